@@ -1,0 +1,153 @@
+"""The engine's options: one flat frozen struct, read from a model version's ``model.json``.
+
+Options that depend on the device or the checkpoint are ``None`` here and are derived once, at load,
+by whoever knows both (the runner); everything else is final after :func:`load_config`.
+"""
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from jitney.errors import ConfigError, nearest
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Eviction = Literal["never", "preempt"]
+AttentionName = Literal["auto", "reference", "cpu"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All options of ``model.json``; docs/options.md has the same table for users."""
+
+    # -- the model
+    model: str
+    """A folder, relative to the version folder, or the id of a model in the local hub cache."""
+    dtype: Dtype = "auto"
+    """Of weights and activations. ``auto``: the checkpoint's, as far as the device has it."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    attention: AttentionName = "auto"
+    threads: int | None = None
+    """CPU threads of one instance. None: the cores this process may use."""
+    prepack: bool = True
+    """Prepack linear layers for the CPU, where the operators for it exist."""
+    fuse: bool = True
+    """Replace norms and gated activations by fused CPU kernels, where they fit."""
+    instances: int = 1
+    """Instances that share this device: the default cache size is divided by it."""
+
+    # -- the batch
+    max_model_len: int | None = None
+    """Longest prompt plus output, in tokens. None: what the checkpoint was made for."""
+    max_num_seqs: int = 256
+    """Most sequences in one step."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step. None: 512 on a CPU, 8,192 on a GPU."""
+
+    # -- the KV cache
+    block_size: int = 16
+    """Tokens in a block."""
+    kv_cache_bytes: int | None = None
+    kv_cache_fraction: float | None = None
+    """Of the memory left after loading. None: 0.9 on a GPU; a quarter, at most 4 GiB, on a CPU."""
+    kv_cache_dtype: Dtype = "auto"
+    """``auto``: the dtype of the activations."""
+    prefix_caching: bool = True
+    eviction: Eviction = "preempt"
+    """``never`` admits a request only when its longest possible output fits beside all others."""
+    watermark: float = 0.01
+    """With ``preempt``: the share of all blocks that an admission must leave free."""
+
+    # -- the queue
+    max_queued: int = 1024
+    """Requests that may wait; one more is refused as UNAVAILABLE."""
+    aging_s: float = 10.0
+    """Seconds of waiting that lift a request by one priority level, so that none starves."""
+
+    # -- the face to clients
+    max_n: int = 128
+    max_logprobs: int = 20
+    max_stop_strings: int = 64
+    max_stop_length: int = 256
+    """Characters of one stop string."""
+    max_list_ids: int = 8192
+    """Ids in any one list of a request (stop_token_ids, logit_bias, …)."""
+    max_prompt_bytes: int | None = None
+    """Refused above it, before tokenizing. None: 32 a token of the context, at least 65,536."""
+    chat_template_parameters: tuple[str, ...] = ("add_generation_prompt", "enable_thinking")
+    """Names that a client may pass to the chat template."""
+    max_pending_tokens: int = 65536
+    """Tokens of one request that may wait to be sent before it is cancelled."""
+    cancel_sweep_s: float = 0.05
+    metrics_flush_s: float = 0.25
+
+
+# Option -> (least, most, how an error states the bound). None is always allowed where it is typed.
+_INF = math.inf
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "threads": (1, 4096, "from 1 to 4096"),
+    "instances": (1, 1024, "from 1 to 1024"),
+    "max_model_len": (1, _INF, "at least 1"),
+    "max_num_seqs": (1, 65536, "from 1 to 65536"),
+    "max_num_batched_tokens": (1, 1 << 24, "from 1 to 16777216"),
+    "block_size": (1, 1024, "from 1 to 1024"),
+    "kv_cache_bytes": (1, _INF, "at least 1"),
+    "kv_cache_fraction": (1e-6, 1.0, "above 0 and at most 1"),
+    "watermark": (0.0, 0.5, "from 0 to 0.5"),
+    "max_queued": (0, _INF, "at least 0"),
+    "aging_s": (1e-3, _INF, "at least 0.001"),
+    "max_n": (1, 65536, "from 1 to 65536"),
+    "max_logprobs": (0, 1 << 20, "from 0 to 1048576"),
+    "max_stop_strings": (0, _INF, "at least 0"),
+    "max_stop_length": (1, _INF, "at least 1"),
+    "max_list_ids": (0, _INF, "at least 0"),
+    "max_prompt_bytes": (1, _INF, "at least 1"),
+    "max_pending_tokens": (1, _INF, "at least 1"),
+    "cancel_sweep_s": (0.001, 10.0, "from 0.001 to 10"),
+    "metrics_flush_s": (0.01, 60.0, "from 0.01 to 60"),
+}
+
+
+def load_config(path: Path) -> EngineConfig:
+    """Read ``model.json``; ``model`` comes back absolute if it names a folder beside it.
+
+    Raises ConfigError for a missing or malformed file, an unknown key (naming the nearest known
+    one), a wrong type or a value out of bounds.
+    """
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path.name} is missing from the version folder") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path.name} must hold a JSON object of options")
+    config = make_config(raw)
+    folder = path.parent / config.model
+    return (
+        msgspec.structs.replace(config, model=str(folder.resolve())) if folder.is_dir() else config
+    )
+
+
+def make_config(options: dict[str, object]) -> EngineConfig:
+    """Check ``options`` and make the struct. Raises ConfigError as :func:`load_config` does."""
+    known = {field.encode_name for field in msgspec.structs.fields(EngineConfig)}
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"option {key!r} is unknown{nearest(key, known)}")
+    if "model" not in options:
+        raise ConfigError("option model is missing: it names the checkpoint's folder")
+    for key, (low, high, bound) in _BOUNDS.items():
+        value = options.get(key)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not low <= value <= high:
+                raise ConfigError.of(key, value, bound)
+    if options.get("kv_cache_bytes") is not None and options.get("kv_cache_fraction") is not None:
+        raise ConfigError("options kv_cache_bytes and kv_cache_fraction exclude each other")
+    try:
+        return msgspec.convert(options, EngineConfig)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `$.")
+        key = where.rstrip("`").split("[")[0]
+        raise ConfigError.of(key, options.get(key), message[:1].lower() + message[1:]) from None

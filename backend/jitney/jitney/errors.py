@@ -1,0 +1,134 @@
+"""Every error that Jitney raises on purpose, and its one mapping to the server's error codes.
+
+    JitneyError
+    ├── InvalidArgumentError    the client's mistake: names the field, the value and the bound
+    ├── UnavailableError        the queue is full, the model is unloading: try again later
+    ├── DeadlineExceededError   the request's deadline passed before its first token
+    ├── CancelledError          the client went away or asked to stop
+    ├── InternalError           our bug or a fault of the machine; its text names no internals
+    └── LoadError               the model cannot be served; readiness stays false
+        ├── ConfigError         an impossible option: names the key, the value and the bound
+        ├── CheckpointError     a missing, truncated or corrupt file: names the file
+        ├── UnsupportedModelError  an architecture that cannot run on a paged cache: says why
+        └── InstallationError   a part of the installation is missing: says how to mend it
+
+Errors cross from the engine to the front as a code and a message (``request.Failed``); the front
+rebuilds them with :func:`from_code`.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class JitneyError(Exception):
+    """Base of all errors raised on purpose. ``code`` opens every message that a client sees."""
+
+    code = "INTERNAL"
+    # Name of the attribute of the server's `TritonError` class that stands for this error.
+    server_code = "INTERNAL"
+
+    @property
+    def client_message(self) -> str:
+        """The text a client sees: the code's name, because a stream's error is text alone."""
+        return f"{self.code}: {self}"
+
+
+class InvalidArgumentError(JitneyError):
+    """The request cannot be served as it stands."""
+
+    code = "INVALID_ARGUMENT"
+    server_code = "INVALID_ARG"
+
+    @classmethod
+    def of(cls, field: str, value: object, bound: str) -> "InvalidArgumentError":
+        """Name the field, show the value (shortened) and state what it must be."""
+        return cls(f"{field} is {show(value)}, but must be {bound}")
+
+
+class UnavailableError(JitneyError):
+    """The request was not accepted and may be sent again later."""
+
+    code = "UNAVAILABLE"
+    server_code = "UNAVAILABLE"
+
+
+class DeadlineExceededError(JitneyError):
+    """The deadline passed before anything was made. The server has no code of that name."""
+
+    code = "DEADLINE_EXCEEDED"
+    server_code = "UNAVAILABLE"
+
+
+class CancelledError(JitneyError):
+    """The client cancelled or disconnected."""
+
+    code = "CANCELLED"
+    server_code = "CANCELLED"
+
+
+class InternalError(JitneyError):
+    """A fault on our side. Carries no path, type name or traceback; the log does."""
+
+
+class LoadError(JitneyError):
+    """The model cannot be loaded."""
+
+
+class ConfigError(LoadError):
+    """An option in ``model.json`` is unknown or impossible."""
+
+    code = "INVALID_ARGUMENT"
+    server_code = "INVALID_ARG"
+
+    @classmethod
+    def of(cls, key: str, value: object, bound: str) -> "ConfigError":
+        """Name the key, show the value and state what it must be."""
+        return cls(f"option {key} is {show(value)}, but must be {bound}")
+
+
+class CheckpointError(LoadError):
+    """A file of the checkpoint is missing, truncated, corrupt or of a kind that is not read."""
+
+
+class UnsupportedModelError(LoadError):
+    """The architecture cannot run through a paged KV cache, or not yet."""
+
+    code = "UNSUPPORTED"
+    server_code = "UNSUPPORTED"
+
+
+class InstallationError(LoadError):
+    """Something that Jitney needs on this machine is missing or of a wrong version."""
+
+
+_BY_CODE: dict[str, type[JitneyError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidArgumentError,
+        UnavailableError,
+        DeadlineExceededError,
+        CancelledError,
+        InternalError,
+    )
+}
+
+
+def from_code(code: str, message: str) -> JitneyError:
+    """Rebuild an error that crossed from the engine as a code and a message."""
+    return _BY_CODE.get(code, InternalError)(message)
+
+
+def show(value: object, limit: int = 60) -> str:
+    """A value for an error message: its repr, cut so that a 64 MB prompt is never echoed."""
+    if isinstance(value, (str, bytes)) and len(value) > limit:
+        return f"{value[:limit]!r}… ({len(value):,} long)"
+    if isinstance(value, (list, tuple, dict)) and len(value) > 16:
+        return f"a {type(value).__name__} of {len(value):,}"
+    text = repr(value)
+    return text if len(text) <= 4 * limit else text[: 4 * limit] + "…"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for a misspelled name, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

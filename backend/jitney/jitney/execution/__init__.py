@@ -1,0 +1,1 @@
+"""Everything that touches a device: checkpoints, attention, sampling and the model runner."""

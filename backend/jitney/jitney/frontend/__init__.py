@@ -1,0 +1,1 @@
+"""What Triton loads. The only package that imports ``triton_python_backend_utils``."""

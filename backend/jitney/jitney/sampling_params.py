@@ -1,0 +1,204 @@
+"""Sampling parameters: vLLM's names, ranges and defaults, and every check on them.
+
+Owns what a client may ask of one request. The server's front and the offline class both parse
+with :func:`parse_sampling_params` and check with :func:`check_sampling_params`; the engine takes
+the result as given.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from jitney.config import EngineConfig
+from jitney.errors import InvalidArgumentError, nearest
+
+MAX_JSON_BYTES = 1 << 20
+MAX_JSON_DEPTH = 16
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to sample one request. Names, ranges and defaults are vLLM's unless marked ours."""
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1 switch it off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """Drawn at submission if absent, so that a request always has one."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    bad_words: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    skip_special_tokens: bool = True
+    priority: int = 0
+    """Ours: lower first."""
+    deadline_ms: float | None = None
+    """Ours: from submission; then the request ends with what it has."""
+    cache_salt: str | None = None
+    """Ours: requests share cached prefixes only within one salt."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether sampling is an argmax."""
+        return self.temperature == 0.0
+
+
+NAMES = tuple(field.encode_name for field in msgspec.structs.fields(SamplingParams))
+
+# Name -> (least, most, how an error states the bound).
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "max_tokens": (1, (1 << 31) - 1, "at least 1"),
+    "min_tokens": (0, (1 << 31) - 1, "at least 0"),
+    "temperature": (0.0, 1e6, "finite and at least 0"),
+    "top_p": (math.nextafter(0.0, 1.0), 1.0, "above 0 and at most 1"),
+    "top_k": (-1, (1 << 31) - 1, "-1 or 0 (off), or at least 1"),
+    "min_p": (0.0, 1.0, "from 0 to 1"),
+    "seed": (-(1 << 63), (1 << 63) - 1, "a 64-bit integer"),
+    "presence_penalty": (-2.0, 2.0, "from -2 to 2"),
+    "frequency_penalty": (-2.0, 2.0, "from -2 to 2"),
+    "repetition_penalty": (math.nextafter(0.0, 1.0), 1e6, "finite and above 0"),
+    "priority": (-1000, 1000, "from -1000 to 1000"),
+    "deadline_ms": (math.nextafter(0.0, 1.0), 1e12, "finite and above 0"),
+}
+
+
+def parse_sampling_params(raw: Mapping[str, object]) -> SamplingParams:
+    """Make parameters from decoded JSON. Numbers and booleans may come as strings.
+
+    Raises InvalidArgumentError for an unknown name (naming the nearest), a wrong type, or a number
+    that is not finite. Ranges are :func:`check_sampling_params`'s.
+    """
+    for name in raw:
+        if name not in NAMES:
+            raise InvalidArgumentError(
+                f"sampling parameter {str(name)[:64]!r} is unknown or not supported"
+                f"{nearest(str(name)[:64], NAMES)}"
+            )
+    fields = {name: _listed(name, value) for name, value in raw.items() if value is not None}
+    try:
+        return msgspec.convert(fields, SamplingParams, strict=False)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `$.")
+        name = where.rstrip("`").split("[")[0]
+        raise InvalidArgumentError.of(
+            name, fields.get(name), message[:1].lower() + message[1:]
+        ) from None
+
+
+def decode_sampling_json(text: str | bytes) -> dict[str, object]:
+    """Decode a client's JSON object. Raises InvalidArgumentError if it is too large, too deep,
+    not JSON or not an object."""
+    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    field = "sampling_parameters"
+    if len(data) > MAX_JSON_BYTES:
+        raise InvalidArgumentError(
+            f"{field} has {len(data):,} bytes, but at most {MAX_JSON_BYTES:,} are read"
+        )
+    if max_json_depth(data) > MAX_JSON_DEPTH:
+        raise InvalidArgumentError(f"{field} is nested deeper than {MAX_JSON_DEPTH} levels")
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidArgumentError.of(field, value, "a JSON object")
+    return value
+
+
+def max_json_depth(data: bytes) -> int:
+    """An upper bound of the nesting depth (brackets inside strings count too), without recursion."""
+    depth = deepest = 0
+    for byte in data:
+        if byte in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif byte in b"]}":
+            depth -= 1
+    return deepest
+
+
+def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab_size: int) -> None:
+    """Check ranges, caps and token ids. ``vocab_size`` is the model's, not the tokenizer's.
+
+    Raises InvalidArgumentError that names the field, the value and the bound.
+    """
+    for name, (low, high, bound) in _BOUNDS.items():
+        value = getattr(params, name)
+        if value is not None and not low <= value <= high:  # NaN fails the comparison too
+            raise InvalidArgumentError.of(name, value, bound)
+    _check_range("n", params.n, 1, config.max_n)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None:
+            _check_range(name, value, 0, config.max_logprobs)
+    if params.min_tokens > params.max_tokens:
+        raise InvalidArgumentError.of(
+            "min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})"
+        )
+    _check_strings("stop", params.stop, config)
+    _check_strings("bad_words", params.bad_words, config)
+    _check_ids("stop_token_ids", params.stop_token_ids, config, vocab_size)
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise InvalidArgumentError("allowed_token_ids is empty, but must name at least one id")
+        _check_ids("allowed_token_ids", params.allowed_token_ids, config, vocab_size)
+    if params.logit_bias is not None:
+        _check_ids("logit_bias", list(params.logit_bias), config, vocab_size)
+        for token, bias in params.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidArgumentError.of(f"logit_bias[{token}]", bias, "from -100 to 100")
+    if params.cache_salt is not None and not 1 <= len(params.cache_salt) <= 256:
+        raise InvalidArgumentError.of("cache_salt", params.cache_salt, "1 to 256 characters long")
+
+
+def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidArgumentError if an id lies outside ``[0, vocab_size)``."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidArgumentError.of(
+                field, token, f"from 0 to {vocab_size - 1} (the model's vocabulary)"
+            )
+
+
+def _listed(name: str, value: object) -> object:
+    """A single stop string or word stands for a list of one, as in vLLM."""
+    return [value] if name in ("stop", "bad_words") and isinstance(value, str) else value
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidArgumentError.of(name, value, f"from {low} to {high}")
+
+
+def _check_strings(name: str, strings: Sequence[str], config: EngineConfig) -> None:
+    if len(strings) > config.max_stop_strings:
+        raise InvalidArgumentError(
+            f"{name} has {len(strings):,} strings, but at most {config.max_stop_strings} are taken"
+        )
+    for string in strings:
+        if not 1 <= len(string) <= config.max_stop_length:
+            raise InvalidArgumentError.of(
+                name, string, f"of strings of 1 to {config.max_stop_length} characters"
+            )
+
+
+def _check_ids(name: str, ids: Sequence[int], config: EngineConfig, vocab_size: int) -> None:
+    if len(ids) > config.max_list_ids:
+        raise InvalidArgumentError(
+            f"{name} has {len(ids):,} ids, but at most {config.max_list_ids:,} are taken"
+        )
+    check_token_ids(name, ids, vocab_size)
