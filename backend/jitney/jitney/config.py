@@ -140,9 +140,10 @@ def make_config(options: dict[str, object]) -> EngineConfig:
         raise ConfigError("option model is missing: it names the checkpoint's folder")
     for key, (low, high, bound) in _BOUNDS.items():
         value = options.get(key)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not low <= value <= high:
-                raise ConfigError.of(key, value, bound)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue  # its type is judged below
+        if not low <= value <= high:
+            raise ConfigError.of(key, value, bound)
     if options.get("kv_cache_bytes") is not None and options.get("kv_cache_fraction") is not None:
         raise ConfigError("options kv_cache_bytes and kv_cache_fraction exclude each other")
     try:

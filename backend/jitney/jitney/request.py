@@ -2,8 +2,8 @@
 
 Three groups, by the border they cross:
 
-- front -> engine: :class:`Submit`, :class:`Finish`, :class:`Cancel`: plain msgspec messages, ids and
-  numbers only, so that the engine may live in a thread or in a process of its own;
+- front -> engine: :class:`Submit`, :class:`Finish`, :class:`Cancel`: plain msgspec messages, ids
+  and numbers only, so that the engine may live in a thread or in a process of its own;
 - engine -> front: :class:`StepReport`, one per step, a list of events and a few gauges;
 - scheduler <-> runner, inside the engine: :class:`Batch` and :class:`StepOutput`.
 

@@ -120,7 +120,7 @@ def decode_sampling_json(text: str | bytes) -> dict[str, object]:
 
 
 def max_json_depth(data: bytes) -> int:
-    """An upper bound of the nesting depth (brackets inside strings count too), without recursion."""
+    """An upper bound of the nesting depth: brackets inside strings count too. No recursion."""
     depth = deepest = 0
     for byte in data:
         if byte in b"[{":
