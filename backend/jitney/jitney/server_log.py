@@ -1,0 +1,56 @@
+"""What the embedded server's log says about a start that failed, in a few readable lines.
+
+Pure text; ``server`` calls it. The log itself is kept whole for whoever needs more.
+"""
+
+import re
+import signal
+from pathlib import Path
+
+# "E1120 18:30:01.123456 4711 model_lifecycle.cc:654] "failed to load 'pylm' version 1: …"
+_FAILED = re.compile(
+    r"failed to load '(?P<model>[^']+)'(?: version (?P<version>\d+))?: (?P<why>.*)"
+)
+_ERROR = re.compile(r"^[EF]\d{4} [\d:.]+ \d+ \S+\] (?P<text>.*)|^error: (?P<plain>.*)")
+
+
+def read_tail(path: Path, lines: int) -> str:
+    """The last ``lines`` lines of a file; empty if it is not there."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def failed_models(text: str) -> dict[str, str]:
+    """Model -> why it failed to load, without tracebacks, in the order of the log."""
+    failures: dict[str, str] = {}
+    for line in text.splitlines():
+        match = _FAILED.search(line)
+        if match is not None and match["model"] not in failures:
+            # One record is one line here: the newlines inside are escaped.
+            reason = match["why"].replace("\\n", "\n").split("\nAt:\n")[0].rstrip('"; \n')
+            failures[match["model"]] = reason.replace("\n", "\n    ")
+    return failures
+
+
+def explain_failure(text: str, status: int | None) -> str:
+    """Why a server that exited with ``status`` did not come up: each model that failed, or else
+    the server's own error lines, or else its last lines."""
+    failures = failed_models(text)
+    if failures:
+        head = "one model" if len(failures) == 1 else f"{len(failures)} models"
+        listed = "".join(f"\n  {model}: {why}" for model, why in failures.items())
+        return f"the server stopped because {head} failed to load:{listed}"
+    errors = [match["text"] or match["plain"] for match in map(_ERROR.match, text.splitlines())
+              if match is not None]  # fmt: skip
+    shown = errors or text.splitlines()[-5:]
+    listed = "".join(f"\n  {line}" for line in dict.fromkeys(shown[-5:]))
+    return f"the server {_ending(status)}:{listed or ' it printed nothing'}"
+
+
+def _ending(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
