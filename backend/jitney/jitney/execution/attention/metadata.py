@@ -1,0 +1,98 @@
+"""What one step's attention needs to know, built once per step by the runner from its rows.
+
+A paged KV cache is one tensor for K and one for V per layer, of :func:`cache_shape`. Dimension 0
+counts blocks, so that a block is copied or cleared by its index; how the last two dimensions are
+used inside a block is private to the attention function that writes and reads the cache.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jitney.request import Row
+
+HEAD_ALIGNMENT = 16
+"""Head sizes are padded in the cache to a multiple of this: the lanes of one vector register."""
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One step: R rows, T flattened tokens. All tensors live on the device of the cache."""
+
+    query_start: Tensor
+    """int32 [R + 1]: row r's tokens are [query_start[r], query_start[r + 1]) of the T."""
+    context_len: Tensor
+    """int32 [R]: tokens in the cache for row r once this step is written."""
+    block_table: Tensor
+    """int32 [R, max_blocks], padded with 0. Position p of row r is in block
+    ``block_table[r, p // block_size]`` at offset ``p % block_size``."""
+    slot_mapping: Tensor
+    """int64 [T]: block * block_size + offset of each new token."""
+    positions: Tensor
+    """int64 [T]: position of each new token in its sequence."""
+    block_size: int
+    max_query_len: int
+    max_context_len: int
+    plans: dict[Hashable, object] = field(default_factory=dict)
+    """Work lists that an attention function derives from this step, kept for its other layers."""
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.context_len.shape[0]
+
+
+def build_metadata(
+    rows: list[Row], block_size: int, device: torch.device | str = "cpu"
+) -> AttentionMetadata:
+    """Metadata of a batch. Each row holds at least one token and blocks for all of its context."""
+    lengths = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
+    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
+    assert len(rows) > 0 and lengths.min() > 0, "a row of a batch has at least one token"
+    ends = starts + lengths
+    blocks = -(-ends // block_size)
+    assert all(len(row.block_table) >= n for row, n in zip(rows, blocks, strict=True))
+
+    query_start = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(lengths, out=query_start[1:])
+    table = np.zeros((len(rows), int(blocks.max())), np.int32)
+    # A boolean mask assigns in row-major order: the rows' tables one after the other.
+    used = np.arange(table.shape[1]) < blocks[:, None]
+    ids = chain.from_iterable(
+        row.block_table[:n] for row, n in zip(rows, blocks.tolist(), strict=True)
+    )
+    table[used] = np.fromiter(ids, np.int32, int(blocks.sum()))
+
+    owner = np.repeat(np.arange(len(rows)), lengths)
+    positions = np.arange(int(query_start[-1])) + (starts - query_start[:-1])[owner]
+    block, offset = np.divmod(positions, block_size)
+    slots = table[owner, block].astype(np.int64) * block_size + offset
+
+    def put(array: np.ndarray, dtype: type) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
+
+    return AttentionMetadata(
+        query_start=put(query_start, np.int32),
+        context_len=put(ends, np.int32),
+        block_table=put(table, np.int32),
+        slot_mapping=put(slots, np.int64),
+        positions=put(positions, np.int64),
+        block_size=block_size,
+        max_query_len=int(lengths.max()),
+        max_context_len=int(ends.max()),
+    )
+
+
+def cache_shape(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+) -> tuple[int, int, int, int]:
+    """Shape of one layer's key cache, and of its value cache: [blocks, KV heads, tokens, head].
+
+    The head size is rounded up to a multiple of HEAD_ALIGNMENT.
+    """
+    padded = -(-head_size // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
+    return (num_blocks, num_kv_heads, block_size, padded)

@@ -1,0 +1,93 @@
+"""Paged attention in plain torch: obviously right, for any device, and slow.
+
+It is what the fast kernels are tested against and what runs where none of them does. Inside a block
+of the cache it keeps [token, head element], as :func:`metadata.cache_shape` reads.
+"""
+
+import torch
+from torch import Tensor
+
+from jitney.execution.attention.metadata import AttentionMetadata
+
+
+class ReferenceAttention:
+    """The attention function ``reference``; see :class:`attention.AttentionFunction`."""
+
+    name = "reference"
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Write K and V to their slots, then attend; scores and sums in float32."""
+        head_size = q.shape[-1]
+        _write(k, key_cache, meta)
+        _write(v, value_cache, meta)
+        out = torch.empty_like(q)
+        bounds = meta.query_start.tolist()
+        for r, context in enumerate(meta.context_len.tolist()):
+            blocks = meta.block_table[r, : -(-context // meta.block_size)].long()
+            keys, values = (
+                # [blocks, KV heads, tokens, head] -> [KV heads, context, head]
+                cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context, :head_size].float()
+                for cache in (key_cache, value_cache)
+            )
+            begin, end = bounds[r], bounds[r + 1]
+            result = _attend_row(q[begin:end].float(), keys, values, scale, window, softcap, sinks)
+            out[begin:end] = result.to(out.dtype)
+        return out
+
+
+def _write(new: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
+    """Put ``new`` [T, KV heads, head] into its slots."""
+    block = torch.div(meta.slot_mapping, meta.block_size, rounding_mode="floor")
+    offset = meta.slot_mapping % meta.block_size
+    view = cache[..., : new.shape[-1]]
+    view[block, :, offset] = new.to(cache.dtype)
+
+
+def _attend_row(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One row: q [n, heads, head] are the last n positions of keys and values [KV heads, c, head].
+
+    The query at position p sees keys max(0, p - window + 1) to p. Returns [n, heads, head].
+    """
+    n, num_heads, _ = q.shape
+    num_kv_heads, context, _ = keys.shape
+    grouped = q.transpose(0, 1).reshape(num_kv_heads, num_heads // num_kv_heads, n, -1)
+    scores = grouped @ keys[:, None].transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = (
+        torch.arange(context - n, context, device=q.device)[:, None]
+        - torch.arange(context, device=q.device)[None, :]
+    )
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    scores = scores.masked_fill(hidden, float("-inf")).reshape(num_heads, n, context)
+    if sinks is not None:
+        # One more logit per head, which takes part in the denominator and carries no value.
+        column = sinks.to(scores.dtype)[:, None, None].expand(num_heads, n, 1)
+        weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
+    weights = weights.reshape(num_kv_heads, -1, n, context)
+    return (weights @ values[:, None]).reshape(num_heads, n, -1).transpose(0, 1)
