@@ -52,7 +52,8 @@ def build_metadata(
     """Metadata of a batch. Each row holds at least one token and blocks for all of its context."""
     lengths = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
     starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
-    assert len(rows) > 0 and lengths.min() > 0, "a row of a batch has at least one token"
+    assert lengths.size, "a batch has at least one row"
+    assert lengths.min() > 0, "a row has at least one token"
     ends = starts + lengths
     blocks = -(-ends // block_size)
     assert all(len(row.block_table) >= n for row, n in zip(rows, blocks, strict=True))
