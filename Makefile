@@ -1,0 +1,57 @@
+# Everything runs in .venv, which scripts/environment.py makes on first use and then leaves alone.
+#
+#   make PYTHON=python3.12 …     another Python (3.11 or 3.12)
+#   make TORCH_INDEX=URL …       the package index to take torch from, and nothing else
+
+# An existing environment is kept; else the first fitting Python that is found.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(or $(wildcard .venv/bin/python),$(shell for python in python3.11 python3.12 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+	2>/dev/null && echo $$python && break; done),python3)
+endif
+TORCH_INDEX ?=
+REPOSITORY ?= model_repository
+ARGS ?=
+VENV := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo serve doctor test test-slow check bench clean clean-venv
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Options: PYTHON=python3.12, TORCH_INDEX=URL, ARGS='…' (handed on), REPOSITORY=folder"
+
+env: ## make or complete .venv (every target below does it first)
+	@$(PYTHON) scripts/environment.py --torch-index "$(TORCH_INDEX)"
+
+demo: env ## start the real server and watch a dozen requests share one batch
+	@$(VENV)/python scripts/demo.py $(ARGS)
+
+serve: env ## serve REPOSITORY until Ctrl-C
+	@$(VENV)/jitney serve $(REPOSITORY) $(ARGS)
+
+doctor: env ## say what is wrong with this installation and how to mend it
+	@$(VENV)/jitney doctor $(ARGS)
+
+test: env ## the tests, without those that take minutes
+	@$(VENV)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: env ## the tests that take minutes
+	@$(VENV)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+check: env ## linter, formatter (as a check) and type checker
+	@$(VENV)/ruff check .
+	@$(VENV)/ruff format --check .
+	@$(VENV)/mypy
+
+bench: env ## the benchmarks whose figures stand in docs/benchmarks.md (about half an hour)
+	@$(VENV)/python -m benchmarks.scheduler $(ARGS)
+	@$(VENV)/python -m benchmarks.engine $(ARGS)
+	@$(VENV)/python -m benchmarks.served $(ARGS)
+
+clean: ## remove caches and build outputs
+	@rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+clean-venv: ## remove .venv
+	@rm -rf .venv
