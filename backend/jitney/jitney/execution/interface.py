@@ -1,0 +1,135 @@
+"""The bridge between transformers' modules and our paged attention.
+
+transformers looks attention functions up by name in its AttentionInterface. Ours is registered as
+``jitney``; it keeps no state. What it needs of a step travels as the keyword argument ``paged``
+through ``model(..., paged=...)`` down to each attention layer: a callable that takes one
+:class:`AttentionCall`, the :class:`PagedStep` of this module in service or a recorder at load.
+
+No mask function is registered under the name, so transformers builds no masks: the query at
+position p sees what the block table holds up to p.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from jitney.execution.attention import AttentionFunction, AttentionMetadata
+
+NAME = "jitney"
+
+
+class AttentionCall(NamedTuple):
+    """One layer's call. T flattened tokens of all rows of the step."""
+
+    module: nn.Module
+    layer: int
+    query: Tensor
+    """[T, heads, head size], after rotary embedding; any strides, as are the next two."""
+    key: Tensor
+    """[T, KV heads, head size], after rotary embedding."""
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    window: int | None
+    """The query at position p sees keys max(0, p - window + 1) to p."""
+    softcap: float | None
+    sinks: Tensor | None
+    """[heads]: one more logit per head."""
+    extra: Mapping[str, Any]
+    """Every other keyword argument of the call."""
+
+
+PagedFunction = Callable[[AttentionCall], Tensor]
+
+
+class LayerCache(NamedTuple):
+    """One layer's part of the KV cache and the function that reads and writes it."""
+
+    keys: Tensor
+    values: Tensor
+    attend: AttentionFunction
+
+
+class PagedStep:
+    """One step's attention: the metadata of its rows, and the caches by layer index."""
+
+    def __init__(self, layers: list[LayerCache], meta: AttentionMetadata) -> None:
+        self._layers = layers
+        self._meta = meta
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Returns [T, heads, head size]."""
+        keys, values, attend = self._layers[call.layer]
+        return attend(
+            call.query,
+            call.key,
+            call.value,
+            keys,
+            values,
+            self._meta,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
+
+
+def register() -> None:
+    """Make ``attn_implementation="jitney"`` known to transformers. Idempotent: the registry belongs
+    to the process, and every load registers the same stateless function."""
+    AttentionInterface.register(NAME, paged_attention)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    paged: PagedFunction,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls: query, key and value are [1, heads, T, head size].
+
+    Returns ([1, T, heads, head size], None), as every function of the AttentionInterface does.
+    """
+    call = AttentionCall(
+        module=module,
+        layer=module.layer_idx,  # type: ignore[arg-type]
+        query=query[0].transpose(0, 1),
+        key=key[0].transpose(0, 1),
+        value=value[0].transpose(0, 1),
+        mask=attention_mask,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or None,  # 0 stands for none, as None does
+        softcap=softcap,
+        sinks=s_aux,
+        extra=extra,
+    )
+    return paged(call).unsqueeze(0), None
+
+
+def forward(
+    module: PreTrainedModel, ids: Tensor, positions: Tensor, rows: Tensor, paged: PagedFunction
+) -> Tensor:
+    """Run T flattened tokens and return logits [len(rows), vocabulary] of the chosen ones.
+
+    ids and positions are int64 [T], rows int64 indices into them, at least one.
+    """
+    with torch.inference_mode():
+        output = module(
+            input_ids=ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+            paged=paged,
+        )
+    return output.logits[0]

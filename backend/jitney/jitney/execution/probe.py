@@ -1,0 +1,223 @@
+"""The proof, at load, that a module really runs through our attention and gives what it should.
+
+Two parts, both on a dozen tokens:
+
+- :func:`record_layers` runs the module with a recorder in place of the attention and refuses
+  whatever an attention over a paged cache would get wrong silently: a layer that does not call us,
+  a mask or bias of the module's own, a window the configuration does not account for, an option we
+  do not know. It returns what each layer's cache must hold.
+- :func:`compare_with_eager` runs two interleaved, chunked sequences over a real paged cache and
+  compares their logits with those of transformers' own eager attention on each sequence alone. A
+  module that mixes neighbours, ignores positions or keeps state between calls cannot pass.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from jitney.errors import CheckpointError
+from jitney.execution.attention import build_metadata, cache_shape, select
+from jitney.execution.interface import NAME, AttentionCall, LayerCache, PagedStep, forward
+from jitney.execution.support import refuse
+from jitney.request import Row
+from jitney.sampling_params import SamplingParams
+
+# Keyword arguments that modules pass along and that change nothing of one forward pass here.
+_HARMLESS = frozenset({
+    "dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "is_causal", "deterministic", "past_key_values",
+    "cache_position", "position_embeddings",
+})  # fmt: skip
+_BLOCK_SIZE = 4
+# (first token, count) of each row: sequence 0 in two chunks, sequence 1 in one and a decode.
+_STEPS = (((0, 5), (0, 6)), ((5, 6), (6, 1)))
+_LENGTHS = (11, 7)
+_TABLES = ([4, 1, 5], [2, 3])
+# Most of the difference to eager attention, relative to the spread of the logits. In 16 bits, the
+# rounding of a deep model or a router's flip is far above that of one operation.
+_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.35, torch.float16: 0.2}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer keeps in the cache and how it attends."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None
+
+
+def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[LayerSpec]:
+    """Run ``module`` once with a recorder and return the layers' specifications, by layer index.
+
+    ``windows`` are the configuration's (``support.layer_windows``). Raises UnsupportedModelError.
+    """
+    recorder = _Recorder(module.config.model_type, windows)
+    ids = _probe_ids(module)[0]
+    positions = torch.arange(len(ids), device=ids.device)
+    last = torch.tensor([len(ids) - 1], device=ids.device)
+    logits = forward(module, ids, positions, last, recorder)
+    if logits.shape[0] != 1:
+        raise refuse(recorder.model_type, "it does not compute the logits of chosen tokens alone")
+    return recorder.specs()
+
+
+def compare_with_eager(module: PreTrainedModel, specs: list[LayerSpec]) -> None:
+    """Check the module over a paged cache against eager attention; see the module's docstring.
+
+    Raises UnsupportedModelError if they differ, CheckpointError if the logits are not finite.
+    """
+    sequences = _probe_ids(module)
+    paged = _paged_logits(module, specs, sequences)
+    try:
+        module.set_attn_implementation("eager")
+        with torch.inference_mode():
+            eager = [
+                module(input_ids=ids.unsqueeze(0), use_cache=False).logits[0] for ids in sequences
+            ]
+    finally:
+        module.set_attn_implementation(NAME)
+    expected = torch.cat(eager).float()
+    if not torch.isfinite(expected).all():
+        raise CheckpointError(
+            "model.safetensors gives logits that are not finite: its weights are corrupt, or the "
+            "dtype is too narrow for them"
+        )
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    error = ((paged.float() - expected).norm(dim=-1) / spread).median().item()
+    if not error <= _TOLERANCE[embedding_weight(module).dtype]:
+        raise refuse(
+            module.config.model_type,
+            f"over a paged cache its logits are {error:.2g} of their spread away from those of "
+            "transformers' own attention",
+        )
+
+
+def embedding_weight(module: PreTrainedModel) -> Tensor:
+    """The token embedding [vocabulary, hidden size]: its dtype and device stand for the module's."""
+    weight = module.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+class _Recorder:
+    """Notes each layer's call, refuses what cannot be served, and answers zeros."""
+
+    def __init__(self, model_type: str, windows: list[int | None]) -> None:
+        self.model_type = model_type
+        self._windows = windows
+        self._specs: dict[int, LayerSpec] = {}
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        layer = call.layer
+        if layer in self._specs:
+            raise refuse(self.model_type, f"layer {layer} attends twice in one pass")
+        if not 0 <= layer < len(self._windows):
+            raise refuse(self.model_type, f"it attends in layer {layer}, outside its own count")
+        if call.mask is not None:
+            raise refuse(self.model_type, f"layer {layer} brings a mask of its own")
+        if call.extra.get("is_causal", getattr(call.module, "is_causal", True)) is False:
+            raise refuse(self.model_type, f"the attention of layer {layer} is not causal")
+        if call.window != self._windows[layer]:
+            raise refuse(
+                self.model_type,
+                f"layer {layer} attends with a window of {call.window}, but its configuration "
+                f"states {self._windows[layer]}",
+            )
+        unknown = sorted(
+            name
+            for name, value in call.extra.items()
+            if name not in _HARMLESS and value is not None and value is not False
+        )
+        if unknown:
+            raise refuse(self.model_type, f"layer {layer} asks attention for {', '.join(unknown)}")
+        if call.key.shape != call.value.shape or call.query.shape[-1] != call.key.shape[-1]:
+            raise refuse(self.model_type, "its keys and values have different head sizes")
+        self._specs[layer] = LayerSpec(
+            call.query.shape[1], call.key.shape[1], call.key.shape[2], call.window
+        )
+        return torch.zeros_like(call.query)
+
+    def specs(self) -> list[LayerSpec]:
+        """By layer index. Raises UnsupportedModelError if a layer never called."""
+        missing = [i for i in range(len(self._windows)) if i not in self._specs]
+        if missing:
+            raise refuse(
+                self.model_type, f"layer {missing[0]} does not attend through our interface"
+            )
+        return [self._specs[i] for i in range(len(self._windows))]
+
+
+def make_layer_caches(
+    specs: list[LayerSpec],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+) -> list[LayerCache]:
+    """Empty caches (zeros: what was never written must not be NaN) and each layer's function."""
+    shapes = {(s.num_heads, s.num_kv_heads, s.head_size) for s in specs}
+    functions = {
+        (heads, kv_heads, size): select(attention, device, dtype, size, heads, kv_heads)
+        for heads, kv_heads, size in shapes
+    }
+    caches = []
+    for spec in specs:
+        shape = cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        attend = functions[spec.num_heads, spec.num_kv_heads, spec.head_size]
+        caches.append(LayerCache(keys, values, attend))
+    return caches
+
+
+def _paged_logits(
+    module: PreTrainedModel, specs: list[LayerSpec], sequences: list[Tensor]
+) -> Tensor:
+    """Logits [sum of _LENGTHS, vocabulary] of both sequences, one after the other."""
+    device = sequences[0].device
+    dtype = embedding_weight(module).dtype
+    caches = make_layer_caches(
+        specs, max(map(max, _TABLES)) + 1, _BLOCK_SIZE, dtype, device, "reference"
+    )
+    parts: list[list[Tensor]] = [[] for _ in sequences]
+    for step in _STEPS:
+        rows = [
+            _row(sequences[i].tolist(), start, count, _TABLES[i])
+            for i, (start, count) in enumerate(step)
+        ]
+        meta = build_metadata(rows, _BLOCK_SIZE, device)
+        ids = torch.tensor([t for row in rows for t in row.token_ids], device=device)
+        every = torch.arange(len(ids), device=device)
+        logits = forward(module, ids, meta.positions, every, PagedStep(caches, meta))
+        for part, piece in zip(parts, logits.split([len(r.token_ids) for r in rows]), strict=True):
+            part.append(piece)
+    return torch.cat([piece for part in parts for piece in part])
+
+
+def _probe_ids(module: PreTrainedModel) -> list[Tensor]:
+    """Two fixed sequences of _LENGTHS, spread over the vocabulary; int64 on the module's device."""
+    weight = embedding_weight(module)
+    size = weight.shape[0]
+    count = sum(_LENGTHS)
+    ids = torch.tensor([(size // 3 + i * 7919) % size for i in range(count)], device=weight.device)
+    return list(ids.split(list(_LENGTHS)))
+
+
+def _row(tokens: list[int], start: int, count: int, table: list[int]) -> Row:
+    return Row(
+        key=0,
+        index=0,
+        token_ids=tokens[start : start + count],
+        start=start,
+        block_table=table,
+        sample=(),
+        params=SamplingParams(),
+        prompt=tokens,
+        output=[],
+        stop_ids=frozenset(),
+        bad_words_ids=[],
+    )
