@@ -165,7 +165,8 @@ def link_backends(
     python = target / "python"
     python.mkdir(parents=True)
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
-        (python / name).symlink_to(installation.python_backend / name)
+        # Copied, not linked: the server refuses a library that resolves to another folder.
+        (python / name).write_bytes((installation.python_backend / name).read_bytes())
     stub = python / installation.stub.name
     if os.access(installation.stub, os.X_OK):
         stub.symlink_to(installation.stub)
