@@ -81,6 +81,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Tokens of one request that may wait to be sent before it is cancelled."""
     cancel_sweep_s: float = 0.05
     metrics_flush_s: float = 0.25
+    drain_s: float = 5.0
+    """Once the model's process gets SIGTERM: seconds that running requests have to end by
+    themselves. Less than the server's exit timeout, so that their clients still hear why."""
 
 
 # Option -> (least, most, how an error states the bound). None is always allowed where it is typed.
@@ -106,6 +109,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "max_pending_tokens": (1, _INF, "at least 1"),
     "cancel_sweep_s": (0.001, 10.0, "from 0.001 to 10"),
     "metrics_flush_s": (0.01, 60.0, "from 0.01 to 60"),
+    "drain_s": (0.0, 3600.0, "from 0 to 3600"),
 }
 
 
