@@ -53,8 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def greedy(self) -> bool:
-        """Whether sampling is an argmax."""
-        return self.temperature == 0.0
+        """Whether sampling is an argmax: a temperature below 1e-5 is 0, as in vLLM."""
+        return self.temperature < 1e-5
 
 
 NAMES = tuple(field.encode_name for field in msgspec.structs.fields(SamplingParams))

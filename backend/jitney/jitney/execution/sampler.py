@@ -1,0 +1,132 @@
+"""Logits to tokens: a pure function of (logits, parameters, seed, position).
+
+Called by the runner once a step. Nothing here depends on the batch around a row: every reduction
+runs along the vocabulary of one row, and each draw comes from a counter-based generator. So the
+same request gives the same tokens alone, in any batch, and after a preemption or a restart.
+
+A row that is greedy and asks for nothing else costs one argmax. For the others: raw log
+probabilities if asked for, edits of the logits (``constraints``), temperature, then ``min_p``,
+``top_k`` and ``top_p``, and one draw by inverse cumulative distribution in vocabulary order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jitney.execution.constraints import constrain, constrains
+from jitney.execution.draw import draw
+from jitney.request import Logprob, Row
+
+# Floats of one slice of log-probabilities: bounds the extra memory of a long prompt's.
+_SLICE_FLOATS = 1 << 24
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What one sequence drew. ``token_id`` means nothing if ``error`` is set."""
+
+    token_id: int
+    logprobs: list[Logprob] | None = None
+    """If ``params.logprobs`` is set: the chosen token, then the best ones, none twice."""
+    error: str | None = None
+    """Why nothing can be drawn for this sequence; the others of the batch are not touched."""
+
+
+def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> list[Sampled]:
+    """Draw the next token of each pair (row, sequence index).
+
+    ``logits`` [S, V], any float dtype, is parallel to ``pairs`` and is left as it is. The position
+    of the new token, which its randomness depends on, is ``row.end``.
+    """
+    assert logits.shape[0] == len(pairs)
+    if not pairs:
+        return []
+    best, chosen = logits.max(dim=-1)  # a NaN wins
+    special = [place for place, (row, _) in enumerate(pairs) if not _plain(row)]
+    broken = dict.fromkeys(_not_finite(best), "the model's logits are not finite numbers")
+    if special:
+        places = torch.tensor(special, device=logits.device)
+        rows = [pairs[place][0] for place in special]
+        edited = logits[places].float()  # a copy: indexing with a tensor always is
+        if any(constrains(row) for row in rows):
+            constrain(edited, rows)
+            left = edited.amax(dim=-1)
+            for place in _not_finite(left):
+                broken.setdefault(special[place], "its parameters forbid every token")
+        chosen[places] = draw(edited, [pairs[place] for place in special])
+    results = [Sampled(token_id) for token_id in chosen.tolist()]
+    _attach_logprobs(results, logits, [row for row, _ in pairs], broken)
+    for place, error in broken.items():
+        results[place] = Sampled(-1, error=error)
+    return results
+
+
+def prompt_logprobs(logits: Tensor, targets: list[int], k: int) -> list[list[Logprob]]:
+    """Candidates at each of P positions of a prompt: the token that stands there, then the best k.
+
+    ``logits`` [P, V]; ``targets`` are the prompt's tokens that these positions predict.
+    """
+    assert logits.shape[0] == len(targets)
+    return _candidates(logits, targets, [k] * len(targets))
+
+
+def _plain(row: Row) -> bool:
+    """Whether an argmax of the raw logits is this row's answer."""
+    return row.params.greedy and not constrains(row)
+
+
+def _not_finite(best: Tensor) -> list[int]:
+    """Places where the row's greatest logit is NaN or infinite."""
+    return (~torch.isfinite(best)).nonzero().flatten().tolist()
+
+
+def _attach_logprobs(
+    results: list[Sampled], logits: Tensor, rows: list[Row], broken: dict[int, str]
+) -> None:
+    """Fill ``logprobs`` of those that asked: of the model's own distribution, before any edit."""
+    places, counts = [], []
+    for place, row in enumerate(rows):
+        if row.params.logprobs is not None and place not in broken:
+            places.append(place)
+            counts.append(row.params.logprobs)
+    if places:
+        chosen = [results[place].token_id for place in places]
+        asked = logits if len(places) == len(rows) else logits[places]
+        for place, candidates in zip(places, _candidates(asked, chosen, counts), strict=True):
+            results[place].logprobs = candidates
+
+
+def _candidates(logits: Tensor, chosen: list[int], counts: list[int]) -> list[list[Logprob]]:
+    """For each row of ``logits`` [R, V]: the chosen token, then the ``count`` best, none twice.
+
+    As vLLM ranks them: the best by their order, a chosen one outside them by the number of tokens
+    at least as probable.
+    """
+    result: list[list[Logprob]] = []
+    size = max(1, _SLICE_FLOATS // logits.shape[1])
+    for start in range(0, len(chosen), size):
+        part = slice(start, start + size)
+        result.extend(_candidates_of_slice(logits[part], chosen[part], counts[part]))
+    return result
+
+
+def _candidates_of_slice(
+    logits: Tensor, chosen: list[int], counts: list[int]
+) -> list[list[Logprob]]:
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    ids = torch.tensor(chosen, device=logits.device).unsqueeze(1)
+    own = logprobs.gather(1, ids)
+    ranks = (logprobs >= own).sum(dim=-1).tolist()
+    width = min(max(counts), logits.shape[1])
+    best, best_ids = (part.tolist() for part in logprobs.topk(width, dim=-1))
+    result = []
+    for place, (token, value) in enumerate(zip(chosen, own.flatten().tolist(), strict=True)):
+        top = [
+            Logprob(best_ids[place][k], best[place][k], k + 1)
+            for k in range(min(counts[place], width))
+        ]
+        first = next((each for each in top if each.token_id == token), None)
+        first = first or Logprob(token, value, ranks[place])
+        result.append([first, *(each for each in top if each.token_id != token)])
+    return result

@@ -1,0 +1,31 @@
+"""Rows as the scheduler makes them, for the sampler alone."""
+
+from typing import Any
+
+from jitney.request import Row
+from jitney.sampling_params import SamplingParams
+
+
+def make_row(
+    prompt: list[int] | None = None,
+    output: list[int] | None = None,
+    stop_ids: frozenset[int] = frozenset(),
+    bad_words_ids: list[list[int]] | None = None,
+    **params: Any,
+) -> Row:
+    """A row that decodes one token after ``prompt`` + ``output``; other names are parameters."""
+    prompt, output = prompt or [1, 2, 3], output or []
+    params.setdefault("seed", 0)
+    return Row(
+        key=1,
+        index=0,
+        token_ids=[(prompt + output)[-1]],
+        start=len(prompt) + len(output) - 1,
+        block_table=[],
+        sample=(0,),
+        params=SamplingParams(**params),
+        prompt=prompt,
+        output=output,
+        stop_ids=stop_ids,
+        bad_words_ids=bad_words_ids or [],
+    )

@@ -1,0 +1,53 @@
+"""The generator against the known answers that its authors publish (Random123, kat_vectors)."""
+
+import numpy as np
+import pytest
+
+from jitney.execution.philox import philox4x32, uniforms
+
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    (
+        (0xFFFFFFFF,) * 4,
+        (0xFFFFFFFF,) * 2,
+        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    ),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_known_answers(counter: tuple, key: tuple, expected: tuple) -> None:
+    words = philox4x32(np.array([counter], dtype=np.uint64), np.array([key], dtype=np.uint64))
+    assert tuple(words[0]) == expected
+
+
+def test_rows_do_not_touch_each_other() -> None:
+    seeds, indices, positions = [5, -1, 1 << 62, 5], [0, 1, 127, 0], [1, 2, 1 << 40, 2]
+    together = uniforms(seeds, indices, positions)
+    alone = [uniforms([s], [i], [p])[0] for s, i, p in zip(seeds, indices, positions, strict=True)]
+    assert together.tolist() == alone
+
+
+def test_every_part_of_the_key_matters() -> None:
+    base = uniforms([1], [0], [10])[0]
+    others = [uniforms([s], [i], [p])[0] for s, i, p in ((2, 0, 10), (1, 1, 10), (1, 0, 11))]
+    others.append(uniforms([1 + (1 << 40)], [0], [10])[0])
+    assert len({base, *others}) == 5
+
+
+def test_uniform_over_positions_and_seeds() -> None:
+    """Mean and variance of 20,000 draws along either axis lie within five standard errors."""
+    count = 20_000
+    for numbers in (
+        uniforms([7] * count, [0] * count, list(range(count))),
+        uniforms(list(range(count)), [0] * count, [100] * count),
+    ):
+        assert numbers.min() >= 0.0
+        assert numbers.max() < 1.0
+        assert abs(numbers.mean() - 0.5) < 5 * (1 / 12 / count) ** 0.5
+        assert abs(numbers.var() - 1 / 12) < 5 * (1 / 180 / count) ** 0.5

@@ -1,0 +1,307 @@
+"""The sampler against a plain statement of vLLM's semantics, one row at a time."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jitney.execution import sampler
+from jitney.execution.draw import _weights
+from jitney.execution.philox import uniforms
+from jitney.execution.sampler import prompt_logprobs, sample
+from jitney.request import Row
+from jitney.sampling_params import SamplingParams
+from tests.sampling.rows import make_row
+
+
+def logits_of(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+# ------------------------------------------------------------------------------- greedy and errors
+
+
+def test_greedy_is_argmax_in_any_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits = logits_of(5, 100).to(dtype)
+        rows = [(make_row(temperature=0), 0)] * 5
+        assert [each.token_id for each in sample(logits, rows)] == logits.argmax(-1).tolist()
+
+
+def test_plain_greedy_rows_do_no_sampling_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("sampling work for a greedy batch")
+
+    for name in ("draw", "constrain", "_candidates"):
+        monkeypatch.setattr(sampler, name, fail)
+    assert len(sample(logits_of(3, 50), [(make_row(temperature=0), 0)] * 3)) == 3
+
+
+def test_no_pairs() -> None:
+    assert sample(torch.empty(0, 10), []) == []
+
+
+def test_logits_are_left_as_they_are() -> None:
+    logits = logits_of(1, 50)
+    before = logits.clone()
+    sample(logits, [(make_row(output=[4], top_k=3, presence_penalty=1.0, logprobs=2), 0)])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_fail_their_row_alone(value: float, temperature: float) -> None:
+    logits = logits_of(3, 700)
+    expected = sample(logits, [(make_row(temperature=temperature, top_p=0.9, logprobs=1), 0)] * 3)
+    logits[1, 30] = value
+    got = sample(logits, [(make_row(temperature=temperature, top_p=0.9, logprobs=1), 0)] * 3)
+    assert "not finite" in got[1].error
+    assert got[0] == expected[0]
+    assert got[2] == expected[2]
+
+
+def test_everything_forbidden_is_an_error_of_the_row() -> None:
+    row = make_row(allowed_token_ids=(3,), bad_words_ids=[[3]])
+    (got,) = sample(logits_of(1, 10), [(row, 0)])
+    assert "forbid every token" in got.error
+
+
+# ------------------------------------------------------------------------------- constraints
+
+
+def allowed(logits: torch.Tensor, row: Row) -> set[int]:
+    """Ids that may be drawn at all: greedy over copies in which each id in turn is lifted."""
+    vocab = logits.shape[1]
+    lifted = logits.repeat(vocab, 1)
+    lifted[range(vocab), range(vocab)] = 50.0
+    return {each.token_id for each in sample(lifted, [(row, 0)] * vocab)}
+
+
+def test_allowed_token_ids() -> None:
+    row = make_row(temperature=0, allowed_token_ids=(2, 7, 7, 9))
+    assert allowed(logits_of(1, 12), row) == {2, 7, 9}
+
+
+def test_bad_words_follow_their_beginning_in_the_output_only() -> None:
+    words = [[1], [2, 3], [4, 5, 6]]
+    everything = set(range(10))
+
+    def forbidden(prompt: list[int], output: list[int]) -> set[int]:
+        row = make_row(temperature=0, prompt=prompt, output=output, bad_words_ids=words)
+        return everything - allowed(logits_of(1, 10), row)
+
+    assert forbidden([2], []) == {1}
+    assert forbidden([0], [2]) == {1, 3}
+    assert forbidden([0], [4, 5]) == {1, 6}
+    assert forbidden([4], [5]) == {1}
+
+
+def test_min_tokens_forbids_stop_ids_until_they_are_made() -> None:
+    def possible(made: int) -> set[int]:
+        row = make_row(
+            temperature=0, output=[5] * made, min_tokens=2, stop_ids=frozenset({0, 3}), max_tokens=9
+        )
+        return allowed(logits_of(1, 6), row)
+
+    assert possible(0) == possible(1) == {1, 2, 4, 5}
+    assert possible(2) == set(range(6))
+
+
+def reference_logits(logits: list[float], row: Row) -> list[float]:
+    """vLLM's order and formulas, in Python floats."""
+    params, result = row.params, list(logits)
+    if params.allowed_token_ids is not None:
+        result = [x if t in params.allowed_token_ids else -math.inf for t, x in enumerate(result)]
+    for token, bias in (params.logit_bias or {}).items():
+        result[token] += bias
+    if len(row.output) < params.min_tokens:
+        for token in row.stop_ids:
+            result[token] = -math.inf
+    for token in set(row.prompt + row.output):
+        factor = params.repetition_penalty
+        result[token] = result[token] / factor if result[token] > 0 else result[token] * factor
+    for token, count in Counter(row.output).items():
+        result[token] -= count * params.frequency_penalty + params.presence_penalty
+    return result
+
+
+def reference_weights(logits: list[float], params: SamplingParams) -> list[float]:
+    """Temperature, min_p, top_k, top_p as vLLM defines them (ties aside)."""
+    top = max(logits)
+    weights = [math.exp((x - top) / params.temperature) for x in logits]
+    weights = [w if w >= params.min_p else 0.0 for w in weights]
+    if params.top_k > 0:
+        cut = sorted(weights, reverse=True)[: params.top_k][-1]
+        weights = [w if w >= cut else 0.0 for w in weights]
+    if params.top_p < 1.0:
+        share, before = params.top_p * sum(weights), 0.0
+        for token in sorted(range(len(weights)), key=lambda t: -weights[t]):
+            before, weights[token] = (
+                before + weights[token],
+                weights[token] if before < share else 0.0,
+            )
+    return weights
+
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.3, 1.0, 1.7]),
+        "top_p": st.sampled_from([0.2, 0.77, 0.95, 1.0]),
+        "top_k": st.sampled_from([-1, 0, 1, 5, 40, 10_000]),
+        "min_p": st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+        "presence_penalty": st.sampled_from([0.0, 0.7, -1.0]),
+        "frequency_penalty": st.sampled_from([0.0, 0.3]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.5]),
+        "logit_bias": st.sampled_from([None, {3: 2.5, 8: -4.0}]),
+        "allowed_token_ids": st.sampled_from([None, tuple(range(0, 60, 2))]),
+        "min_tokens": st.sampled_from([0, 5]),
+        "seed": st.integers(0, 1 << 62),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(params=PARAMS, noise=st.integers(0, 1000), output=st.lists(st.integers(0, 59), max_size=8))
+def test_draw_equals_the_plain_statement(params: dict, noise: int, output: list[int]) -> None:
+    row = make_row(
+        prompt=[1, 3, 3], output=output, stop_ids=frozenset({0, 4}), max_tokens=50, **params
+    )
+    logits = logits_of(1, 60, noise)
+    (got,) = sample(logits, [(row, 2)])
+    weights = reference_weights(reference_logits(logits[0].tolist(), row), row.params)
+    target = uniforms([row.params.seed], [2], [row.end])[0] * sum(weights)
+    running, near = 0.0, []
+    for token, weight in enumerate(weights):
+        if weight and running - 1e-5 * sum(weights) <= target <= running + weight * (1 + 1e-5):
+            near.append(token)
+        running += weight
+    assert got.token_id in near
+
+
+# ------------------------------------------------------------------------------- the draw
+
+
+@pytest.mark.parametrize("vocab", [7, 512, 513, 40_000])
+def test_batch_never_changes_a_draw(vocab: int) -> None:
+    """The same rows alone, together, reversed and among other neighbours: the same tokens."""
+    kinds: list[dict[str, object]] = [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"top_p": 0.999, "temperature": 3.0},
+        {"min_p": 0.1, "top_p": 0.5, "top_k": 20},
+        {"temperature": 0},
+        {"repetition_penalty": 1.2, "output": [1, 2, 2]},
+        {"logit_bias": {1: 5.0}, "logprobs": 3},
+        {"allowed_token_ids": (1, 2, 5)},
+        {"temperature": 1e-4},
+    ]
+    pairs = [
+        (make_row(seed=seed, prompt=[1] * (1 + seed % 9), **kind), seed % 3)
+        for seed, kind in enumerate(kinds * 4)
+    ]
+    logits = logits_of(len(pairs), vocab)
+    alone = [sample(logits[i : i + 1], [pair])[0] for i, pair in enumerate(pairs)]
+    assert sample(logits, pairs) == alone
+    assert sample(logits.flip(0), pairs[::-1]) == alone[::-1]
+    assert sample(logits[5:17], pairs[5:17]) == alone[5:17]
+    plain = [(make_row(temperature=0), 0)] * len(pairs)
+    mixed = sample(torch.cat((logits, logits)), pairs + plain)
+    assert mixed[: len(pairs)] == alone
+
+
+def test_distribution_by_chi_square() -> None:
+    """20,000 draws over 600 tokens (two chunks), each at its own position; 5 standard deviations
+    of the statistic's normal limit."""
+    count, vocab = 20_000, 600
+    logits = logits_of(1, vocab)
+    expected = torch.softmax(logits[0].double(), 0) * count
+    pairs = [(make_row(prompt=[1] * (place + 1), seed=11), 0) for place in range(200)]
+    got: Counter[int] = Counter()
+    for index in range(count // 200):
+        drawn = sample(logits.expand(200, vocab), [(row, index) for row, _ in pairs])
+        got.update(each.token_id for each in drawn)
+    statistic, cells, rest_expected, rest_got = 0.0, 0, 0.0, 0
+    for token in range(vocab):
+        if expected[token] < 10:
+            rest_expected += float(expected[token])
+            rest_got += got[token]
+        else:
+            statistic += (got[token] - float(expected[token])) ** 2 / float(expected[token])
+            cells += 1
+    statistic += (rest_got - rest_expected) ** 2 / rest_expected
+    assert abs(statistic - cells) < 5 * math.sqrt(2 * cells)
+
+
+def test_top_p_wider_than_the_sorted_part() -> None:
+    """A flat distribution over 5,000 tokens: the nucleus holds far more than 1,024 of them."""
+    scaled = -torch.arange(5000).float().flip(0) * 1e-4
+    weights = _weights(scaled[None], [SamplingParams(top_p=0.9)]).flatten()[:5000]
+    probabilities = torch.softmax(scaled.double(), 0)
+    kept = weights > 0
+    assert probabilities[kept].sum() >= 0.9
+    assert probabilities[kept].sum() - probabilities[kept].min() < 0.9
+    assert kept.nonzero().min() == 5000 - kept.sum()
+
+
+def test_ties_with_the_last_kept_are_kept() -> None:
+    scaled = torch.tensor([[0.0, -1.0, -1.0, -1.0, -5.0]])
+    weights = _weights(scaled, [SamplingParams(top_k=2)]).flatten()[:5]
+    assert (weights > 0).tolist() == [True, True, True, True, False]
+
+
+def test_a_token_of_no_weight_is_never_drawn() -> None:
+    logits = torch.full((1, 1500), -math.inf)
+    logits[0, 700] = 1.0
+    logits[0, 1400] = 1.0
+    drawn = {sample(logits, [(make_row(seed=seed), 0)])[0].token_id for seed in range(200)}
+    assert drawn == {700, 1400}
+
+
+# ------------------------------------------------------------------------------- logprobs
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Raw log-probabilities, whatever temperature and bias did; chosen first, then the best."""
+    logits = logits_of(1, 40)
+    raw = torch.log_softmax(logits[0], 0)
+    order = raw.argsort(descending=True).tolist()
+    worst = order[-1]
+    row = make_row(temperature=0, logit_bias={worst: 100.0}, logprobs=3)
+    (got,) = sample(logits, [(row, 0)])
+    assert [each.token_id for each in got.logprobs] == [worst, *order[:3]]
+    assert [each.rank for each in got.logprobs] == [40, 1, 2, 3]
+    for each in got.logprobs:
+        assert each.logprob == pytest.approx(raw[each.token_id].item())
+
+
+def test_chosen_among_the_best_is_not_repeated() -> None:
+    logits = logits_of(2, 40)
+    order = logits[0].argsort(descending=True).tolist()
+    pairs = [(make_row(temperature=0, logprobs=2), 0), (make_row(temperature=0, logprobs=0), 0)]
+    first, second = sample(logits, pairs)
+    assert [(each.token_id, each.rank) for each in first.logprobs] == [(order[0], 1), (order[1], 2)]
+    assert [each.rank for each in second.logprobs] == [1]
+
+
+def test_more_logprobs_than_tokens() -> None:
+    (got,) = sample(logits_of(1, 4), [(make_row(logprobs=20), 0)])
+    assert sorted(each.token_id for each in got.logprobs) == [0, 1, 2, 3]
+
+
+def test_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = logits_of(9, 50)
+    raw = torch.log_softmax(logits, -1)
+    whole = prompt_logprobs(logits, list(range(9)), 2)
+    for place, candidates in enumerate(whole):
+        assert candidates[0].token_id == place
+        assert candidates[0].logprob == pytest.approx(raw[place, place].item())
+        assert candidates[0].rank == int((raw[place] >= raw[place, place]).sum())
+        best = raw[place].topk(2).indices.tolist()
+        assert [each.token_id for each in candidates[1:]] == [t for t in best if t != place]
+    monkeypatch.setattr(sampler, "_SLICE_FLOATS", 100)
+    assert prompt_logprobs(logits, list(range(9)), 2) == whole
+    assert [len(each) for each in prompt_logprobs(logits, [0] * 9, 0)] == [1] * 9
