@@ -171,6 +171,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention: str
     """Name of the attention function in use."""
     num_parameters: int
+    max_num_batched_tokens: int = 512
+    """The token budget of a step: the option, or the device's default."""
 
 
 # --------------------------------------------------------------------------- scheduler <-> runner
