@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from jitney.errors import (
     InstallationError,
@@ -37,7 +38,7 @@ from jitney.errors import (
 )
 from jitney.installation import backend_directories as own_backend_directories
 from jitney.installation import find_installation, link_backends
-from jitney.server_log import explain_failure, read_tail
+from jitney.server_log import explain_failure, read_tail, without_traceback
 
 EXIT_TIMEOUT_S = 10
 """Seconds that the server gives to requests in flight once it was told to stop."""
@@ -143,9 +144,17 @@ class TritonServer:
         if status != 200:
             raise InternalError(f"the server refused its repository index (HTTP {status})")
         return {
-            entry["name"]: (entry.get("state", ""), entry.get("reason", ""))
+            entry["name"]: (entry.get("state", ""), without_traceback(entry.get("reason", "")))
             for entry in json.loads(body)
         }
+
+    def model_inputs(self, name: str) -> list[dict[str, Any]]:
+        """The input tensors of a ready model: name, datatype and shape of each."""
+        status, body = self._request("GET", f"/v2/models/{name}")
+        if status != 200:
+            raise InternalError(f"the server has no metadata of model {name!r} (HTTP {status})")
+        inputs: list[dict[str, Any]] = json.loads(body)["inputs"]
+        return inputs
 
     # ------------------------------------------------------------------ start and stop
 

@@ -30,9 +30,14 @@ def failed_models(text: str) -> dict[str, str]:
         match = _FAILED.search(line)
         if match is not None and match["model"] not in failures:
             # One record is one line here: the newlines inside are escaped.
-            reason = match["why"].replace("\\n", "\n").split("\nAt:\n")[0].rstrip('"; \n')
+            reason = without_traceback(match["why"].replace("\\n", "\n"))
             failures[match["model"]] = reason.replace("\n", "\n    ")
     return failures
+
+
+def without_traceback(reason: str) -> str:
+    """The server's reason for a failed load without the Python frames that it appends."""
+    return reason.split("\nAt:\n")[0].rstrip('"; \n')
 
 
 def explain_failure(text: str, status: int | None) -> str:
@@ -43,8 +48,10 @@ def explain_failure(text: str, status: int | None) -> str:
         head = "one model" if len(failures) == 1 else f"{len(failures)} models"
         listed = "".join(f"\n  {model}: {why}" for model, why in failures.items())
         return f"the server stopped because {head} failed to load:{listed}"
-    errors = [match["text"] or match["plain"] for match in map(_ERROR.match, text.splitlines())
-              if match is not None]  # fmt: skip
+    matches = [match for match in map(_ERROR.match, text.splitlines()) if match is not None]
+    errors = [match["text"] or match["plain"] for match in matches]
+    # Every start on a machine without a GPU prints these.
+    errors = [line for line in errors if "CudaDriverHelper" not in line]
     shown = errors or text.splitlines()[-5:]
     listed = "".join(f"\n  {line}" for line in dict.fromkeys(shown[-5:]))
     return f"the server {_ending(status)}:{listed or ' it printed nothing'}"
