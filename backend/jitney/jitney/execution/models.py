@@ -16,7 +16,8 @@ from jitney.config import EngineConfig
 from jitney.errors import CheckpointError, ConfigError, LoadError, UnsupportedModelError, show
 from jitney.execution import interface
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_folder
-from jitney.execution.probe import LayerSpec, compare_with_eager, embedding_weight, record_layers
+from jitney.execution.memory import LayerSpec
+from jitney.execution.probe import compare_with_eager, embedding_weight, record_layers
 from jitney.execution.support import check_config, check_raw_config, layer_windows, refuse
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,8 +93,10 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
-def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of weights and activations for option ``dtype`` and a checkpoint in ``stored``.
+def resolve_dtype(
+    name: str, stored: torch.dtype, device: torch.device, key: str = "dtype"
+) -> torch.dtype:
+    """The dtype for option ``key`` with value ``name`` and a checkpoint in ``stored``.
 
     ``auto`` on a CPU takes bfloat16 for 16-bit checkpoints where the processor multiplies it, and
     float32 otherwise. Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
@@ -105,7 +108,7 @@ def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch
     else:
         dtype = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     if device.type == "cpu" and dtype == torch.float16:
-        raise ConfigError.of("dtype", name, "auto, float32 or bfloat16 on a CPU")
+        raise ConfigError.of(key, name, "auto, float32 or bfloat16 on a CPU")
     return dtype
 
 

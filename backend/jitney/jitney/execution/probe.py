@@ -11,15 +11,14 @@ Two parts, both on a dozen tokens:
   module that mixes neighbours, ignores positions or keeps state between calls cannot pass.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from jitney.errors import CheckpointError
-from jitney.execution.attention import build_metadata, cache_shape, select
-from jitney.execution.interface import NAME, AttentionCall, LayerCache, PagedStep, forward
+from jitney.execution.attention import build_metadata
+from jitney.execution.interface import NAME, AttentionCall, PagedStep, forward
+from jitney.execution.memory import LayerSpec, make_layer_caches
 from jitney.execution.support import refuse
 from jitney.request import Row
 from jitney.sampling_params import SamplingParams
@@ -38,16 +37,6 @@ _TABLES = ([4, 1, 5], [2, 3])
 # Most of the difference to eager attention, relative to the spread of the logits. In 16 bits, the
 # rounding of a deep model or a router's flip is far above that of one operation.
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.35, torch.float16: 0.2}
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What one layer keeps in the cache and how it attends."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    window: int | None
 
 
 def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[LayerSpec]:
@@ -97,7 +86,7 @@ def compare_with_eager(module: PreTrainedModel, specs: list[LayerSpec]) -> None:
 
 
 def embedding_weight(module: PreTrainedModel) -> Tensor:
-    """The token embedding [vocabulary, hidden size]: its dtype and device stand for the module's."""
+    """The token embedding [vocabulary, hidden size]; its dtype and device are the module's."""
     weight = module.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight
@@ -149,29 +138,6 @@ class _Recorder:
                 self.model_type, f"layer {missing[0]} does not attend through our interface"
             )
         return [self._specs[i] for i in range(len(self._windows))]
-
-
-def make_layer_caches(
-    specs: list[LayerSpec],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
-) -> list[LayerCache]:
-    """Empty caches (zeros: what was never written must not be NaN) and each layer's function."""
-    shapes = {(s.num_heads, s.num_kv_heads, s.head_size) for s in specs}
-    functions = {
-        (heads, kv_heads, size): select(attention, device, dtype, size, heads, kv_heads)
-        for heads, kv_heads, size in shapes
-    }
-    caches = []
-    for spec in specs:
-        shape = cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        attend = functions[spec.num_heads, spec.num_kv_heads, spec.head_size]
-        caches.append(LayerCache(keys, values, attend))
-    return caches
 
 
 def _paged_logits(

@@ -1,0 +1,152 @@
+"""The KV cache's size and its tensors, and the ledger of where the memory goes.
+
+Called at load, by the runner and (for a few blocks) by the probe. Sizes are bytes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from jitney.config import EngineConfig
+from jitney.errors import ConfigError
+from jitney.execution.attention import cache_shape, select
+from jitney.execution.interface import LayerCache
+
+# Defaults of the cache: a share of what is free after loading, and at most so much on a CPU.
+_CPU_SHARE, _CPU_MOST = 0.25, 4 << 30
+_GPU_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer keeps in the cache and how it attends."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Where the device's memory goes, as of the end of the load."""
+
+    weights: int
+    cache: int
+    activations: int
+    """An estimate of the most that one step needs beside weights and cache."""
+    free: int
+    """What is left when all of these are in use."""
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+
+    def __str__(self) -> str:
+        tokens = self.num_blocks * self.block_size
+        return (
+            f"memory: weights {_mib(self.weights)}, KV cache {_mib(self.cache)} "
+            f"({self.num_blocks:,} blocks of {self.block_size}: {tokens:,} tokens, "
+            f"{self.block_bytes // self.block_size:,} bytes each), activations at most about "
+            f"{_mib(self.activations)}, left {_mib(self.free)}"
+        )
+
+
+def plan_memory(
+    config: EngineConfig,
+    layers: Sequence[LayerSpec],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: int,
+    activations: int,
+    available: int,
+    max_model_len: int,
+) -> Ledger:
+    """Size the cache. ``dtype`` is the cache's; ``available`` what is free once the weights are in.
+
+    An explicit size is taken as it is; a default never exceeds what ``max_num_seqs`` sequences of
+    full length can use. Raises ConfigError naming the option if it is more than there is, or not
+    enough for one block.
+    """
+    per_block = block_bytes(layers, config.block_size, dtype)
+    room = max(0, available - activations)
+    key: str
+    value: float
+    if config.kv_cache_bytes is not None:
+        key, value, size = "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes
+        if size > room:
+            raise ConfigError.of(
+                key, value, f"at most {room:,}, the free memory less {activations:,} for a step"
+            )
+    elif config.kv_cache_fraction is not None:
+        key, value = "kv_cache_fraction", config.kv_cache_fraction
+        size = min(room, int(available * value) // config.instances)
+    else:
+        key, value = "kv_cache_bytes", 0
+        share = int(available * (_GPU_SHARE if device.type == "cuda" else _CPU_SHARE))
+        most = share if device.type == "cuda" else min(share, _CPU_MOST)
+        useful = per_block * config.max_num_seqs * math.ceil(max_model_len / config.block_size)
+        size = min(room, most // config.instances, useful)
+    num_blocks = size // per_block
+    if num_blocks < 1:
+        raise ConfigError.of(
+            key, value or size, f"enough for one block of {config.block_size}, {per_block:,} bytes"
+        )
+    cache = num_blocks * per_block
+    return Ledger(
+        weights=weights,
+        cache=cache,
+        activations=activations,
+        free=available - cache - activations,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        block_bytes=per_block,
+    )
+
+
+def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: K and V of every layer."""
+    values = sum(
+        2 * math.prod(cache_shape(1, block_size, layer.num_kv_heads, layer.head_size))
+        for layer in layers
+    )
+    return values * dtype.itemsize
+
+
+def estimate_activations(
+    tokens: int, *, hidden: int, intermediate: int, vocab: int, logits_rows: int, itemsize: int
+) -> int:
+    """Most memory of one step beside weights and cache: the widest layer (its input, a gate, an up
+    projection and their product) and the logits, once as computed and once in float32."""
+    widest = tokens * (4 * hidden + 3 * intermediate) * itemsize
+    return widest + min(tokens, logits_rows) * vocab * (itemsize + 4)
+
+
+def make_layer_caches(
+    layers: Sequence[LayerSpec],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+) -> list[LayerCache]:
+    """Empty caches and each layer's attention function. Zeros, because an unwritten slot that is
+    masked out must not hold a NaN."""
+    shapes = {(s.num_heads, s.num_kv_heads, s.head_size) for s in layers}
+    functions = {
+        (heads, kv_heads, size): select(attention, device, dtype, size, heads, kv_heads)
+        for heads, kv_heads, size in shapes
+    }
+    caches = []
+    for spec in layers:
+        shape = cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        attend = functions[spec.num_heads, spec.num_kv_heads, spec.head_size]
+        caches.append(LayerCache(keys, values, attend))
+    return caches
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MiB"

@@ -1,0 +1,245 @@
+"""A Batch in, a StepOutput out: the only thing that touches the model and the KV cache in service.
+
+:func:`load_runner` makes a :class:`Runner`; the engine's thread calls :meth:`Runner.execute` once
+per step. The runner keeps no request: everything about a row stands in the row. An exception in a
+step leaves the cache usable: slots of tokens that were not reported back are written again.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jitney.config import EngineConfig
+from jitney.errors import ConfigError
+from jitney.execution.attention import build_metadata
+from jitney.execution.interface import LayerCache, PagedStep, forward
+from jitney.execution.machine import available_cores, available_memory
+from jitney.execution.memory import estimate_activations, make_layer_caches, plan_memory
+from jitney.execution.models import LoadedModel, load_model, resolve_dtype
+from jitney.execution.sampler import Sampled, prompt_logprobs, sample
+from jitney.request import Batch, ModelInfo, Row, RowOutput, StepOutput
+from jitney.sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+_BUDGET = {"cpu": 512, "cuda": 8192}
+
+
+class Runner:
+    """Owns the module, the KV cache and the device. Not thread-safe: one thread calls it."""
+
+    info: ModelInfo
+
+    def __init__(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> None:
+        self.info = info
+        self._module = model.module
+        self._device = model.device
+        self._caches = caches
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """Compute one step: copy blocks, write the new K and V, sample.
+
+        Raises whatever the device raises; then no row of the batch may be taken as computed.
+        """
+        rows = batch.rows
+        with torch.inference_mode():
+            self._copy_blocks(batch.copies)
+            if not rows:
+                return StepOutput(rows=[])
+            meta = build_metadata(rows, self.info.block_size, self._device)
+            ids = self._put([token for row in rows for token in row.token_ids])
+            wanted = _Wanted(rows)
+            logits = forward(
+                self._module,
+                ids,
+                meta.positions,
+                self._put(wanted.tokens or [0]),
+                PagedStep(self._caches, meta),
+            )
+            return self._outputs(rows, wanted, logits)
+
+    def close(self) -> None:
+        """Give the memory of module and cache back. The runner is of no use afterwards."""
+        self._caches = []
+        del self._module
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """All sources are read before any destination is written."""
+        if not copies:
+            return
+        source, destination = self._put(copies).unbind(1)
+        for keys, values, _ in self._caches:
+            keys[destination] = keys[source]
+            values[destination] = values[source]
+
+    def _outputs(self, rows: list[Row], wanted: "_Wanted", logits: Tensor) -> StepOutput:
+        pairs = [(row, index) for row in rows for index in row.sample]
+        of_pairs = wanted.sampled_of_pairs
+        if of_pairs == list(range(logits.shape[0])):
+            sampled = sample(logits, pairs)  # as a rule every row of logits is sampled once
+        else:
+            sampled = sample(logits[self._put(of_pairs)], pairs)
+        outputs, done = [], 0
+        for r, row in enumerate(rows):
+            output = _row_output(row, sampled[done : done + len(row.sample)])
+            done += len(row.sample)
+            if r in wanted.prompt and output.error is None:
+                first, targets = wanted.prompt[r]
+                k = row.params.prompt_logprobs
+                assert k is not None
+                part = logits[first : first + len(targets)]
+                output.prompt_logprobs = prompt_logprobs(part, targets, k)
+            outputs.append(output)
+        return StepOutput(rows=outputs)
+
+    def _put(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
+        """int64 on the device."""
+        array = np.asarray(values, dtype=np.int64)
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+class _Wanted:
+    """Which of the step's T tokens need logits.
+
+    ``tokens`` are their indices among the T, ascending per row; ``sampled_of_pairs`` gives, for
+    each (row, sequence) to sample, its place in ``tokens``; ``prompt`` maps the number of a row
+    that wants prompt logprobs to (its first place in ``tokens``, the tokens to be predicted).
+    """
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.tokens: list[int] = []
+        self.sampled_of_pairs: list[int] = []
+        self.prompt: dict[int, tuple[int, list[int]]] = {}
+        begin = 0
+        for r, row in enumerate(rows):
+            count = len(row.token_ids)
+            if row.params.prompt_logprobs is not None:
+                # The token at position p predicts prompt[p + 1].
+                targets = row.prompt[row.start + 1 : row.end + 1]
+                if targets:
+                    self.prompt[r] = (len(self.tokens), targets)
+                    self.tokens.extend(range(begin, begin + len(targets)))
+            if row.sample:
+                last = begin + count - 1
+                if not self.tokens or self.tokens[-1] != last:
+                    self.tokens.append(last)
+                self.sampled_of_pairs.extend([len(self.tokens) - 1] * len(row.sample))
+            begin += count
+
+
+def _row_output(row: Row, sampled: list[Sampled]) -> RowOutput:
+    error = next((each.error for each in sampled if each.error is not None), None)
+    if error is not None:
+        return RowOutput(token_ids=[], error=error)
+    output = RowOutput(token_ids=[each.token_id for each in sampled])
+    if row.params.logprobs is not None and sampled:
+        output.logprobs = [each.logprobs or [] for each in sampled]
+    return output
+
+
+def load_runner(config: EngineConfig) -> Runner:
+    """Load the model, size and allocate the KV cache, log the ledger, warm the kernels up.
+
+    Raises a LoadError of ``errors`` for whatever is wrong with options, files or architecture.
+    Sets the number of threads of the process's tensor operations.
+    """
+    torch.set_num_threads(config.threads or available_cores())
+    begin = time.monotonic()
+    model = load_model(config)
+    budget = config.max_num_batched_tokens or _BUDGET[model.device.type]
+    cache_dtype = (
+        model.dtype
+        if config.kv_cache_dtype == "auto"
+        else resolve_dtype(config.kv_cache_dtype, model.dtype, model.device, "kv_cache_dtype")
+    )
+    ledger = plan_memory(
+        config,
+        model.layers,
+        dtype=cache_dtype,
+        device=model.device,
+        weights=model.weight_bytes,
+        activations=_activations(config, model, budget),
+        available=available_memory(model.device),
+        max_model_len=model.max_model_len,
+    )
+    try:
+        caches = make_layer_caches(
+            model.layers,
+            ledger.num_blocks,
+            config.block_size,
+            cache_dtype,
+            model.device,
+            config.attention,
+        )
+    except (RuntimeError, MemoryError) as error:  # the allocator's, on either device
+        raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
+    info = ModelInfo(
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        num_blocks=ledger.num_blocks,
+        block_size=config.block_size,
+        eos_ids=model.eos_ids,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        attention="+".join(sorted({cache.attend.name for cache in caches})),
+        num_parameters=model.num_parameters,
+        max_num_batched_tokens=budget,
+    )
+    runner = Runner(model, caches, info)
+    _warm_up(runner, config, budget)
+    _log.info("%s", ledger)
+    _log.info(
+        "loaded a %s of %s parameters in %s on %s with %s attention, context %s, in %.1f s",
+        model.config.model_type,
+        f"{info.num_parameters:,}",
+        info.dtype,
+        info.device,
+        info.attention,
+        f"{info.max_model_len:,}",
+        time.monotonic() - begin,
+    )
+    return runner
+
+
+def _activations(config: EngineConfig, model: LoadedModel, budget: int) -> int:
+    hf = model.config
+    return estimate_activations(
+        budget,
+        hidden=hf.hidden_size,
+        intermediate=getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size,
+        vocab=model.vocab_size,
+        logits_rows=config.max_num_seqs,
+        itemsize=model.dtype.itemsize,
+    )
+
+
+def _warm_up(runner: Runner, config: EngineConfig, budget: int) -> None:
+    """Run a chunk of a prompt and a decode, so that kernels are compiled and memory is touched
+    before the first request. What this writes into blocks is overwritten before it is ever read."""
+    info = runner.info
+    count = min(16, budget, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
+    tokens = [0] * count
+    for start, ids in ((0, tokens), (count, [0])):
+        if not ids:
+            continue
+        row = Row(
+            key=0,
+            index=0,
+            token_ids=ids,
+            start=start,
+            block_table=list(range(math.ceil((start + len(ids)) / info.block_size))),
+            sample=(0,),
+            params=SamplingParams(temperature=0.0, seed=0),
+            prompt=tokens or [0],
+            output=[],
+            stop_ids=frozenset(),
+            bad_words_ids=[],
+        )
+        runner.execute(Batch(rows=[row]))
