@@ -1,0 +1,116 @@
+"""The class that the server's stub looks for. Thin: loading is here, serving is in ``service``.
+
+The server calls ``auto_complete_config`` in a short-lived process of its own (so nothing heavy is
+imported at the top), then ``initialize`` once, ``execute`` for each request and ``finalize`` once,
+after every response has been sent.
+"""
+
+import gc
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import triton_python_backend_utils as pb_utils
+
+from jitney.config import EngineConfig, load_config
+from jitney.errors import JitneyError
+from jitney.frontend.contract import complete_config
+from jitney.frontend.termination import on_sigterm
+
+if TYPE_CHECKING:
+    from jitney.frontend.service import Service
+
+_LOG = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """One instance of one model."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Declare the tensors of the contract, so that ``config.pbtxt`` need not."""
+        return complete_config(auto_complete_model_config)
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the model and start its threads.
+
+        Raises TritonModelException with the reason if it cannot be served; the server then reports
+        the model as unavailable and goes on with the others.
+        """
+        _log_to_server()
+        version_folder = Path(args["model_repository"]) / args["model_version"]
+        try:
+            config = place(load_config(version_folder / "model.json"), args)
+            self._service = _start(config, args)
+            on_sigterm(lambda: self._service.drain(config.drain_s))
+        except JitneyError as error:
+            raise pb_utils.TritonModelException(error.client_message) from None
+        except MemoryError:
+            raise pb_utils.TritonModelException("the model does not fit into memory") from None
+
+    def execute(self, requests: list[Any]) -> None:
+        """Hand the requests on. Never blocks on the engine and never raises."""
+        for request in requests:
+            self._service.accept(request)
+
+    def finalize(self) -> None:
+        """Stop the threads and give the memory back."""
+        self._service.close()
+        gc.collect()
+
+
+def place(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
+    """Fill in what the server decides: the device of this instance, and how many share it."""
+    groups = json.loads(args["model_config"]).get("instance_group", [])
+    device = int(args["model_instance_device_id"])
+    on_gpu = args["model_instance_kind"] == "GPU"
+    sharing = sum(
+        int(group.get("count", 1))
+        for group in groups
+        if (group.get("kind") == "KIND_GPU" and device in group.get("gpus", [])) == on_gpu
+    )
+    changes: dict[str, object] = {"instances": max(config.instances, sharing, 1)}
+    if on_gpu and config.device == "auto":
+        changes["device"] = f"cuda:{device}"
+    return msgspec.structs.replace(config, **changes)
+
+
+def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
+    from jitney.engine import Engine
+    from jitney.execution.runner import load_runner
+    from jitney.frontend.service import Service
+    from jitney.tokenizer import Tokenizer
+
+    runner = load_runner(config)
+    tokenizer = Tokenizer.load(Path(config.model))
+    labels = {
+        "model": args["model_name"],
+        "version": args["model_version"],
+        "model_instance": args["model_instance_name"],
+    }
+    return Service(Engine(config, runner), tokenizer, runner.info, config, labels)
+
+
+class _ServerLog(logging.Handler):
+    """Python's log records into the server's log. Each is a round trip: nothing logs per token."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = pb_utils.Logger
+        text = self.format(record)
+        if record.levelno >= logging.ERROR:
+            logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            logger.log_warn(text)
+        elif record.levelno >= logging.INFO:
+            logger.log_info(text)
+        else:
+            logger.log_verbose(text)
+
+
+def _log_to_server() -> None:
+    log = logging.getLogger("jitney")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers[:] = [_ServerLog()]

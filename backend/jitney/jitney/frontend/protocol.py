@@ -1,0 +1,124 @@
+"""Tensors in, tensors out: the client contract of design.md, without threads or state.
+
+:func:`parse_request` turns the server's request into a :class:`ClientRequest` and refuses what is
+wrong with it; :func:`write_response` turns what a completion has to say into named arrays. Called
+by the service and the responder.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jitney.completion import SequenceDelta
+from jitney.errors import InvalidArgumentError
+from jitney.frontend.channel import NamedArray
+from jitney.frontend.contract import INPUTS, PROMPT_INPUTS, RETURN_FLAGS
+from jitney.request import Logprob, Timing
+from jitney.sampling_params import SamplingParams, decode_sampling_json, parse_sampling_params
+
+_NUMPY_KINDS = {
+    "TYPE_STRING": ("O", "BYTES"),
+    "TYPE_BOOL": ("b", "BOOL"),
+    "TYPE_INT32": ("i", "INT32"),
+}
+_SPECS = {spec.name: spec for spec in INPUTS}
+_RESERVED = frozenset(
+    {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
+)
+"""Request parameters that are the server's own; those that begin with ``triton_`` are too."""
+
+STREAM_WITH_INPUT = "When streaming, `exclude_input_in_output` = False is not allowed."
+"""The text of vllm_backend, which clients may look for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """What a client asked for. The prompt is not encoded yet, the parameters' ranges not checked."""
+
+    prompt_input: str
+    """Which of ``PROMPT_INPUTS`` was given."""
+    prompt: bytes | np.ndarray
+    """UTF-8 text or JSON as it came, or INT32 ids of shape [number of tokens]."""
+    params: SamplingParams
+    stream: bool
+    echo: bool
+    """Put the prompt before the output's text."""
+    returns: frozenset[str]
+    """Names of the optional outputs that were asked for."""
+
+
+def parse_request(request: Any) -> ClientRequest:
+    """Read the tensors and parameters of the server's ``InferenceRequest``.
+
+    Raises InvalidArgumentError for a wrong dtype, shape or count, for anything but exactly one
+    prompt, for parameters that are not known, and for combinations that cannot be served.
+    """
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    for name, array in arrays.items():
+        _check_array(name, array)
+    prompts = [name for name in PROMPT_INPUTS if name in arrays]
+    if len(prompts) != 1:
+        raise InvalidArgumentError(
+            f"the prompt is given by {' and '.join(prompts) or 'no input'}, but must be given by "
+            f"exactly one of {', '.join(PROMPT_INPUTS)}"
+        )
+    stream = _flag(arrays, "stream", False)
+    echo = not _flag(arrays, "exclude_input_in_output", stream)
+    if stream and echo:
+        raise InvalidArgumentError(STREAM_WITH_INPUT)
+    params = _parse_params(arrays, request)
+    returns = frozenset(
+        flag.removeprefix("return_") for flag in RETURN_FLAGS if _flag(arrays, flag, False)
+    )
+    if "output_ids" in returns and params.n > 1:
+        raise InvalidArgumentError.of("n", params.n, "1 with return_output_ids")
+    prompt = arrays[prompts[0]]
+    return ClientRequest(
+        prompt_input=prompts[0],
+        prompt=prompt if prompts[0] == "input_ids" else _bytes(prompt[0]),
+        params=params,
+        stream=stream,
+        echo=echo,
+        returns=returns,
+    )
+
+
+def _check_array(name: str, array: np.ndarray) -> None:
+    spec = _SPECS.get(name)
+    if spec is None:
+        raise InvalidArgumentError(f"input {name!r} is not one of {', '.join(_SPECS)}")
+    kind, shown = _NUMPY_KINDS[spec.data_type]
+    if array.dtype.kind != kind or (kind == "i" and array.dtype.itemsize != 4):
+        raise InvalidArgumentError(f"input {name} has type {array.dtype}, but must be {shown}")
+    if array.ndim != 1 or (spec.dims >= 0 and array.shape[0] != spec.dims):
+        wanted = "[-1]" if spec.dims < 0 else f"[{spec.dims}]"
+        raise InvalidArgumentError(
+            f"input {name} has shape {list(array.shape)}, but must be {wanted}"
+        )
+
+
+def _flag(arrays: dict[str, np.ndarray], name: str, default: bool) -> bool:
+    return bool(arrays[name][0]) if name in arrays else default
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+
+
+def _parse_params(arrays: dict[str, np.ndarray], request: Any) -> SamplingParams:
+    """The tensor if there is one, else the request's parameters (JSON too)."""
+    if "sampling_parameters" in arrays:
+        return parse_sampling_params(decode_sampling_json(_bytes(arrays["sampling_parameters"][0])))
+    text = request.parameters()
+    if not text:
+        return SamplingParams()
+    return parse_sampling_params(
+        {
+            name: value
+            for name, value in decode_sampling_json(text).items()
+            if name not in _RESERVED and not name.startswith("triton_")
+        }
+    )

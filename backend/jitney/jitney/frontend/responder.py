@@ -1,0 +1,267 @@
+"""From the engine's reports to responses: in order per request, and never in the engine's way.
+
+One thread owns the requests in flight, feeds the engine's events to their completions and sends.
+A send is a round trip to the server; while one is under way, events queue up behind it, and a
+request's new tokens leave together in its next response. Requests with something to say take
+turns, so that one fast stream delays the others by one send at most.
+
+Every request that is opened ends in exactly one final response: its last data, or an error.
+"""
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jitney.completion import Completion
+from jitney.errors import CancelledError, InternalError, JitneyError, from_code
+from jitney.frontend.channel import Channel
+from jitney.frontend.metrics import Metrics
+from jitney.frontend.protocol import ClientRequest, write_response
+from jitney.request import (
+    Cancel,
+    Cancelled,
+    Event,
+    Failed,
+    Finished,
+    Message,
+    StepReport,
+    Tokens,
+)
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Opened:
+    """A request that the engine is about to get. Its events come later in the same queue."""
+
+    key: int
+    channel: Channel
+    request: ClientRequest
+    completion: Completion
+    echo_text: str
+    """Put before the output of a request that is not streamed; usually empty."""
+    num_input_tokens: int
+
+
+@dataclass(slots=True)
+class Reported:
+    """A step's report and when it was made (monotonic seconds), because it may wait here."""
+
+    report: StepReport
+    at: float
+
+
+@dataclass(slots=True)
+class Abort:
+    """End every request in flight with this error."""
+
+    error: JitneyError
+
+
+@dataclass(slots=True)
+class _Stop:
+    """End the thread; what is still open is ended with an error first."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A request in flight."""
+
+    opened: Opened
+    queued: bool = False
+    """Whether it stands in the line of those that have something to send."""
+    last_token_at: dict[int, float] = field(default_factory=dict)
+    reasons: list[str | None] = field(default_factory=list)
+    """Per sequence: how it ended, as far as the client has been told."""
+    cancel_reason: str = "the request was cancelled by its client"
+    cancelling: bool = False
+    """The engine was told to cancel; nothing but the final response is sent any more."""
+
+
+class Responder:
+    """The thread's state. ``send_message`` reaches the engine; it must not block."""
+
+    def __init__(
+        self,
+        send_message: Callable[[Message], None],
+        metrics: Metrics,
+        max_pending_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._send_message = send_message
+        self._metrics = metrics
+        self._max_pending_tokens = max_pending_tokens
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Opened | Reported | Abort | _Stop] = queue.SimpleQueue()
+        self._streams: dict[int, _Stream] = {}
+        self._line: deque[_Stream] = deque()
+        self._stopping = False
+
+    # ------------------------------------------------------------------ from other threads
+
+    def open(self, opened: Opened) -> None:
+        """Take over a request. Must be called before the engine gets it."""
+        self._inbox.put(opened)
+
+    def put(self, report: StepReport) -> None:
+        """Take in what the engine reports; the engine's outbox."""
+        self._inbox.put(Reported(report, self._clock()))
+
+    def abort(self, error: JitneyError) -> None:
+        """End every request opened so far with ``error``; the engine is told to cancel them."""
+        self._inbox.put(Abort(error))
+
+    def stop(self) -> None:
+        """End :meth:`run` after what is in the queue now."""
+        self._inbox.put(_Stop())
+
+    # ------------------------------------------------------------------ the thread
+
+    def run(self) -> None:
+        """Feed and send until stopped. The body of the thread."""
+        while not self._stopping:
+            self.turn()
+        self._abort(InternalError("the model was stopped before the request ended"))
+
+    def turn(self) -> None:
+        """Take in everything that has come, then send at most one response. Waits if there is
+        nothing to do."""
+        message = self._inbox.get() if not self._line else None
+        while True:
+            if message is not None:
+                self._take_in(message)
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+        if self._line:
+            stream = self._line.popleft()
+            stream.queued = False
+            self._send(stream)
+
+    def _take_in(self, message: Opened | Reported | Abort | _Stop) -> None:
+        match message:
+            case Opened():
+                reasons: list[str | None] = [None] * message.request.params.n
+                self._streams[message.key] = _Stream(message, reasons=reasons)
+            case Reported(report, at):
+                self._metrics.step(report.stats, len(self._streams))
+                for event in report.events:
+                    stream = self._streams.get(event.key)
+                    if stream is not None:  # else it ended here before the engine heard of it
+                        self._guarded(stream, lambda: self._feed(stream, event, at))
+            case Abort(error):
+                self._abort(error)
+            case _Stop():
+                self._stopping = True
+
+    def _feed(self, event: Event, at: float) -> None:
+        stream = self._streams.get(event.key)
+        if stream is None:
+            return  # ended here before the engine heard of it
+        if isinstance(event, Tokens):
+            self._observe_gap(stream, event, at)
+        completion = stream.opened.completion
+        for finish in completion.feed(event):
+            self._send_message(finish)
+        if stream.opened.request.stream:
+            self._bound(stream)
+        if not stream.queued and self._may_send(stream):
+            stream.queued = True
+            self._line.append(stream)
+
+    def _observe_gap(self, stream: _Stream, tokens: Tokens, at: float) -> None:
+        last = stream.last_token_at.get(tokens.index)
+        if last is not None and tokens.ids:
+            each = (at - last) / len(tokens.ids)
+            self._metrics.observe("jitney_inter_token_seconds", each, len(tokens.ids))
+        stream.last_token_at[tokens.index] = at
+
+    def _bound(self, stream: _Stream) -> None:
+        """Cancel a stream whose tokens cannot be sent as fast as they are made."""
+        waiting = stream.opened.completion.pending_tokens
+        if waiting > self._max_pending_tokens and not stream.cancelling:
+            stream.cancelling = True
+            stream.cancel_reason = (
+                f"{waiting:,} tokens wait to be sent, but at most {self._max_pending_tokens:,} may "
+                f"(max_pending_tokens)"
+            )
+            self._send_message(Cancel(stream.opened.key))
+
+    def _may_send(self, stream: _Stream) -> bool:
+        """Whether a response can be made now.
+
+        When the text of all sequences has ended (a stop string) but the engine has not said so
+        yet, the last data waits for its word, one step away: the last data response is the final
+        one and carries the timing.
+        """
+        completion = stream.opened.completion
+        if completion.terminal is not None:
+            return True
+        if not stream.opened.request.stream or stream.cancelling:
+            return False
+        return completion.has_pending and not completion.all_ended
+
+    def _send(self, stream: _Stream) -> None:
+        completion = stream.opened.completion
+        terminal = completion.terminal
+        if isinstance(terminal, Failed):
+            self._end(stream, from_code(terminal.code, terminal.message))
+        elif isinstance(terminal, Cancelled) or stream.cancelling and terminal is not None:
+            self._end(stream, CancelledError(stream.cancel_reason))
+        else:
+            self._send_data(stream, terminal)
+
+    def _send_data(self, stream: _Stream, terminal: Finished | None) -> None:
+        opened = stream.opened
+        deltas = opened.completion.take()
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                stream.reasons[delta.index] = delta.finish_reason
+        tensors = write_response(
+            opened.request,
+            deltas,
+            reasons=stream.reasons,
+            echo_text=opened.echo_text,
+            num_input_tokens=opened.num_input_tokens,
+            prompt_logprobs=opened.completion.prompt_logprobs,
+            timing=None if terminal is None else terminal.timing,
+        )
+        delivered = opened.channel.send(tensors, final=terminal is not None)
+        self._metrics.count("jitney_responses_total")
+        if terminal is not None:
+            del self._streams[opened.key]
+            reason = next((r for r in reversed(stream.reasons) if r is not None), "stop")
+            self._metrics.finished(terminal.timing, reason)
+        elif not delivered:
+            del self._streams[opened.key]
+            self._metrics.outcome("cancelled")
+            self._send_message(Cancel(opened.key))
+
+    def _end(self, stream: _Stream, error: JitneyError) -> None:
+        del self._streams[stream.opened.key]
+        self._metrics.outcome(outcome_of(error))
+        stream.opened.channel.fail(error)
+
+    def _abort(self, error: JitneyError) -> None:
+        for stream in list(self._streams.values()):
+            self._send_message(Cancel(stream.opened.key))
+            self._end(stream, error)
+        self._line.clear()
+
+
+def outcome_of(error: JitneyError) -> str:
+    """Under which name of ``metrics.OUTCOMES`` a request that ended so is counted."""
+    return _OUTCOMES.get(error.code, "failed")
+
+
+_OUTCOMES = {
+    "INVALID_ARGUMENT": "refused",
+    "UNAVAILABLE": "unavailable",
+    "CANCELLED": "cancelled",
+    "DEADLINE_EXCEEDED": "deadline",
+}

@@ -1,0 +1,62 @@
+"""Finds the requests whose clients have gone, queued ones included.
+
+A thread of its own, because each question is a round trip to the server. Owns the list of channels
+it watches; new ones come through a queue, closed ones are dropped in passing. What it finds goes
+out as :class:`~jitney.request.Cancel`.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from jitney.frontend.channel import Channel
+from jitney.request import Cancel
+
+_LOG = logging.getLogger(__name__)
+
+_LARGEST_SHARE = 0.25
+"""Questions and responses take turns in one queue to the server: with very many requests the sweeps
+come less often, so that the questions never take more than this share of the time."""
+
+
+class Sweeper:
+    """Asks for every watched request once per ``interval_s``."""
+
+    def __init__(self, cancel: Callable[[Cancel], None], interval_s: float) -> None:
+        self._cancel = cancel
+        self._interval_s = interval_s
+        self._new: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
+        self._watched: dict[int, Channel] = {}
+        self._stopped = threading.Event()
+
+    def watch(self, key: int, channel: Channel) -> None:
+        """From the next sweep on. Any thread."""
+        self._new.put((key, channel))
+
+    def stop(self) -> None:
+        """End :meth:`run` within one sweep. Any thread."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Sweep until stopped. The body of the thread."""
+        pause = self._interval_s
+        while not self._stopped.wait(pause):
+            began = time.monotonic()
+            self.sweep()
+            took = time.monotonic() - began
+            pause = max(self._interval_s - took, took * (1 / _LARGEST_SHARE - 1))
+
+    def sweep(self) -> None:
+        """Ask once about each watched request; a cancelled one is told once and not watched on."""
+        while not self._new.empty():
+            key, channel = self._new.get()
+            self._watched[key] = channel
+        for key, channel in list(self._watched.items()):
+            if channel.closed:
+                del self._watched[key]
+            elif channel.is_cancelled():
+                _LOG.debug("request %d was cancelled by its client", key)
+                del self._watched[key]
+                self._cancel(Cancel(key))

@@ -1,0 +1,204 @@
+"""A stand-in for the module that the server's stub provides, so that the front runs without one.
+
+It is put into ``sys.modules`` before anything of ``jitney.frontend`` is imported.
+"""
+
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+FINAL = 1
+
+
+class TritonModelException(Exception):
+    """What the server's calls raise."""
+
+
+class TritonError:
+    """An error of a response: a text and one of the server's codes."""
+
+    (
+        UNKNOWN,
+        INTERNAL,
+        NOT_FOUND,
+        INVALID_ARG,
+        UNAVAILABLE,
+        UNSUPPORTED,
+        ALREADY_EXISTS,
+        CANCELLED,
+    ) = range(8)
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self.text = message
+        self.code = code
+
+
+class Tensor:
+    """A named array."""
+
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        self._name = name
+        self._array = array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
+
+
+class InferenceResponse:
+    """Tensors, or an error."""
+
+    def __init__(
+        self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None
+    ) -> None:
+        self.tensors = {tensor.name(): tensor.as_numpy() for tensor in output_tensors or []}
+        self.error = error
+
+
+class Sender:
+    """Records what was sent, as the server's response sender would take it."""
+
+    def __init__(self) -> None:
+        self.sent: list[InferenceResponse] = []
+        self.final = 0
+        self.cancelled = False
+        self.broken = False
+        self.on_send: Any = None
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if self.final:
+            raise TritonModelException("Response sender has been closed.")
+        if self.broken:
+            raise TritonModelException("the request has been cancelled")
+        if self.on_send is not None:
+            self.on_send(response)
+        if response is not None:
+            self.sent.append(response)
+        if flags == FINAL:
+            self.final += 1
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
+
+
+class Request:
+    """The server's request: tensors by name, and parameters as JSON."""
+
+    def __init__(self, parameters: str = "", **tensors: Any) -> None:
+        self._parameters = parameters
+        self._tensors = [Tensor(name, _array(value)) for name, value in tensors.items()]
+        self.sender = Sender()
+
+    def inputs(self) -> list[Tensor]:
+        return self._tensors
+
+    def parameters(self) -> str:
+        return self._parameters
+
+    def get_response_sender(self) -> Sender:
+        return self.sender
+
+
+def _array(value: Any) -> np.ndarray:
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, str):
+        return np.array([value.encode()], dtype=object)
+    if isinstance(value, bytes):
+        return np.array([value], dtype=object)
+    if isinstance(value, bool):
+        return np.array([value])
+    return np.array(value, dtype=np.int32)
+
+
+class MetricFamily:
+    """Keeps the values that were set, as the server does."""
+
+    COUNTER, GAUGE, HISTOGRAM = range(3)
+    values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    calls = 0
+    disabled = False
+
+    def __init__(self, name: str, description: str, kind: int) -> None:
+        if MetricFamily.disabled:
+            raise TritonModelException("metrics not supported")
+        self.name = name
+        self.kind = kind
+
+    def Metric(self, labels: dict[str, str]) -> "_Metric":  # noqa: N802 (the server's name)
+        return _Metric(self, labels)
+
+
+class _Metric:
+    def __init__(self, family: MetricFamily, labels: dict[str, str]) -> None:
+        self._family = family
+        self._key = (family.name, frozenset(labels.items()))
+        MetricFamily.values[self._key] = 0.0
+
+    def increment(self, amount: float) -> None:
+        assert amount > 0, "a counter only grows"
+        MetricFamily.values[self._key] += amount
+        MetricFamily.calls += 1
+
+    def set(self, value: float) -> None:
+        assert self._family.kind == MetricFamily.GAUGE
+        MetricFamily.values[self._key] = value
+        MetricFamily.calls += 1
+
+
+class Logger:
+    """Swallows nothing: a test reads ``lines``."""
+
+    lines: list[tuple[str, str]] = []
+
+    @classmethod
+    def log_info(cls, text: str) -> None:
+        cls.lines.append(("info", text))
+
+    @classmethod
+    def log_warn(cls, text: str) -> None:
+        cls.lines.append(("warn", text))
+
+    @classmethod
+    def log_error(cls, text: str) -> None:
+        cls.lines.append(("error", text))
+
+    @classmethod
+    def log_verbose(cls, text: str) -> None:
+        cls.lines.append(("verbose", text))
+
+
+def _make_module() -> types.ModuleType:
+    module: Any = types.ModuleType("triton_python_backend_utils")
+    for thing in (
+        TritonModelException,
+        TritonError,
+        Tensor,
+        InferenceResponse,
+        MetricFamily,
+        Logger,
+    ):
+        setattr(module, thing.__name__, thing)
+    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    return module
+
+
+sys.modules.setdefault("triton_python_backend_utils", _make_module())
+
+
+@pytest.fixture
+def pb() -> Iterator[Any]:
+    """The stand-in module, its metrics and log emptied."""
+    module: Any = sys.modules["triton_python_backend_utils"]
+    module.Request, module.Sender = Request, Sender
+    MetricFamily.values.clear()
+    MetricFamily.calls = 0
+    MetricFamily.disabled = False
+    Logger.lines.clear()
+    yield module

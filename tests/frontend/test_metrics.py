@@ -1,0 +1,100 @@
+"""Sums and flushes of the metrics, against a stand-in for the server's own."""
+
+from typing import Any
+
+import pytest
+
+from jitney.frontend import metrics as module
+from jitney.request import ModelInfo, StepStats, Timing
+
+LABELS = {"model": "m", "version": "1", "model_instance": "m_0_0"}
+INFO = ModelInfo(
+    vocab_size=10,
+    max_model_len=64,
+    num_blocks=8,
+    block_size=4,
+    eos_ids=frozenset(),
+    dtype="float32",
+    device="cpu",
+    attention="reference",
+    num_parameters=1,
+)
+
+
+def value(pb: Any, name: str, **labels: str) -> float:
+    return pb.MetricFamily.values[(name, frozenset({**LABELS, **labels}.items()))]
+
+
+def test_every_family_stands_at_the_server_from_the_start(pb: Any) -> None:
+    module.Metrics(LABELS, INFO)
+    names = {name for name, _ in pb.MetricFamily.values}
+    assert {*module.GAUGES, *module.COUNTERS, module.REQUESTS, module.ORCA} <= names
+    for name in module.HISTOGRAMS:
+        assert {f"{name}_bucket", f"{name}_sum", f"{name}_count"} <= names
+
+
+def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
+    metrics = module.Metrics(LABELS, INFO)
+    stats = StepStats(
+        waiting=2, running=3, blocks_total=8, blocks_used=5, blocks_cached=1, generated_tokens=3,
+        batch_sequences=3, step_seconds=0.01, prefix_hit_tokens=4, preemptions=1,
+    )  # fmt: skip
+    metrics.step(stats, live=4)
+    metrics.step(stats, live=4)
+    metrics.flush()
+    assert value(pb, "jitney_generated_tokens_total") == 6
+    assert value(pb, "jitney_prefix_hit_tokens_total") == 8
+    assert value(pb, "jitney_preemptions_total") == 2
+    assert value(pb, "jitney_waiting_requests") == 2
+    assert value(pb, "jitney_running_requests") == 2
+    assert value(pb, "jitney_running_sequences") == 3
+    assert value(pb, "jitney_kv_used_blocks") == 5
+    assert value(pb, "jitney_kv_free_blocks") == 2
+    assert value(pb, module.ORCA, kv_cache_block_type="used") == 5
+    assert value(pb, module.ORCA, kv_cache_block_type="max") == 8
+    assert value(pb, module.ORCA, kv_cache_block_type="tokens_per") == 4
+    calls = pb.MetricFamily.calls
+    metrics.flush()
+    assert pb.MetricFamily.calls == calls
+
+
+def test_histogram_buckets_are_cumulative_and_bounds_belong_to_their_bucket(pb: Any) -> None:
+    metrics = module.Metrics(LABELS, INFO)
+    metrics.observe("jitney_inter_token_seconds", 0.01, times=3)
+    metrics.flush()
+    metrics.observe("jitney_inter_token_seconds", 0.03)
+    metrics.observe("jitney_inter_token_seconds", 1e9)
+    metrics.flush()
+    bucket = "jitney_inter_token_seconds_bucket"
+    assert value(pb, bucket, le="0.005") == 0
+    assert value(pb, bucket, le="0.01") == 3
+    assert value(pb, bucket, le="0.05") == 4
+    assert value(pb, bucket, le="120") == 4
+    assert value(pb, bucket, le="+Inf") == 5
+    assert value(pb, "jitney_inter_token_seconds_count") == 5
+    assert value(pb, "jitney_inter_token_seconds_sum") == pytest.approx(0.06 + 1e9)
+
+
+def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
+    metrics = module.Metrics(LABELS, INFO)
+    timing = Timing(
+        queue_s=0.5, first_token_s=None, total_s=2.0, cached_prompt_tokens=0,
+        computed_prompt_tokens=3, preemptions=0,
+    )  # fmt: skip
+    metrics.finished(timing, "deadline")
+    metrics.outcome("refused")
+    metrics.close()
+    assert value(pb, module.REQUESTS, outcome="deadline") == 1
+    assert value(pb, module.REQUESTS, outcome="refused") == 1
+    assert value(pb, module.REQUESTS, outcome="stop") == 0
+    assert value(pb, "jitney_queue_seconds_count") == 1
+    assert value(pb, "jitney_time_to_first_token_seconds_count") == 0
+    assert value(pb, "jitney_request_seconds_sum") == 2.0
+
+
+def test_a_server_without_metrics_is_served_all_the_same(pb: Any) -> None:
+    pb.MetricFamily.disabled = True
+    metrics = module.Metrics(LABELS, INFO)
+    metrics.count("jitney_responses_total")
+    metrics.flush()
+    assert not pb.MetricFamily.values

@@ -1,0 +1,34 @@
+"""SIGTERM is heard while the main thread sits in C, and does not end the process."""
+
+import subprocess
+import sys
+import textwrap
+
+
+def test_the_callback_runs_once_though_the_main_thread_runs_no_python() -> None:
+    program = textwrap.dedent("""
+        import os, signal, threading, time
+        from jitney.frontend.termination import on_sigterm
+
+        main_in_python = threading.Event()
+        heard = []
+        on_sigterm(lambda: heard.append(not main_in_python.is_set()))
+
+        def kill():
+            for _ in range(2):
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            lock.release()
+
+        lock = threading.Lock()
+        lock.acquire()
+        threading.Thread(target=kill).start()
+        lock.acquire()  # in C, like the stub's main thread in its message loop
+        main_in_python.set()
+        print(heard)
+    """)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert result.stdout.strip() == "[True]"
