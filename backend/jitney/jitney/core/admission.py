@@ -1,0 +1,56 @@
+"""The door: what a request may need at most, and whether an empty cache could ever hold it.
+
+Pure arithmetic over token counts; the scheduler asks it once per request.
+"""
+
+from dataclasses import dataclass
+
+from jitney.config import EngineConfig
+from jitney.errors import InvalidArgumentError
+from jitney.request import Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a request may come to, in the worst case."""
+
+    max_output: int
+    """Tokens of one sequence: max_tokens, or fewer where the context ends."""
+    sequence_blocks: int
+    """Blocks of one sequence at its longest. Its last token is never computed: no slot for it."""
+    request_blocks: int
+    """Blocks of all n sequences at once: full prompt blocks counted once, the rest n times."""
+
+
+def needs_of(message: Submit, block_size: int, max_model_len: int) -> Needs:
+    """Work out the needs. ``max_output`` is below 1 if the prompt alone fills the context."""
+    size, params = len(message.prompt), message.params
+    max_output = min(params.max_tokens, max_model_len - size)
+    sequence = -(-(size + max_output - 1) // block_size)
+    shared = sequence if max_output == 1 else size // block_size
+    return Needs(max_output, sequence, shared + params.n * (sequence - shared))
+
+
+def check_fits(
+    message: Submit, needs: Needs, config: EngineConfig, *, num_blocks: int, max_model_len: int
+) -> None:
+    """Raise InvalidArgumentError, with the numbers, if an empty cache could not hold the request.
+
+    With ``eviction: preempt`` one sequence must fit, because the others can wait for it; with
+    ``never`` all n must fit together.
+    """
+    size, params = len(message.prompt), message.params
+    if needs.max_output < 1:
+        raise InvalidArgumentError(
+            f"the prompt has {size:,} tokens, but must leave room for at least one more in a "
+            f"context of {max_model_len:,}"
+        )
+    together = config.eviction == "never"
+    blocks = needs.request_blocks if together else needs.sequence_blocks
+    if blocks > num_blocks:
+        sequences = f" in each of n = {params.n} sequences" if together and params.n > 1 else ""
+        raise InvalidArgumentError(
+            f"a prompt of {size:,} tokens with up to {needs.max_output:,} output tokens{sequences} "
+            f"needs {blocks:,} KV blocks of {config.block_size}, but the cache has {num_blocks:,} "
+            f"({num_blocks * config.block_size:,} tokens)"
+        )

@@ -1,0 +1,218 @@
+"""The paged KV manager: which block belongs to whom, what it holds and what may be overwritten.
+
+Owned and called by the scheduler alone. It deals in block numbers; the memory behind them is the
+runner's. A block is in exactly one of three states:
+
+- *referenced*: its reference count is above 0: it stands in that many block tables, plus once for
+  each copy that is owed from it;
+- *cached*: nobody references it, but its content can still be found by its hash. Such blocks are
+  taken for other uses in the order in which they were released (LRU);
+- *free*: it holds nothing that could be found.
+
+Only full blocks carry a hash: sha256 over the parent block's hash and the block's tokens. The chain
+begins at a root made from the tenant's salt, so equal hashes mean equal tokens from position 0 on,
+and tenants with different salts never share a block. A hash is published only after the step that
+filled the block, so that nobody reads what is not yet written.
+"""
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+def root_hash(salt: str | None, adapter: str = "") -> bytes:
+    """Where the chain of a tenant and adapter begins. Lengths keep the two fields apart."""
+    fields = [b"", b""] if salt is None else [b"salt", salt.encode("utf-8", "surrogatepass")]
+    fields.append(adapter.encode())
+    digest = hashlib.sha256(b"jitney")
+    for part in fields:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The hash of a full block that follows the block (or root) of hash ``parent``."""
+    return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
+
+
+class KvCache:
+    """Block numbers 0 … ``num_blocks`` − 1, ``block_size`` tokens each.
+
+    Every operation that can run out of blocks changes nothing when it does.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert num_blocks >= 1
+        assert block_size >= 1
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._refs = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently released first
+        self._owed: dict[int, int] = {}  # destination -> source of copies not yet made
+
+    # ------------------------------------------------------------------ queries
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation may take: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody references but that can be found by their hash."""
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Referenced blocks."""
+        return self.num_blocks - self.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest prefix of the chain ``hashes`` that is still here."""
+        found = []
+        for key in hashes:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def owed_copies(self) -> list[tuple[int, int]]:
+        """(source, destination) of all copies that the next step must make before it writes."""
+        return [(source, destination) for destination, source in self._owed.items()]
+
+    # ------------------------------------------------------------------ tables
+
+    def open(self, hits: list[int], num_new: int, spare: int = 0) -> list[int] | None:
+        """A new table: ``hits`` (from :meth:`find`) shared, then ``num_new`` blocks of its own.
+
+        None, and nothing changed, unless ``spare`` blocks would still be free afterwards.
+        """
+        revived = sum(self._refs[block] == 0 for block in hits)
+        if self.num_free < revived + num_new + spare:
+            return None
+        for block in hits:  # before anything is taken, lest a hit be evicted for its own table
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+        return hits + [self._take() for _ in range(num_new)]
+
+    def grow(self, table: list[int]) -> bool:
+        """Append one block to ``table``. False, and nothing changed, if there is none."""
+        if not self._free and not self._cached:
+            return False
+        table.append(self._take())
+        return True
+
+    def fork(self, table: list[int], num_tokens: int) -> list[int] | None:
+        """A second table over the first ``num_tokens`` tokens of ``table``, all of it written.
+
+        Full blocks are shared; a partial last one gets a block of its own and owes a copy. Until
+        the copy is settled the source is held, so that it is not reused even if ``table`` ends.
+        None, and nothing changed, if a block is wanting.
+        """
+        num_full, rest = divmod(num_tokens, self.block_size)
+        shared = table[:num_full]
+        own = []
+        if rest:
+            if not self.num_free:
+                return None
+            own.append(self._take())
+            self._owed[own[0]] = table[num_full]
+            self._refs[table[num_full]] += 1
+        for block in shared:
+            self._refs[block] += 1
+        return shared + own
+
+    def settle(self, copies: Iterable[tuple[int, int]]) -> None:
+        """These owed copies have been made: their sources need no longer be held."""
+        for source, destination in copies:
+            assert self._owed.pop(destination) == source, "a copy was made that nobody owed"
+            self._drop(source)
+
+    def release(self, table: list[int]) -> None:
+        """Give up a table, its last block first: tails are evicted before the heads they need."""
+        for block in reversed(table):
+            self._drop(block)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """The full ``block`` may from now on be found by ``key``, the hash of its chain.
+
+        If another block with that content is already known, it stays the one that is found.
+        """
+        assert self._refs[block] > 0, "a block was published that nobody holds"
+        assert self._hash_of[block] is None, "a block was published twice"
+        if key not in self._block_of:
+            self._block_of[key] = block
+            self._hash_of[block] = key
+
+    # ------------------------------------------------------------------ single blocks
+
+    def _take(self) -> int:
+        """A block for new content: a free one, else the cached one that was released first."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            key = self._hash_of[block]
+            assert key is not None
+            del self._block_of[key]
+            self._hash_of[block] = None
+        self._refs[block] = 1
+        return block
+
+    def _drop(self, block: int) -> None:
+        """One reference less. A copy that is owed *to* a block nobody holds is no longer owed."""
+        refs = self._refs[block] - 1
+        assert refs >= 0, "a block was released that nobody held"
+        self._refs[block] = refs
+        if refs:
+            return
+        if self._hash_of[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+        if self._owed and block in self._owed:
+            self._drop(self._owed.pop(block))
+
+    # ------------------------------------------------------------------ integrity
+
+    def check_integrity(self, tables: Iterable[tuple[list[int], int]]) -> None:
+        """Assert every invariant, given all live tables and how many leading tokens of each are
+        written. Its cost is that of all blocks and tables: call it when idle, or in a test."""
+        owners: Counter[int] = Counter()
+        for table, num_written in tables:
+            assert len(set(table)) == len(table), "a table names a block twice"
+            owners.update(table)
+            for block in table[num_written // self.block_size :]:
+                held = sum(source == block for source in self._owed.values())
+                assert self._refs[block] - held == 1, f"writable block {block} is shared"
+                assert self._hash_of[block] is None, f"writable block {block} is published"
+        for destination, source in self._owed.items():
+            assert owners[destination] == 1, f"a copy is owed to block {destination} of nobody"
+            owners[source] += 1
+        referenced = 0
+        for block, refs in enumerate(self._refs):
+            assert refs == owners[block], (
+                f"block {block}: {refs} references, {owners[block]} owners"
+            )
+            referenced += refs > 0
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & cached, "a block is free and cached"
+        assert all(self._refs[block] == 0 for block in free | cached), "a block is free and owned"
+        assert len(free) + len(cached) + referenced == self.num_blocks, "a block is lost"
+        assert all(self._hash_of[block] is None for block in free), "a free block has a hash"
+        assert all(self._hash_of[block] is not None for block in cached), "a cached block has none"
+        for key, block in self._block_of.items():
+            assert self._hash_of[block] == key, f"block {block} is found by another hash"
+        published = sum(key is not None for key in self._hash_of)
+        assert published == len(self._block_of), "a published block cannot be found"

@@ -1,0 +1,225 @@
+"""The engine: sole owner of scheduler and runner, and the loop that makes the steps.
+
+A front sends messages from any thread (:meth:`Engine.send`); one thread makes the steps, by
+:meth:`Engine.run` or by calling :meth:`Engine.step` itself. What comes of them leaves as one
+:class:`StepReport` per step. Nothing else is shared, so the engine may as well live in a process of
+its own.
+
+Failures, from the small to the large: a row that could not be served fails its request; a step that
+raises is run again in halves until the request at fault stands alone; a fault of the loop itself
+(our bug) ends every open request with Failed and goes on with a fresh scheduler.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from jitney.config import EngineConfig
+from jitney.core.scheduler import Scheduler
+from jitney.errors import InternalError, JitneyError, UnavailableError
+from jitney.request import (
+    TERMINAL,
+    Batch,
+    Cancel,
+    Event,
+    Failed,
+    Finish,
+    Message,
+    ModelInfo,
+    StepOutput,
+    StepReport,
+    Submit,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_CHECK_S = 0.25
+"""Idle for so long, the engine checks its integrity: not between two requests of a busy client."""
+
+
+class Runner(Protocol):
+    """What makes a batch's tokens: the model's runner, or a fake one in tests."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is known of the loaded model."""
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """Make the copies, compute the rows, sample. May raise anything: the step counts as not
+        made, and its rows are executed again, with the same slots."""
+
+
+class Outbox(Protocol):
+    """Where reports go: a queue, or a front's responder."""
+
+    def put(self, item: StepReport, /) -> object:
+        """Take a report. Called from the engine's thread: must neither block nor raise."""
+
+
+class Engine:
+    """Takes messages, makes steps, gives reports."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.runner = runner
+        self._clock = clock
+        self.scheduler = self._make_scheduler()
+        self._open: set[int] = set()  # keys whose terminal event has not been reported
+        self._woken = threading.Condition()
+        self._inbox: list[Message] = []  # this and the two below: under _woken
+        self._stopping = False
+        self._closed = False
+
+    # ------------------------------------------------------------------ any thread
+
+    def send(self, message: Message) -> None:
+        """Put a message into the inbox and wake the loop.
+
+        Raises UnavailableError for a Submit once :meth:`run` has ended; a Finish or a Cancel has
+        no meaning then and is dropped.
+        """
+        with self._woken:
+            if self._closed:
+                if isinstance(message, Submit):
+                    raise UnavailableError("the model is being unloaded")
+                return
+            self._inbox.append(message)
+            self._woken.notify()
+
+    def stop(self) -> None:
+        """Make :meth:`run` return after the step under way. What is open then, fails."""
+        with self._woken:
+            self._stopping = True
+            self._woken.notify()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would find anything to do. The engine's thread asks."""
+        return self.scheduler.has_work or bool(self._inbox)
+
+    def step(self) -> StepReport | None:
+        """Make one step: inbox, deadlines, schedule, execute, update. None: nothing to do."""
+        started = self._clock()
+        events = self._read_inbox(started)
+        events += self.scheduler.expire(started)
+        batch = self.scheduler.schedule(started)
+        if batch.rows:
+            events += self._execute(batch)
+        elif not events:
+            return None
+        stats = self.scheduler.stats(step_seconds=self._clock() - started)
+        return self._report(StepReport(events, stats))
+
+    def run(self, outbox: Outbox) -> None:
+        """Make steps until :meth:`stop`, putting each report into ``outbox``; sleep while there is
+        nothing to do. On return every submitted request has had its terminal event."""
+        try:
+            while not self._stopping:
+                report = self._step_or_recover()
+                if report is not None:
+                    outbox.put(report)
+                else:
+                    self._wait()
+        finally:
+            with self._woken:
+                self._closed = True
+                left = [one.key for one in self._inbox if isinstance(one, Submit)]
+                self._inbox.clear()
+            self._open.update(left)
+            if self._open:
+                outbox.put(self._fail_open(UnavailableError("the model is being unloaded")))
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _read_inbox(self, now: float) -> list[Event]:
+        """Take all messages that have come, in order."""
+        with self._woken:
+            messages, self._inbox = self._inbox, []
+        self._open.update(one.key for one in messages if isinstance(one, Submit))
+        events: list[Event] = []
+        for message in messages:
+            if isinstance(message, Submit):
+                events += self.scheduler.submit(message, now)
+            elif isinstance(message, Finish):
+                events += self.scheduler.finish(message.key, message.index, now)
+            else:
+                assert isinstance(message, Cancel)
+                events += self.scheduler.cancel(message.key)
+        return events
+
+    def _execute(self, batch: Batch) -> list[Event]:
+        """Execute and update. If it raises, find the request at fault and run the others again."""
+        try:
+            output = self.runner.execute(batch)
+        except Exception:
+            log.exception("a step of %d rows raised", len(batch.rows))
+            self.scheduler.revert(batch)
+        else:
+            return self.scheduler.update(batch, output, self._clock())
+        rows = batch.rows
+        if len(rows) == 1:
+            return self.scheduler.fail(rows[0].key, InternalError("the request failed in a step"))
+        events: list[Event] = []
+        middle = len(rows) // 2
+        for half in (rows[:middle], rows[middle:]):
+            part = self.scheduler.retry(half)
+            if part.rows:
+                events += self._execute(part)
+        return events
+
+    def _report(self, report: StepReport) -> StepReport:
+        """Note which requests end with this report."""
+        for event in report.events:
+            if isinstance(event, TERMINAL):
+                self._open.discard(event.key)
+        return report
+
+    # ------------------------------------------------------------------ parts of the loop
+
+    def _step_or_recover(self) -> StepReport | None:
+        """A step. If its own machinery fails, which is our bug, every open request ends; blocks and
+        queues cannot be trusted any more and are made anew."""
+        try:
+            return self.step()
+        except Exception:
+            log.exception("the engine's loop failed; %d requests end", len(self._open))
+            return self._fail_open(InternalError("the engine failed"))
+
+    def _fail_open(self, error: JitneyError) -> StepReport:
+        """End every open request and begin with an empty scheduler."""
+        self.scheduler = self._make_scheduler()
+        events: list[Event] = [Failed(key, error.code, str(error)) for key in sorted(self._open)]
+        return self._report(StepReport(events, self.scheduler.stats()))
+
+    def _wait(self) -> None:
+        """Sleep until a message comes. Having been idle for a while, check the integrity once."""
+        if self._wait_for_message(IDLE_CHECK_S):
+            return
+        try:
+            self.scheduler.check_integrity()
+        except AssertionError:
+            log.exception("blocks or queues are inconsistent while idle; they are made anew")
+            self.scheduler = self._make_scheduler()
+        self._wait_for_message(None)
+
+    def _wait_for_message(self, timeout: float | None) -> bool:
+        with self._woken:
+            return self._woken.wait_for(lambda: bool(self._inbox) or self._stopping, timeout)
+
+    def _make_scheduler(self) -> Scheduler:
+        info = self.runner.info
+        return Scheduler(
+            self.config,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+        )
