@@ -21,6 +21,9 @@ from jitney.errors import InstallationError
 PYTHONS = ((3, 11), (3, 12))
 """Versions that have both a stub in the wheel and a numpy below 2."""
 
+_SYSTEM_FOLDERS = ("/usr/lib/{}", "/lib/{}", "/usr/local/lib", "/usr/lib64", "/lib64", "/usr/lib")
+# {}: the Debian name of the architecture.
+
 _INSTALL = "pip install 'triton-jitney[server]'"
 
 
@@ -113,8 +116,7 @@ def find_libpython() -> Path:
         Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib"),
         Path(sys.base_prefix, "lib"),
         Path(sys.prefix, "lib"),
-        *(Path(root, multiarch) for root in ("/usr/lib", "/lib")),
-        *(Path(root) for root in ("/usr/local/lib", "/usr/lib64", "/lib64", "/usr/lib")),
+        *(Path(folder.format(multiarch)) for folder in _SYSTEM_FOLDERS),
     ]
     for folder in folders:
         if (folder / name).exists():

@@ -1,0 +1,44 @@
+"""Importing does nothing: no heavy library, no logging set-up, no device probe."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "numpy", "numba", "tritonclient", "tokenizers")
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names in sys.modules of a fresh interpreter that ran ``statement``."""
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["jitney", "jitney.cli", "jitney.server", "jitney.doctor", "jitney.config", "jitney.request"],
+)
+def test_nothing_heavy_is_imported(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+    assert module in loaded
+    assert not loaded & set(HEAVY)
+
+
+def test_logging_is_left_alone() -> None:
+    modules_after("import jitney, logging\nassert not logging.getLogger().handlers")
+
+
+def test_the_public_names_resolve_on_first_use() -> None:
+    loaded = modules_after("import jitney\nassert jitney.SamplingParams(max_tokens=3).n == 1")
+    assert "jitney.sampling_params" in loaded
+    assert "torch" not in loaded
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import jitney
+
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = jitney.no_such_name

@@ -1,0 +1,53 @@
+"""A failed start is explained in a few lines, taken from the server's own log."""
+
+from pathlib import Path
+
+from jitney.server_log import explain_failure, failed_models, read_tail, without_traceback
+
+# ruff: noqa: E501 - lines of a real log
+LOG = r"""W1120 18:38:58.534160 11501 pinned_memory_manager.cc:273] "Unable to allocate pinned memory"
+E1120 18:38:58.534263 11501 server.cc:241] "CudaDriverHelper has not been initialized."
+I1120 18:38:58.535172 11501 model_lifecycle.cc:472] "loading: bad:1"
+E1120 18:39:00.531788 11501 model_lifecycle.cc:642] "failed to load 'bad' version 1: Internal: ValueError: truncated: 3 of 5 bytes\nsecond line\n\nAt:\n  /srv/bad/1/model.py(3): initialize\n"
+E1120 18:39:00.631788 11501 model_repository_manager.cc:1460] "Poll failed for model directory 'x'"
+E1120 18:39:00.731788 11501 model_lifecycle.cc:642] "failed to load 'worse' version 2: Unsupported: no"
+I1120 18:39:00.531803 11501 model_lifecycle.cc:777] "failed to load 'bad'"
+error: creating server: Internal - failed to load all models
+"""
+
+
+def test_each_failed_model_is_named_with_its_reason_and_without_traceback() -> None:
+    assert failed_models(LOG) == {
+        "bad": "Internal: ValueError: truncated: 3 of 5 bytes\n    second line",
+        "worse": "Unsupported: no",
+    }
+    text = explain_failure(LOG, 1)
+    assert text.startswith("the server stopped because 2 models failed to load:")
+    assert "model.py" not in text
+    assert len(text.splitlines()) == 4
+
+
+def test_without_a_failed_model_the_error_lines_speak() -> None:
+    log = "\n".join(line for line in LOG.splitlines() if "failed to load '" not in line)
+    text = explain_failure(log, 1)
+    assert text.splitlines()[0] == "the server exited with status 1:"
+    assert "creating server: Internal" in text
+    assert "CudaDriverHelper" not in text, "printed on every machine without a GPU"
+
+
+def test_without_any_error_line_the_last_lines_speak() -> None:
+    assert "ended by SIGKILL" in explain_failure("", -9)
+    assert "nothing" in explain_failure("", -9)
+    assert explain_failure("one\ntwo", 3).splitlines()[1:] == ["  one", "  two"]
+
+
+def test_a_traceback_is_cut_off() -> None:
+    assert without_traceback("Internal: no\n\nAt:\n  a.py(1): f\n") == "Internal: no"
+    assert without_traceback("plain") == "plain"
+
+
+def test_tail(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert read_tail(log, 3) == ""
+    log.write_bytes(b"a\nb\n\xff\n")
+    assert read_tail(log, 2) == "b\n\N{REPLACEMENT CHARACTER}"
