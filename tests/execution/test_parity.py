@@ -1,0 +1,139 @@
+"""The paged engine gives the tokens of transformers' own ``generate`` with eager attention, in f32,
+greedily, whatever the batch, the chunks, the prefix cache and preemption do."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from jitney.config import make_config
+from jitney.execution.runner import Runner, load_runner
+from jitney.sampling_params import SamplingParams
+
+from tests.execution.drive import drive
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
+
+NUM_NEW = 64
+LENGTHS = (5, 23, 40)
+BLOCK_SIZE = 4
+# Far above what f32 loses between two orders of summation, far below the spread of the logits (3).
+MIN_GAP = 1e-3
+
+ATTENTIONS = ("reference", "cpu")
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0)
+
+
+@dataclasses.dataclass
+class Case:
+    """One architecture: where it lies, and what ``generate`` makes of each prompt alone."""
+
+    path: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+def case(request, tmp_path_factory) -> Case:
+    """Prompts without near-ties anywhere on their greedy path."""
+    torch.set_num_threads(1)  # as the runner will; tiny tensors gain nothing from more
+    path = make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
+    )
+    prompts, expected = [], []
+    for length in LENGTHS:
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(1000 * length + seed)
+            prompt = torch.randint(3, VOCAB_SIZE, (1, length), generator=generator)
+            tokens, gap = _generate(model, prompt)
+            if gap > MIN_GAP:
+                break
+        assert gap > MIN_GAP, "no prompt without a near-tie"
+        prompts.append(prompt[0].tolist())
+        expected.append(tokens)
+    # Random weights can fall into a loop of a few tokens, which would prove little.
+    assert len({token for tokens in expected for token in tokens}) > 20
+    return Case(path, prompts, expected)
+
+
+def _generate(model, prompt: torch.Tensor) -> tuple[list[int], float]:
+    """Greedy tokens, and the smallest distance between the best two logits on the way."""
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NUM_NEW,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(output.logits)[:, 0].topk(2).values
+    tokens = output.sequences[0, prompt.shape[1] :].tolist()
+    assert len(tokens) == NUM_NEW
+    return tokens, (best[:, 0] - best[:, 1]).min().item()
+
+
+@pytest.fixture(scope="module", params=ATTENTIONS)
+def runner(request, case: Case):
+    """One runner serves all scenarios of a case: what one left in the cache must not matter."""
+    options = {
+        "model": str(case.path),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": request.param,
+        "block_size": BLOCK_SIZE,
+        "threads": 1,
+        "kv_cache_bytes": 4 << 20,
+    }
+    runner = load_runner(make_config(options))
+    assert runner.info.attention == request.param
+    yield runner
+    runner.close()
+
+
+@pytest.mark.parametrize(("place", "budget"), [(0, 512), (1, 512), (2, 512), (2, 7), (1, 1)])
+def test_alone(case: Case, runner: Runner, place: int, budget: int) -> None:
+    """In one chunk, in chunks of 7, and token by token."""
+    driven = drive(runner, [(case.prompts[place], PARAMS)], budget=budget)
+    assert driven.outputs == {(0, 0): case.expected[place]}
+    assert driven.steps == -(-len(case.prompts[place]) // budget) + NUM_NEW - 1
+
+
+@pytest.mark.parametrize(("budget", "stagger"), [(512, 0), (9, 5)])
+def test_mixed_batch(case: Case, runner: Runner, budget: int, stagger: int) -> None:
+    """Prompts of different lengths that join and leave, chunks beside decodes."""
+    requests = [(prompt, PARAMS) for prompt in case.prompts]
+    driven = drive(runner, requests, budget=budget, stagger=stagger)
+    assert driven.outputs == {(i, 0): tokens for i, tokens in enumerate(case.expected)}
+
+
+def test_prefix_hits(case: Case, runner: Runner) -> None:
+    """A prompt served again, and its continuation, start from cached blocks."""
+    prompt, tokens = case.prompts[2], case.expected[2]
+    grown = prompt + tokens[:21]
+    short = SamplingParams(temperature=0.0, max_tokens=NUM_NEW - 21, ignore_eos=True, seed=0)
+    driven = drive(
+        runner, [(prompt, PARAMS), (prompt, PARAMS), (grown, short)], budget=64, stagger=70
+    )
+    assert driven.outputs == {(0, 0): tokens, (1, 0): tokens, (2, 0): tokens[21:]}
+    assert driven.timings[1].timing.cached_prompt_tokens == (len(prompt) - 1) // 4 * 4
+    assert driven.timings[2].timing.cached_prompt_tokens == (len(grown) - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_preemption(case: Case, runner: Runner, prefix_caching: bool) -> None:
+    """A pool that cannot hold all three: sequences lose their blocks and are computed again."""
+    requests = [(prompt, PARAMS) for prompt in case.prompts]
+    needed = sum(-(-(length + NUM_NEW) // BLOCK_SIZE) for length in LENGTHS)
+    driven = drive(
+        runner,
+        requests,
+        budget=32,
+        num_blocks=needed * 6 // 10,
+        prefix_caching=prefix_caching,
+        watermark=0.0,
+    )
+    assert driven.preemptions > 0
+    assert driven.outputs == {(i, 0): tokens for i, tokens in enumerate(case.expected)}
