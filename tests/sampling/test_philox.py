@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from jitney.execution.philox import philox4x32, uniforms
 
 KNOWN_ANSWERS = [

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from jitney.execution import sampler
 from jitney.execution.draw import _weights
 from jitney.execution.philox import uniforms
 from jitney.execution.sampler import prompt_logprobs, sample
 from jitney.request import Row
 from jitney.sampling_params import SamplingParams
+
 from tests.sampling.rows import make_row
 
 
