@@ -69,4 +69,28 @@ def select(
     """
     if name not in ("auto", "reference", "cpu"):
         raise ConfigError.of("attention", name, "auto, reference or cpu")
+    if name == "reference":
+        return ReferenceAttention()
+    reason = _why_not_cpu(device, dtype)
+    if reason is None:
+        from jitney.execution.attention.cpu import CpuAttention
+
+        return CpuAttention(dtype)
+    if name == "cpu":
+        raise ConfigError(f"option attention is 'cpu', but {reason}")
+    _log.warning("attention runs in plain torch, which is slow: %s", reason)
     return ReferenceAttention()
+
+
+def _why_not_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the CPU kernel cannot run, or None if it can."""
+    if device.type != "cpu":
+        return f"the CPU kernel does not run on {device.type}"
+    try:
+        from jitney.execution.attention.cpu import SUPPORTED_DTYPES
+    except ImportError as error:
+        return f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
+    if dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+        return f"the CPU kernel has caches of {names}, not {str(dtype).removeprefix('torch.')}"
+    return None
