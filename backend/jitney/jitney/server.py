@@ -29,6 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from jitney.errors import (
     InstallationError,
     InternalError,
@@ -177,14 +179,14 @@ class TritonServer:
         ``timeout_s``; then nothing is left running, and the log is kept.
         """
         assert self._process is None, "started twice"
-        for attempt in range(_PORT_ATTEMPTS):
-            self._launch()
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
             try:
+                self._launch()
                 self._wait_until_ready(timeout_s)
                 return
             except _PortTaken as error:
                 self._end(keep_log=True)
-                if 0 not in self._wanted_ports or attempt == _PORT_ATTEMPTS - 1:
+                if 0 not in self._wanted_ports or attempt == _PORT_ATTEMPTS:
                     raise LoadError(str(error)) from None
             except BaseException:
                 self._end(keep_log=True)
@@ -194,12 +196,14 @@ class TritonServer:
         """Stop the server. Returns whether that was clean: every request in flight had ended and
         every model was unloaded. True too if the server was not running.
 
-        The models are unloaded first, which refuses new requests and gives those in flight up to
-        ``grace_s`` seconds (default: the exit timeout); then SIGTERM; what is left of the process
-        group soon after is killed.
+        The models are told and unloaded first, which refuses new requests and gives those in flight
+        up to ``grace_s`` seconds (default: the exit timeout; after its option ``drain_s`` a model
+        of ours ends them with an error); then SIGTERM; what is left of the process group soon
+        after is killed.
         """
         if self._process is None:
             return True
+        self._signal_models()
         grace_s = float(self._exit_timeout_s) if grace_s is None else grace_s
         clean = self.is_alive() and self._unload_all(grace_s)
         if self.is_alive():
@@ -208,6 +212,14 @@ class TritonServer:
                 self._process.wait(_LINGER_S)
         self._end(keep_log=not clean)
         return clean
+
+    def _signal_models(self) -> None:
+        """SIGTERM to the models' processes. The server's stub itself ignores it."""
+        assert self._process is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for stub in psutil.Process(self._process.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    stub.send_signal(signal.SIGTERM)
 
     def _unload_all(self, grace_s: float) -> bool:
         """Unload every model; whether they all were within ``grace_s``.
@@ -234,9 +246,8 @@ class TritonServer:
     # ------------------------------------------------------------------ inside
 
     def _launch(self) -> None:
-        runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
-        self._runtime = runtime
         self._ports = _choose_ports(self.host, self._wanted_ports)
+        self._runtime = runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
         link_backends(runtime / "backends", self._installation, self._backends)
         if self._wanted_log is None:
             handle, name = tempfile.mkstemp(prefix="jitney-server-", suffix=".log")
@@ -325,11 +336,11 @@ class TritonServer:
 
     def _end(self, *, keep_log: bool) -> None:
         """Kill what is left of the group and remove what the start made. Idempotent."""
-        assert self._process is not None
-        self._kill_group()
-        self._process.wait()
-        atexit.unregister(self._kill_group)
-        self._process = None
+        if self._process is not None:
+            self._kill_group()
+            self._process.wait()
+            atexit.unregister(self._kill_group)
+            self._process = None
         if self._runtime is not None:
             for region in Path("/dev/shm").glob(f"{self._runtime.name}-*"):
                 region.unlink(missing_ok=True)
