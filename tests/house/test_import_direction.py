@@ -18,7 +18,7 @@ LAYERS = [
     {"config"},
     {"sampling_params"},
     {"request"},
-    {"core", "execution", "stop_strings", "installation", "server_log"},
+    {"core", "execution", "stop_strings", "installation", "ports", "server_log"},
     {"engine", "tokenizer", "server"},
     {"detokenizer", "trial"},
     {"completion", "intake"},

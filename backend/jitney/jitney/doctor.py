@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from jitney.installation import (
     find_libpython,
     missing_libraries,
 )
+from jitney.ports import port_problem
 
 State = Literal["ok", "warns", "fails"]
 
@@ -158,14 +158,8 @@ def _client() -> Finding:
 
 
 def _ports(host: str, ports: Sequence[int]) -> Finding:
-    taken = []
-    for port in ports:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                taken.append(f"{port} ({error.strerror})")
+    problems = [(port, port_problem(host, port)) for port in ports]
+    taken = [f"{port} ({problem})" for port, problem in problems if problem]
     if taken:
         return Finding(
             "ports",

@@ -19,7 +19,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,6 @@ from typing import Any
 import psutil
 
 from jitney.errors import (
-    InstallationError,
     InternalError,
     InvalidArgumentError,
     JitneyError,
@@ -40,6 +38,7 @@ from jitney.errors import (
 )
 from jitney.installation import backend_directories as own_backend_directories
 from jitney.installation import find_installation, link_backends
+from jitney.ports import choose_ports, reachable
 from jitney.server_log import explain_failure, read_tail, without_traceback
 
 EXIT_TIMEOUT_S = 10
@@ -86,7 +85,7 @@ class TritonServer:
         self.host = host
         self.models = None if models is None else list(models)
         self._wanted_ports = (http_port or 0, grpc_port or 0, metrics_port or 0)
-        self._ports = (0, 0, 0)
+        self._ports = [0, 0, 0]
         self._wanted_log = log_file
         self._extra_args = list(extra_args)
         self._backends = list(backend_directories or own_backend_directories())
@@ -104,17 +103,17 @@ class TritonServer:
     @property
     def http_url(self) -> str:
         """``host:port``, as tritonclient's HTTP client takes it."""
-        return f"{_reachable(self.host)}:{self._ports[0]}"
+        return f"{reachable(self.host)}:{self._ports[0]}"
 
     @property
     def grpc_url(self) -> str:
         """``host:port``, as tritonclient's gRPC client takes it."""
-        return f"{_reachable(self.host)}:{self._ports[1]}"
+        return f"{reachable(self.host)}:{self._ports[1]}"
 
     @property
     def metrics_url(self) -> str:
         """The complete address of the Prometheus metrics."""
-        return f"http://{_reachable(self.host)}:{self._ports[2]}/metrics"
+        return f"http://{reachable(self.host)}:{self._ports[2]}/metrics"
 
     @property
     def admin_headers(self) -> dict[str, str]:
@@ -246,7 +245,7 @@ class TritonServer:
     # ------------------------------------------------------------------ inside
 
     def _launch(self) -> None:
-        self._ports = _choose_ports(self.host, self._wanted_ports)
+        self._ports = choose_ports(self.host, self._wanted_ports)
         self._runtime = runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
         link_backends(runtime / "backends", self._installation, self._backends)
         if self._wanted_log is None:
@@ -362,7 +361,7 @@ class TritonServer:
             return None  # not listening yet
 
     def _request(self, method: str, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(_reachable(self.host), self._ports[0], timeout=10)
+        connection = http.client.HTTPConnection(reachable(self.host), self._ports[0], timeout=10)
         try:
             connection.request(method, path, headers={**self.admin_headers, "Connection": "close"})
             response = connection.getresponse()
@@ -385,29 +384,3 @@ def _checked_repository(path: Path, models: Sequence[str] | None) -> Path:
                 f"model {name!r} is not in {path}, which holds {', '.join(present) or 'nothing'}"
             )
     return path.resolve()
-
-
-def _reachable(host: str) -> str:
-    """An address that a client on this machine can use for a server bound to ``host``."""
-    return "127.0.0.1" if host in ("0.0.0.0", "") else host
-
-
-def _choose_ports(host: str, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Replace each 0 by a port that is free now, and check that the others are.
-
-    All sockets stay bound until the last is chosen, so that the three differ.
-    """
-    chosen = []
-    with contextlib.ExitStack() as stack:
-        for port in wanted:
-            probe = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise InstallationError(
-                    f"cannot listen on {host}:{port} ({error.strerror}); choose another port, "
-                    f"or 0 for a free one"
-                ) from None
-            chosen.append(probe.getsockname()[1])
-    return chosen[0], chosen[1], chosen[2]

@@ -1,0 +1,306 @@
+"""The embedded server, really started: with models of plain Python, so that it is quick."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from jitney.errors import InstallationError, InvalidArgumentError, LoadError
+from jitney.server import TritonServer
+
+pytestmark = pytest.mark.server
+
+CONFIG = """
+backend: "python"
+input [{ name: "x" data_type: TYPE_INT32 dims: [-1] }]
+output [{ name: "y" data_type: TYPE_INT32 dims: [-1] }]
+"""
+PLUS_ONE = """
+import os, sys, time
+import jitney.config, psutil  # ours, by an editable install; and one of the environment
+import numpy
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        print("PREFIX", sys.prefix, "NUMPY", numpy.__version__, flush=True)
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            time.sleep(float(x[0]) / 1000)
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x + 1)]))
+        return responses
+"""
+BROKEN = """
+class TritonPythonModel:
+    def initialize(self, args):
+        raise ValueError("weights.bin is truncated: 3 of 5 bytes")
+    def execute(self, requests): ...
+"""
+
+
+def add_model(repository: Path, name: str, source: str) -> None:
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(CONFIG, encoding="utf-8")
+    (version / "model.py").write_text(source, encoding="utf-8")
+
+
+def infer(address: str, x: list[int], model: str = "plus_one") -> tuple[int, dict]:
+    """Status and decoded answer of one request on a connection of its own."""
+    body = {"inputs": [{"name": "x", "shape": [len(x)], "datatype": "INT32", "data": x}]}
+    return post(address, f"/v2/models/{model}/infer", body)
+
+
+def post(
+    address: str, path: str, body: object = None, headers: dict[str, str] | None = None
+) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection(address, timeout=20)
+    with contextlib.closing(connection):
+        headers = {"Connection": "close", **(headers or {})}
+        connection.request("POST", path, json.dumps(body) if body else None, headers)
+        response = connection.getresponse()
+        text = response.read()
+        return response.status, json.loads(text) if text else {}
+
+
+def group_of(server: TritonServer) -> list[psutil.Process]:
+    """The live processes of the server's group."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == server.pid and is_alive(process):
+                members.append(process)
+    return members
+
+
+def none_is_left(members: list[psutil.Process]) -> bool:
+    """Whether all have ended, within a second; a dead one may wait for init to collect it."""
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        if not any(is_alive(process) for process in members):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    add_model(folder, "plus_one", PLUS_ONE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[TritonServer]:
+    with TritonServer(repository) as running:
+        yield running
+
+
+def test_it_answers_with_our_environment(server: TritonServer) -> None:
+    status, answer = infer(server.http_url, [1, 2, 3])
+    assert status == 200
+    assert answer["outputs"][0]["data"] == [2, 3, 4]
+    import sys
+
+    assert f"PREFIX {sys.prefix} NUMPY 1." in server.log_tail(500)
+
+
+def test_states_addresses_and_metrics(server: TritonServer) -> None:
+    assert server.is_alive()
+    assert server.is_ready()
+    assert server.model_states() == {"plus_one": ("READY", "")}
+    assert server.model_inputs("plus_one")[0]["name"] == "x"
+    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+        assert b"nv_inference_request_success" in response.read()
+    ports = {address.rsplit(":")[-1] for address in (server.http_url, server.grpc_url)}
+    assert len(ports) == 2
+
+
+def test_it_listens_on_loopback_only(server: TritonServer) -> None:
+    listening = {
+        connection.laddr.ip
+        for process in group_of(server)
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1", "::ffff:127.0.0.1"}, "the second is gRPC's way to say it"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/repository/index",
+        "/v2/repository/models/plus_one/unload",
+        "/v2/systemsharedmemory/unregister",
+        "/v2/logging",
+        "/v2/trace/setting",
+    ],
+)
+def test_a_client_without_the_key_is_refused(server: TritonServer, path: str) -> None:
+    assert post(server.http_url, path)[0] == 403
+    assert post(server.http_url, path, None, {"jitney-key": "guess"})[0] == 403
+    assert server.is_ready()
+
+
+def test_grpc_restrictions(server: TritonServer) -> None:
+    import tritonclient.grpc as triton
+
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        with pytest.raises(triton.InferenceServerException, match="restricted"):
+            client.unload_model("plus_one")
+        key = {f"triton-grpc-protocol-{name}": v for name, v in server.admin_headers.items()}
+        index = client.get_model_repository_index(headers=key)
+        assert index.models[0].name == "plus_one"
+        assert client.is_model_ready("plus_one")
+
+
+def test_a_stop_leaves_nothing_behind(repository: Path) -> None:
+    """With an idle keep-alive connection open, which holds up the server's own shutdown."""
+    server = TritonServer(repository)
+    server.start()
+    idle = http.client.HTTPConnection(server.http_url, timeout=5)
+    idle.request("GET", "/v2/health/live")
+    idle.getresponse().read()
+    members = group_of(server)
+    assert len(members) >= 2, "the server and its stub"
+    runtime, log = server._runtime, server.log_file
+    begin = time.monotonic()
+    assert server.stop() is True
+    assert time.monotonic() - begin < 8
+    idle.close()
+    assert runtime is not None
+    assert log is not None
+    assert none_is_left(members)
+    assert not runtime.exists()
+    assert not log.exists(), "a clean stop takes its temporary log along"
+    assert not list(Path("/dev/shm").glob(f"{runtime.name}*"))
+    assert server.stop() is True, "twice is once"
+    server.start()  # and again
+    assert infer(server.http_url, [4])[0] == 200
+    assert server.stop() is True
+
+
+def test_running_requests_end_before_the_stop(repository: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    server = TritonServer(repository)
+    server.start()
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(infer, server.http_url, [1500])
+        time.sleep(0.5)
+        assert server.stop() is True
+        status, answer = running.result(timeout=10)
+    assert status == 200
+    assert answer["outputs"][0]["data"] == [1501]
+
+
+def test_a_request_beyond_the_grace_is_ended(repository: Path, tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    server = TritonServer(repository, log_file=tmp_path / "log")
+    server.start()
+    members = group_of(server)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(infer, server.http_url, [60_000])
+        time.sleep(0.5)
+        begin = time.monotonic()
+        assert server.stop(grace_s=0.5) is False
+        assert time.monotonic() - begin < 8
+        with pytest.raises((http.client.HTTPException, OSError)):
+            running.result(timeout=10)
+    assert none_is_left(members)
+    assert (tmp_path / "log").exists(), "a log that was asked for is kept"
+
+
+def test_a_killed_server_leaves_nothing_behind(repository: Path) -> None:
+    server = TritonServer(repository)
+    server.start()
+    members, runtime = group_of(server), server._runtime
+    assert server.pid is not None
+    assert runtime is not None
+    os.kill(server.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert not server.is_alive()
+    assert not server.is_ready()
+    assert server.stop() is False
+    assert none_is_left(members)
+    assert not runtime.exists()
+    assert not list(Path("/dev/shm").glob(f"{runtime.name}*"))
+    assert server.log_file is not None
+    server.log_file.unlink()
+
+
+def test_a_model_that_fails_is_explained(repository: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "repository"
+    add_model(folder, "plus_one", PLUS_ONE)
+    add_model(folder, "broken", BROKEN)
+    server = TritonServer(folder, log_file=tmp_path / "log")
+    with pytest.raises(LoadError) as caught:
+        server.start()
+    assert "broken: Internal: ValueError: weights.bin is truncated: 3 of 5 bytes" in str(
+        caught.value
+    )
+    assert len(str(caught.value).splitlines()) == 3
+    assert not server.is_alive()
+
+    with TritonServer(folder, keep_going=True) as going:
+        states = going.model_states()
+        assert states["plus_one"] == ("READY", "")
+        assert states["broken"][0] == "UNAVAILABLE"
+        assert "weights.bin is truncated" in states["broken"][1]
+        assert infer(going.http_url, [1])[0] == 200
+
+    with TritonServer(folder, models=["plus_one"]) as subset:
+        assert subset.model_states()["plus_one"][0] == "READY"
+
+
+def test_wrong_arguments_are_refused_before_a_start(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="is not a folder"):
+        TritonServer(tmp_path / "nowhere")
+    with pytest.raises(InvalidArgumentError, match="'minus_one' is not in"):
+        TritonServer(repository, models=["minus_one"])
+
+
+def test_a_port_in_use_is_named(repository: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = TritonServer(repository, http_port=port)
+        with pytest.raises(InstallationError, match=f"cannot listen on 127.0.0.1:{port}"):
+            server.start()
+        assert not server.is_alive()
+        assert server._runtime is None
+        assert server.log_file is None
+
+
+def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    add_model(tmp_path / "repository", "slow", "import time\ntime.sleep(60)\n" + PLUS_ONE)
+    server = TritonServer(tmp_path / "repository", log_file=tmp_path / "log")
+    with pytest.raises(LoadError, match="not ready within 2 s"):
+        server.start(timeout_s=2)
+    assert not server.is_alive()
+
+
+def test_arguments_are_handed_on(repository: Path) -> None:
+    with TritonServer(repository, extra_args=["--log-verbose=1"], open_endpoints=True) as server:
+        assert server.admin_headers == {}
+        assert post(server.http_url, "/v2/repository/index")[0] == 200
+        assert "HTTP request: 2 /v2/repository/index" in server.log_tail(500), "a verbose line"

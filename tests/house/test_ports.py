@@ -1,0 +1,36 @@
+"""Ports are chosen free and different, and a taken one is named."""
+
+import socket
+
+import pytest
+
+from jitney.errors import InstallationError
+from jitney.ports import choose_ports, port_problem, reachable
+
+
+def test_free_ports_differ() -> None:
+    ports = choose_ports("127.0.0.1", [0] * 20)
+    assert len(set(ports)) == 20
+    assert min(ports) > 0
+
+
+def test_a_wanted_port_is_kept_and_a_taken_one_refused() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        assert "in use" in (port_problem("127.0.0.1", taken) or "")
+        with pytest.raises(InstallationError, match=f"127.0.0.1:{taken}"):
+            choose_ports("127.0.0.1", [0, taken])
+    assert port_problem("127.0.0.1", taken) is None
+    assert choose_ports("127.0.0.1", [0, taken])[1] == taken
+
+
+def test_a_foreign_address_is_refused() -> None:
+    with pytest.raises(InstallationError, match=r"192\.0\.2\.1"):
+        choose_ports("192.0.2.1", [0])
+
+
+def test_where_a_client_reaches_it() -> None:
+    assert reachable("0.0.0.0") == "127.0.0.1"
+    assert reachable("10.0.0.7") == "10.0.0.7"
