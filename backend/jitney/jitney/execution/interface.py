@@ -90,7 +90,7 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged: PagedFunction,
+    paged: PagedFunction | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -100,7 +100,10 @@ def paged_attention(
     """The function transformers calls: query, key and value are [1, heads, T, head size].
 
     Returns ([1, T, heads, head size], None), as every function of the AttentionInterface does.
+    Raises TypeError if the module lost ``paged`` on the way.
     """
+    if paged is None:
+        raise TypeError("the module does not pass keyword arguments on to its attention")
     call = AttentionCall(
         module=module,
         layer=module.layer_idx,  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""The size of the KV cache, and what an impossible one is told (survival.md, row 30)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from jitney.config import make_config
+from jitney.errors import ConfigError
+from jitney.execution.machine import available_cores, available_memory
+from jitney.execution.memory import LayerSpec, block_bytes, estimate_activations, plan_memory
+
+LAYERS = [LayerSpec(8, 2, 64, None), LayerSpec(8, 2, 64, 128), LayerSpec(8, 1, 256, None)]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GIB = 1 << 30
+
+
+def plan(device: torch.device = CPU, available: int = 8 * GIB, length: int = 1 << 20, **options):
+    return plan_memory(
+        make_config({"model": "m", **options}),
+        LAYERS,
+        dtype=torch.bfloat16,
+        device=device,
+        weights=GIB,
+        activations=GIB // 2,
+        available=available,
+        max_model_len=length,
+    )
+
+
+def test_bytes_of_a_block() -> None:
+    per_token = 2 * 2 * (2 * 64 + 2 * 64 + 256)
+    assert block_bytes(LAYERS, 16, torch.bfloat16) == 16 * per_token
+    assert block_bytes(LAYERS, 16, torch.float32) == 32 * per_token
+
+
+def test_explicit_bytes() -> None:
+    ledger = plan(kv_cache_bytes=1_000_000)
+    assert ledger.num_blocks == 1_000_000 // ledger.block_bytes
+    assert ledger.cache == ledger.num_blocks * ledger.block_bytes <= 1_000_000
+    assert ledger.free == 8 * GIB - ledger.cache - GIB // 2
+    assert "KV cache 1 MiB" in str(ledger)
+
+
+def test_defaults() -> None:
+    assert 2 * GIB - plan().block_bytes < plan().cache <= 2 * GIB  # a quarter
+    assert plan(available=64 * GIB).cache <= 4 * GIB
+    assert plan(GPU).cache > 0.85 * 8 * GIB
+    assert plan(GPU, available=2 * GIB).cache <= 1.5 * GIB  # a step must fit beside it
+    assert plan(GPU, instances=2).num_blocks == pytest.approx(plan(GPU).num_blocks / 2, abs=1)
+    fraction = plan(kv_cache_fraction=0.5).cache
+    assert 4 * GIB - plan().block_bytes < fraction <= 4 * GIB
+
+
+def test_default_stops_where_more_is_of_no_use() -> None:
+    assert plan(length=100, max_num_seqs=4).num_blocks == 4 * 7
+
+
+@pytest.mark.parametrize("size", [9 * GIB, 7.6 * GIB, 1 << 60])
+def test_larger_than_memory(size: float) -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_bytes is {int(size)}, but must be at most"):
+        plan(kv_cache_bytes=int(size))
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"kv_cache_bytes": 1000}, "kv_cache_bytes is 1000"),
+        ({"kv_cache_fraction": 1e-6}, "kv_cache_fraction is 1e-06"),
+        ({}, "kv_cache_bytes is 0"),
+    ],
+)
+def test_not_enough_for_one_block(options: dict[str, object], key: str) -> None:
+    available = GIB // 2 if not options else GIB
+    with pytest.raises(ConfigError, match=f"{key}, but must be enough for one block of 16"):
+        plan(available=available, **options)
+
+
+def test_activations_count_logits_of_sampled_rows_only() -> None:
+    small, large = (
+        estimate_activations(
+            512, hidden=64, intermediate=128, vocab=1000, logits_rows=rows, itemsize=2
+        )
+        for rows in (8, 16)
+    )
+    assert large - small == 8 * 1000 * 6
+
+
+def test_limits_of_a_container(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    assert available_cores(tmp_path) == min(2, available_cores(tmp_path / "none"))
+    assert available_memory(CPU, tmp_path) == 650_000
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_cores(tmp_path) == available_cores(tmp_path / "none") >= 1
+    assert available_memory(CPU, tmp_path) > 1 << 20

@@ -1,0 +1,270 @@
+"""Architectures that a paged cache cannot serve are refused at load, by name and reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from jitney.config import make_config
+from jitney.errors import ConfigError, UnsupportedModelError
+from jitney.execution import interface
+from jitney.execution.models import load_model, resolve_device, resolve_dtype
+from jitney.execution.probe import compare_with_eager, record_layers
+from jitney.execution.support import layer_windows
+
+from tests.tiny_models import make_checkpoint, make_model
+from tests.tiny_models import make_config as make_hf_config
+
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+
+
+def load(folder: Path, **options: object):
+    return load_model(
+        make_config({"model": str(folder), "device": "cpu", "dtype": "float32", **options})
+    )
+
+
+def refusal(folder: Path, model_type: str) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert message.startswith(f"models of type {model_type} cannot be served: ")
+    return message
+
+
+def config_only(folder: Path, config: dict[str, object]) -> Path:
+    """A folder whose weights nobody should get to read."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file({"unread": torch.zeros(1)}, folder / "model.safetensors")
+    return folder
+
+
+BY_CONFIG = {
+    "mamba": ({}, "linear_attention|recurrent"),
+    "rwkv": ({}, "recurrent"),
+    "recurrent_gemma": ({}, "linear_attention|recurrent"),
+    "qwen3_next": ({}, "'linear_attention'"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "'conv'"),
+    "llama4_text": ({}, "'chunked_attention'"),
+    "granitemoehybrid": ({}, "linear_attention|recurrent"),
+    "jamba": ({}, "linear_attention|recurrent"),
+    "t5": ({}, "encoder-decoder"),
+    "bart": ({"is_encoder_decoder": True}, "encoder-decoder"),
+    "falcon": ({}, "AttentionInterface"),
+    "bloom": ({}, "AttentionInterface"),
+    "gptj": ({}, "AttentionInterface"),
+    "gemma3": ({}, "multi-modal"),
+    "llava": ({}, "multi-modal"),
+    "vit": ({}, "no causal language model"),
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(BY_CONFIG))
+def test_refused_by_configuration(tmp_path: Path, model_type: str) -> None:
+    extra, reason = BY_CONFIG[model_type]
+    tiny = {} if model_type in ("gemma3", "llava", "t5", "vit") else TINY
+    config = transformers.CONFIG_MAPPING[model_type](**{**tiny, **extra}).to_dict()
+    folder = config_only(tmp_path / "model", {**config, **extra})
+    message = refusal(folder, model_type)
+    assert any(part in message for part in reason.split("|")), message
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
+def test_rotary_scaling_that_depends_on_the_batch(tmp_path: Path, rope: dict) -> None:
+    config = make_hf_config("llama", rope_parameters=rope).to_dict()
+    assert repr(rope["rope_type"]) in refusal(config_only(tmp_path / "m", config), "llama")
+
+
+def test_rotary_scaling_of_one_kind_of_layer(tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    rope = {
+        "sliding_attention": plain,
+        "full_attention": {**plain, "rope_type": "dynamic", "factor": 2.0},
+    }
+    config = make_hf_config("gemma3", rope_parameters=rope).to_dict()
+    assert "'dynamic'" in refusal(config_only(tmp_path / "m", config), "gemma3_text")
+
+
+def test_other_rotary_scaling_is_served(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    assert load(make_checkpoint(tmp_path / "m", rope_parameters=rope)).max_model_len == 256
+
+
+def test_remote_code_is_never_run(tmp_path: Path) -> None:
+    config = {
+        "model_type": "homemade",
+        "auto_map": {"AutoConfig": "configuration.C", "AutoModelForCausalLM": "modeling.M"},
+    }
+    folder = config_only(tmp_path / "m", config)
+    (folder / "configuration.py").write_text("raise SystemExit('remote code ran')")
+    message = refusal(folder, "homemade")
+    assert "config.json asks for code from the checkpoint (auto_map)" in message
+
+
+def test_remote_code_beside_native_support_is_ignored(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling.M", "AutoConfig": "configuration.C"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("modeling.py", "configuration.py"):
+        (folder / name).write_text("raise SystemExit('remote code ran')")
+    assert type(load(folder).module).__name__ == "LlamaForCausalLM"
+
+
+def test_unknown_type(tmp_path: Path) -> None:
+    folder = config_only(tmp_path / "m", {"model_type": "homemade"})
+    assert "does not know it" in refusal(folder, "homemade")
+
+
+def test_quantized_weights(tmp_path: Path) -> None:
+    config = make_hf_config("llama").to_dict() | {"quantization_config": {"quant_method": "gptq"}}
+    assert "'gptq'" in refusal(config_only(tmp_path / "m", config), "llama")
+
+
+BY_PROBE = {
+    "bert": ({"is_decoder": False}, "not causal"),
+    "diffllama": ({}, "attends twice"),
+    "doge": ({"head_dim": 16}, "a mask of its own"),
+    "nemotron": ({}, "does not pass keyword arguments on"),
+    "deepseek_v3": (
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+        },
+        "different head sizes",
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", sorted(BY_PROBE))
+def test_refused_by_the_probe(tmp_path: Path, model_type: str) -> None:
+    extra, reason = BY_PROBE[model_type]
+    config = transformers.CONFIG_MAPPING[model_type](**{**TINY, **extra})
+    make_model(config).save_pretrained(tmp_path / "m")
+    assert reason in refusal(tmp_path / "m", model_type)
+
+
+def loaded_module(architecture: str = "llama", **overrides: object):
+    interface.register()
+    module = make_model(make_hf_config(architecture, **overrides))
+    module.set_attn_implementation(interface.NAME)
+    return module
+
+
+def test_probe_sees_layers_that_do_not_attend() -> None:
+    module = loaded_module()
+    module.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(UnsupportedModelError, match="layer 1 does not attend"):
+        record_layers(module, layer_windows(module.config))
+
+
+def test_probe_sees_a_window_that_its_attention_is_not_told() -> None:
+    """transformers would mask by the configuration, and we by the argument."""
+    module = loaded_module()
+    module.config.sliding_window = 8
+    with pytest.raises(UnsupportedModelError, match=r"window of None.*states 8"):
+        record_layers(module, layer_windows(module.config))
+
+
+def test_probe_sees_options_it_does_not_know() -> None:
+    module = loaded_module()
+    attention = module.model.layers[0].self_attn
+    inner = attention.forward
+    attention.forward = lambda *args, **kw: inner(*args, **kw, position_bias=torch.ones(1))
+    with pytest.raises(UnsupportedModelError, match="layer 0 asks attention for position_bias"):
+        record_layers(module, layer_windows(module.config))
+
+
+def _mixes_neighbours(hidden: torch.Tensor) -> torch.Tensor:
+    """Each token takes from the one before it in the flattened batch, as a convolution would."""
+    return hidden + 0.2 * hidden.roll(1, dims=1)
+
+
+def _counts_from_zero(hidden: torch.Tensor) -> torch.Tensor:
+    """A position that is the place in the batch, not ``position_ids``."""
+    return hidden * (1 + 0.1 * torch.arange(hidden.shape[1])[None, :, None])
+
+
+@pytest.mark.parametrize("fault", [_mixes_neighbours, _counts_from_zero])
+def test_probe_sees_a_module_that_depends_on_the_batch(fault) -> None:
+    module = loaded_module()
+    specs = record_layers(module, layer_windows(module.config))
+    compare_with_eager(module, specs)  # sound so far
+    inner = module.model.layers[0].mlp.forward
+    module.model.layers[0].mlp.forward = lambda hidden: inner(fault(hidden))
+    with pytest.raises(UnsupportedModelError, match="away from those of"):
+        compare_with_eager(module, specs)
+    assert module.config._attn_implementation == interface.NAME
+
+
+def test_context_beyond_the_checkpoint(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m")
+    assert load(folder, max_model_len=100).max_model_len == 100
+    with pytest.raises(ConfigError, match="max_model_len is 257, but must be at most 256"):
+        load(folder, max_model_len=257)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cpu:0", "cuda:x", "cuda:99", ""])
+def test_device_that_is_not_there(name: str) -> None:
+    with pytest.raises(ConfigError, match="option device is "):
+        resolve_device(name)
+
+
+def test_dtype() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert resolve_dtype("auto", torch.float32, cpu) == torch.float32
+    assert resolve_dtype("auto", torch.float16, gpu) == torch.float16
+    assert resolve_dtype("float32", torch.bfloat16, cpu) == torch.float32
+    assert resolve_dtype("auto", torch.float16, cpu) in (torch.bfloat16, torch.float32)
+    with pytest.raises(ConfigError, match="option dtype is 'float16'"):
+        resolve_dtype("float16", torch.float16, cpu)
+
+
+def test_facts_of_a_loaded_model(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m", "llama", dtype=torch.bfloat16, eos_token_id=[2, 7])
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
+    model = load(folder)
+    assert model.eos_ids == {2, 7, 9}
+    assert model.vocab_size == 160
+    assert model.num_parameters == sum(p.numel() for p in model.module.parameters())
+    assert not model.module.training
+    tied = load(make_checkpoint(tmp_path / "t", tie_word_embeddings=True))
+    assert tied.num_parameters == model.num_parameters - 160 * 64

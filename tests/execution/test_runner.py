@@ -1,0 +1,192 @@
+"""One step of the runner: which logits it asks for, what it returns per row, what it copies."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from jitney.config import make_config
+from jitney.errors import ConfigError
+from jitney.execution.runner import Runner, load_runner
+from jitney.request import Batch, Row, Tokens
+from jitney.sampling_params import SamplingParams
+
+from tests.execution.drive import drive, prompt_logprobs_of
+from tests.tiny_models import VOCAB_SIZE, make_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=8, ignore_eos=True)
+PROMPT = [(37 * i + 11) % VOCAB_SIZE for i in range(22)]
+
+
+def options(path: Path, **more: object):
+    given = {
+        "model": str(path),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": "reference",
+        "threads": 1,
+        "block_size": 4,
+        "kv_cache_bytes": 1 << 20,
+    }
+    return make_config({**given, **more})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("runner"), "qwen3")
+
+
+@pytest.fixture
+def runner(path: Path):
+    runner = load_runner(options(path))
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def model(path: Path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+
+def logprobs_of(model, ids: list[int]) -> torch.Tensor:
+    """[len(ids), vocabulary] by transformers' own attention."""
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+def row(tokens: list[int], start: int, table: list[int], **fields: object) -> Row:
+    base = Row(
+        key=0,
+        index=0,
+        token_ids=tokens,
+        start=start,
+        block_table=table,
+        sample=(0,),
+        params=GREEDY,
+        prompt=PROMPT,
+        output=[],
+        stop_ids=frozenset(),
+        bad_words_ids=[],
+    )
+    return dataclasses.replace(base, **fields)
+
+
+def test_empty_batch_and_middle_of_a_prompt(runner: Runner) -> None:
+    assert runner.execute(Batch(rows=[])).rows == []
+    output = runner.execute(Batch(rows=[row(PROMPT[:5], 0, [0, 1], sample=())])).rows
+    assert [(o.token_ids, o.logprobs, o.prompt_logprobs, o.error) for o in output] == [
+        ([], None, None, None)
+    ]
+
+
+def test_rows_that_sample_beside_rows_that_do_not(runner: Runner, model) -> None:
+    rows = [
+        row(PROMPT[:7], 0, [9, 3]),
+        row(PROMPT[:9], 0, [4, 5, 6], sample=()),
+        row(PROMPT, 0, [20, 11, 12, 13, 14, 15]),
+    ]
+    output = runner.execute(Batch(rows=rows)).rows
+    expected = [logprobs_of(model, PROMPT[:n])[-1].argmax().item() for n in (7, 22)]
+    assert [o.token_ids for o in output] == [[expected[0]], [], [expected[1]]]
+
+
+def test_copies_come_before_the_step(runner: Runner, model) -> None:
+    """A block is forked: both sequences go on from it, each with a token of its own. A chain of
+    copies reads every source as it was before the step."""
+    runner.execute(Batch(rows=[row(PROMPT[:6], 0, [0, 1], sample=())]))
+    runner.execute(Batch(rows=[], copies=[(1, 2), (0, 7)]))
+    rows = [row([5], 6, [7, 1]), row([9], 6, [0, 3])]
+    output = runner.execute(Batch(rows=rows, copies=[(2, 3), (3, 4)])).rows
+    expected = [logprobs_of(model, [*PROMPT[:6], t])[-1].argmax().item() for t in (5, 9)]
+    assert [o.token_ids for o in output] == [[expected[0]], [expected[1]]]
+
+
+def test_several_sequences_of_one_prompt(runner: Runner, model) -> None:
+    """n = 3 samples three first tokens from one row of logits, then forks."""
+    params = SamplingParams(n=3, temperature=1.5, seed=7, max_tokens=6, logprobs=0, ignore_eos=True)
+    driven = drive(runner, [(PROMPT, params)])
+    again = drive(runner, [(PROMPT[:3], GREEDY), (PROMPT, params)], budget=5)
+    streams = [driven.outputs[0, i] for i in range(3)]
+    assert [again.outputs[1, i] for i in range(3)] == streams
+    assert len({tuple(s) for s in streams}) == 3
+    for index, stream in enumerate(streams):
+        expected = logprobs_of(model, PROMPT + stream)[len(PROMPT) - 1 : -1]
+        chosen = expected.gather(1, torch.tensor(stream)[:, None])[:, 0]
+        events = [e for e in driven.events if isinstance(e, Tokens) and e.index == index]
+        got = [entry[0].logprob for e in events for entry in e.logprobs]
+        assert torch.tensor(got) == pytest.approx(chosen, abs=1e-4)
+
+
+@pytest.mark.parametrize("budget", [512, 22, 7, 1])
+def test_prompt_logprobs_over_chunks(runner: Runner, model, budget: int) -> None:
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=3, prompt_logprobs=2, logprobs=1)
+    driven = drive(runner, [(PROMPT, params), (PROMPT[:9], GREEDY)], budget=budget)
+    found = prompt_logprobs_of(driven, 0).logprobs
+    expected = logprobs_of(model, PROMPT)
+    assert found[0] is None
+    assert len(found) == len(PROMPT)
+    for position, entry in enumerate(found[1:], start=1):
+        values = expected[position - 1]
+        assert entry[0].token_id == PROMPT[position]
+        for candidate in entry:
+            assert candidate.logprob == pytest.approx(values[candidate.token_id].item(), abs=1e-4)
+            rank = int((values > values[candidate.token_id]).sum()) + 1
+            assert candidate.rank == rank
+
+
+def test_logits_that_are_not_finite_fail_their_row_alone(runner: Runner, model) -> None:
+    bad = 77
+    with torch.no_grad():
+        runner._module.get_input_embeddings().weight[bad] = float("nan")
+    rows = [
+        row(PROMPT[:5], 0, [0, 1]),
+        row([3, bad, 4], 0, [2], sample=(0, 1)),
+        row([3, 4], 0, [5]),
+    ]
+    output = runner.execute(Batch(rows=rows)).rows
+    assert "finite" in output[1].error
+    assert output[1].token_ids == []
+    for place, ids in ((0, PROMPT[:5]), (2, [3, 4])):
+        assert output[place].error is None
+        assert output[place].token_ids == [logprobs_of(model, ids)[-1].argmax().item()]
+
+
+def test_what_it_says_of_itself(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="jitney"):
+        runner = load_runner(options(path, max_model_len=100, max_num_batched_tokens=33))
+    info = runner.info
+    assert (info.max_model_len, info.block_size, info.max_num_batched_tokens) == (100, 4, 33)
+    assert (info.dtype, info.device, info.attention) == ("float32", "cpu", "reference")
+    assert info.num_blocks == (1 << 20) // (4 * 2 * 2 * 2 * 16 * 4)
+    assert info.eos_ids == {2}
+    assert torch.get_num_threads() == 1
+    ledgers = [r.message for r in caplog.records if r.message.startswith("memory: ")]
+    assert len(ledgers) == 1
+    assert f"{info.num_blocks} blocks" in ledgers[0].replace(",", "")
+
+
+def test_sixteen_bits(path: Path, model) -> None:
+    """bf16 weights and cache: close to f32, and an f32 cache beside bf16 weights works too."""
+    expected = logprobs_of(model, PROMPT)[-1]
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=1, logprobs=5)
+    for cache in ("auto", "float32"):
+        runner = load_runner(options(path, dtype="bfloat16", kv_cache_dtype=cache))
+        assert runner.info.dtype == "bfloat16"
+        output = runner.execute(Batch(rows=[row(PROMPT, 0, [1, 2, 3, 4, 5, 6], params=params)]))
+        for entry in output.rows[0].logprobs[0]:
+            assert entry.logprob == pytest.approx(expected[entry.token_id].item(), abs=0.4)
+
+
+def test_a_cache_larger_than_memory(path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_bytes is {1 << 50}, but must be at most"):
+        load_runner(options(path, kv_cache_bytes=1 << 50))
+
+
+def test_two_runners_share_nothing(path: Path, runner: Runner) -> None:
+    other = load_runner(options(path, kv_cache_bytes=1 << 16, block_size=8))
+    first = drive(runner, [(PROMPT, GREEDY)]).outputs
+    assert drive(other, [(PROMPT, GREEDY)]).outputs == first
+    other.close()
+    assert drive(runner, [(PROMPT, GREEDY)]).outputs == first
