@@ -5,8 +5,7 @@ It is put into ``sys.modules`` before anything of ``jitney.frontend`` is importe
 
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -121,7 +120,7 @@ class MetricFamily:
     """Keeps the values that were set, as the server does."""
 
     COUNTER, GAUGE, HISTOGRAM = range(3)
-    values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    values: ClassVar[dict[tuple[str, frozenset[tuple[str, str]]], float]] = {}
     calls = 0
     disabled = False
 
@@ -131,7 +130,7 @@ class MetricFamily:
         self.name = name
         self.kind = kind
 
-    def Metric(self, labels: dict[str, str]) -> "_Metric":  # noqa: N802 (the server's name)
+    def Metric(self, labels: dict[str, str]) -> "_Metric":
         return _Metric(self, labels)
 
 
@@ -155,7 +154,7 @@ class _Metric:
 class Logger:
     """Swallows nothing: a test reads ``lines``."""
 
-    lines: list[tuple[str, str]] = []
+    lines: ClassVar[list[tuple[str, str]]] = []
 
     @classmethod
     def log_info(cls, text: str) -> None:
@@ -193,7 +192,7 @@ sys.modules.setdefault("triton_python_backend_utils", _make_module())
 
 
 @pytest.fixture
-def pb() -> Iterator[Any]:
+def pb() -> Any:
     """The stand-in module, its metrics and log emptied."""
     module: Any = sys.modules["triton_python_backend_utils"]
     module.Request, module.Sender = Request, Sender
@@ -201,4 +200,4 @@ def pb() -> Iterator[Any]:
     MetricFamily.calls = 0
     MetricFamily.disabled = False
     Logger.lines.clear()
-    yield module
+    return module

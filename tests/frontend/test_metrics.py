@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-
 from jitney.frontend import metrics as module
 from jitney.request import ModelInfo, StepStats, Timing
 

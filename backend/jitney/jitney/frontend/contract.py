@@ -64,12 +64,16 @@ def complete_config(config: Any) -> Any:
     """
     declared = {tensor["name"] for tensor in config.as_dict()["input"]}
     for spec in INPUTS:
-        tensor = {"name": spec.name, "data_type": spec.data_type, "dims": [spec.dims]}
+        tensor: dict[str, object] = _as_dict(spec)
         if spec.name not in declared:  # a config may insist on an input that we do not
             tensor["optional"] = True
         config.add_input(tensor)
     for spec in OUTPUTS:
-        config.add_output({"name": spec.name, "data_type": spec.data_type, "dims": [spec.dims]})
+        config.add_output(_as_dict(spec))
     config.set_max_batch_size(0)
     config.set_model_transaction_policy({"decoupled": True})
     return config
+
+
+def _as_dict(spec: TensorSpec) -> dict[str, object]:
+    return {"name": spec.name, "data_type": spec.data_type, "dims": [spec.dims]}

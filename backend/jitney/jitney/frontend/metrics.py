@@ -190,6 +190,10 @@ class Metrics:
         self._server.set((ORCA, "tokens_per"), self._info.block_size)
 
 
+_Variants = Mapping[tuple[str, ...], Mapping[str, str]]
+"""What tells the metrics of a family apart -> their labels beside the common ones."""
+
+
 class _ServerMetrics:
     """The server's metric objects, by (family name, variant)."""
 
@@ -211,7 +215,7 @@ class _ServerMetrics:
         )
         for name, (text, bounds) in HISTOGRAMS.items():
             edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
-            buckets = {(str(i),): {"le": edge} for i, edge in enumerate(edges)}
+            buckets: _Variants = {(str(i),): {"le": edge} for i, edge in enumerate(edges)}
             self._add(f"{name}_bucket", f"{text}: observations up to le", counter, buckets)
             self._add(f"{name}_sum", f"{text}: sum", counter, {(): {}})
             self._add(f"{name}_count", f"{text}: observations", counter, {(): {}})
@@ -239,7 +243,7 @@ class _ServerMetrics:
         name: str,
         description: str,
         kind: Any,
-        variants: Mapping[tuple[str, ...], Mapping[str, str]],
+        variants: _Variants,
     ) -> None:
         family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
         self._families.append(family)

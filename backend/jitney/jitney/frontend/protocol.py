@@ -5,7 +5,7 @@ wrong with it; :func:`write_response` turns what a completion has to say into na
 by the service and the responder.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ STREAM_WITH_INPUT = "When streaming, `exclude_input_in_output` = False is not al
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """What a client asked for. The prompt is not encoded yet, the parameters' ranges not checked."""
+    """What a client asked for; the prompt not encoded, the parameters' ranges not checked yet."""
 
     prompt_input: str
     """Which of ``PROMPT_INPUTS`` was given."""
@@ -122,3 +122,95 @@ def _parse_params(arrays: dict[str, np.ndarray], request: Any) -> SamplingParams
             if name not in _RESERVED and not name.startswith("triton_")
         }
     )
+
+
+class ResponseWriter:
+    """Writes one request's responses as named arrays; remembers what ends it has told.
+
+    Shapes, with n sequences: text_output, finish_reason, cumulative_logprob, logprobs and
+    num_output_tokens [n]; prompt_logprobs, num_input_tokens and timing [1]; output_ids [number of
+    new tokens], n = 1 only.
+    """
+
+    def __init__(
+        self,
+        request: ClientRequest,
+        *,
+        echo_text: str,
+        num_input_tokens: int,
+        token_text: Callable[[int], str],
+    ) -> None:
+        """``echo_text`` goes before each sequence's first text; ``token_text`` decodes one id."""
+        n = request.params.n
+        self._request = request
+        self._before = [echo_text] * n
+        self._num_input_tokens = num_input_tokens
+        self._token_text = token_text
+        self._cumulative = [0.0] * n
+        self._first = True
+        self.finish_reasons: list[str | None] = [None] * n
+        """Per sequence, as far as the client has been told."""
+
+    def write(
+        self,
+        deltas: Sequence[SequenceDelta],
+        *,
+        prompt_logprobs: list[list[Logprob] | None] | None,
+        timing: Timing | None,
+    ) -> list[NamedArray]:
+        """The arrays of one response. ``timing`` is None but for the last one."""
+        n = self._request.params.n
+        texts, self._before = self._before, [""] * n
+        counts: list[int] = [0] * n
+        logprobs = [b"null" if self._request.params.logprobs is None else b"[]"] * n
+        ids: list[int] = []
+        for delta in deltas:
+            i = delta.index
+            texts[i] += delta.text
+            counts[i] += len(delta.ids)
+            ids += delta.ids
+            if delta.logprobs and self._request.params.logprobs is not None:
+                logprobs[i] = self._logprobs_json(delta.logprobs)
+            if delta.cumulative_logprob is not None:
+                self._cumulative[i] = delta.cumulative_logprob
+            if delta.finish_reason is not None:
+                self.finish_reasons[i] = delta.finish_reason
+        made: dict[str, np.ndarray] = {
+            "finish_reason": _strings(str(reason) for reason in self.finish_reasons),
+            "cumulative_logprob": np.array(self._cumulative, np.float32),
+            "logprobs": _strings(logprobs),
+            "num_input_tokens": np.array([self._num_input_tokens], np.uint32),
+            "num_output_tokens": np.array(counts, np.uint32),
+            "output_ids": np.array(ids, np.int32),
+        }
+        if timing is not None:
+            made["timing"] = _strings([msgspec.json.encode(timing)])
+        response = [("text_output", _strings(texts))]
+        response += [(name, made[name]) for name in made if name in self._request.returns]
+        if self._first and prompt_logprobs is not None:
+            response.append(("prompt_logprobs", _strings([self._logprobs_json(prompt_logprobs)])))
+        self._first = False
+        return response
+
+    def _logprobs_json(self, positions: Sequence[list[Logprob] | None]) -> bytes:
+        """Per position {token id: {logprob, rank, decoded_token}}; null where nothing is known."""
+        return msgspec.json.encode(
+            [
+                None
+                if candidates is None
+                else {
+                    one.token_id: {
+                        "logprob": one.logprob,
+                        "rank": one.rank,
+                        "decoded_token": self._token_text(one.token_id),
+                    }
+                    for one in candidates
+                }
+                for candidates in positions
+            ]
+        )
+
+
+def _strings(values: Iterable[str | bytes]) -> np.ndarray:
+    """A STRING tensor's array: UTF-8 bytes as objects."""
+    return np.array([_bytes(value) for value in values], dtype=object)

@@ -19,7 +19,7 @@ from jitney.completion import Completion
 from jitney.errors import CancelledError, InternalError, JitneyError, from_code
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
-from jitney.frontend.protocol import ClientRequest, write_response
+from jitney.frontend.protocol import ResponseWriter
 from jitney.request import (
     Cancel,
     Cancelled,
@@ -40,11 +40,10 @@ class Opened:
 
     key: int
     channel: Channel
-    request: ClientRequest
+    streamed: bool
+    """Whether it gets a response whenever there is something to say, or one."""
     completion: Completion
-    echo_text: str
-    """Put before the output of a request that is not streamed; usually empty."""
-    num_input_tokens: int
+    writer: ResponseWriter
 
 
 @dataclass(slots=True)
@@ -57,9 +56,10 @@ class Reported:
 
 @dataclass(slots=True)
 class Abort:
-    """End every request in flight with this error."""
+    """End one request, or every request in flight, with this error."""
 
     error: JitneyError
+    key: int | None
 
 
 @dataclass(slots=True)
@@ -75,8 +75,6 @@ class _Stream:
     queued: bool = False
     """Whether it stands in the line of those that have something to send."""
     last_token_at: dict[int, float] = field(default_factory=dict)
-    reasons: list[str | None] = field(default_factory=list)
-    """Per sequence: how it ended, as far as the client has been told."""
     cancel_reason: str = "the request was cancelled by its client"
     cancelling: bool = False
     """The engine was told to cancel; nothing but the final response is sent any more."""
@@ -111,9 +109,10 @@ class Responder:
         """Take in what the engine reports; the engine's outbox."""
         self._inbox.put(Reported(report, self._clock()))
 
-    def abort(self, error: JitneyError) -> None:
-        """End every request opened so far with ``error``; the engine is told to cancel them."""
-        self._inbox.put(Abort(error))
+    def abort(self, error: JitneyError, key: int | None = None) -> None:
+        """End request ``key``, or every request opened so far, with ``error``; the engine is told
+        to cancel them. A key that has ended is ignored."""
+        self._inbox.put(Abort(error, key))
 
     def stop(self) -> None:
         """End :meth:`run` after what is in the queue now."""
@@ -141,34 +140,35 @@ class Responder:
         if self._line:
             stream = self._line.popleft()
             stream.queued = False
-            self._send(stream)
+            if stream.opened.key in self._streams:  # else it was aborted in the line
+                self._send(stream)
 
     def _take_in(self, message: Opened | Reported | Abort | _Stop) -> None:
         match message:
             case Opened():
-                reasons: list[str | None] = [None] * message.request.params.n
-                self._streams[message.key] = _Stream(message, reasons=reasons)
+                self._streams[message.key] = _Stream(message)
             case Reported(report, at):
                 self._metrics.step(report.stats, len(self._streams))
                 for event in report.events:
                     stream = self._streams.get(event.key)
                     if stream is not None:  # else it ended here before the engine heard of it
-                        self._guarded(stream, lambda: self._feed(stream, event, at))
-            case Abort(error):
-                self._abort(error)
+                        self._feed(stream, event, at)
+            case Abort(error, key):
+                self._abort(error, key)
             case _Stop():
                 self._stopping = True
 
-    def _feed(self, event: Event, at: float) -> None:
-        stream = self._streams.get(event.key)
-        if stream is None:
-            return  # ended here before the engine heard of it
+    def _feed(self, stream: _Stream, event: Event, at: float) -> None:
         if isinstance(event, Tokens):
             self._observe_gap(stream, event, at)
-        completion = stream.opened.completion
-        for finish in completion.feed(event):
+        try:
+            finishes = stream.opened.completion.feed(event)
+        except Exception:
+            self._fail(stream)
+            return
+        for finish in finishes:
             self._send_message(finish)
-        if stream.opened.request.stream:
+        if stream.opened.streamed:
             self._bound(stream)
         if not stream.queued and self._may_send(stream):
             stream.queued = True
@@ -202,7 +202,7 @@ class Responder:
         completion = stream.opened.completion
         if completion.terminal is not None:
             return True
-        if not stream.opened.request.stream or stream.cancelling:
+        if not stream.opened.streamed or stream.cancelling:
             return False
         return completion.has_pending and not completion.all_ended
 
@@ -211,32 +211,28 @@ class Responder:
         terminal = completion.terminal
         if isinstance(terminal, Failed):
             self._end(stream, from_code(terminal.code, terminal.message))
-        elif isinstance(terminal, Cancelled) or stream.cancelling and terminal is not None:
+        elif isinstance(terminal, Cancelled) or (stream.cancelling and terminal is not None):
             self._end(stream, CancelledError(stream.cancel_reason))
         else:
             self._send_data(stream, terminal)
 
     def _send_data(self, stream: _Stream, terminal: Finished | None) -> None:
         opened = stream.opened
-        deltas = opened.completion.take()
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                stream.reasons[delta.index] = delta.finish_reason
-        tensors = write_response(
-            opened.request,
-            deltas,
-            reasons=stream.reasons,
-            echo_text=opened.echo_text,
-            num_input_tokens=opened.num_input_tokens,
-            prompt_logprobs=opened.completion.prompt_logprobs,
-            timing=None if terminal is None else terminal.timing,
-        )
+        try:
+            tensors = opened.writer.write(
+                opened.completion.take(),
+                prompt_logprobs=opened.completion.prompt_logprobs,
+                timing=None if terminal is None else terminal.timing,
+            )
+        except Exception:
+            self._fail(stream)
+            return
         delivered = opened.channel.send(tensors, final=terminal is not None)
         self._metrics.count("jitney_responses_total")
         if terminal is not None:
             del self._streams[opened.key]
-            reason = next((r for r in reversed(stream.reasons) if r is not None), "stop")
-            self._metrics.finished(terminal.timing, reason)
+            reasons = [reason for reason in opened.writer.finish_reasons if reason is not None]
+            self._metrics.finished(terminal.timing, reasons[-1])
         elif not delivered:
             del self._streams[opened.key]
             self._metrics.outcome("cancelled")
@@ -247,11 +243,17 @@ class Responder:
         self._metrics.outcome(outcome_of(error))
         stream.opened.channel.fail(error)
 
-    def _abort(self, error: JitneyError) -> None:
+    def _fail(self, stream: _Stream) -> None:
+        """Our bug in one request's text must not end the others: called while it is handled."""
+        _LOG.exception("request %d failed in its text", stream.opened.key)
+        self._send_message(Cancel(stream.opened.key))
+        self._end(stream, InternalError("the output could not be put into text"))
+
+    def _abort(self, error: JitneyError, key: int | None = None) -> None:
         for stream in list(self._streams.values()):
-            self._send_message(Cancel(stream.opened.key))
-            self._end(stream, error)
-        self._line.clear()
+            if key is None or stream.opened.key == key:
+                self._send_message(Cancel(stream.opened.key))
+                self._end(stream, error)
 
 
 def outcome_of(error: JitneyError) -> str:

@@ -14,16 +14,20 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import msgspec
+
 from jitney.completion import Completion
 from jitney.config import EngineConfig
-from jitney.errors import InternalError, JitneyError, UnavailableError
+from jitney.engine import Outbox
+from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
-from jitney.frontend.protocol import ClientRequest, parse_request
+from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
 from jitney.frontend.responder import Opened, Responder, outcome_of
 from jitney.frontend.sweeper import Sweeper
 from jitney.intake import decode_prompt_text, encode_messages, encode_prompt, make_submit
 from jitney.request import Message, ModelInfo
+from jitney.sampling_params import check_token_ids
 from jitney.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -36,10 +40,10 @@ class EngineLike(Protocol):
     """What the service asks of an engine; the tests have an arithmetic one."""
 
     def send(self, message: Message) -> None:
-        """Queue a message; never blocks."""
+        """Queue a message; never blocks. UnavailableError for a Submit once it stops."""
 
-    def run(self, outbox: Any) -> None:
-        """Step until stopped, putting each report into ``outbox``."""
+    def run(self, outbox: Outbox) -> None:
+        """Step until stopped, putting each report into ``outbox``; on return all is ended."""
 
     def stop(self) -> None:
         """Make :meth:`run` return after the current step."""
@@ -100,30 +104,55 @@ class Service:
 
     def _submit(self, request: ClientRequest, channel: Channel) -> None:
         ids, text = self._encode(request)
+        params = request.params
+        if "cumulative_logprob" in request.returns and params.logprobs is None:
+            params = msgspec.structs.replace(params, logprobs=0)  # the chosen token's is needed
         key = next(self._keys)
         submit = make_submit(
             key=key,
             prompt_ids=ids,
-            params=request.params,
+            params=params,
             tokenizer=self._tokenizer,
             info=self._info,
             config=self._config,
             now=self._clock(),
         )
-        opened = Opened(
-            key=key,
-            channel=channel,
-            request=request,
-            completion=Completion(submit, self._tokenizer),
+        writer = ResponseWriter(
+            request,
             echo_text=text if request.echo else "",
             num_input_tokens=len(ids),
+            token_text=self._tokenizer.token_text,
         )
+        completion = Completion(submit, self._tokenizer)
+        opened = Opened(key, channel, request.stream, completion, writer)
         self._metrics.count("jitney_prompt_tokens_total", len(ids))
         self._responder.open(opened)  # before the engine has it: its events find it there
-        self._engine.send(submit)
+        try:
+            self._engine.send(submit)
+        except UnavailableError as error:
+            self._responder.abort(error, key)
+            return
         self._sweeper.watch(key, channel)
         if self._engine_failure is not None:  # it died in between, and may not have seen this one
-            self._responder.abort(self._engine_failure)
+            self._responder.abort(self._engine_failure, key)
+
+    def _encode(self, request: ClientRequest) -> tuple[list[int], str]:
+        """The prompt's ids, and its text if the output is to begin with it."""
+        tokenizer, config, info = self._tokenizer, self._config, self._info
+        if isinstance(request.prompt, bytes):
+            text = decode_prompt_text(request.prompt, config, info, request.prompt_input)
+            if request.prompt_input == "text_input":
+                return encode_prompt(text, tokenizer, config, info), text
+            ids = encode_messages(text, tokenizer, config, info)
+        elif request.prompt.size > info.max_model_len:  # judged before it becomes a list
+            raise InvalidArgumentError(
+                f"input_ids has {request.prompt.size:,} ids, but the model's context holds "
+                f"{info.max_model_len:,}"
+            )
+        else:
+            ids = request.prompt.tolist()
+            check_token_ids("input_ids", ids, info.vocab_size)
+        return ids, tokenizer.decode(ids) if request.echo else ""
 
     def _refuse(self, channel: Channel, error: JitneyError) -> None:
         self._metrics.outcome(outcome_of(error))
@@ -141,12 +170,10 @@ class Service:
     def close(self) -> None:
         """End every thread in bounded time. What is still in flight is ended with an error."""
         self._closed = "the model is being unloaded"
-        self._engine.stop()
-        self._sweeper.stop()
-        self._responder.stop()
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join(_JOIN_S)
+        ends = (self._engine.stop, self._responder.stop, self._sweeper.stop, self._stopped.set)
+        for thread, end in zip(self._threads, ends, strict=True):
+            end()
+            thread.join(_JOIN_S)  # in this order: the engine's last report is still answered
             if thread.is_alive():
                 _LOG.warning("%s did not end within %g s", thread.name, _JOIN_S)
         self._metrics.close()

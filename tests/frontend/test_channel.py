@@ -1,0 +1,65 @@
+"""The channel closes once; the sweeper tells of each cancellation once."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
+from jitney.frontend.channel import Channel
+from jitney.frontend.sweeper import Sweeper
+from jitney.request import Cancel
+
+
+def test_final_data_closes(pb: Any) -> None:
+    sender = pb.Sender()
+    channel = Channel(sender)
+    assert channel.send([("text_output", np.array([b"a"], dtype=object))], final=False)
+    assert not channel.closed
+    assert channel.send([("text_output", np.array([b"b"], dtype=object))], final=True)
+    assert channel.closed
+    assert (sender.final, len(sender.sent)) == (1, 2)
+    with pytest.raises(AssertionError):
+        channel.send([], final=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (InvalidArgumentError("no"), "INVALID_ARG", "INVALID_ARGUMENT: no"),
+        (UnavailableError("full"), "UNAVAILABLE", "UNAVAILABLE: full"),
+        (CancelledError("gone"), "CANCELLED", "CANCELLED: gone"),
+    ],
+)
+def test_errors_carry_the_servers_code_and_begin_with_its_name(
+    pb: Any, error: Any, code: str, text: str
+) -> None:
+    sender = pb.Sender()
+    Channel(sender).fail(error)
+    (response,) = sender.sent
+    assert response.error.code == getattr(pb.TritonError, code)
+    assert response.error.text == text
+    assert sender.final == 1
+
+
+def test_a_client_that_has_gone_closes_the_channel(pb: Any) -> None:
+    sender = pb.Sender()
+    channel = Channel(sender)
+    sender.broken = True
+    assert not channel.send([], final=False)
+    assert channel.closed
+
+
+def test_the_sweeper_tells_once_and_forgets_what_is_closed(pb: Any) -> None:
+    told: list[Cancel] = []
+    sweeper = Sweeper(told.append, 0.05)
+    senders = [pb.Sender() for _ in range(3)]
+    channels = [Channel(sender) for sender in senders]
+    for key, channel in enumerate(channels):
+        sweeper.watch(key, channel)
+    sweeper.sweep()
+    assert told == []
+    senders[0].cancelled = senders[2].cancelled = True
+    channels[2].send([], final=True)
+    sweeper.sweep()
+    sweeper.sweep()
+    assert told == [Cancel(0)]

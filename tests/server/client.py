@@ -1,0 +1,257 @@
+"""The real clients, as the tests use them: one call, one :class:`Reply`.
+
+gRPC goes through ``tritonclient.grpc`` (sync) and ``tritonclient.grpc.aio``; HTTP through the
+``/generate`` and ``/generate_stream`` endpoints, because ``tritonclient.http`` cannot stream.
+"""
+
+import http.client
+import json
+import queue
+import re
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpc_client
+import tritonclient.grpc.aio as aio_client
+
+_TYPES = {"input_ids": "INT32"}
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class Reply:
+    """What came back for one request, in order."""
+
+    responses: list[dict[str, np.ndarray]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    finals: int = 0
+    """Responses, errors among them, that carried the final flag."""
+    times: list[float] = field(default_factory=list)
+    """When each response came, monotonic seconds."""
+
+    @property
+    def text(self) -> str:
+        """Of the first sequence."""
+        return self.texts[0]
+
+    @property
+    def texts(self) -> list[str]:
+        """Of each sequence, all responses together."""
+        n = len(self.responses[0]["text_output"])
+        return [
+            b"".join(response["text_output"][i] for response in self.responses).decode()
+            for i in range(n)
+        ]
+
+    @property
+    def error(self) -> str:
+        """The only error; there is no response beside it."""
+        assert len(self.errors) == 1, self.errors
+        return self.errors[0]
+
+    def last(self, name: str) -> Any:
+        """An output of the last response, as a list."""
+        return self.responses[-1][name].tolist()
+
+    def all(self, name: str) -> list[Any]:
+        """An output of every response, as one list."""
+        return [value for response in self.responses for value in response[name].tolist()]
+
+    def gaps(self) -> list[float]:
+        """Seconds between responses."""
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+def make_inputs(module: Any, tensors: dict[str, Any]) -> list[Any]:
+    """``InferInput`` objects of the contract's types; an array goes as it is."""
+    inputs = []
+    for name, value in tensors.items():
+        if isinstance(value, np.ndarray):
+            array = value
+        elif isinstance(value, bool):
+            array = np.array([value])
+        elif isinstance(value, (str, bytes)):
+            array = np.array([value.encode() if isinstance(value, str) else value], dtype=object)
+        elif isinstance(value, dict):
+            array = np.array([json.dumps(value).encode()], dtype=object)
+        else:
+            array = np.array(value, dtype=np.int32)
+        kind = {"b": "BOOL", "O": "BYTES", "i": "INT32", "f": "FP32"}[array.dtype.kind]
+        if array.dtype == np.int64:
+            kind = "INT64"
+        made = module.InferInput(name, list(array.shape), kind)
+        made.set_data_from_numpy(array)
+        inputs.append(made)
+    return inputs
+
+
+class Stream:
+    """One gRPC stream with one request, read as it comes."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        tensors: dict[str, Any],
+        *,
+        parameters: dict[str, Any] | None = None,
+        request_id: str = "",
+        outputs: list[str] | None = None,
+    ) -> None:
+        self._client = grpc_client.InferenceServerClient(url)
+        self._events: queue.Queue[tuple[Any, Any, float]] = queue.Queue()
+        self._client.start_stream(
+            lambda result, error: self._events.put((result, error, time.monotonic()))
+        )
+        self._client.async_stream_infer(
+            model,
+            make_inputs(grpc_client, tensors),
+            request_id=request_id,
+            parameters=parameters,
+            outputs=[grpc_client.InferRequestedOutput(name) for name in outputs or []] or None,
+            enable_empty_final_response=True,
+        )
+        self.reply = Reply()
+
+    def step(self, timeout: float = TIMEOUT_S) -> bool:
+        """Wait for one response. False: it was the final one."""
+        result, error, at = self._events.get(timeout=timeout)
+        if error is not None:
+            self.reply.errors.append(error.message())
+            self.reply.finals += 1  # the server ends the request with its error
+            return False
+        response = result.get_response()
+        arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
+        if arrays:
+            self.reply.responses.append(arrays)
+            self.reply.times.append(at)
+        final = response.parameters["triton_final_response"].bool_param
+        self.reply.finals += final
+        return not final
+
+    def read(self, timeout: float = TIMEOUT_S) -> Reply:
+        """Read to the end and close."""
+        while self.step(timeout):
+            pass
+        self.close()
+        return self.reply
+
+    def extra(self, wait_s: float = 0.2) -> int:
+        """How many responses came after the final one."""
+        time.sleep(wait_s)
+        return self._events.qsize()
+
+    def close(self) -> None:
+        """End the stream in good order."""
+        self._client.stop_stream()
+        self._client.close()
+
+    def cancel(self) -> None:
+        """Go away in the middle of it."""
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+
+def stream(url: str, model: str, **tensors: Any) -> Reply:
+    """A gRPC request, read to its end. ``stream`` is true unless given."""
+    parameters = tensors.pop("parameters", None)
+    outputs = tensors.pop("outputs", None)
+    request_id = tensors.pop("request_id", "")
+    tensors.setdefault("stream", True)
+    one = Stream(url, model, tensors, parameters=parameters, outputs=outputs, request_id=request_id)
+    return one.read()
+
+
+async def stream_asyncio(url: str, model: str, **tensors: Any) -> Reply:
+    """The same through the asyncio client."""
+    tensors.setdefault("stream", True)
+    reply = Reply()
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {
+            "model_name": model,
+            "inputs": make_inputs(aio_client, tensors),
+            "enable_empty_final_response": True,
+        }
+
+    async with aio_client.InferenceServerClient(url) as client:
+        async for result, error in client.stream_infer(requests()):
+            if error is not None:
+                reply.errors.append(error.message())
+                reply.finals += 1
+                break
+            response = result.get_response()
+            arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
+            if arrays:
+                reply.responses.append(arrays)
+            reply.finals += response.parameters["triton_final_response"].bool_param
+            if reply.finals:
+                break
+    return reply
+
+
+def _post(url: str, model: str, endpoint: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+    host, port = url.rsplit(":", 1)
+    connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
+    connection.request("POST", f"/v2/models/{model}/{endpoint}", json.dumps(body))
+    return connection.getresponse()
+
+
+def generate(url: str, model: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    """HTTP status and JSON of ``/generate``."""
+    response = _post(url, model, "generate", body)
+    return response.status, json.loads(response.read())
+
+
+def generate_stream(url: str, model: str, **body: Any) -> list[dict[str, Any]]:
+    """The events of ``/generate_stream``; an error is an event ``{"error": …}``."""
+    return list(generate_stream_events(url, model, **body))
+
+
+def generate_stream_events(url: str, model: str, **body: Any) -> Iterator[dict[str, Any]]:
+    """The same, as they come; closing the generator disconnects."""
+    response = _post(url, model, "generate_stream", body)
+    try:
+        if response.status != 200:
+            yield json.loads(response.read())
+            return
+        while line := response.readline():
+            if line.startswith(b"data: "):
+                yield json.loads(line.removeprefix(b"data: "))
+    finally:
+        response.close()
+
+
+def metrics(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """All samples of the metrics endpoint: (name, labels) -> value."""
+    text = urllib.request.urlopen(url, timeout=TIMEOUT_S).read().decode()
+    samples = {}
+    for name, labels, value in re.findall(r"^(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        pairs = frozenset(re.findall(r'(\w+)="([^"]*)"', labels))
+        samples[(name, pairs)] = float(value)
+    return samples
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """The sum of the samples of ``name`` that carry ``labels``; KeyError if there is none."""
+    found = [
+        value
+        for (sample, pairs), value in metrics(url).items()
+        if sample == name and labels.items() <= dict(pairs).items()
+    ]
+    if not found:
+        raise KeyError(f"{name} {labels}")
+    return sum(found)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> float:
+    """Seconds until ``condition`` held; AssertionError if it does not in time."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout, "it did not come to pass in time"
+        time.sleep(0.01)
+    return time.monotonic() - began

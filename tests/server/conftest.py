@@ -1,0 +1,138 @@
+"""One real server for the session, with tiny random models in f32 and, if it is there, pylm.
+
+tiny      plenty of everything
+narrow    24 KV blocks of 16 tokens, 4 sequences, 2 places in the queue
+twins     two instances of the same checkpoint
+pylm      the demo model that the repository ships
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jitney.server import TritonServer
+
+from tests.server.client import Reply, metric, stream, wait_until
+from tests.tiny_models import make_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16
+"""K and V, 2 layers, 2 heads of 16 floats, 16 tokens."""
+NARROW_BLOCKS = 24
+CONTEXT = 4096
+
+MODELS: dict[str, dict[str, object]] = {
+    "tiny": {"kv_cache_bytes": 2048 * BLOCK_BYTES},
+    "narrow": {
+        "kv_cache_bytes": NARROW_BLOCKS * BLOCK_BYTES,
+        "max_num_seqs": 4,
+        "max_queued": 2,
+        "max_model_len": 1024,
+    },
+    "twins": {"kv_cache_bytes": 256 * BLOCK_BYTES},
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder needs the server."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.server)
+
+
+def write_model(
+    repository: Path, name: str, options: dict[str, object], *, instances: int = 1
+) -> Path:
+    """A model folder with the smallest ``config.pbtxt`` and ``options`` in its model.json."""
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(
+        f'backend: "jitney"\ninstance_group [{{ kind: KIND_CPU count: {instances} }}]\n',
+        encoding="utf-8",
+    )
+    (version / "model.json").write_text(json.dumps(options), encoding="utf-8")
+    return version
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a byte-level tokenizer and a context of 4,096 tokens."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    return make_checkpoint(folder, "llama", tokenizer=True, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[TritonServer]:
+    """The server, ready."""
+    repository = tmp_path_factory.mktemp("repository")
+    for name, options in MODELS.items():
+        write_model(
+            repository,
+            name,
+            {"model": str(checkpoint), "dtype": "float32", "threads": 1, **options},
+            instances=2 if name == "twins" else 1,
+        )
+    if (ROOT / "model_repository/pylm/1/checkpoint/model.safetensors").exists():
+        shutil.copytree(ROOT / "model_repository/pylm", repository / "pylm")
+    with TritonServer(repository) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def solo_text(server: TritonServer) -> str:
+    """What :func:`bystander` must say: the same request with nothing beside it."""
+    return _bystand(server).text
+
+
+def _bystand(server: TritonServer) -> Reply:
+    return stream(
+        server.grpc_url,
+        "tiny",
+        text_input="the passengers board while",
+        sampling_parameters={"max_tokens": 400, "temperature": 0, "ignore_eos": True},
+    )
+
+
+@pytest.fixture
+def bystander(server: TritonServer, solo_text: str) -> Iterator[None]:
+    """Another client's stream that runs beside the test and must not notice anything of it; when
+    both have ended, no KV block may be in use."""
+    replies: list[Reply] = []
+    thread = threading.Thread(target=lambda: replies.append(_bystand(server)))
+    thread.start()
+    yield
+    thread.join(60)
+    assert replies, "the bystander's stream did not end"
+    assert not replies[0].errors
+    assert replies[0].text == solo_text
+    assert replies[0].finals == 1
+    for model in ("tiny", "narrow"):
+        wait_until(lambda model=model: used_blocks(server, model) == 0)
+
+
+def used_blocks(server: TritonServer, model: str) -> float:
+    """KV blocks in use, as the metrics say (a quarter of a second late at most)."""
+    return metric(server.metrics_url, "jitney_kv_used_blocks", model=model)
+
+
+@pytest.fixture
+def ask(server: TritonServer) -> Callable[..., Reply]:
+    """``ask(text_input=…, max_tokens=…)``: a gRPC stream on ``tiny``, greedy and without ends of
+    sequence unless the sampling parameters are given as ``sampling_parameters``."""
+
+    def call(model: str = "tiny", **tensors: object) -> Reply:
+        max_tokens = tensors.pop("max_tokens", 8)
+        if not {"sampling_parameters", "parameters"} & tensors.keys():
+            tensors["sampling_parameters"] = {
+                "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            }  # fmt: skip
+        if not {"text_input", "input_ids", "messages"} & tensors.keys():
+            tensors["text_input"] = "the bus stops here"
+        return stream(server.grpc_url, model, **tensors)
+
+    return call
