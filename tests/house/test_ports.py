@@ -3,7 +3,6 @@
 import socket
 
 import pytest
-
 from jitney.errors import InstallationError
 from jitney.ports import choose_ports, port_problem, reachable
 

@@ -1,0 +1,185 @@
+"""The `jitney` command: its help, its one-line errors, and a server run from start to Ctrl-C."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from jitney import __version__, cli
+from jitney.doctor import Finding
+from jitney.errors import InvalidArgumentError
+from typer.testing import CliRunner
+
+JITNEY = Path(sys.executable).parent / "jitney"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    return subprocess.run(
+        [JITNEY, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("serve", ["nvidia-pytriton", "--http-port", "--keep-going", "Examples", "--host"]),
+        ("generate", ["without a server", "--temperature", "--seed", "Examples"]),
+        ("doctor", ["exit status", "--start", "shared memory"]),
+    ],
+)
+def test_help_is_worth_reading(command: str, words: list[str]) -> None:
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [command, "--help"])
+    assert result.exit_code == 0
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+    assert all(word in plain for word in words)
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == f"jitney {__version__}"
+
+
+def test_an_error_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    result = run("serve", str(tmp_path / "nowhere"))
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == f"error: the model repository {tmp_path}/nowhere is not a folder\n"
+
+
+def test_an_unknown_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    result = run("serve", str(tmp_path), "--model", "[bold]not[/]")
+    assert result.returncode == 1
+    assert "'[bold]not[/]' is not in" in result.stderr, "text from outside is never markup"
+
+
+def test_generate_without_a_model_outside_of_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("jitney.installation.backend_directories", lambda: [tmp_path / "backend"])
+    result = CliRunner().invoke(cli.app, ["generate", "x"])
+    assert isinstance(result.exception, InvalidArgumentError)
+    assert "--model" in str(result.exception)
+
+
+@pytest.mark.parametrize(("state", "status"), [("ok", 0), ("warns", 0), ("fails", 1)])
+def test_doctor_prints_findings_and_sets_the_status(
+    monkeypatch: pytest.MonkeyPatch, state: str, status: int
+) -> None:
+    findings = [Finding("thing", state, "is [so]", "do that")]  # type: ignore[arg-type]
+    asked: list[list[int]] = []
+    monkeypatch.setattr("jitney.doctor.examine", lambda ports: asked.append(ports) or findings)
+    result = CliRunner().invoke(cli.app, ["doctor", "--http-port", "1234"])
+    assert result.exit_code == status
+    assert asked == [[1234, 8001, 8002]]
+    assert "is [so]" in result.output
+    assert "do that" in result.output
+
+
+@pytest.mark.server
+def test_doctor_start() -> None:
+    result = run("doctor", "--start")
+    assert result.returncode == 0, result.stdout
+    assert "a server started, answered and stopped" in result.stdout
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    from jitney.trial import _CONFIG, _MODEL
+
+    version = tmp_path / "repository" / "plus_one" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text(_CONFIG, encoding="utf-8")
+    (version / "model.py").write_text(_MODEL, encoding="utf-8")
+    return version.parents[1]
+
+
+def wait_for(pattern: str, file: Path, process: subprocess.Popen[bytes]) -> str:
+    """The first group of ``pattern`` once it stands in ``file``."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        match = re.search(pattern, file.read_text(encoding="utf-8"))
+        if match:
+            return match[1]
+        assert process.poll() is None, file.read_text(encoding="utf-8")
+        time.sleep(0.1)
+    raise AssertionError(file.read_text(encoding="utf-8"))
+
+
+def start(repository: Path, output: Path, *options: str) -> subprocess.Popen[bytes]:
+    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
+    environment = {**os.environ, "COLUMNS": "200"}
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            [JITNEY, "serve", str(repository), *ports, *options],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_until_a_signal(repository: Path, tmp_path: Path, number: signal.Signals) -> None:
+    output = tmp_path / "output"
+    process = start(repository, output)
+    try:
+        address = wait_for(r"HTTP +(http://\S+)", output, process)
+        wait_for(r"(Ctrl-C stops the server)", output, process)
+        with urllib.request.urlopen(f"{address}/v2/health/ready", timeout=5) as response:
+            assert response.status == 200
+        text = output.read_text(encoding="utf-8")
+        assert re.search(r"plus_one +ready", text)
+        assert "CUDA" not in text, "warnings of a machine without a GPU stay in the log"
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        assert "Stopped." in output.read_text(encoding="utf-8")
+    finally:
+        process.kill()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{address}/v2/health/ready", timeout=5)
+
+
+@pytest.mark.server
+def test_a_server_that_dies_is_reported(repository: Path, tmp_path: Path) -> None:
+    import psutil
+
+    output = tmp_path / "output"
+    process = start(repository, output, f"--log-file={tmp_path / 'log'}")
+    try:
+        wait_for(r"(Ctrl-C stops the server)", output, process)
+        (server,) = psutil.Process(process.pid).children()
+        server.kill()
+        assert process.wait(20) == 1
+    finally:
+        process.kill()
+    assert "error: the server ended by itself" in output.read_text(encoding="utf-8")
+
+
+@pytest.mark.server
+def test_a_signal_during_the_start_stops_it(repository: Path, tmp_path: Path) -> None:
+    model = repository / "plus_one" / "1" / "model.py"
+    model.write_text("import time\ntime.sleep(30)\n", encoding="utf-8")
+    output, log = tmp_path / "output", tmp_path / "log"
+    process = start(repository, output, f"--log-file={log}")
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not (
+            log.exists() and "loading" in log.read_text(encoding="utf-8")
+        ):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
