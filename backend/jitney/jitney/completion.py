@@ -88,13 +88,12 @@ class _Sequence:
 
     def _keep_logprobs(self, event: Tokens, kept: int) -> None:
         """Those of the kept tokens; the dropped ones are taken out of the sum again."""
-        self.cumulative_logprob = event.cumulative_logprob
-        if event.logprobs is None:
+        if event.logprobs is None or not event.ids:
             return
         self.pending.logprobs.extend(event.logprobs[:kept])
-        if self.cumulative_logprob is not None:
-            for candidates in event.logprobs[kept:]:
-                self.cumulative_logprob -= candidates[0].logprob
+        assert event.cumulative_logprob is not None, "it comes with the logprobs"
+        dropped = sum(candidates[0].logprob for candidates in event.logprobs[kept:])
+        self.cumulative_logprob = event.cumulative_logprob - dropped
 
 
 class Completion:

@@ -13,9 +13,21 @@ import jinja2
 import tokenizers
 
 from jitney.detokenizer import DecodingRules, IncrementalDecoder
-from jitney.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError, show
+from jitney.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
 
 Messages = Sequence[Mapping[str, object]]
+
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,  # its own raise_exception, an undefined name, a breach of the sandbox
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template may raise on a chat that it was not written for."""
 
 
 class Tokenizer:
@@ -88,13 +100,9 @@ class Tokenizer:
                 tokenize=False,
                 **{"add_generation_prompt": True, **parameters},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except _TEMPLATE_FAULTS as error:
             raise InvalidArgumentError(
                 f"messages do not fit the model's chat template: {str(error)[:300]}"
-            ) from None
-        except (AttributeError, RecursionError, MemoryError) as error:
-            raise InvalidArgumentError(
-                f"messages do not fit the model's chat template: {show(str(error))}"
             ) from None
 
     def encode_chat(self, messages: Messages, parameters: Mapping[str, object]) -> list[int]:
