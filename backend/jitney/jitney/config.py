@@ -5,10 +5,12 @@ by whoever knows both (the runner); everything else is final after :func:`load_c
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec import inspect
 
 from jitney.errors import ConfigError, nearest
 
@@ -112,6 +114,24 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "drain_s": (0.0, 3600.0, "from 0 to 3600"),
 }
 
+# What transformers' apply_chat_template takes for itself.
+_NOT_TEMPLATE_PARAMETERS = frozenset(
+    {
+        "conversation",
+        "messages",
+        "chat_template",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+    }
+)
+
 
 def load_config(path: Path) -> EngineConfig:
     """Read ``model.json``; ``model`` comes back absolute if it names a folder beside it.
@@ -150,9 +170,52 @@ def make_config(options: dict[str, object]) -> EngineConfig:
             raise ConfigError.of(key, value, bound)
     if options.get("kv_cache_bytes") is not None and options.get("kv_cache_fraction") is not None:
         raise ConfigError("options kv_cache_bytes and kv_cache_fraction exclude each other")
+    _check_template_names(options.get("chat_template_parameters"))
     try:
         return msgspec.convert(options, EngineConfig)
     except msgspec.ValidationError as error:
-        message, _, where = str(error).partition(" - at `$.")
-        key = where.rstrip("`").split("[")[0]
-        raise ConfigError.of(key, options.get(key), message[:1].lower() + message[1:]) from None
+        key = misfit(error)
+        raise ConfigError.of(key, options.get(key), wanted(EngineConfig, key)) from None
+
+
+def _check_template_names(names: object) -> None:
+    """A client may never hand over a template of its own, or steer how one is applied."""
+    for name in names if isinstance(names, (list, tuple)) else ():
+        if name in _NOT_TEMPLATE_PARAMETERS:
+            raise ConfigError(f"option chat_template_parameters must not hold {name!r}")
+
+
+def misfit(error: msgspec.ValidationError) -> str:
+    """The name of the field whose value has a wrong type, out of msgspec's error."""
+    match = re.search(r"`\$\.(\w+)", str(error))
+    assert match is not None, f"a field is at fault: {error}"
+    return match[1]
+
+
+def wanted(struct: type[msgspec.Struct], name: str) -> str:
+    """What a field takes, for an error message: ``an integer``, ``a list of strings``, …"""
+    (field,) = (each for each in msgspec.structs.fields(struct) if each.encode_name == name)
+    return _describe(inspect.type_info(field.type))
+
+
+def _describe(kind: inspect.Type) -> str:
+    match kind:
+        case inspect.UnionType():
+            (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
+            return _describe(kind)
+        case inspect.LiteralType():
+            return "one of " + ", ".join(repr(value) for value in kind.values)
+        case inspect.VarTupleType():
+            return f"a list of {_describe(kind.item_type).split()[-1]}s"
+        case inspect.DictType():
+            key, value = (_describe(each).split()[-1] for each in (kind.key_type, kind.value_type))
+            return f"an object of {key}s and {value}s"
+    return _DESCRIPTIONS[type(kind)]
+
+
+_DESCRIPTIONS: dict[type[inspect.Type], str] = {
+    inspect.BoolType: "true or false",
+    inspect.IntType: "an integer",
+    inspect.FloatType: "a number",
+    inspect.StrType: "a string",
+}

@@ -6,11 +6,12 @@ the result as given.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from jitney.config import EngineConfig
+from jitney.config import EngineConfig, misfit, wanted
 from jitney.errors import InvalidArgumentError, nearest
 
 MAX_JSON_BYTES = 1 << 20
@@ -57,6 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature < 1e-5
 
 
+_LISTED = ("stop", "bad_words")
+
 NAMES = tuple(field.encode_name for field in msgspec.structs.fields(SamplingParams))
 
 # Name -> (least, most, how an error states the bound).
@@ -92,11 +95,11 @@ def parse_sampling_params(raw: Mapping[str, object]) -> SamplingParams:
     try:
         return msgspec.convert(fields, SamplingParams, strict=False)
     except msgspec.ValidationError as error:
-        message, _, where = str(error).partition(" - at `$.")
-        name = where.rstrip("`").split("[")[0]
-        raise InvalidArgumentError.of(
-            name, fields.get(name), message[:1].lower() + message[1:]
-        ) from None
+        name = misfit(error)
+        bound = wanted(SamplingParams, name)
+        if name in _LISTED:
+            bound = f"a string or {bound}"
+        raise InvalidArgumentError.of(name, fields[name], bound) from None
 
 
 def decode_sampling_json(text: str | bytes) -> dict[str, object]:
@@ -119,14 +122,19 @@ def decode_sampling_json(text: str | bytes) -> dict[str, object]:
     return value
 
 
+# Possessive, and content with an end of input for an end of string: no input takes quadratic time.
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
 def max_json_depth(data: bytes) -> int:
-    """An upper bound of the nesting depth: brackets inside strings count too. No recursion."""
+    """How deep lists and objects are nested outside of strings. No recursion, linear time."""
     depth = deepest = 0
-    for byte in data:
+    for byte in _STRINGS.sub(b"", data).translate(None, _NO_BRACKETS):
         if byte in b"[{":
             depth += 1
             deepest = max(deepest, depth)
-        elif byte in b"]}":
+        else:
             depth -= 1
     return deepest
 
@@ -176,7 +184,7 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 def _listed(name: str, value: object) -> object:
     """A single stop string or word stands for a list of one, as in vLLM."""
-    return [value] if name in ("stop", "bad_words") and isinstance(value, str) else value
+    return [value] if name in _LISTED and isinstance(value, str) else value
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

@@ -1,0 +1,77 @@
+"""Options of ``model.json``: what is wrong is named, with the value and the bound."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from jitney.config import EngineConfig, load_config, make_config, wanted
+from jitney.errors import ConfigError
+
+
+def write(folder: Path, content: str) -> Path:
+    path = folder / "model.json"
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def test_a_folder_beside_the_file_comes_back_absolute(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    config = load_config(write(tmp_path, '{"model": "checkpoint", "block_size": 8}'))
+    assert config.model == str(tmp_path / "checkpoint")
+    assert config.block_size == 8
+
+
+def test_an_id_is_left_as_it_is(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, '{"model": "some/model"}')).model == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "model.json is not JSON"),
+        ("[1]", "must hold a JSON object"),
+        ("{}", "option model is missing"),
+    ],
+)
+def test_a_broken_file(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, content))
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.json is missing"):
+        load_config(tmp_path / "model.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blok_size": 1}, "'blok_size' is unknown (did you mean 'block_size'?)"),
+        ({"dtype": "int8"}, "dtype is 'int8', but must be one of 'auto', 'bfloat16', "),
+        ({"max_num_seqs": "3"}, "max_num_seqs is '3', but must be an integer"),
+        ({"max_num_seqs": True}, "max_num_seqs is True, but must be an integer"),
+        ({"prefix_caching": 1}, "prefix_caching is 1, but must be true or false"),
+        ({"block_size": 0}, "block_size is 0, but must be from 1 to 1024"),
+        ({"kv_cache_bytes": -1}, "kv_cache_bytes is -1, but must be at least 1"),
+        ({"kv_cache_fraction": 1.5}, "kv_cache_fraction is 1.5, but must be above 0"),
+        ({"watermark": float("nan")}, "watermark is nan, but must be from 0 to 0.5"),
+        ({"kv_cache_bytes": 1, "kv_cache_fraction": 0.1}, "exclude each other"),
+        ({"chat_template_parameters": ["chat_template"]}, "must not hold 'chat_template'"),
+        ({"chat_template_parameters": "x"}, "must be a list of strings"),
+    ],
+)
+def test_an_impossible_option(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config({"model": "m", **options})
+    assert message in str(caught.value)
+
+
+def test_defaults_pass_their_own_checks() -> None:
+    defaults = json.loads(msgspec.json.encode(EngineConfig(model="m")))
+    assert make_config(defaults) == EngineConfig(model="m")
+
+
+def test_every_option_can_be_described() -> None:
+    for field in msgspec.structs.fields(EngineConfig):
+        assert wanted(EngineConfig, field.encode_name)
