@@ -178,7 +178,7 @@ def load_runner(config: EngineConfig) -> Runner:
             model.device,
             config.attention,
         )
-    except (RuntimeError, MemoryError) as error:  # the allocator's, on either device
+    except (RuntimeError, MemoryError, OSError) as error:  # the allocators'
         raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
     info = ModelInfo(
         vocab_size=model.vocab_size,
