@@ -216,11 +216,8 @@ def generate_stream_events(url: str, model: str, **body: Any) -> Iterator[dict[s
     """The same, as they come; closing the generator disconnects."""
     response = _post(url, model, "generate_stream", body)
     try:
-        if response.status != 200:
-            yield json.loads(response.read())
-            return
         while line := response.readline():
-            if line.startswith(b"data: "):
+            if line.strip():  # an error of the server itself comes without the prefix
                 yield json.loads(line.removeprefix(b"data: "))
     finally:
         response.close()

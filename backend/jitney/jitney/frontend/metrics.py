@@ -93,6 +93,7 @@ class Metrics:
         """``labels`` go on every metric. A server without metrics is fine: nothing is sent then."""
         self._lock = threading.Lock()
         self._info = info
+        self._live = 0
         self._gauges = dict.fromkeys(GAUGES, 0)
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
@@ -119,10 +120,15 @@ class Metrics:
         with self._lock:
             self._histograms[name].observe(value, times)
 
-    def step(self, stats: StepStats, live: int) -> None:
-        """Take in a step; ``live`` requests are accepted and not ended."""
+    def live(self, requests: int) -> None:
+        """How many requests are accepted and not ended."""
         with self._lock:
-            self._set_gauges(stats, live)
+            self._live = requests
+
+    def step(self, stats: StepStats) -> None:
+        """Take in a step."""
+        with self._lock:
+            self._set_gauges(stats)
             self._counts["jitney_generated_tokens_total"] += stats.generated_tokens
             self._counts["jitney_computed_prompt_tokens_total"] += stats.prefill_tokens
             self._counts["jitney_prefix_query_tokens_total"] += stats.prefix_query_tokens
@@ -146,6 +152,8 @@ class Metrics:
         """Send what changed. Called by one thread; blocks for about 0.1 ms a change."""
         with self._lock:
             gauges = dict(self._gauges)
+            running = max(0, self._live - gauges["jitney_waiting_requests"])
+            gauges["jitney_running_requests"] = running
             counts, self._counts = self._counts, dict.fromkeys(COUNTERS, 0)
             outcomes, self._outcomes = self._outcomes, dict.fromkeys(OUTCOMES, 0)
             histograms = {name: made.take() for name, made in self._histograms.items()}
@@ -169,11 +177,11 @@ class Metrics:
         self.flush()
         self._server = None
 
-    def _set_gauges(self, stats: StepStats, live: int = 0) -> None:
+    def _set_gauges(self, stats: StepStats) -> None:
         free = stats.blocks_total - stats.blocks_used - stats.blocks_cached
         self._gauges = {
             "jitney_waiting_requests": stats.waiting,
-            "jitney_running_requests": max(0, live - stats.waiting),
+            "jitney_running_requests": 0,  # known when they are sent
             "jitney_running_sequences": stats.running,
             "jitney_kv_used_blocks": stats.blocks_used,
             "jitney_kv_cached_blocks": stats.blocks_cached,

@@ -137,18 +137,20 @@ class Responder:
                 message = self._inbox.get_nowait()
             except queue.Empty:
                 break
+        self._metrics.live(len(self._streams))
         if self._line:
             stream = self._line.popleft()
             stream.queued = False
             if stream.opened.key in self._streams:  # else it was aborted in the line
                 self._send(stream)
+                self._metrics.live(len(self._streams))
 
     def _take_in(self, message: Opened | Reported | Abort | _Stop) -> None:
         match message:
             case Opened():
                 self._streams[message.key] = _Stream(message)
             case Reported(report, at):
-                self._metrics.step(report.stats, len(self._streams))
+                self._metrics.step(report.stats)
                 for event in report.events:
                     stream = self._streams.get(event.key)
                     if stream is not None:  # else it ended here before the engine heard of it
