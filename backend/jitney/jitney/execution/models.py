@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from jitney.config import EngineConfig
-from jitney.errors import CheckpointError, ConfigError, LoadError, UnsupportedModelError, show
+from jitney.errors import CheckpointError, ConfigError, LoadError, show
 from jitney.execution import interface
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_folder
 from jitney.execution.memory import LayerSpec
@@ -59,7 +59,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
     module = _load_weights(checkpoint, hf_config, dtype)
     module.to(device=device).eval()  # type: ignore[call-arg]
-    layers = _prove(module, hf_config)
+    layers = _prove(module, hf_config, _weights_name(checkpoint))
     vocab_size = embedding_weight(module).shape[0]
     parameters = list(module.parameters())
     return LoadedModel(
@@ -178,12 +178,17 @@ def _load_weights(
             output_loading_info=True,
         )
     except Exception as error:  # shapes that do not fit, headers newer than the library, …
-        names = ", ".join(checkpoint.weight_files[:3])
-        raise CheckpointError(f"{names} cannot be loaded: {_first_line(error)}") from error
-    name = checkpoint.weight_files[0] if len(checkpoint.weight_files) == 1 else "the weight files"
+        name = _weights_name(checkpoint)
+        raise CheckpointError(f"{name} cannot be loaded: {_first_line(error)}") from error
     module, report = loaded
-    _check_complete(name, report)
+    _check_complete(_weights_name(checkpoint), report)
     return module
+
+
+def _weights_name(checkpoint: Checkpoint) -> str:
+    """The weight file, or the first of several, for an error message."""
+    first, *others = checkpoint.weight_files
+    return f"{first} (or one of {len(others)} more)" if others else first
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:
@@ -195,17 +200,18 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
             raise CheckpointError(f"{name} {verb} {', '.join(keys[:3])}{more}")
 
 
-def _prove(module: PreTrainedModel, hf_config: transformers.PreTrainedConfig) -> list[LayerSpec]:
+def _prove(
+    module: PreTrainedModel, hf_config: transformers.PreTrainedConfig, weights: str
+) -> list[LayerSpec]:
     """Run the probes. Whatever they raise means that the architecture cannot be served."""
     try:
         specs = record_layers(module, layer_windows(hf_config))
-        compare_with_eager(module, specs)
+        compare_with_eager(module, specs, weights)
     except LoadError:
         raise
     except Exception as error:
-        raise UnsupportedModelError(
-            f"models of type {hf_config.model_type} cannot be served: a trial step over a paged "
-            f"cache failed ({_first_line(error)})"
+        raise refuse(
+            hf_config.model_type, f"a trial step over a paged cache failed ({_first_line(error)})"
         ) from error
     return specs
 

@@ -54,10 +54,13 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
     return recorder.specs()
 
 
-def compare_with_eager(module: PreTrainedModel, specs: list[LayerSpec]) -> None:
+def compare_with_eager(
+    module: PreTrainedModel, specs: list[LayerSpec], weights: str = "the weight file"
+) -> None:
     """Check the module over a paged cache against eager attention; see the module's docstring.
 
-    Raises UnsupportedModelError if they differ, CheckpointError if the logits are not finite.
+    Raises UnsupportedModelError if they differ, CheckpointError, naming the file ``weights``, if
+    eager attention's own logits are not finite.
     """
     sequences = _probe_ids(module)
     paged = _paged_logits(module, specs, sequences)
@@ -72,8 +75,8 @@ def compare_with_eager(module: PreTrainedModel, specs: list[LayerSpec]) -> None:
     expected = torch.cat(eager).float()
     if not torch.isfinite(expected).all():
         raise CheckpointError(
-            "model.safetensors gives logits that are not finite: its weights are corrupt, or the "
-            "dtype is too narrow for them"
+            f"{weights} gives logits that are not finite: values in it are corrupt, or too large "
+            "for the dtype"
         )
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     error = ((paged.float() - expected).norm(dim=-1) / spread).median().item()
