@@ -1,0 +1,254 @@
+"""`make demo`: the real server, our backend, and a dozen requests that share one running batch.
+
+Starts the embedded Triton server over model_repository/, streams one completion to the terminal,
+then sends twelve prompts of different lengths over gRPC and HTTP, a tenth of a second apart, shows
+how they board and leave the batch, prints the figures, and stops the server. The exit status is not
+0 if anything failed: a request, the batching itself, or the stop.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from demo_passengers import MODEL, Passenger, make_passengers, ride, ride_grpc
+from demo_picture import most_aboard, picture
+from jitney.errors import JitneyError
+from jitney.server import TritonServer
+from rich.console import Console
+from rich.live import Live
+from rich.rule import Rule
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parent.parent
+BETWEEN_S = 0.1
+SHOWN_LINES = 5
+
+
+class DemoError(Exception):
+    """Something that the demo shows did not happen."""
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Watch a dozen requests share one batch.")
+    parser.add_argument("--plain", action="store_true", help="no live drawing, even on a terminal")
+    parser.add_argument("--log-file", type=Path, help="keep the server's log there")
+    arguments = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True)
+    live = console.is_terminal and not arguments.plain
+    try:
+        run(console, live, arguments.log_file)
+    except (JitneyError, DemoError) as error:
+        Console(stderr=True, highlight=False).print(Text(f"\nThe demo failed: {error}", "bold red"))
+        print("`make doctor` looks for the cause.", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def run(console: Console, live: bool, log_file: Path | None) -> None:
+    """The whole show. Raises DemoError or JitneyError."""
+    begin = time.monotonic()
+    server = TritonServer(ROOT / "model_repository", models=[MODEL], log_file=log_file)
+    note = "Starting the server (the first time, kernels are compiled: up to a minute) …"
+    if live:
+        with console.status(note):
+            server.start()
+    else:
+        console.print(note)
+        server.start()
+    try:
+        console.print(
+            f"Triton Inference Server is up after {time.monotonic() - begin:.1f} s: "
+            f"HTTP {server.http_url}, gRPC {server.grpc_url}"
+        )
+        show_one(console, server)
+        passengers = show_many(console, server, live)
+    finally:
+        begin = time.monotonic()
+        clean = server.stop()
+    if not clean:
+        raise DemoError(f"the server did not stop cleanly; its log is {server.log_file}")
+    console.print(f"The server stopped cleanly in {time.monotonic() - begin:.1f} s.")
+    check(passengers)
+
+
+def show_one(console: Console, server: TritonServer) -> None:
+    """Stream one completion to the terminal, token by token, over gRPC."""
+    console.print(Rule("One stream", align="left"))
+    passenger = Printing(0, "gRPC", 'def is_empty(self):\n    """', 80, console=console)
+    console.print(Text(passenger.prompt, "dim"), end="")
+    ride_grpc(passenger, server.grpc_url)
+    console.print()
+    if passenger.made == 0:
+        raise DemoError("the first stream brought no token")
+
+
+class Printing(Passenger):
+    """A passenger whose text is printed as it comes."""
+
+    def __init__(self, *arguments: object, console: Console) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._console = console
+
+    def took(self, text: str, count: int, prompt_tokens: int) -> None:
+        super().took(text, count, prompt_tokens)
+        self._console.print(Text(text), end="")
+        self._console.file.flush()
+
+
+def show_many(console: Console, server: TritonServer, live: bool) -> list[Passenger]:
+    """Send all passengers, one every BETWEEN_S, and draw; then their texts and the figures."""
+    passengers = make_passengers()
+    console.print(Rule(f"{len(passengers)} requests, one running batch", align="left"))
+    console.print("░ sent, waiting   █ aboard the batch   (a column is a moment)\n", style="dim")
+    before = read_metrics(server.metrics_url)
+    begin = time.monotonic()
+    threads = [
+        threading.Timer(index * BETWEEN_S, ride, (passenger, server.grpc_url, server.http_url))
+        for index, passenger in enumerate(passengers)
+    ]
+    for thread in threads:
+        thread.start()
+    if live:
+        watch_live(console, passengers, threads, begin)
+    else:
+        watch_plainly(console, passengers, threads, begin)
+    end = time.monotonic()
+    time.sleep(0.6)  # metrics are flushed a few times a second
+    after = read_metrics(server.metrics_url)
+    show_texts(console, passengers)
+    show_figures(console, passengers, end - begin, before, after)
+    return passengers
+
+
+def watch_live(
+    console: Console, passengers: list[Passenger], threads: list[threading.Timer], begin: float
+) -> None:
+    """Redraw until all have left."""
+    width = console.width
+    with Live(console=console, refresh_per_second=12, transient=False) as live:
+        while any(thread.is_alive() for thread in threads):
+            live.update(picture(passengers, begin, time.monotonic(), width=width, tails=True))
+            time.sleep(0.05)
+        live.update(picture(passengers, begin, time.monotonic(), width=width, tails=False))
+
+
+def watch_plainly(
+    console: Console, passengers: list[Passenger], threads: list[threading.Timer], begin: float
+) -> None:
+    """A line for each boarding and leaving, and the drawing at the end."""
+    boarded: set[int] = set()
+    left: set[int] = set()
+    running = True
+    while running:
+        running = any(thread.is_alive() for thread in threads)  # before the last look
+        for passenger in passengers:
+            number, via = passenger.number, passenger.via
+            if passenger.boarded is not None and number not in boarded:
+                boarded.add(number)
+                console.print(
+                    f"{passenger.boarded - begin:5.2f} s  {number:>2} boards ({via}, prompt of "
+                    f"{passenger.prompt_tokens} tokens); aboard: {len(boarded) - len(left)}"
+                )
+            if passenger.left is not None and number in boarded and number not in left:
+                left.add(number)
+                console.print(
+                    f"{passenger.left - begin:5.2f} s  {number:>2} leaves after {passenger.made} "
+                    f"tokens; aboard: {len(boarded) - len(left)}"
+                )
+        time.sleep(0.02)
+    console.print()
+    console.print(picture(passengers, begin, time.monotonic(), width=100, tails=False))
+
+
+def show_texts(console: Console, passengers: Sequence[Passenger]) -> None:
+    """The first lines of each completion, after the end of its prompt."""
+    for passenger in passengers:
+        console.print(Rule(f"{passenger.number}, {passenger.via}", align="left", style="dim"))
+        if passenger.error:
+            console.print(Text(passenger.error, "red"))
+            continue
+        prompt = passenger.prompt.rstrip("\n").splitlines()[-2:]
+        lines = (passenger.prompt[-1:].strip(" ") + passenger.text).split("\n")
+        lines = [line for line in lines if line.strip()]
+        more = ["…"] if len(lines) > SHOWN_LINES else []
+        same_line = not passenger.prompt.endswith("\n")
+        console.print(Text("\n".join(prompt), "dim"), end="" if same_line else "\n")
+        console.print(Text("\n".join(lines[:SHOWN_LINES] + more)))
+
+
+def show_figures(
+    console: Console,
+    passengers: Sequence[Passenger],
+    seconds: float,
+    before: dict[str, float],
+    after: dict[str, float],
+) -> None:
+    """Batching in numbers: the clients' clocks, and the server's metrics where it says so."""
+    console.print(Rule("Figures", align="left"))
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    made = sum(passenger.made for passenger in passengers)
+    first = [p.boarded - p.sent for p in passengers if p.boarded and p.sent]
+    steps = grown.get("jitney_batch_sequences_count", 0.0)
+    rows = [
+        ("requests", f"{len(passengers)}, by gRPC and HTTP in turn, one every {BETWEEN_S:.1f} s"),
+        ("prompt tokens", f"{sum(passenger.prompt_tokens for passenger in passengers)}"),
+        ("tokens made", f"{made} in {seconds:.2f} s: {made / seconds:.0f} a second"),
+        ("aboard at once", f"up to {most_aboard(passengers)}"),
+    ]
+    if first:
+        rows.append(
+            (
+                "first token after",
+                f"{1000 * statistics.median(first):.0f} ms (median), {1000 * max(first):.0f} ms "
+                f"(longest)",
+            )
+        )
+    if steps:
+        mean = grown["jitney_batch_sequences_sum"] / steps
+        rows.append(
+            (
+                "steps (metrics)",
+                f"{steps:.0f}, with {mean:.1f} sequences each on average; one after the other "
+                f"they would have been {grown['jitney_batch_sequences_sum']:.0f}",
+            )
+        )
+    for name, value in rows:
+        console.print(f"  {name:<18} {value}")
+
+
+def check(passengers: Sequence[Passenger]) -> None:
+    """Raise DemoError unless every request ended well and they did share a batch."""
+    for passenger in passengers:
+        if passenger.error:
+            raise DemoError(f"request {passenger.number}: {passenger.error}")
+        if not 1 <= passenger.made <= passenger.max_tokens:
+            raise DemoError(
+                f"request {passenger.number} brought {passenger.made} tokens, not 1 to "
+                f"{passenger.max_tokens}"
+            )
+    if most_aboard(passengers) < 2:
+        raise DemoError("no two requests were in the batch at once")
+
+
+def read_metrics(url: str) -> dict[str, float]:
+    """Name -> value of the model's own metrics, over all labels but histogram buckets."""
+    with urllib.request.urlopen(url, timeout=10) as response:
+        text = response.read().decode()
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^(jitney_\w+)\{[^}]*\} (\S+)$", text, re.M):
+        if not name.endswith("_bucket"):
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
