@@ -1,0 +1,275 @@
+"""Rows 4 to 8, 11, 12 and 13 of what the backend survives, where a prompt becomes a request."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jitney.chat import make_chat, parse_chat
+from jitney.config import EngineConfig
+from jitney.errors import InvalidArgumentError
+from jitney.intake import decode_prompt_text, encode_messages, encode_prompt, make_submit
+from jitney.request import ModelInfo, Submit
+from jitney.sampling_params import SamplingParams
+from jitney.tokenizer import Tokenizer
+
+from tests.text.tiny_tokenizers import save, tiny
+
+CONFIG = EngineConfig(model="m")
+VOCAB = tiny("byte_level").get_vocab_size() + 5
+INFO = ModelInfo(
+    vocab_size=VOCAB,
+    max_model_len=100,
+    num_blocks=10,
+    block_size=16,
+    eos_ids=frozenset({1, VOCAB + 3}),
+    dtype="float32",
+    device="cpu",
+    attention="reference",
+    num_parameters=1,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    return Tokenizer.load(save("byte_level", folder, chat_template=template))
+
+
+def submit(tokenizer: Tokenizer, prompt: list[int] | None = None, **params: object) -> Submit:
+    return make_submit(
+        key=1,
+        prompt_ids=[5, 6] if prompt is None else prompt,
+        params=SamplingParams(**params),
+        tokenizer=tokenizer,
+        info=INFO,
+        config=CONFIG,
+        now=1000.0,
+    )
+
+
+# ------------------------------------------------------------------------------- the request
+
+
+def test_context_is_refused_with_three_numbers(tokenizer: Tokenizer) -> None:
+    submit(tokenizer, [5] * 60, max_tokens=40)
+    with pytest.raises(InvalidArgumentError) as caught:
+        submit(tokenizer, [5] * 61, max_tokens=40)
+    assert all(number in str(caught.value) for number in ("61", "40", "101", "100"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "input_ids is empty"),
+        ([-1], f"input_ids is -1, but must be from 0 to {VOCAB - 1} (the model's vocabulary)"),
+        ([VOCAB], f"input_ids is {VOCAB}, but must be from 0 to {VOCAB - 1}"),
+    ],
+)
+def test_ids_refused(tokenizer: Tokenizer, prompt: list[int], message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        submit(tokenizer, prompt)
+    assert message in str(caught.value)
+
+
+def test_ids_of_the_model_beyond_the_tokenizer_are_accepted(tokenizer: Tokenizer) -> None:
+    assert submit(tokenizer, [VOCAB - 1]).prompt == [VOCAB - 1]
+
+
+def test_a_missing_seed_is_drawn(tokenizer: Tokenizer) -> None:
+    seeds = {submit(tokenizer).params.seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(seed is not None and 0 <= seed < 1 << 63 for seed in seeds)
+    assert submit(tokenizer, seed=0).params.seed == 0
+
+
+def test_stop_ids(tokenizer: Tokenizer) -> None:
+    """The model's, the tokenizer's and the request's; none that the model cannot make."""
+    assert submit(tokenizer).stop_ids == {1}
+    assert submit(tokenizer, stop_token_ids=(9,)).stop_ids == {1, 9}
+    assert submit(tokenizer, stop_token_ids=(9,), ignore_eos=True).stop_ids == {9}
+
+
+def test_deadline_is_a_time_of_the_clock(tokenizer: Tokenizer) -> None:
+    assert submit(tokenizer).deadline is None
+    made = submit(tokenizer, deadline_ms=1500)
+    assert (made.arrival, made.deadline) == (1000.0, 1001.5)
+
+
+def test_bad_words(tokenizer: Tokenizer) -> None:
+    """With and without a space before, if both are as many tokens."""
+    vocab = tokenizer.vocab
+    made = submit(tokenizer, bad_words=("t",))
+    assert made.bad_words_ids == [[vocab["t"]], [vocab["Ġt"]]]
+    (only,) = submit(tokenizer, bad_words=("0",)).bad_words_ids
+    assert only == [vocab["0"]]
+    with pytest.raises(InvalidArgumentError, match="bad_words is '  ', but must be of words"):
+        submit(tokenizer, bad_words=("  ",))
+
+
+def test_no_token_left_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidArgumentError, match="no first token is left"):
+        submit(tokenizer, allowed_token_ids=(1,), min_tokens=1)
+
+
+# ------------------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"a\xff", "text_input is not UTF-8: invalid start byte at byte 1"),
+        (b"a\xe4\xbd", "text_input is not UTF-8"),
+        (b"\xed\xa0\x80", "text_input is not UTF-8"),
+        (b"a\x00b", "text_input has a NUL character at 1"),
+    ],
+)
+def test_bytes_refused(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        decode_prompt_text(data, CONFIG, INFO)
+    assert message in str(caught.value)
+
+
+def test_size_is_judged_before_anything_else() -> None:
+    data = b"\xff" * (64 << 20)
+    began = time.perf_counter()
+    with pytest.raises(InvalidArgumentError) as caught:
+        decode_prompt_text(data, CONFIG, INFO)
+    assert time.perf_counter() - began < 0.05
+    assert "has 67,108,864 bytes, but at most 65,536 are taken" in str(caught.value)
+    small = EngineConfig(model="m", max_prompt_bytes=4)
+    assert decode_prompt_text(b"abcd", small, INFO) == "abcd"
+    with pytest.raises(InvalidArgumentError, match="has 5 bytes, but at most 4"):
+        decode_prompt_text(b"abcde", small, INFO)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=40))
+def test_bytes_are_text_or_refused(data: bytes) -> None:
+    try:
+        text = decode_prompt_text(data, CONFIG, INFO)
+    except InvalidArgumentError:
+        return
+    assert text.encode() == data
+    assert "\x00" not in text
+
+
+def test_prompt_text(tokenizer: Tokenizer) -> None:
+    assert encode_prompt("the dog", tokenizer, CONFIG, INFO) == tokenizer.encode("the dog")
+    for text, message in (
+        ("", "text_input is ''"),
+        ("a\ud800", "text_input has an unpaired surrogate at 1"),
+        ("a\x00", "text_input has a NUL character"),
+        ("a" * 70_000, "text_input has 70,000 bytes, but at most 65,536"),
+        ("é" * 40_000, "text_input has 80,000 bytes, but at most 65,536"),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            encode_prompt(text, tokenizer, CONFIG, INFO)
+        assert message in str(caught.value)
+
+
+def test_nothing_but_added_special_tokens_is_empty(tmp_path: Path) -> None:
+    save("wordpiece", tmp_path)
+    path = tmp_path / "tokenizer.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    special = {"id": "<s>", "ids": [1], "tokens": ["<s>"]}
+    data["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": special},
+    }
+    path.write_text(json.dumps(data), encoding="utf-8")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode(" \n ") == [1]
+    with pytest.raises(InvalidArgumentError, match="but must be a text of at least one token"):
+        encode_prompt(" \n ", tokenizer, CONFIG, INFO)
+    assert encode_prompt("dog", tokenizer, CONFIG, INFO)[0] == 1
+
+
+# ------------------------------------------------------------------------------- chats
+
+
+def test_both_forms_of_a_chat(tokenizer: Tokenizer) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    expected = tokenizer.encode("system:be brief;user:a\nb;", add_special_tokens=False)
+    whole = {"messages": messages, "chat_template_kwargs": {"add_generation_prompt": False}}
+    for value in (messages, {"messages": messages}, whole):
+        assert encode_messages(json.dumps(value), tokenizer, CONFIG, INFO) == expected
+
+
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("x", "messages is 'x', but must be a list of messages"),
+        ([], "messages is empty"),
+        ({}, "messages is an object without the key 'messages'"),
+        ({"mesages": []}, "unknown key 'mesages' (did you mean 'messages'?)"),
+        (["x"], "messages[0] is 'x', but must be an object"),
+        ([USER, {"content": "a"}], "messages[1].role is None, but must be a string"),
+        ([{"role": 1, "content": "a"}], "messages[0].role is 1"),
+        ([{"role": "user"}], "messages[0].content is missing"),
+        ([{"role": "user", "content": 5}], "messages[0].content is 5, but must be a string or"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0] is"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text is None"),
+        ([{"role": "user", "content": "a\x00"}], "messages[0] has a NUL character"),
+        ([{**USER, "tool_calls": [[[]]] and "x", "deep": None}, 3], "messages[1] is 3"),
+        (
+            {"messages": [USER], "chat_template_parameters": {"chat_template": "x"}},
+            "has 'chat_template', but only these are allowed: add_generation_prompt, enable_",
+        ),
+        (
+            {"messages": [USER], "chat_template_parameters": {"add_generation_prompt": "yes"}},
+            "chat_template_parameters.add_generation_prompt is 'yes', but must be true or false",
+        ),
+        ({"messages": [USER], "chat_template_parameters": [1]}, "must be an object"),
+        (
+            {"messages": [USER], "chat_template_parameters": {}, "chat_template_kwargs": {}},
+            "which are the same",
+        ),
+    ],
+)
+def test_chats_refused(value: object, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_chat(json.dumps(value), CONFIG)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, '[{"role":"user","content":"\\ud800"}]', "NaN", ""]
+)
+def test_chats_that_are_not_json(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="messages is not JSON"):
+        parse_chat(text, CONFIG)
+
+
+def test_deep_messages_are_refused() -> None:
+    deep: object = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(InvalidArgumentError, match="nested deeper than 32 levels"):
+        parse_chat(json.dumps([{**USER, "tool_calls": deep}]), CONFIG)
+
+
+def test_python_objects_do_not_reach_the_template() -> None:
+    with pytest.raises(InvalidArgumentError, match="made of what JSON has"):
+        make_chat([{**USER, "tool": Path("x")}], {}, CONFIG)
+
+
+def test_a_rendered_chat_keeps_the_size_limit(tmp_path: Path) -> None:
+    template = "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
+    tokenizer = Tokenizer.load(save("byte_level", tmp_path, chat_template=template))
+    with pytest.raises(InvalidArgumentError, match="messages has 100,000 bytes, but at most"):
+        encode_messages(json.dumps([{**USER, "content": "a" * 100}]), tokenizer, CONFIG, INFO)

@@ -1,0 +1,127 @@
+"""Tokenizers of checkpoints, and chat templates in their sandbox."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jitney.errors import CheckpointError, InvalidArgumentError
+from jitney.tokenizer import Tokenizer
+
+from tests.text.tiny_tokenizers import KINDS, save, tiny
+
+TEMPLATE = (
+    "{% for m in messages %}<|im start|>{{ m['role'] }}\n{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|im start|>assistant{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<quiet>{% endif %}"
+)
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def with_template(folder: Path, template: str | None) -> Tokenizer:
+    return Tokenizer.load(save("byte_level", folder, chat_template=template))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_encode_decode(tmp_path: Path, kind: str) -> None:
+    tokenizer = Tokenizer.load(save(kind, tmp_path))
+    ids = tokenizer.encode("the lazy dog")
+    assert ids == tiny(kind).encode("the lazy dog").ids
+    assert tokenizer.decode(ids) == "the lazy dog"
+    assert tokenizer.eos_ids == {tiny(kind).token_to_id("</s>")}
+    assert tokenizer.vocab == tiny(kind).get_vocab(with_added_tokens=True)
+
+
+def test_saved_truncation_and_padding_do_not_apply(tmp_path: Path) -> None:
+    save("byte_level", tmp_path)
+    data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    data["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("the lazy dog " * 20)) == "the lazy dog " * 20
+
+
+def test_token_text_shows_special_tokens_and_nothing_for_unknown_ids(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save("byte_level", tmp_path))
+    assert tokenizer.token_text(tokenizer.vocab["</s>"]) == "</s>"
+    assert tokenizer.token_text(tokenizer.vocab["Ġt"]) == " t"
+    assert tokenizer.token_text(10_000) == ""
+
+
+def test_missing_or_broken_files(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match="the tokenizer in 'checkpoint' cannot be loaded"):
+        Tokenizer.load(folder)
+    save("byte_level", folder)
+    (folder / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="the tokenizer in 'checkpoint' cannot be loaded"):
+        Tokenizer.load(folder)
+
+
+def test_chat(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, TEMPLATE)
+    expected = "<|im start|>user\nhello</s><|im start|>assistant"
+    assert tokenizer.render_chat(CHAT, {}) == expected
+    ids = tokenizer.encode_chat(CHAT, {})
+    assert ids == tokenizer.encode(expected, add_special_tokens=False)
+    assert ids[0] == tokenizer.vocab["<|im start|>"]
+    quiet = {"add_generation_prompt": False, "enable_thinking": False}
+    assert tokenizer.render_chat(CHAT, quiet) == "<|im start|>user\nhello</s><quiet>"
+
+
+def test_no_template(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, None)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidArgumentError, match="this model has no chat template"):
+        tokenizer.encode_chat(CHAT, {})
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[5]['content'] }}", "messages do not fit"),
+        ("{{ messages[0]['content'] + 1 }}", "messages do not fit"),
+        ("{{ 1 / 0 }}", "messages do not fit"),
+        ("{% if %}", "messages do not fit"),
+        ("{{ none_such.attribute }}", "messages do not fit"),
+        ("{{ range(10000000) | list }}", "messages do not fit"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "messages do not fit"),
+    ],
+)
+def test_a_template_that_fails(tmp_path: Path, template: str, reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason) as caught:
+        with_template(tmp_path, template).render_chat(CHAT, {})
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__ }}",
+        "{{ cycler.__init__.__globals__['os'].system('true') }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ ('' | attr('format_map'))(messages[0]) }}{{ ''.__class__ }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{% set f = '{0.__class__}'.format %}{{ f(1) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'system'}) }}",
+        "{% set ns = namespace() %}{{ ns.__init__.__globals__ }}",
+    ],
+)
+def test_a_malicious_template_reaches_nothing(tmp_path: Path, template: str) -> None:
+    chat = [dict(CHAT[0])]
+    try:
+        rendered = with_template(tmp_path, template).render_chat(chat, {})
+    except InvalidArgumentError:
+        rendered = ""
+    assert "class" not in rendered
+    assert "os" not in rendered
+    assert chat == CHAT
