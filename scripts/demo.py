@@ -176,13 +176,10 @@ def show_texts(console: Console, passengers: Sequence[Passenger]) -> None:
         if passenger.error:
             console.print(Text(passenger.error, "red"))
             continue
-        prompt = passenger.prompt.rstrip("\n").splitlines()[-2:]
-        lines = (passenger.prompt[-1:].strip(" ") + passenger.text).split("\n")
-        lines = [line for line in lines if line.strip()]
-        more = ["…"] if len(lines) > SHOWN_LINES else []
-        same_line = not passenger.prompt.endswith("\n")
-        console.print(Text("\n".join(prompt), "dim"), end="" if same_line else "\n")
-        console.print(Text("\n".join(lines[:SHOWN_LINES] + more)))
+        prompt = "\n".join(passenger.prompt.strip("\n").splitlines()[-2:])
+        written = re.sub(r"\n\s*\n", "\n", passenger.text).split("\n")
+        more = "\n…" if len(written) > SHOWN_LINES else ""
+        console.print(Text.assemble((prompt, "dim"), "\n".join(written[:SHOWN_LINES]) + more))
 
 
 def show_figures(

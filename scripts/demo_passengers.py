@@ -43,7 +43,7 @@ RIDES: list[tuple[str, int]] = [
     ("import os\nimport sys\nfrom collections import", 160),
     ("def add(a, b):", 24),
     (
-        "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, item):",
+        "class Stack:\n    def __init__(self):\n        self._items = []\n\n    def push(self, x):",
         200,
     ),
     ("for key, value in", 40),
@@ -53,7 +53,7 @@ RIDES: list[tuple[str, int]] = [
     ("with open(filename, encoding='utf-8') as file:", 72),
     (_IN_PROMPT + _IN_PROMPT + "def main():", 110),
     ("@property\n    def name(self):", 56),
-    ('class Node(object):\n    """A node of the tree."""\n', 128),
+    ('class Node(object):\n    """A node of the tree."""\n\n    def', 128),
     ("if __name__ == '__main__':", 32),
 ]
 
