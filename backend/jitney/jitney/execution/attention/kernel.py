@@ -2,34 +2,49 @@
 # Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """The paged attention kernel for the CPU, as Numba functions over raw addresses.
 
-``cpu`` calls the two bodies here on every thread of a team: :func:`write_body` puts the new K and V
-into the cache, :func:`attend_body` computes. Both take one address, that of the int64 arguments
-listed below, and take work items from a counter until none is left.
+``cpu`` calls :func:`write_body` and then :func:`attend_body` on every thread of a team, with the
+address of the arguments (``layout.Call``); the threads take items from a counter until none is
+left. ``tag`` is the element type of the cache (``simd``).
 
-Inside a block, a head's tokens lie in groups of 16 of ``[units, 16 tokens]`` for K and
-``[token units, head]`` for V, where a unit is four bytes (``simd``): one vector load feeds 16
-tokens' scores, or 16 head elements of the output, and no sum across lanes is needed. If the block
-size is not a multiple of 16, blocks hold plain ``[token, head]`` and are packed into such groups as
-they are read: right, and slower.
-
-An item is a tile of queries of one row and one KV head, all query heads of the group together, so
-that K and V are read once for them. It walks over the keys in spans of 128 with an online softmax
-(Milakov and Gimelshein 2018; Dao et al. 2022) in base 2. Decode rows of long contexts are split
-into items of SPLIT_TOKENS keys; whichever ends last combines the parts in order. Neither tiles nor
-splits depend on the other rows of a batch, and so neither does a row's result.
+An item is a tile of one row's queries and one KV head, all query heads of its group together, so
+that K and V are read once for them; a tile's rows are (token, head of the group), token by token.
+It walks over the keys in spans of 128 with an online softmax (Milakov and Gimelshein 2018; Dao et
+al. 2022) in base 2. Decode rows of long contexts are split into items of SPLIT_TOKENS keys, and
+whichever ends last combines the parts in order. Neither tiles nor splits depend on the other rows
+of a batch, and so neither does a row's result.
 """
 
 import numpy as np
 from numba import njit
 
+from jitney.execution.attention.blocks import (
+    copy_element,
+    copy_plain,
+    find_groups,
+    stage_span,
+    write_items,
+)
+from jitney.execution.attention.layout import (
+    SPAN_TOKENS,
+    TILE_ROWS,
+    place_scratch,
+    read_call,
+    read_work,
+)
 from jitney.execution.attention.products import (
     COLUMNS,
     GROUP_TOKENS,
     MAX_ROWS,
+    MAX_ROWS_AMX,
     VECTOR_BYTES,
+    amx_begin,
+    amx_end,
     score_tile,
+    score_tile_amx,
     value_tile_narrow,
+    value_tile_narrow_amx,
     value_tile_wide,
+    value_tile_wide_amx,
 )
 from jitney.execution.attention.simd import (
     LANES,
@@ -44,324 +59,175 @@ from jitney.execution.attention.simd import (
     larger,
     load,
     load_f32,
-    load_i32,
-    load_i64,
-    load_u16,
     splat,
     store,
     store_as,
     store_f32,
-    store_i32,
     store_i64,
-    store_u16,
 )
-
-SPAN_GROUPS = 8
-SPAN_TOKENS = SPAN_GROUPS * GROUP_TOKENS
-"""Keys per turn of the online softmax."""
-SPLIT_TOKENS = 512
-"""Keys per item of a decode row."""
-TILE_ROWS = 48
-"""Query heads times tokens of one item, at most, unless one token has more."""
-
-# Arguments of both bodies, in units of 8 bytes.
-COUNTER = 0  # items taken so far; 0 at the start
-NUM_ITEMS = 1
-ITEMS = 2  # address of int64 [works, ITEM_FIELDS]; an item is (work, KV head)
-THREADS = 3  # threads that have begun; 0 at the start
-SCRATCH = 4
-SCRATCH_BYTES = 5  # per thread
-QUERY = 6
-QUERY_TOKEN_STRIDE = 7  # strides are in bytes
-QUERY_HEAD_STRIDE = 8
-OUT = 9  # [T, heads, head], contiguous
-HEADS = 10
-KV_HEADS = 11
-HEAD_SIZE = 12
-PADDED = 13  # head size in the cache
-KEY_CACHE = 14
-VALUE_CACHE = 15
-BLOCK_SIZE = 16
-TABLE = 17  # int32 [R, TABLE_WIDTH]
-TABLE_WIDTH = 18
-WINDOW = 19  # 0: none
-SCALE = 20  # float32
-SOFTCAP = 21  # float32; 0: none
-SINKS = 22  # address of float32 [heads]; 0: none
-PARTS = 23  # float32 records of split rows
-PARTS_DONE = 24  # int64 [split rows, KV heads], 0 at the start and at the end
-KEY = 25
-KEY_TOKEN_STRIDE = 26
-KEY_HEAD_STRIDE = 27
-VALUE = 28
-VALUE_TOKEN_STRIDE = 29
-VALUE_HEAD_STRIDE = 30
-SLOTS = 31  # int64 [T]
-TOKENS = 32
-ARGUMENTS = 33
-
-# Fields of one work.
-ROW = 0
-FIRST_TOKEN = 1  # of the flattened T
-NUM_TOKENS = 2
-POSITION = 3  # of the first token
-KEYS_BEGIN = 4  # a multiple of 16
-KEYS_END = 5
-PART = 6  # index among the row's parts
-NUM_PARTS = 7
-FIRST_PART = 8  # record of part 0, counted over all split rows
-SPLIT_ROW = 9
-ITEM_FIELDS = 10
-
-WRITE_TOKENS = 16
-"""Tokens of one item of ``write_body``."""
 
 LOG2_E = np.float32(1.4426950408889634)
 NEGATIVE_INFINITY = np.float32(-np.inf)
 LOWEST = np.float32(-1e30)
 """The running maximum before any key: finite, so that no difference is infinity less infinity."""
-
-
-# --------------------------------------------------------------------------- writing
-
-
-@njit
-def copy_element(tag, source, target):
-    """One element, as bits."""
-    if element_bytes(tag) == 4:
-        store_i32(target, load_i32(source))
-    else:
-        store_u16(target, load_u16(source))
+AMX_LEAST_ROWS = 8
+"""Tiles of fewer rows are computed with vectors: the tile unit always computes 16."""
 
 
 @njit
-def zero_element(tag, target):
-    """One element."""
-    if element_bytes(tag) == 4:
-        store_i32(target, np.int32(0))
-    else:
-        store_u16(target, np.uint16(0))
+def write_body(tag, arguments):
+    """Write the new K and V to their slots."""
+    write_items(tag, read_call(arguments))
 
 
 @njit
-def pack_key(tag, source, head, padded, group, lane):
-    """One token's key into lane ``lane`` of a group [units, 16 tokens]."""
-    size = element_bytes(tag)
-    pairs = UNIT_BYTES // size
-    target = group + lane * UNIT_BYTES
-    for unit in range(padded // pairs):
-        where = target + unit * VECTOR_BYTES
-        if (unit + 1) * pairs <= head:
-            store_i32(where, load_i32(source + unit * UNIT_BYTES))
-        else:
-            for e in range(pairs):
-                if unit * pairs + e < head:
-                    copy_element(tag, source + (unit * pairs + e) * size, where + e * size)
-                else:
-                    zero_element(tag, where + e * size)
+def attend_body(tag, arguments):
+    """Take items until none is left. A thread knows its next item while it works on one."""
+    call = read_call(arguments)
+    thread = fetch_add(call.threads)
+    group = call.heads // call.kv_heads
+    at = place_scratch(
+        call.scratch + thread * call.scratch_bytes,
+        element_bytes(tag), max(TILE_ROWS, group), call.padded, call.table_width * call.block_size,
+    )  # fmt: skip
+    if call.tiles != 0:
+        amx_begin()
+    item = fetch_add(call.counter)
+    while item < call.num_items:
+        upcoming = fetch_add(call.counter)
+        attend_item(tag, call, item, upcoming if upcoming < call.num_items else item, at)
+        item = upcoming
+    if call.tiles != 0:
+        amx_end()
 
 
 @njit
-def pack_value(tag, source, head, padded, group, lane):
-    """One token's value into a group [token units, head]."""
-    size = element_bytes(tag)
-    pairs = UNIT_BYTES // size
-    target = group + (lane // pairs) * padded * UNIT_BYTES + (lane % pairs) * size
-    for d in range(head):
-        copy_element(tag, source + d * size, target + d * UNIT_BYTES)
-    for d in range(head, padded):
-        zero_element(tag, target + d * UNIT_BYTES)
-
-
-@njit
-def copy_plain(tag, source, head, padded, target):
-    """One token's key or value into a plain block."""
-    size = element_bytes(tag)
-    for d in range(head):
-        copy_element(tag, source + d * size, target + d * size)
-    for d in range(head, padded):
-        zero_element(tag, target + d * size)
-
-
-@njit
-def write_token(tag, args, t, head_index):
-    """K and V of flattened token ``t``, one KV head."""
-    size = element_bytes(tag)
-    head, padded = load_i64(args + 8 * HEAD_SIZE), load_i64(args + 8 * PADDED)
-    block_size = load_i64(args + 8 * BLOCK_SIZE)
-    slot = load_i64(load_i64(args + 8 * SLOTS) + 8 * t)
-    block, offset = slot // block_size, slot % block_size
-    plane = (block * load_i64(args + 8 * KV_HEADS) + head_index) * block_size * padded * size
-    key = (
-        load_i64(args + 8 * KEY)
-        + t * load_i64(args + 8 * KEY_TOKEN_STRIDE)
-        + head_index * load_i64(args + 8 * KEY_HEAD_STRIDE)
-    )
-    value = (
-        load_i64(args + 8 * VALUE)
-        + t * load_i64(args + 8 * VALUE_TOKEN_STRIDE)
-        + head_index * load_i64(args + 8 * VALUE_HEAD_STRIDE)
-    )
-    key_plane = load_i64(args + 8 * KEY_CACHE) + plane
-    value_plane = load_i64(args + 8 * VALUE_CACHE) + plane
-    if block_size % GROUP_TOKENS == 0:
-        group = (offset // GROUP_TOKENS) * GROUP_TOKENS * padded * size
-        lane = offset % GROUP_TOKENS
-        pack_key(tag, key, head, padded, key_plane + group, lane)
-        pack_value(tag, value, head, padded, value_plane + group, lane)
-    else:
-        copy_plain(tag, key, head, padded, key_plane + offset * padded * size)
-        copy_plain(tag, value, head, padded, value_plane + offset * padded * size)
-
-
-@njit
-def write_body(tag, args):
-    """Write the new K and V; an item is WRITE_TOKENS tokens of one KV head."""
-    tokens, kv_heads = load_i64(args + 8 * TOKENS), load_i64(args + 8 * KV_HEADS)
-    while True:
-        item = fetch_add(args + 8 * COUNTER)
-        if item >= load_i64(args + 8 * NUM_ITEMS):
-            return
-        first = item // kv_heads * WRITE_TOKENS
-        for t in range(first, min(first + WRITE_TOKENS, tokens)):
-            write_token(tag, args, t, item % kv_heads)
-
-
-# --------------------------------------------------------------------------- scratch
-
-
-@njit
-def scratch_layout(size, rows, padded):
-    """Byte offsets of one thread's scratch areas, and their total, for tiles of ``rows``.
-
-    In order: queries [rows, padded], scores [MAX_ROWS, span], weights [MAX_ROWS, span], outputs
-    [rows, padded] float32, running maxima and sums [rows] float32, addresses of the span's
-    groups of K and of V, the last V group, and packed copies of the span's K and V.
-    """
-    queries = 0
-    scores = queries + rows * padded * size
-    weights = scores + MAX_ROWS * SPAN_TOKENS * 4
-    outputs = weights + MAX_ROWS * SPAN_TOKENS * size
-    maxima = outputs + rows * padded * 4
-    sums = maxima + rows * 64
-    key_groups = sums + rows * 64
-    value_groups = key_groups + SPAN_GROUPS * 8
-    last = value_groups + SPAN_GROUPS * 8
-    keys = last + GROUP_TOKENS * padded * size
-    values = keys + SPAN_TOKENS * padded * size
-    total = values + SPAN_TOKENS * padded * size
-    return (
-        queries,
-        scores,
-        weights,
-        outputs,
-        maxima,
-        sums,
-        key_groups,
-        value_groups,
-        last,
-        keys,
-        values,
-        total,
-    )
-
-
-# --------------------------------------------------------------------------- attending
-
-
-@njit
-def load_queries(tag, args, work, kv_head, queries, rows):
-    """The tile's queries as [tokens * heads of the group, padded], zeros beyond the head."""
-    size = element_bytes(tag)
-    head, padded = load_i64(args + 8 * HEAD_SIZE), load_i64(args + 8 * PADDED)
-    group = load_i64(args + 8 * HEADS) // load_i64(args + 8 * KV_HEADS)
-    first = load_i64(work + 8 * FIRST_TOKEN)
+def attend_item(tag, call, item, upcoming, at):
+    """One tile of queries against all keys of its work."""
+    kv_head = item % call.kv_heads
+    work = read_work(call, item // call.kv_heads)
+    group = call.heads // call.kv_heads
+    rows = work.num_tokens * group
+    load_queries(tag, call, work, kv_head, rows, at)
+    begin_rows(call, work, kv_head, rows, at)
+    find_groups(
+        tag, call, work, kv_head,
+        read_work(call, upcoming // call.kv_heads), upcoming % call.kv_heads, at,
+    )  # fmt: skip
+    tiles = call.tiles != 0 and rows >= AMX_LEAST_ROWS
+    slices = -(-rows // (MAX_ROWS_AMX if tiles else MAX_ROWS))
+    for base in range(work.keys_begin, work.keys_end, SPAN_TOKENS):
+        width = min(SPAN_TOKENS, work.keys_end - base)
+        if call.block_size % GROUP_TOKENS != 0:
+            stage_span(tag, call, work, kv_head, base, width, at)
+        for i in range(slices):
+            first = i * MAX_ROWS_AMX if tiles else rows * i // slices
+            end = min(rows, first + MAX_ROWS_AMX) if tiles else rows * (i + 1) // slices
+            attend_rows(tag, call, work, first, end - first, base, width, tiles, at)
+    if work.num_parts > 1:
+        finish_part(tag, call, work, kv_head, rows, at)
+        return
     for r in range(rows):
-        source = (
-            load_i64(args + 8 * QUERY)
-            + (first + r // group) * load_i64(args + 8 * QUERY_TOKEN_STRIDE)
-            + (kv_head * group + r % group) * load_i64(args + 8 * QUERY_HEAD_STRIDE)
-        )
-        copy_plain(tag, source, head, padded, queries + r * padded * size)
+        emit_row(
+            tag, call, work.first_token + r // group, kv_head * group + r % group,
+            at.outputs + r * call.padded * 4, load_f32(at.sums + 4 * r), at.scores,
+        )  # fmt: skip
 
 
 @njit
-def find_groups(tag, args, work, kv_head, base, width, scratch, layout):
-    """Addresses of the K and V groups of the ``width`` keys from ``base`` on.
+def load_queries(tag, call, work, kv_head, rows, at):
+    """The tile's queries, zeros beyond the head and up to a multiple of 16 rows."""
+    group = call.heads // call.kv_heads
+    stride = call.padded * element_bytes(tag)
+    for r in range(rows):
+        token, head = work.first_token + r // group, kv_head * group + r % group
+        source = call.query + token * call.query_token_stride + head * call.query_head_stride
+        copy_plain(tag, source, call.head_size, call.padded, at.queries + r * stride)
+    for r in range(rows, -(-rows // LANES) * LANES):
+        copy_plain(tag, at.queries, 0, call.padded, at.queries + r * stride)
 
-    The last V group is copied with zeros for the slots beyond the last key: a weight of zero does
-    not cancel what an unwritten slot may hold. (K needs no such care: lanes do not mix.)
-    """
+
+@njit
+def begin_rows(call, work, kv_head, rows, at):
+    """Running maximum, sum and output before the first key; a sink counts as a key of no value."""
+    group = call.heads // call.kv_heads
+    for r in range(rows):
+        maximum, total = LOWEST, np.float32(0.0)
+        if call.sinks != 0 and work.part == 0:
+            maximum = load_f32(call.sinks + 4 * (kv_head * group + r % group)) * LOG2_E
+            total = np.float32(1.0)
+        store_f32(at.maxima + 4 * r, maximum)
+        store_f32(at.sums + 4 * r, total)
+    for i in range(0, -(-rows // LANES) * LANES * call.padded, LANES):
+        store(at.outputs + i * 4, splat(np.float32(0.0)))
+
+
+@njit
+def attend_rows(tag, call, work, first, rows, base, width, tiles, at):
+    """A slice of the tile, ``rows`` from ``first`` on, against the span of keys at ``base``."""
     size = element_bytes(tag)
-    _, _, _, _, _, _, key_groups, value_groups, last, keys, values, _ = layout
-    padded, block_size = load_i64(args + 8 * PADDED), load_i64(args + 8 * BLOCK_SIZE)
-    kv_heads = load_i64(args + 8 * KV_HEADS)
-    key_cache, value_cache = load_i64(args + 8 * KEY_CACHE), load_i64(args + 8 * VALUE_CACHE)
-    table = (
-        load_i64(args + 8 * TABLE) + load_i64(work + 8 * ROW) * load_i64(args + 8 * TABLE_WIDTH) * 4
+    group = call.heads // call.kv_heads
+    oldest = work.position + first // group
+    newest = work.position + (first + rows - 1) // group
+    # Groups that no row here may see are left out: those after it, and a span before the window.
+    groups = min(-(-width // GROUP_TOKENS), (newest - base) // GROUP_TOKENS + 1)
+    if groups <= 0 or (call.window > 0 and base + SPAN_TOKENS <= oldest - call.window + 1):
+        return
+    begin = (base - work.keys_begin) // GROUP_TOKENS * 8
+    queries = at.queries + first * call.padded * size
+    score_span(
+        tag, rows, queries, call.padded * size, at.key_groups + begin, groups, at.scores, tiles
     )
-    group_bytes = GROUP_TOKENS * padded * size
-    plane = block_size * padded * size
-    count = -(-width // GROUP_TOKENS)
-    for g in range(count):
-        position = base + g * GROUP_TOKENS
-        if block_size % GROUP_TOKENS == 0:
-            block = np.int64(load_i32(table + position // block_size * 4))
-            inside = position % block_size // GROUP_TOKENS * group_bytes
-            key = key_cache + (block * kv_heads + kv_head) * plane + inside
-            value = value_cache + (block * kv_heads + kv_head) * plane + inside
+    for r in range(rows):
+        p = work.position + (first + r) // group
+        rescale = weigh_row(
+            tag, at.scores + r * SPAN_TOKENS * 4, at.weights + r * SPAN_TOKENS * size, groups,
+            p - call.window + 1 - base if call.window > 0 else 0, p + 1 - base,
+            call.scale, call.softcap, at.maxima + 4 * (first + r), at.sums + 4 * (first + r),
+        )  # fmt: skip
+        if rescale != np.float32(1.0):
+            scale_row(at.outputs + (first + r) * call.padded * 4, call.padded, rescale)
+    outputs = at.outputs + first * call.padded * 4
+    add_values(tag, rows, at.weights, at.value_groups + begin, groups, call.padded, outputs, tiles)
+
+
+@njit
+def score_span(tag, rows, queries, stride, key_groups, groups, scores, tiles):
+    """scores = queries times keys. Computes whole multiples of COLUMNS groups."""
+    units = stride // UNIT_BYTES
+    for g in range(0, groups, COLUMNS):
+        keys, out = key_groups + 8 * g, scores + g * VECTOR_BYTES
+        if tiles:
+            score_tile_amx(queries, stride, keys, units, out, SPAN_TOKENS * 4)
         else:
-            key = scratch + keys + g * group_bytes
-            value = scratch + values + g * group_bytes
-            for lane in range(min(GROUP_TOKENS, base + width - position)):
-                p = position + lane
-                block = np.int64(load_i32(table + p // block_size * 4))
-                slot = (block * kv_heads + kv_head) * plane + p % block_size * padded * size
-                pack_key(tag, key_cache + slot, padded, padded, key, lane)
-                pack_value(tag, value_cache + slot, padded, padded, value, lane)
-        store_i64(scratch + key_groups + 8 * g, key)
-        store_i64(scratch + value_groups + 8 * g, value)
-    for g in range(count, SPAN_GROUPS):
-        store_i64(scratch + key_groups + 8 * g, load_i64(scratch + key_groups))
-    if width % GROUP_TOKENS != 0:
-        source = load_i64(scratch + value_groups + 8 * (count - 1))
-        copy_last_values(tag, source, padded, width % GROUP_TOKENS, scratch + last)
-        store_i64(scratch + value_groups + 8 * (count - 1), scratch + last)
-    return count
+            score_tile(tag, rows, queries, stride, keys, units, out, SPAN_TOKENS * 4)
 
 
 @njit
-def copy_last_values(tag, source, padded, tokens, target):
-    """The first ``tokens`` of a V group, and zeros for the rest."""
-    size = element_bytes(tag)
-    pairs = UNIT_BYTES // size
-    full = tokens // pairs
-    step = padded * UNIT_BYTES
-    for i in range(full * padded):
-        store_i32(target + i * 4, load_i32(source + i * 4))
-    for i in range(full * padded, GROUP_TOKENS // pairs * padded):
-        store_i32(target + i * 4, np.int32(0))
-    if tokens % pairs != 0:
-        for d in range(padded):
-            where = full * step + d * UNIT_BYTES
-            store_u16(target + where, load_u16(source + where))
-
-
-@njit
-def power_of_two(x):
-    """2**x of one number, as ``exp2``."""
-    return lane_max(exp2(splat(x)))
-
-
-@njit
-def cap(x, softcap):
-    """softcap * tanh(x / softcap) * log2(e), with tanh(y) = 1 - 2 / (1 + e**2y)."""
-    y = x * splat(np.float32(2.0) * LOG2_E / softcap)
-    # Beyond 40 in base 2 the hyperbolic tangent is 1 in float32.
-    y = splat(np.float32(0.0)) - larger(splat(np.float32(-40.0)), splat(np.float32(0.0)) - y)
-    one = splat(np.float32(1.0))
-    tanh = one - splat(np.float32(2.0)) / (one + exp2(y))
-    return tanh * splat(softcap * LOG2_E)
+def add_values(tag, rows, weights, value_groups, groups, padded, outputs, tiles):
+    """outputs += weights times values, for all head elements."""
+    stride, step = SPAN_TOKENS * element_bytes(tag), padded * UNIT_BYTES
+    wide = padded // (COLUMNS * LANES) * COLUMNS * LANES
+    for d in range(0, wide, COLUMNS * LANES):
+        offset, out = d * UNIT_BYTES, outputs + d * 4
+        if tiles:
+            value_tile_wide_amx(
+                weights, stride, value_groups, groups, step, offset, out, padded * 4
+            )
+        else:
+            value_tile_wide(
+                tag, rows, weights, stride, value_groups, groups, step, offset, out, padded * 4
+            )
+    for d in range(wide, padded, LANES):
+        offset, out = d * UNIT_BYTES, outputs + d * 4
+        if tiles:
+            value_tile_narrow_amx(
+                weights, stride, value_groups, groups, step, offset, out, padded * 4
+            )
+        else:
+            value_tile_narrow(
+                tag, rows, weights, stride, value_groups, groups, step, offset, out, padded * 4
+            )
 
 
 @njit
@@ -372,23 +238,20 @@ def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, 
     Returns the factor for what was added up under the old maximum.
     """
     best = splat(NEGATIVE_INFINITY)
-    whole = low <= 0 and high >= groups * GROUP_TOKENS
-    factor = splat(scale if softcap != np.float32(0.0) else scale * LOG2_E)
+    factor = scale * LOG2_E
+    if softcap != np.float32(0.0):
+        cap_row(scores, groups, scale, softcap)
+        factor = np.float32(1.0)
+    if low > 0 or high < groups * GROUP_TOKENS:
+        hide_row(scores, groups, low, high)
     for g in range(groups):
-        at = scores + g * VECTOR_BYTES
-        s = load(at) * factor
-        if softcap != np.float32(0.0):
-            s = cap(s, softcap)
-        if not whole:
-            s = keep_between(s, low - g * LANES, high - g * LANES, NEGATIVE_INFINITY)
-        store(at, s)
-        best = larger(s, best)
+        best = larger(load(scores + g * VECTOR_BYTES), best)
     before = load_f32(maximum)
-    after = max(before, lane_max(best))
-    shift = splat(after)
+    after = max(before, lane_max(best) * factor)
+    steep, shift = splat(factor), splat(-after)
     added = splat(np.float32(0.0))
     for g in range(groups):
-        w = exp2(load(scores + g * VECTOR_BYTES) - shift)
+        w = exp2(fma(load(scores + g * VECTOR_BYTES), steep, shift))
         added = added + w
         store_as(tag, weights + g * LANES * element_bytes(tag), w)
     rescale = np.float32(1.0) if after == before else power_of_two(before - after)
@@ -398,63 +261,32 @@ def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, 
 
 
 @njit
-def add_values(tag, rows, weights, value_groups, groups, padded, outputs):
-    """outputs += weights times values, for all head elements."""
-    stride = SPAN_TOKENS * element_bytes(tag)
-    wide = COLUMNS * LANES
-    step = padded * UNIT_BYTES
-    d = 0
-    while d + wide <= padded:
-        value_tile_wide(
-            tag, rows, weights, stride, value_groups, groups, step,
-            d * UNIT_BYTES, outputs + d * 4, padded * 4,
-        )  # fmt: skip
-        d += wide
-    while d < padded:
-        value_tile_narrow(
-            tag, rows, weights, stride, value_groups, groups, step,
-            d * UNIT_BYTES, outputs + d * 4, padded * 4,
-        )  # fmt: skip
-        d += LANES
+def hide_row(scores, groups, low, high):
+    """Minus infinity for all keys outside [low, high)."""
+    for g in range(groups):
+        where = scores + g * VECTOR_BYTES
+        store(
+            where, keep_between(load(where), low - g * LANES, high - g * LANES, NEGATIVE_INFINITY)
+        )
 
 
 @njit
-def attend_rows(tag, args, work, first, rows, base, groups, scratch, layout):
-    """At most MAX_ROWS rows of the tile, from ``first`` on, against one span of keys."""
-    size = element_bytes(tag)
-    queries, scores, weights, outputs, maxima, sums, key_groups, value_groups, _, _, _, _ = layout
-    padded = load_i64(args + 8 * PADDED)
-    heads = load_i64(args + 8 * HEADS) // load_i64(args + 8 * KV_HEADS)
-    window = load_i64(args + 8 * WINDOW)
-    scale, softcap = load_f32(args + 8 * SCALE), load_f32(args + 8 * SOFTCAP)
-    position = load_i64(work + 8 * POSITION)
-    newest = position + (first + rows - 1) // heads
-    oldest = position + first // heads
-    # Groups that no row here may see are left out: later ones, and those before the window.
-    groups = min(groups, (newest - base) // GROUP_TOKENS + 1)
-    if groups <= 0 or (window > 0 and oldest - window >= base + groups * GROUP_TOKENS - 1):
-        return
-    units = padded * size // UNIT_BYTES
-    for g in range(0, groups, COLUMNS):
-        score_tile(
-            tag, rows, scratch + queries + first * padded * size, padded * size,
-            scratch + key_groups + 8 * g, units,
-            scratch + scores + g * VECTOR_BYTES, SPAN_TOKENS * 4,
-        )  # fmt: skip
-    for r in range(rows):
-        p = position + (first + r) // heads
-        low = p - window + 1 - base if window > 0 else 0
-        rescale = weigh_row(
-            tag, scratch + scores + r * SPAN_TOKENS * 4, scratch + weights + r * SPAN_TOKENS * size,
-            groups, low, p + 1 - base, scale, softcap,
-            scratch + maxima + 4 * (first + r), scratch + sums + 4 * (first + r),
-        )  # fmt: skip
-        if rescale != np.float32(1.0):
-            scale_row(scratch + outputs + (first + r) * padded * 4, padded, rescale)
-    add_values(
-        tag, rows, scratch + weights, scratch + value_groups, groups, padded,
-        scratch + outputs + first * padded * 4,
-    )  # fmt: skip
+def cap_row(scores, groups, scale, softcap):
+    """score -> softcap * tanh(score * scale / softcap) * log2(e), tanh(y) = 1 - 2 / (1 + e**2y)."""
+    one, zero = splat(np.float32(1.0)), splat(np.float32(0.0))
+    # Beyond 40 in base 2 the hyperbolic tangent is 1 in float32.
+    limit = splat(np.float32(-40.0))
+    for g in range(groups):
+        where = scores + g * VECTOR_BYTES
+        y = load(where) * splat(np.float32(2.0) * LOG2_E * scale / softcap)
+        tanh = one - splat(np.float32(2.0)) / (one + exp2(zero - larger(zero - y, limit)))
+        store(where, tanh * splat(softcap * LOG2_E))
+
+
+@njit
+def power_of_two(x):
+    """2**x of one number, as ``exp2``."""
+    return lane_max(exp2(splat(x)))
 
 
 @njit
@@ -465,119 +297,49 @@ def scale_row(row, padded, factor):
 
 
 @njit
-def begin_rows(args, work, kv_head, rows, scratch, layout):
-    """Running maximum, sum and output before the first key; a sink counts as a key of no value."""
-    _, _, _, outputs, maxima, sums, _, _, _, _, _, _ = layout
-    padded = load_i64(args + 8 * PADDED)
-    heads = load_i64(args + 8 * HEADS) // load_i64(args + 8 * KV_HEADS)
-    sinks = load_i64(args + 8 * SINKS)
-    for r in range(rows):
-        maximum, total = LOWEST, np.float32(0.0)
-        if sinks != 0 and load_i64(work + 8 * PART) == 0:
-            maximum = load_f32(sinks + 4 * (kv_head * heads + r % heads)) * LOG2_E
-            total = np.float32(1.0)
-        store_f32(scratch + maxima + 4 * r, maximum)
-        store_f32(scratch + sums + 4 * r, total)
-        for d in range(0, padded, LANES):
-            store(scratch + outputs + (r * padded + d) * 4, splat(np.float32(0.0)))
-
-
-@njit
-def emit_row(tag, args, token, head_index, row, total, spare):
+def emit_row(tag, call, token, head, row, total, spare):
     """One query head's output: the accumulated ``row`` over ``total``. ``spare`` is overwritten."""
     size = element_bytes(tag)
-    head = load_i64(args + 8 * HEAD_SIZE)
-    target = (
-        load_i64(args + 8 * OUT) + (token * load_i64(args + 8 * HEADS) + head_index) * head * size
-    )
+    target = call.out + (token * call.heads + head) * call.head_size * size
     share = splat(np.float32(1.0) / total)
-    d = 0
-    while d + LANES <= head:
+    whole = call.head_size // LANES * LANES
+    for d in range(0, whole, LANES):
         store_as(tag, target + d * size, load(row + d * 4) * share)
-        d += LANES
-    if d < head:
-        store_as(tag, spare, load(row + d * 4) * share)
-        for e in range(head - d):
-            copy_element(tag, spare + e * size, target + (d + e) * size)
+    if whole < call.head_size:
+        store_as(tag, spare, load(row + whole * 4) * share)
+        for e in range(call.head_size - whole):
+            copy_element(tag, spare + e * size, target + (whole + e) * size)
 
 
 @njit
-def finish_split(tag, args, work, kv_head, rows, scratch, layout):
+def finish_part(tag, call, work, kv_head, rows, at):
     """Keep this part's sums; the last part of the row to end combines them all, in order."""
-    _, scores, _, outputs, maxima, sums, _, _, _, _, _, _ = layout
-    padded, kv_heads = load_i64(args + 8 * PADDED), load_i64(args + 8 * KV_HEADS)
-    record = rows * (padded + 2) * 4
-    parts = load_i64(work + 8 * NUM_PARTS)
-    base = load_i64(args + 8 * PARTS)
-    first = load_i64(work + 8 * FIRST_PART)
-    mine = base + ((first + load_i64(work + 8 * PART)) * kv_heads + kv_head) * record
-    for i in range(rows * padded):
-        store_f32(mine + 4 * i, load_f32(scratch + outputs + 4 * i))
+    record = rows * (call.padded + 2) * 4
+    maxima, sums = rows * call.padded * 4, rows * (call.padded + 1) * 4
+    first = call.parts + (work.first_part * call.kv_heads + kv_head) * record
+    stride = call.kv_heads * record
+    mine = first + work.part * stride
+    for i in range(0, rows * call.padded, LANES):
+        store(mine + 4 * i, load(at.outputs + 4 * i))
     for r in range(rows):
-        store_f32(mine + 4 * (rows * padded + r), load_f32(scratch + maxima + 4 * r))
-        store_f32(mine + 4 * (rows * (padded + 1) + r), load_f32(scratch + sums + 4 * r))
-    done = (
-        load_i64(args + 8 * PARTS_DONE) + (load_i64(work + 8 * SPLIT_ROW) * kv_heads + kv_head) * 8
-    )
-    if fetch_add(done) != parts - 1:
+        store_f32(mine + maxima + 4 * r, load_f32(at.maxima + 4 * r))
+        store_f32(mine + sums + 4 * r, load_f32(at.sums + 4 * r))
+    done = call.parts_done + (work.split_row * call.kv_heads + kv_head) * 8
+    if fetch_add(done) != work.num_parts - 1:
         return
     store_i64(done, 0)
     for r in range(rows):
         best = LOWEST
-        for i in range(parts):
-            theirs = base + ((first + i) * kv_heads + kv_head) * record
-            best = max(best, load_f32(theirs + 4 * (rows * padded + r)))
+        for i in range(work.num_parts):
+            best = max(best, load_f32(first + i * stride + maxima + 4 * r))
         total = np.float32(0.0)
-        row = scratch + outputs + r * padded * 4
-        for i in range(parts):
-            theirs = base + ((first + i) * kv_heads + kv_head) * record
-            factor = power_of_two(load_f32(theirs + 4 * (rows * padded + r)) - best)
-            total += factor * load_f32(theirs + 4 * (rows * (padded + 1) + r))
-            for d in range(0, padded, LANES):
-                sofar = splat(np.float32(0.0)) if i == 0 else load(row + d * 4)
-                store(row + d * 4, fma(load(theirs + (r * padded + d) * 4), splat(factor), sofar))
-        token = load_i64(work + 8 * FIRST_TOKEN)
-        emit_row(tag, args, token, kv_head * rows + r, row, total, scratch + scores)
-
-
-@njit
-def attend_item(tag, args, work, kv_head, scratch):
-    """One tile of queries against all keys of its work."""
-    padded = load_i64(args + 8 * PADDED)
-    heads = load_i64(args + 8 * HEADS) // load_i64(args + 8 * KV_HEADS)
-    layout = scratch_layout(element_bytes(tag), max(TILE_ROWS, heads), padded)
-    queries, scores, _, outputs, _, sums, _, _, _, _, _, _ = layout
-    rows = load_i64(work + 8 * NUM_TOKENS) * heads
-    load_queries(tag, args, work, kv_head, scratch + queries, rows)
-    begin_rows(args, work, kv_head, rows, scratch, layout)
-    end = load_i64(work + 8 * KEYS_END)
-    slices = -(-rows // MAX_ROWS)
-    for base in range(load_i64(work + 8 * KEYS_BEGIN), end, SPAN_TOKENS):
-        width = min(SPAN_TOKENS, end - base)
-        groups = find_groups(tag, args, work, kv_head, base, width, scratch, layout)
-        for i in range(slices):
-            first = rows * i // slices
-            count = rows * (i + 1) // slices - first
-            attend_rows(tag, args, work, first, count, base, groups, scratch, layout)
-    if load_i64(work + 8 * NUM_PARTS) > 1:
-        finish_split(tag, args, work, kv_head, rows, scratch, layout)
-        return
-    for r in range(rows):
-        token = load_i64(work + 8 * FIRST_TOKEN) + r // heads
-        row = scratch + outputs + r * padded * 4
-        total = load_f32(scratch + sums + 4 * r)
-        emit_row(tag, args, token, kv_head * heads + r % heads, row, total, scratch + scores)
-
-
-@njit
-def attend_body(tag, args):
-    """Take items until none is left."""
-    thread = fetch_add(args + 8 * THREADS)
-    scratch = load_i64(args + 8 * SCRATCH) + thread * load_i64(args + 8 * SCRATCH_BYTES)
-    kv_heads = load_i64(args + 8 * KV_HEADS)
-    while True:
-        item = fetch_add(args + 8 * COUNTER)
-        if item >= load_i64(args + 8 * NUM_ITEMS):
-            return
-        work = load_i64(args + 8 * ITEMS) + item // kv_heads * ITEM_FIELDS * 8
-        attend_item(tag, args, work, item % kv_heads, scratch)
+        row = at.outputs + r * call.padded * 4
+        scale_row(row, call.padded, np.float32(0.0))
+        for i in range(work.num_parts):
+            theirs = first + i * stride
+            factor = power_of_two(load_f32(theirs + maxima + 4 * r) - best)
+            total += factor * load_f32(theirs + sums + 4 * r)
+            for d in range(0, call.padded, LANES):
+                value = load(theirs + (r * call.padded + d) * 4)
+                store(row + d * 4, fma(value, splat(factor), load(row + d * 4)))
+        emit_row(tag, call, work.first_token, kv_head * rows + r, row, total, at.scores)

@@ -14,6 +14,7 @@ a product, is four bytes in every case: one float32, or two neighbouring two-byt
 import operator
 from typing import Any
 
+import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numpy as np
 from numba import njit, types
@@ -76,6 +77,11 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, fe_type, f32x)
 
 
+def host_has(feature: str) -> bool:
+    """Whether this processor has ``feature``, by LLVM's name. Numba compiles for this processor."""
+    return bool(llvm.get_host_cpu_features().get(feature))
+
+
 def splat_value(builder: Any, scalar: Any) -> Any:
     """IR: ``scalar`` in every lane."""
     base = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
@@ -87,6 +93,15 @@ def splat_value(builder: Any, scalar: Any) -> Any:
 def pointer(builder: Any, address: Any, to: Any) -> Any:
     """IR: an integer address as a pointer to type ``to``."""
     return builder.inttoptr(address, to.as_pointer())
+
+
+def prefetch_line(builder: Any, address: Any) -> None:
+    """IR: ask for the cache line at ``address``, to be read soon, in the second-level cache."""
+    where = pointer(builder, address, ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [where.type, i32, i32, i32])
+    hint = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
+    read, second_level, data = (ir.Constant(i32, n) for n in (0, 2, 1))
+    builder.call(hint, [where, read, second_level, data])
 
 
 def call_llvm(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
@@ -286,9 +301,13 @@ def _nearest(typingctx, value):
 
 @intrinsic
 def _times_power_of_two(typingctx, value, power):
-    """value * 2**power for whole powers from -126 to 127, 0 where the power is below that."""
+    """value * 2**power for whole powers up to 127; 0 where the power is below -126."""
 
     def emit(context, builder, signature, args):
+        if host_has("avx512f"):
+            name = "llvm.x86.avx512.mask.scalef.ps.512"
+            every, rounding = ir.Constant(i16, -1), ir.Constant(i32, 4)
+            return call_llvm(builder, name, f32x, [*args, args[0], every, rounding])
         least = splat_value(builder, ir.Constant(f32, -126.0))
         fits = builder.fcmp_ordered(">=", args[1], least)
         whole = builder.fptosi(builder.select(fits, args[1], least), i32x)
@@ -302,13 +321,14 @@ def _times_power_of_two(typingctx, value, power):
 
 @njit(inline="always")
 def exp2(x):
-    """2**x for x <= 127, within 2 units in the last place; 0 below 2**-126 and at -inf.
+    """2**x for x <= 127, within 2 units in the last place; next to 0 below 2**-126 and at -inf.
 
     2**x = 2**n * 2**f with n whole and |f| <= 1/2; the second factor is a polynomial fitted to
-    least relative error (Remez) over that interval.
+    least relative error over that interval.
     """
+    x = larger(x, splat(np.float32(-1000.0)))  # so that -inf - -inf does not arise
     n = _nearest(x)
-    f = larger(x - n, splat(np.float32(-1.0)))  # -inf - -inf is NaN: any number will do there
+    f = x - n
     p = splat(np.float32(EXP2_COEFFICIENTS[0]))
     p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[1])))
     p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[2])))
