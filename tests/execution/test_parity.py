@@ -77,12 +77,15 @@ def _generate(model, prompt: torch.Tensor) -> tuple[list[int], float]:
 
 @pytest.fixture(scope="module", params=ATTENTIONS)
 def runner(request, case: Case):
-    """One runner serves all scenarios of a case: what one left in the cache must not matter."""
+    """Plain torch, and all that the CPU has. One runner serves every scenario of a case: what one
+    left in the cache must not matter."""
     options = {
         "model": str(case.path),
         "device": "cpu",
         "dtype": "float32",
         "attention": request.param,
+        "prepack": request.param != "reference",
+        "fuse": request.param != "reference",
         "block_size": BLOCK_SIZE,
         "threads": 1,
         "kv_cache_bytes": 4 << 20,

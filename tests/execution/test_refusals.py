@@ -8,10 +8,10 @@ import safetensors.torch
 import torch
 import transformers
 from jitney.config import make_config
-from jitney.errors import ConfigError, UnsupportedModelError
+from jitney.errors import ConfigError, InstallationError, UnsupportedModelError
 from jitney.execution import interface
 from jitney.execution.models import load_model, resolve_device, resolve_dtype
-from jitney.execution.probe import compare_with_eager, record_layers
+from jitney.execution.probe import check_same, compare_with_eager, probe_logits, record_layers
 from jitney.execution.support import layer_windows
 
 from tests.tiny_models import make_checkpoint, make_model
@@ -233,6 +233,16 @@ def test_probe_sees_a_module_that_depends_on_the_batch(fault) -> None:
     with pytest.raises(UnsupportedModelError, match="away from those of"):
         compare_with_eager(module, specs)
     assert module.config._attn_implementation == interface.NAME
+
+
+def test_fast_kernels_that_give_other_results() -> None:
+    module = loaded_module()
+    specs = record_layers(module, layer_windows(module.config))
+    before = probe_logits(module, specs)
+    check_same(before, before + 1e-5)
+    for wrong in (before + 0.5, before * float("nan"), before.flip(0)):
+        with pytest.raises(InstallationError, match="set the options attention to 'reference'"):
+            check_same(before, wrong)
 
 
 def test_context_beyond_the_checkpoint(tmp_path: Path) -> None:

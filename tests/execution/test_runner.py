@@ -26,6 +26,8 @@ def options(path: Path, **more: object):
         "device": "cpu",
         "dtype": "float32",
         "attention": "reference",
+        "prepack": False,
+        "fuse": False,
         "threads": 1,
         "block_size": 4,
         "kv_cache_bytes": 1 << 20,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jitney.errors import CheckpointError
+from jitney.errors import CheckpointError, InstallationError
 from jitney.execution.attention import build_metadata
 from jitney.execution.interface import NAME, AttentionCall, PagedStep, forward
 from jitney.execution.memory import LayerSpec, make_layer_caches
@@ -63,7 +63,7 @@ def compare_with_eager(
     eager attention's own logits are not finite.
     """
     sequences = _probe_ids(module)
-    paged = _paged_logits(module, specs, sequences)
+    paged = probe_logits(module, specs)
     try:
         module.set_attn_implementation("eager")
         with torch.inference_mode():
@@ -78,14 +78,31 @@ def compare_with_eager(
             f"{weights} gives logits that are not finite: values in it are corrupt, or too large "
             "for the dtype"
         )
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    error = ((paged.float() - expected).norm(dim=-1) / spread).median().item()
-    if not error <= _TOLERANCE[embedding_weight(module).dtype]:
+    if (error := _distance(paged, expected)) is not None:
         raise refuse(
             module.config.model_type,
             f"over a paged cache its logits are {error:.2g} of their spread away from those of "
             "transformers' own attention",
         )
+
+
+def check_same(before: Tensor, after: Tensor) -> None:
+    """Check that a module gives what it gave before it was rearranged for speed: ``probe_logits``
+    of it then and now. Raises InstallationError, because a kernel went wrong on this machine."""
+    if (error := _distance(after, before)) is not None:
+        raise InstallationError(
+            f"the fast kernels of this machine give logits {error:.2g} of their spread away from "
+            "torch's own: set the options attention to 'reference', prepack and fuse to false"
+        )
+
+
+def _distance(got: Tensor, expected: Tensor) -> float | None:
+    """None if the logits agree as far as their dtype can; else how far they are apart: the median
+    over the tokens of the difference's norm relative to that of the centred logits."""
+    right = expected.float()
+    spread = (right - right.mean(-1, keepdim=True)).norm(dim=-1)
+    error = ((got.float() - right).norm(dim=-1) / spread).median().item()
+    return None if error <= _TOLERANCE[got.dtype] else error  # NaN is no agreement
 
 
 def embedding_weight(module: PreTrainedModel) -> Tensor:
@@ -143,15 +160,15 @@ class _Recorder:
         return [self._specs[i] for i in range(len(self._windows))]
 
 
-def _paged_logits(
-    module: PreTrainedModel, specs: list[LayerSpec], sequences: list[Tensor]
+def probe_logits(
+    module: PreTrainedModel, specs: list[LayerSpec], attention: str = "reference"
 ) -> Tensor:
-    """Logits [sum of _LENGTHS, vocabulary] of both sequences, one after the other."""
+    """Logits [sum of _LENGTHS, vocabulary] of both probe sequences over a paged cache."""
+    sequences = _probe_ids(module)
     device = sequences[0].device
     dtype = embedding_weight(module).dtype
-    caches = make_layer_caches(
-        specs, max(map(max, _TABLES)) + 1, _BLOCK_SIZE, dtype, device, "reference"
-    )
+    num_blocks = max(map(max, _TABLES)) + 1
+    caches = make_layer_caches(specs, num_blocks, _BLOCK_SIZE, dtype, device, attention)
     parts: list[list[Tensor]] = [[] for _ in sequences]
     for step in _STEPS:
         rows = [
