@@ -1,6 +1,8 @@
 """Tokenizers of checkpoints, and chat templates in their sandbox."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,25 @@ def test_a_malicious_template_reaches_nothing(tmp_path: Path, template: str) -> 
     assert "class" not in rendered
     assert "os" not in rendered
     assert chat == CHAT
+
+
+def test_encoding_a_long_prompt_lets_other_threads_run(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save("byte_level", tmp_path))
+    text = "def f(x):\n    return x + 1  # some comment\n" * 8_000
+    done = threading.Event()
+    rounds = 0
+
+    def count() -> None:
+        nonlocal rounds
+        while not done.is_set():
+            time.sleep(0.001)
+            rounds += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    began = time.perf_counter()
+    tokenizer.encode(text)
+    seconds = time.perf_counter() - began
+    done.set()
+    thread.join()
+    assert rounds > 20 * seconds, f"{rounds} rounds of 1 ms in {seconds:.2f} s"
