@@ -24,7 +24,7 @@ def _digest(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
 
 
-def _context(token_ids: Sequence[int]) -> list[Slot]:
+def context(token_ids: Sequence[int]) -> list[Slot]:
     """The slots of a context that is computed in one piece."""
     slots: list[Slot] = []
     digest = _START
@@ -51,7 +51,7 @@ def solo_stream(
     most = min(params.max_tokens, max_model_len - len(submit.prompt))
     output: list[int] = []
     while len(output) < most:
-        token = _pick(_context(submit.prompt + output), params.seed, index, vocab_size)
+        token = _pick(context(submit.prompt + output), params.seed, index, vocab_size)
         output.append(token)
         if token in submit.stop_ids and len(output) > params.min_tokens:
             break
@@ -60,9 +60,9 @@ def solo_stream(
 
 class FakeRunner:
     """Serves batches as the real runner does. ``choose`` may replace the hash by tokens of a test's
-    own: it gets the row and the sequence index. ``faults`` is called with each batch before any
-    of it is written and may raise; rows of requests in ``bad_keys`` come back with an error.
-    ``step_seconds`` is slept in every step."""
+    own: it gets the row and the sequence index. ``faults(batch, written)`` is called before a step
+    touches the memory and again after it has written, and may raise; rows of requests in
+    ``bad_keys`` come back with an error. ``step_seconds`` is slept in every step."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class FakeRunner:
         max_num_batched_tokens: int = 512,
         vocab_size: int = VOCAB_SIZE,
         choose: Callable[[Row, int], int] | None = None,
-        faults: Callable[[Batch], None] | None = None,
+        faults: Callable[[Batch, bool], None] | None = None,
         step_seconds: float = 0.0,
     ) -> None:
         self.info = ModelInfo(
@@ -99,7 +99,7 @@ class FakeRunner:
         """Copies, then all writes, then all reads: the order of a layer on a device."""
         self.batches += 1
         if self._faults is not None:
-            self._faults(batch)
+            self._faults(batch, False)
         if self._step_seconds:
             time.sleep(self._step_seconds)
         size = self.info.block_size
@@ -108,6 +108,8 @@ class FakeRunner:
             self.memory[destination * size : (destination + 1) * size] = slots
         for row in batch.rows:
             self._write(row)
+        if self._faults is not None:
+            self._faults(batch, True)
         return StepOutput([self._serve(row) for row in batch.rows])
 
     def block(self, number: int) -> list[Slot | None]:

@@ -1,0 +1,90 @@
+"""Host time of ``schedule`` and ``update`` per step, without a model.
+
+    python benchmarks/scheduler.py
+
+Every step decodes one token for each running sequence; the runner is one that answers at once with
+a constant. Prompts have 64 to 79 tokens and blocks 16, so that in each step every 16th sequence
+fills a block. The figures are medians over the steps, in milliseconds; the last column compares
+with the row without waiting requests, and should be about 1.
+"""
+
+import argparse
+import statistics
+import time
+
+from jitney.config import make_config
+from jitney.core.scheduler import Scheduler
+from jitney.request import Batch, RowOutput, StepOutput, Submit
+from jitney.sampling_params import SamplingParams
+
+PROMPT_TOKENS = 64
+BLOCK_SIZE = 16
+
+
+def answer(batch: Batch) -> StepOutput:
+    """One token for each sequence that is to be sampled."""
+    return StepOutput([RowOutput([7] * len(row.sample)) for row in batch.rows])
+
+
+def make_scheduler(running: int, waiting: int, steps: int) -> Scheduler:
+    """A scheduler with all seats taken and every prompt computed."""
+    blocks = running * ((PROMPT_TOKENS + BLOCK_SIZE + steps) // BLOCK_SIZE + 2)
+    options = {
+        "model": "none",
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": running,
+        "max_queued": waiting + running,
+    }
+    scheduler = Scheduler(
+        make_config(options),
+        num_blocks=blocks,
+        max_model_len=1 << 20,
+        max_num_batched_tokens=max(8192, running),
+    )
+    params = SamplingParams(max_tokens=10 * steps, seed=0)
+    for key in range(running + waiting):
+        prompt = [key] * (PROMPT_TOKENS + key % BLOCK_SIZE)
+        refused = scheduler.submit(Submit(key=key, prompt=prompt, params=params, arrival=key), key)
+        assert not refused
+    while True:
+        batch = scheduler.schedule(0.0)
+        scheduler.update(batch, answer(batch), 0.0)
+        if len(batch.rows) == running == batch.num_tokens:
+            return scheduler
+
+
+def measure(running: int, waiting: int, steps: int) -> tuple[float, float]:
+    """Median seconds of ``schedule`` and of ``update``."""
+    scheduler = make_scheduler(running, waiting, steps)
+    times: list[tuple[float, float]] = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        batch = scheduler.schedule(0.0)
+        scheduled = time.perf_counter()
+        output = answer(batch)
+        computed = time.perf_counter()
+        events = scheduler.update(batch, output, 0.0)
+        times.append((scheduled - started, time.perf_counter() - computed))
+        assert len(events) == running
+    return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1000])
+    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 10_000])
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parser.parse_args()
+    print(f"{'running':>8} {'waiting':>8} {'schedule':>9} {'update':>9} {'sum ms':>9} {'ratio':>6}")
+    for running in arguments.running:
+        first = None
+        for waiting in arguments.waiting:
+            planned, taken = (1e3 * s for s in measure(running, waiting, arguments.steps))
+            total = planned + taken
+            first = first or total
+            figures = f"{planned:9.3f} {taken:9.3f} {total:9.3f} {total / first:6.2f}"
+            print(f"{running:8,} {waiting:8,} {figures}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,403 @@
+"""The scheduler, the KV manager and the engine's step under arbitrary traffic in tiny pools.
+
+A hypothesis state machine drives the real engine over the arithmetic fake runner, whose tokens
+depend on every slot read back through the block table. After every rule all invariants hold; at the
+end everything drains within a computed number of steps, every request has had exactly one terminal
+event, and every stream is what the request would have got alone.
+"""
+
+import logging
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from jitney.config import make_config
+from jitney.core.kv_cache import block_hash, root_hash
+from jitney.engine import Engine
+from jitney.request import (
+    Batch,
+    Cancel,
+    Cancelled,
+    Failed,
+    Finish,
+    Finished,
+    PromptLogprobs,
+    StepReport,
+    Submit,
+    Tokens,
+)
+from jitney.sampling_params import SamplingParams
+
+from tests.fake_runner import VOCAB_SIZE, FakeRunner, candidates, context, solo_stream
+
+MAX_MODEL_LEN = 24
+TRUNK = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # prompts share its beginnings
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Thousands of raising steps are logged with their tracebacks otherwise."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+WISHES = st.fixed_dictionaries(
+    {
+        "shared": st.integers(0, len(TRUNK)),
+        "tail": st.lists(st.integers(0, 2), max_size=4),
+        "n": st.sampled_from([1, 1, 2, 3]),
+        "max_tokens": st.integers(1, 12),
+        "priority": st.integers(-2, 2),
+        "patience": st.sampled_from([None, None, None, None, 0.02, 3.0]),
+        "salt": st.sampled_from([None, None, "tenant"]),
+        "stop_ids": st.sampled_from([(), (), tuple(range(0, VOCAB_SIZE, 7))]),
+        "logprobs": st.sampled_from([None, 0]),
+        "prompt_logprobs": st.sampled_from([None, None, 1]),
+    }
+)
+
+
+DISTURBANCES = ["cancel", "finish", "raise", "raise late"]
+
+
+class Expected:
+    """What the front knows of one request, and what it has seen."""
+
+    def __init__(self, submit: Submit) -> None:
+        n = submit.params.n
+        self.submit = submit
+        self.most = min(submit.params.max_tokens, MAX_MODEL_LEN - len(submit.prompt))
+        self.solo = [solo_stream(submit, i, max_model_len=MAX_MODEL_LEN) for i in range(n)]
+        self.streams: list[list[int]] = [[] for _ in range(n)]
+        self.sums = [0.0] * n
+        self.reasons: list[str | None] = [None] * n
+        self.stopped: set[int] = set()  # indices whose Finish was sent
+        self.cancelled = False
+        self.may_break = False
+        self.prompt_logprobs = False
+        self.terminal: Finished | Cancelled | Failed | None = None
+
+
+class Traffic(RuleBasedStateMachine):
+    """One engine, its clients and its clock."""
+
+    @initialize(
+        num_blocks=st.integers(3, 16) | st.integers(8, 16),
+        block_size=st.sampled_from([1, 2, 3, 4, 4]),
+        eviction=st.sampled_from(["never", "preempt", "preempt"]),
+        budget=st.integers(1, 12),
+        seats=st.integers(1, 6),
+        max_queued=st.sampled_from([0, 3, 100, 100]),
+        caching=st.sampled_from([True, True, True, False]),
+        watermark=st.sampled_from([0.0, 0.01, 0.3]),
+    )
+    def start(
+        self, num_blocks, block_size, eviction, budget, seats, max_queued, caching, watermark
+    ) -> None:
+        options = {
+            "model": "fake",
+            "block_size": block_size,
+            "eviction": eviction,
+            "max_num_seqs": seats,
+            "max_queued": max_queued,
+            "prefix_caching": caching,
+            "watermark": watermark,
+            "aging_s": 1.0,
+        }
+        self.runner = FakeRunner(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=budget,
+            faults=self._maybe_raise,
+        )
+        self.now = 100.0
+        self.engine = Engine(make_config(options), self.runner, clock=lambda: self.now)
+        self.requests: dict[int, Expected] = {}
+        self.poisoned: set[int] = set()
+        self.raise_once: bool | None = None
+        self.known_blocks: dict[bytes, list] = {}
+
+    # ------------------------------------------------------------------ rules
+
+    @rule(wishes=st.lists(WISHES, min_size=1, max_size=4))
+    def submit(self, wishes) -> None:
+        for wish in wishes:
+            self._submit(**wish)
+
+    @rule(wish=WISHES, times=st.integers(2, 6))
+    def submit_crowd(self, wish, times) -> None:
+        """The same prompt several times: all of it shared, blocks short soon."""
+        for _ in range(times):
+            self._submit(**wish)
+
+    def _submit(
+        self,
+        shared,
+        tail,
+        n,
+        max_tokens,
+        priority,
+        patience,
+        salt,
+        stop_ids,
+        logprobs,
+        prompt_logprobs,
+    ) -> None:
+        key = len(self.requests)
+        params = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            min_tokens=min(2, max_tokens),
+            seed=key % 3,
+            priority=priority,
+            cache_salt=salt,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        message = Submit(
+            key=key,
+            prompt=TRUNK[:shared] + tail or [7],
+            params=params,
+            stop_ids=frozenset(stop_ids),
+            arrival=self.now,
+            deadline=None if patience is None else self.now + patience,
+        )
+        expected = self.requests[key] = Expected(message)
+        for stream in expected.solo:
+            self._know_blocks(message.prompt + stream, salt)
+        self.engine.send(message)
+
+    @rule(advance=st.sampled_from([0.0, 0.01, 0.2]))
+    def step(self, advance) -> None:
+        self.now += advance
+        report = self.engine.step()
+        if report is not None:
+            self._take(report)
+        for one in self.requests.values():
+            assert one.terminal or one.submit.deadline is None or one.submit.deadline > self.now
+
+    @rule(times=st.integers(2, 12))
+    def steps(self, times) -> None:
+        for _ in range(times):
+            self.step(0.01)
+            self.integrity()
+
+    def _draw_key(self, data) -> int:
+        """Mostly one that lives; an ended one at times."""
+        live = [key for key, one in self.requests.items() if one.terminal is None]
+        keys = sorted(self.requests)
+        return data.draw(st.sampled_from(4 * live + keys[:2]))
+
+    @rule(data=st.data(), wish=WISHES, n=st.integers(2, 3), then=st.sampled_from(DISTURBANCES))
+    def disturb_fork(self, data, wish, n, then) -> None:
+        """Go on until a sequence has just been copied from another, which lasts one step only."""
+        self._submit(**wish | {"n": n, "max_tokens": 4, "patience": None})
+        kv = self.engine.scheduler.kv
+        for _ in range(20):
+            self.step(0.0)
+            self.integrity()
+            if kv.owed_copies():
+                break
+        else:
+            return
+        if then.startswith("raise"):
+            self.raise_once = then == "raise late"
+        else:
+            key, index = data.draw(st.sampled_from(self._owners_of_copies()))
+            self.requests[key].cancelled |= then == "cancel"
+            self.requests[key].stopped.add(index)
+            self.engine.send(Cancel(key) if then == "cancel" else Finish(key, index))
+        self.step(0.0)
+
+    def _owners_of_copies(self) -> list[tuple[int, int]]:
+        """(key, index) of the sequences at either end of an owed copy."""
+        owed = {block for copy in self.engine.scheduler.kv.owed_copies() for block in copy}
+        running = self.engine.scheduler.live.running
+        return [(one.request.message.key, one.index) for one in running if owed & set(one.table)]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data) -> None:
+        key = self._draw_key(data)
+        self.requests[key].cancelled = True
+        self.engine.send(Cancel(key))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def finish(self, data) -> None:
+        key = self._draw_key(data)
+        index = data.draw(st.integers(0, self.requests[key].submit.params.n - 1))
+        self.requests[key].stopped.add(index)
+        self.engine.send(Finish(key, index))
+
+    @rule(written=st.booleans())
+    def raise_in_next_step(self, written) -> None:
+        self.raise_once = written
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), raises=st.booleans())
+    def break_request(self, data, raises) -> None:
+        """From now on this request breaks every step it is in, or its own row."""
+        key = self._draw_key(data)
+        self.requests[key].may_break = True
+        (self.poisoned if raises else self.runner.bad_keys).add(key)
+
+    @rule(seconds=st.sampled_from([0.02, 3.0, 3600.0]))
+    def jump(self, seconds) -> None:
+        self.now += seconds
+
+    @invariant()
+    def integrity(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.scheduler.check_integrity()
+            kv = self.engine.scheduler.kv
+            for key, block in kv._block_of.items():
+                assert self.runner.block(block) == self.known_blocks[key], "wrong content"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.raise_once = None
+        live = [one for one in self.requests.values() if one.terminal is None]
+        # A step either decodes, which makes a token that is never lost, or computes nothing but
+        # tokens of prompts and recomputations, all of which are there at once in the worst case.
+        to_make = sum(one.most * one.submit.params.n for one in live)
+        to_compute = sum((len(one.submit.prompt) + one.most) * one.submit.params.n for one in live)
+        bound = (to_make + 1) * (to_compute + 1)
+        steps = 0
+        while self.engine.has_work:
+            report = self.engine.step()
+            if report is None:
+                assert not self.engine.scheduler.has_work, "work waits, and the step did nothing"
+                break
+            self._take(report)
+            self.integrity()
+            steps += 1
+            assert steps <= bound, "the engine does not drain"
+        assert all(one.terminal is not None for one in self.requests.values())
+        assert self.engine.scheduler.kv.num_used == 0, "a block leaked"
+        assert self.engine.step() is None
+
+    # ------------------------------------------------------------------ checks
+
+    def _take(self, report: StepReport) -> None:
+        for event in report.events:
+            one = self.requests[event.key]
+            assert one.terminal is None, "an event after the end"
+            if isinstance(event, Tokens):
+                self._take_tokens(one, event)
+            elif isinstance(event, PromptLogprobs):
+                assert not any(one.streams)
+                assert not one.prompt_logprobs
+                one.prompt_logprobs = True
+                entries = enumerate(one.submit.prompt)
+                made = [candidates(token, i, VOCAB_SIZE) if i else None for i, token in entries]
+                assert event.logprobs == made
+            else:
+                one.terminal = event
+                self._check_end(one)
+
+    def _take_tokens(self, one: Expected, event: Tokens) -> None:
+        params, stream = one.submit.params, one.streams[event.index]
+        assert one.reasons[event.index] is None, "tokens after the end of a sequence"
+        assert one.prompt_logprobs == (params.prompt_logprobs is not None)
+        stream += event.ids
+        solo = one.solo[event.index]
+        assert stream == solo[: len(stream)], "not the tokens of the solo run"
+        reason = one.reasons[event.index] = event.finish_reason
+        if event.stop_id is not None:
+            assert (reason, stream) == ("stop", solo)
+        elif reason == "stop":
+            assert event.index in one.stopped
+        elif reason == "length":
+            assert len(stream) == one.most
+        elif reason == "deadline":
+            assert one.submit.deadline is not None
+            assert one.submit.deadline <= self.now
+        else:
+            assert len(event.ids) == 1
+            assert stream != solo, "a sequence goes on after its end"
+        if params.logprobs is None:
+            assert event.logprobs is event.cumulative_logprob is None
+        else:
+            at = len(one.submit.prompt) + len(stream) - 1
+            assert event.logprobs == [candidates(token, at, VOCAB_SIZE) for token in event.ids]
+            one.sums[event.index] += sum(entry[0].logprob for entry in event.logprobs)
+            assert event.cumulative_logprob == one.sums[event.index]
+
+    def _check_end(self, one: Expected) -> None:
+        end, submit = one.terminal, one.submit
+        if isinstance(end, Finished):
+            assert None not in one.reasons
+            assert end.timing.total_s == self.now - submit.arrival
+            made = end.timing.cached_prompt_tokens + end.timing.computed_prompt_tokens
+            assert made == len(submit.prompt)
+        elif isinstance(end, Cancelled):
+            assert one.cancelled
+        elif end.code == "INVALID_ARGUMENT":
+            assert not self._fits(one)
+        elif end.code == "UNAVAILABLE":
+            assert "queue is full" in end.message
+        elif end.code == "DEADLINE_EXCEEDED":
+            assert not any(one.streams)
+            assert submit.deadline is not None
+            assert submit.deadline <= self.now
+        else:
+            assert end.code == "INTERNAL"
+            assert one.may_break
+        if not isinstance(end, Failed) or end.code != "INVALID_ARGUMENT":
+            assert self._fits(one)
+
+    def _fits(self, one: Expected) -> bool:
+        """By enumeration: does one sequence (``never``: do all, sharing what is full of the
+        prompt) fit an empty pool, slots for all tokens but the last?"""
+        size, scheduler = self.runner.info.block_size, self.engine.scheduler
+        prompt, n = len(one.submit.prompt), one.submit.params.n
+        together = scheduler.config.eviction == "never" and one.most > 1
+        blocks = set()
+        for index in range(n if together else 1):
+            for position in range(prompt + one.most - 1):
+                block = position // size
+                shared = (block + 1) * size <= prompt
+                blocks.add((block, 0 if shared else index))
+        return one.most >= 1 and len(blocks) <= self.runner.info.num_blocks
+
+    def _know_blocks(self, tokens: list[int], salt: str | None) -> None:
+        size = self.runner.info.block_size
+        slots, key = context(tokens), root_hash(salt)
+        for start in range(0, len(tokens) - size + 1, size):
+            key = block_hash(key, tokens[start : start + size])
+            self.known_blocks[key] = slots[start : start + size]
+
+    def _maybe_raise(self, batch: Batch, written: bool) -> None:
+        if self.raise_once is written:
+            self.raise_once = None
+            if len(batch.rows) == 1:
+                self.requests[batch.rows[0].key].may_break = True
+            raise RuntimeError("a passing fault")
+        for row in batch.rows:
+            if row.key in self.poisoned and written == bool(row.key % 2):
+                raise RuntimeError("a fault of one request")
+
+
+_checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+class TestTraffic(Traffic.TestCase):
+    """The default run."""
+
+    settings = settings(
+        max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=_checks
+    )
+
+
+@pytest.mark.slow
+class TestTrafficAtLength(Traffic.TestCase):
+    """Ten times as much, and longer."""
+
+    settings = settings(
+        max_examples=1500, stateful_step_count=100, deadline=None, suppress_health_check=_checks
+    )
