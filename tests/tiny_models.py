@@ -35,13 +35,14 @@ _ROPE_SHAPE = {
     "eos_token_id": EOS_ID,
     "pad_token_id": 0,
 }
+_ABSENT = object()
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
-# name -> (configuration class, what differs from _ROPE_SHAPE; None removes a field)
+# name -> (configuration class, what differs from _ROPE_SHAPE; _ABSENT removes a field)
 ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {}),
-    "qwen2": ("Qwen2Config", {"head_dim": None}),
+    "qwen2": ("Qwen2Config", {"head_dim": _ABSENT}),
     "qwen3": ("Qwen3Config", {}),
     "mistral": ("MistralConfig", {"sliding_window": 12}),
     "gemma2": (
@@ -63,8 +64,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
             "query_pre_attn_scalar": 16,
         },
     ),
-    "phi3": ("Phi3Config", {"head_dim": None, "sliding_window": 20}),
-    "olmo2": ("Olmo2Config", {"head_dim": None}),
+    "gemma3n": (  # its last two layers read the keys and values of earlier ones
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size": [96, 96, 64, 64],
+            "sliding_window": 12,
+            "layer_types": _ALTERNATING * 2,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "phi3": ("Phi3Config", {"head_dim": _ABSENT, "sliding_window": 20}),
+    "olmo2": ("Olmo2Config", {"head_dim": _ABSENT}),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -77,14 +93,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "gpt_neox": (
         "GPTNeoXConfig",
-        {"head_dim": None, "num_key_value_heads": None},
+        {"head_dim": _ABSENT, "num_key_value_heads": _ABSENT},
     ),
     "gpt2": (
         "GPT2Config",
         {
-            "head_dim": None,
-            "num_key_value_heads": None,
-            "intermediate_size": None,
+            "head_dim": _ABSENT,
+            "num_key_value_heads": _ABSENT,
+            "intermediate_size": _ABSENT,
             "n_inner": 96,
         },
     ),
@@ -103,9 +119,7 @@ def make_config(architecture: str, **overrides: object) -> transformers.PreTrain
     """The tiny configuration of ``architecture``; an override of None stays in it as None."""
     name, differences = ARCHITECTURES[architecture]
     fields = {**_ROPE_SHAPE, **differences}
-    fields = {key: value for key, value in fields.items() if value is not None}
-    if "sliding_window" in differences and differences["sliding_window"] is None:
-        fields["sliding_window"] = None
+    fields = {key: value for key, value in fields.items() if value is not _ABSENT}
     return getattr(transformers, name)(**{**fields, **overrides})
 
 

@@ -8,8 +8,8 @@ import safetensors.torch
 import torch
 import transformers
 from jitney.config import make_config
-from jitney.errors import ConfigError, InstallationError, UnsupportedModelError
-from jitney.execution import interface
+from jitney.errors import ConfigError, InstallationError, LoadError, UnsupportedModelError
+from jitney.execution import interface, models
 from jitney.execution.models import load_model, resolve_device, resolve_dtype
 from jitney.execution.probe import check_same, compare_with_eager, probe_logits, record_layers
 from jitney.execution.support import layer_windows
@@ -266,6 +266,13 @@ def test_dtype() -> None:
     assert resolve_dtype("auto", torch.float16, cpu) in (torch.bfloat16, torch.float32)
     with pytest.raises(ConfigError, match="option dtype is 'float16'"):
         resolve_dtype("float16", torch.float16, cpu)
+
+
+def test_weights_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path / "m")
+    monkeypatch.setattr(models, "available_memory", lambda device: 300_000)
+    with pytest.raises(LoadError, match=r"need 328,960 bytes, but only 300,000 are free on cpu"):
+        load(folder)
 
 
 def test_facts_of_a_loaded_model(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class Checkpoint:
     weight_files: tuple[str, ...]
     weights_dtype: str
     """Name of the safetensors dtype that most values have, such as ``BF16``."""
+    num_values: int
+    """In all tensors together."""
 
 
 def resolve_folder(model: str) -> Path:
@@ -85,7 +87,8 @@ def check_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(_why_no_weights(folder))
     if not counts:
         raise CheckpointError(f"{files[0]} holds no tensors")
-    return Checkpoint(folder, config, generation_config, files, counts.most_common(1)[0][0])
+    dtype = counts.most_common(1)[0][0]
+    return Checkpoint(folder, config, generation_config, files, dtype, counts.total())
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

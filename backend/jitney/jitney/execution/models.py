@@ -4,18 +4,22 @@ Owns the load: files (``checkpoint``), configuration (``support``), dtype and de
 the proof that the module works on a paged cache (``probe``). Called once by ``runner.load_runner``.
 """
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging as hf_logging
 
 from jitney.config import EngineConfig
 from jitney.errors import CheckpointError, ConfigError, LoadError, show
 from jitney.execution import interface
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_folder
+from jitney.execution.machine import available_memory
 from jitney.execution.memory import LayerSpec
 from jitney.execution.probe import compare_with_eager, embedding_weight, record_layers
 from jitney.execution.support import check_config, check_raw_config, layer_windows, refuse
@@ -57,6 +61,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     max_model_len = _context_length(config, hf_config)
     dtype = resolve_dtype(config.dtype, _stored_dtype(checkpoint), device)
 
+    _check_fits(checkpoint.num_values * dtype.itemsize, device)
     module = _load_weights(checkpoint, hf_config, dtype)
     module.to(device=device).eval()  # type: ignore[call-arg]
     layers = _prove(module, hf_config, _weights_name(checkpoint))
@@ -80,17 +85,15 @@ def resolve_device(name: str) -> torch.device:
     """The device of option ``device``. Raises ConfigError if it is not here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind, index) == ("cpu",):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
         raise ConfigError.of("device", name, "auto, cpu, cuda or cuda:N")
-    if kind == "cpu":
-        if index:
-            raise ConfigError.of("device", name, "auto, cpu, cuda or cuda:N")
+    if name == "cpu":
         return torch.device("cpu")
+    index = int(name.partition(":")[2] or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(index or 0) >= count:
+    if index >= count:
         raise ConfigError.of("device", name, f"a device of this machine, which has {count} GPUs")
-    return torch.device("cuda", int(index or 0))
+    return torch.device("cuda", index)
 
 
 def resolve_dtype(
@@ -127,7 +130,8 @@ def _parse_config(checkpoint: Checkpoint) -> transformers.PreTrainedConfig:
             checkpoint.folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # validation errors come in many classes
-        raise CheckpointError(f"config.json cannot be used: {_first_line(error)}") from error
+        reason = _first_line(error, checkpoint.folder)
+        raise CheckpointError(f"config.json cannot be used: {reason}") from error
 
 
 def _context_length(config: EngineConfig, hf_config: transformers.PreTrainedConfig) -> int:
@@ -160,12 +164,23 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
         ) from None
 
 
+def _check_fits(weights: int, device: torch.device) -> None:
+    """Raise LoadError if so many bytes of weights are more than the device's free memory."""
+    free = available_memory(device)
+    if weights > free:
+        raise LoadError(
+            f"the weights need {weights:,} bytes, but only {free:,} are free on {device.type}"
+        )
+
+
 def _load_weights(
     checkpoint: Checkpoint, hf_config: transformers.PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Read the weights. A tensor the model needs and the files lack is an error: transformers would
     draw it at random."""
     interface.register()
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # a server's log is no terminal
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
@@ -178,8 +193,11 @@ def _load_weights(
             output_loading_info=True,
         )
     except Exception as error:  # shapes that do not fit, headers newer than the library, …
-        name = _weights_name(checkpoint)
-        raise CheckpointError(f"{name} cannot be loaded: {_first_line(error)}") from error
+        name, reason = _weights_name(checkpoint), _first_line(error, checkpoint.folder)
+        raise CheckpointError(f"{name} cannot be loaded: {reason}") from error
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
     module, report = loaded
     _check_complete(_weights_name(checkpoint), report)
     return module
@@ -230,8 +248,10 @@ def _eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: Exception, folder: Path | None = None) -> str:
     """The gist of a foreign error, without the folder's path or a multi-line report."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    if folder is not None:
+        text = text.replace(str(folder), "the checkpoint")
     return text if len(text) <= 200 else text[:200] + "…"
