@@ -30,6 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     attention: AttentionName = "auto"
+    """``auto``: the fast kernel of the device, if it can be built. ``reference``: plain torch."""
     threads: int | None = None
     """CPU threads of one instance. None: the cores this process may use."""
     prepack: bool = True
@@ -51,13 +52,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 16
     """Tokens in a block."""
     kv_cache_bytes: int | None = None
+    """Size of the cache. None: a share of the free memory, by the next option."""
     kv_cache_fraction: float | None = None
     """Of the memory left after loading. None: 0.9 on a GPU; a quarter, at most 4 GiB, on a CPU."""
     kv_cache_dtype: Dtype = "auto"
     """``auto``: the dtype of the activations."""
     prefix_caching: bool = True
+    """Reuse the blocks of a prompt's beginning that was computed before."""
     eviction: Eviction = "preempt"
-    """``never`` admits a request only when its longest possible output fits beside all others."""
+    """``never`` admits a request only when its longest possible output fits beside all others;
+    ``preempt`` when its prompt does, and computes the last one again should blocks run out."""
     watermark: float = 0.01
     """With ``preempt``: the share of all blocks that an admission must leave free."""
 
@@ -69,8 +73,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     # -- the face to clients
     max_n: int = 128
+    """Most sequences of one request."""
     max_logprobs: int = 20
+    """Most candidates per position, in ``logprobs`` and ``prompt_logprobs``."""
     max_stop_strings: int = 64
+    """Strings in ``stop``, and in ``bad_words``."""
     max_stop_length: int = 256
     """Characters of one stop string."""
     max_list_ids: int = 8192
@@ -82,7 +89,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_pending_tokens: int = 65536
     """Tokens of one request that may wait to be sent before it is cancelled."""
     cancel_sweep_s: float = 0.05
+    """Seconds between two looks for clients that went away."""
     metrics_flush_s: float = 0.25
+    """Seconds between two updates of the server's metrics."""
     drain_s: float = 5.0
     """Once the model's process gets SIGTERM: seconds that running requests have to end by
     themselves. Less than the server's exit timeout, so that their clients still hear why."""
