@@ -390,7 +390,7 @@ class TestTraffic(Traffic.TestCase):
     """The default run."""
 
     settings = settings(
-        max_examples=200, stateful_step_count=30, deadline=None, suppress_health_check=_checks
+        max_examples=350, stateful_step_count=30, deadline=None, suppress_health_check=_checks
     )
 
 

@@ -1,0 +1,115 @@
+"""A front without a server: submits to an engine over the fake runner and notes what comes back."""
+
+from typing import Any
+
+from jitney.config import make_config
+from jitney.engine import Engine
+from jitney.request import (
+    Batch,
+    Cancelled,
+    Event,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    StepReport,
+    Submit,
+    Tokens,
+)
+from jitney.sampling_params import SamplingParams
+
+from tests.fake_runner import FakeRunner, solo_stream
+
+_RUNNER = ("max_model_len", "max_num_batched_tokens", "choose", "faults")
+
+
+class Play:
+    """One engine, its batches and its requests by key. Time stands still unless ``now`` is set."""
+
+    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, **options: Any) -> None:
+        runner_options = {name: options.pop(name) for name in _RUNNER if name in options}
+        self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, **runner_options)
+        config = make_config({"model": "fake", "block_size": block_size, **options})
+        self.now = 0.0
+        self.engine = Engine(config, self.runner, clock=lambda: self.now)
+        self.scheduler = self.engine.scheduler
+        self.submits: dict[int, Submit] = {}
+        self.streams: dict[tuple[int, int], list[int]] = {}
+        self.reasons: dict[tuple[int, int], str] = {}
+        self.ends: dict[int, Finished | Cancelled | Failed] = {}
+        self.order: list[int] = []  # keys, as they first got a token
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self.batches: list[Batch] = []
+        self._execute = self.runner.execute
+        self.runner.execute = self._note_batch  # type: ignore[method-assign]
+
+    def submit(
+        self,
+        prompt: list[int],
+        *,
+        deadline: float | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+        **params: Any,
+    ) -> int:
+        """Send a request; its key."""
+        key = len(self.submits)
+        self.submits[key] = Submit(
+            key=key,
+            prompt=prompt,
+            params=SamplingParams(seed=key, **params),
+            stop_ids=stop_ids,
+            arrival=self.now,
+            deadline=deadline,
+        )
+        self.engine.send(self.submits[key])
+        return key
+
+    def step(self, times: int = 1) -> StepReport | None:
+        """Some steps, every invariant checked after each. The last one's report."""
+        report = None
+        for _ in range(times):
+            report = self.engine.step()
+            self.scheduler.check_integrity()
+            for event in report.events if report else []:
+                self._take(event)
+        return report
+
+    def drain(self, most: int = 10_000) -> None:
+        """Step until nothing is left."""
+        for _ in range(most):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"work is left after {most} steps")
+
+    def run_alone(self, key: int) -> list[list[int]]:
+        """What the request's streams must be."""
+        submit = self.submits[key]
+        return [solo_stream(submit, index) for index in range(submit.params.n)]
+
+    def got(self, key: int) -> list[list[int]]:
+        """What its streams are so far."""
+        n = self.submits[key].params.n
+        return [self.streams.get((key, index), []) for index in range(n)]
+
+    def rows(self, which: int = -1) -> list[tuple[int, int, int, int]]:
+        """(key, index, start, end) of the rows of a batch."""
+        return [(row.key, row.index, row.start, row.end) for row in self.batches[which].rows]
+
+    def _note_batch(self, batch: Batch) -> Any:
+        self.batches.append(batch)
+        return self._execute(batch)
+
+    def _take(self, event: Event) -> None:
+        assert event.key not in self.ends, "an event after the end"
+        if isinstance(event, Tokens):
+            where = (event.key, event.index)
+            self.streams.setdefault(where, []).extend(event.ids)
+            if event.key not in self.order:
+                self.order.append(event.key)
+            if event.finish_reason is not None:
+                assert where not in self.reasons
+                self.reasons[where] = event.finish_reason
+        elif isinstance(event, PromptLogprobs):
+            self.prompt_logprobs[event.key] = event
+        else:
+            self.ends[event.key] = event

@@ -1,0 +1,223 @@
+"""The door and the queue: what is refused, with which words, and who is let in."""
+
+import sys
+
+import pytest
+from jitney.core.queue import LazyHeap
+from jitney.request import Failed, Finished
+
+from tests.core.play import Play
+
+
+def failure(play: Play, key: int) -> tuple[str, str]:
+    end = play.ends[key]
+    assert isinstance(end, Failed)
+    return end.code, end.message
+
+
+def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
+    play = Play(num_blocks=4, block_size=4)
+    fits = play.submit([1] * 10, max_tokens=7)  # 16 slots: the 17th token is never computed
+    beyond = play.submit([1] * 10, max_tokens=8)
+    play.step()
+    code, message = failure(play, beyond)
+    assert code == "INVALID_ARGUMENT"
+    for number in ("10 tokens", "8 output", "5 KV blocks", "has 4", "16 tokens"):
+        assert number in message
+    play.drain()
+    assert isinstance(play.ends[fits], Finished)
+    assert play.got(fits) == play.run_alone(fits)
+
+
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
+    play = Play(max_model_len=8)
+    key, longest = play.submit([1] * 8), play.submit([1] * 7, max_tokens=16)
+    play.drain()
+    assert failure(play, key)[0] == "INVALID_ARGUMENT"
+    assert "8 tokens" in failure(play, key)[1]
+    assert play.reasons[longest, 0] == "length"
+    assert len(play.got(longest)[0]) == 1
+
+
+def test_never_admits_only_what_fits_beside_all_promises() -> None:
+    play = Play(num_blocks=6, block_size=4, eviction="never")
+    keys = [play.submit([key] * 4, max_tokens=9) for key in range(4)]  # 3 blocks each
+    play.step()
+    assert [row[0] for row in play.rows()] == keys[:2]
+    play.drain()
+    assert play.scheduler.live.preemptions == 0
+    for key in keys:
+        assert play.got(key) == play.run_alone(key)
+
+
+def test_never_counts_all_sequences_of_a_request_and_shares_its_prompt() -> None:
+    play = Play(num_blocks=5, block_size=4, eviction="never")
+    fits = play.submit([1] * 9, n=3, max_tokens=4)  # 2 shared, 1 for each
+    beyond = play.submit([1] * 9, n=4, max_tokens=4)
+    one_token = play.submit([1] * 9, n=9, max_tokens=1)  # never forks
+    play.drain()
+    assert failure(play, beyond)[0] == "INVALID_ARGUMENT"
+    assert "n = 4" in failure(play, beyond)[1]
+    assert play.got(fits) == play.run_alone(fits)
+    assert play.got(one_token) == play.run_alone(one_token)
+    assert play.scheduler.live.promised == 0
+
+
+def test_preempt_asks_for_the_prompt_and_the_watermark_only() -> None:
+    play = Play(num_blocks=10, block_size=4, watermark=0.2)
+    keys = [play.submit([key] * 16, max_tokens=9) for key in range(2)]
+    play.step()
+    assert [row[0] for row in play.rows()] == keys  # 8 of 10 blocks, 2 spare
+    play = Play(num_blocks=10, block_size=4, watermark=0.3)
+    keys = [play.submit([key] * 16, max_tokens=9) for key in range(2)]
+    play.step()
+    assert [row[0] for row in play.rows()] == keys[:1]
+    play.drain()
+
+
+def test_the_queue_limit_names_length_and_limit() -> None:
+    play = Play(max_num_seqs=2, max_queued=3)
+    keys = [play.submit([1, 2], max_tokens=4) for _ in range(7)]
+    play.step()
+    for key in keys[5:]:  # two find seats, three wait
+        code, message = failure(play, key)
+        assert code == "UNAVAILABLE"
+        assert "3 requests wait" in message
+        assert "at most 3" in message
+    play.drain()
+    assert all(isinstance(play.ends[key], Finished) for key in keys[:5])
+
+
+def test_a_limit_of_nothing_still_serves_who_finds_a_seat() -> None:
+    play = Play(max_num_seqs=1, max_queued=0)
+    for _ in range(2):
+        first, second = (play.submit([1, 2], max_tokens=2) for _ in range(2))
+        play.drain()
+        assert isinstance(play.ends[first], Finished)
+        assert failure(play, second)[0] == "UNAVAILABLE"
+
+
+def test_lower_priority_numbers_go_first_and_equals_by_arrival() -> None:
+    play = Play(max_num_seqs=1)
+    late = play.submit([1], max_tokens=2, priority=1)
+    play.now = 0.5
+    first, second = (play.submit([1], max_tokens=2) for _ in range(2))
+    play.drain()
+    assert play.order == [first, second, late]
+
+
+def test_waiting_makes_up_for_priority() -> None:
+    """One level is worth ``aging_s`` seconds, so a stream of urgent requests ends in time."""
+    play = Play(max_num_seqs=1, aging_s=2.0)
+    patient = play.submit([1], max_tokens=1, priority=3)
+    urgent = 0
+    while patient not in play.ends:
+        play.submit([1], max_tokens=1)
+        play.now += 0.5
+        play.step()
+        urgent += 1
+        assert urgent < 100
+    assert urgent in (13, 14)  # 6 s of waiting, half a second each
+
+
+def test_a_large_request_is_not_passed_over() -> None:
+    play = Play(num_blocks=4, block_size=4, watermark=0.0)
+    running = play.submit([1] * 8, max_tokens=4)
+    play.step()
+    large = play.submit([2] * 12, max_tokens=2)
+    small = play.submit([3], max_tokens=2)
+    play.drain()
+    assert play.order == [running, large, small]
+
+
+def test_a_deadline_in_the_queue_says_so() -> None:
+    play = Play(max_num_seqs=1)
+    running = play.submit([1, 2], max_tokens=20)
+    queued = play.submit([1, 2], deadline=1.5)
+    play.step(3)
+    play.now = 1.5
+    play.step()
+    code, message = failure(play, queued)
+    assert code == "DEADLINE_EXCEEDED"
+    assert "1.500 s" in message
+    assert "in the queue" in message
+    play.drain()
+    assert isinstance(play.ends[running], Finished)
+
+
+def test_a_deadline_before_the_first_token_says_so() -> None:
+    play = Play(max_num_batched_tokens=2)
+    key = play.submit([1] * 10, deadline=1.0)
+    play.step(2)
+    play.now = 2.0
+    play.step()
+    assert "at work on its prompt" in failure(play, key)[1]
+    assert play.scheduler.kv.num_used == 0
+
+
+def test_a_deadline_of_a_running_request_ends_it_with_what_it_has() -> None:
+    play = Play()
+    key = play.submit([1, 2], n=2, max_tokens=20, logprobs=0, deadline=1.0)
+    play.step(4)
+    play.now = 1.0
+    report = play.step()
+    assert report is not None
+    words = report.events[:2]
+    assert [(word.index, word.ids, word.finish_reason) for word in words] == [
+        (0, [], "deadline"),
+        (1, [], "deadline"),
+    ]
+    assert words[0].logprobs == []
+    assert words[0].cumulative_logprob < 0
+    assert isinstance(play.ends[key], Finished)
+    assert [len(stream) for stream in play.got(key)] == [4, 4]
+    assert play.scheduler.kv.num_used == 0
+
+
+@pytest.mark.parametrize("shortage", ["seats", "blocks"])
+def test_the_cost_of_a_step_does_not_depend_on_the_queue(shortage: str) -> None:
+    """Counts lines of Python, not time."""
+
+    def lines_of_a_step(waiting: int) -> int:
+        options = {"max_num_seqs": 4} if shortage == "seats" else {"num_blocks": 24}
+        play = Play(max_queued=10**6, watermark=0.0, **options)
+        for _ in range(4 + waiting):
+            play.submit([len(play.submits)] * 18, max_tokens=40, deadline=1e9)
+        play.step(3)
+        lines = 0
+
+        def count(frame, event, arg):
+            nonlocal lines
+            lines += event == "line"
+            return count
+
+        def counted(call, *arguments):
+            before = sys.gettrace()
+            sys.settrace(count)
+            try:
+                return call(*arguments)
+            finally:
+                sys.settrace(before)
+
+        batch = counted(play.scheduler.schedule, 0.0)
+        counted(play.scheduler.update, batch, play.runner.execute(batch), 0.0)
+        assert len(batch.rows) == 4
+        return lines
+
+    assert lines_of_a_step(10) == lines_of_a_step(3000)
+
+
+def test_leaving_the_middle_of_the_queue_leaves_no_trace() -> None:
+    heap: LazyHeap[int] = LazyHeap()
+    for number in range(1000):
+        heap.push((number * 7919 % 1000,), number)
+    for number in range(0, 1000, 2):
+        heap.discard(number)
+        heap.check_integrity()
+    heap.discard(0)  # gone already
+    assert len(heap) == 500
+    left = []
+    while (first := heap.first()) is not None:
+        left.append(first)
+        heap.discard(first)
+    assert left == sorted(range(1, 1000, 2), key=lambda number: number * 7919 % 1000)

@@ -1,0 +1,177 @@
+"""The engine's step and loop: faults stay with who caused them, and the thread comes and goes."""
+
+import queue
+import threading
+import time
+
+import pytest
+from jitney.errors import UnavailableError
+from jitney.request import Batch, Cancel, Failed, Finished, StepReport, Submit, Tokens
+from jitney.sampling_params import SamplingParams
+
+from tests.core.play import Play
+
+
+def poison(*keys: int):
+    def faults(batch: Batch, written: bool) -> None:
+        if written and any(row.key in keys for row in batch.rows):
+            raise RuntimeError("device-side secret at /home/x")
+
+    return faults
+
+
+@pytest.mark.parametrize("culprit", range(5))
+def test_a_raising_request_fails_alone(culprit: int) -> None:
+    play = Play(faults=poison(culprit))
+    keys = [play.submit([key, 1, 2, 3, 4], n=1 + key % 2, max_tokens=6) for key in range(5)]
+    play.drain()
+    for key in keys:
+        if key == culprit:
+            end = play.ends[key]
+            assert isinstance(end, Failed)
+            assert end.code == "INTERNAL"
+            assert "secret" not in end.message
+        else:
+            assert isinstance(play.ends[key], Finished)
+            assert play.got(key) == play.run_alone(key)
+    # 1 + 2 halves, and so on down to the culprit: a search, not a scan
+    assert len(play.batches) <= 6 + 2 * 3
+
+
+def test_a_request_that_begins_to_raise_in_mid_stream_keeps_its_tokens_until_then() -> None:
+    play = Play(faults=lambda batch, written: poison(1)(batch, written and batch.rows[0].start > 5))
+    keys = [play.submit([key, 1, 2], max_tokens=8) for key in range(3)]
+    play.drain()
+    assert isinstance(play.ends[1], Failed)
+    assert play.got(1)[0] == play.run_alone(1)[0][: len(play.got(1)[0])] != []
+    for key in (keys[0], keys[2]):
+        assert play.got(key) == play.run_alone(key)
+
+
+def test_a_passing_fault_of_a_step_of_many_fails_nobody() -> None:
+    raised = []
+
+    def faults(batch: Batch, written: bool) -> None:
+        if len(raised) < 2 and batch.copies and len(batch.rows) > 1 and not written:
+            raised.append(batch)
+            raise RuntimeError("passing")
+
+    play = Play(faults=faults)
+    keys = [play.submit([key, 1, 2], n=2, max_tokens=8) for key in range(3)]
+    play.drain()
+    assert len(raised) == 2
+    for key in keys:
+        assert play.got(key) == play.run_alone(key)
+
+
+def test_an_error_of_a_row_fails_its_request() -> None:
+    play = Play()
+    keys = [play.submit([key, 1, 2], n=2, max_tokens=8) for key in range(3)]
+    play.step(2)
+    play.runner.bad_keys.add(1)
+    play.drain()
+    assert play.ends[1] == Failed(1, "INTERNAL", "the logits are not finite")
+    for key in (keys[0], keys[2]):
+        assert play.got(key) == play.run_alone(key)
+
+
+class Loop:
+    """An engine in a thread of its own."""
+
+    def __init__(self, play: Play) -> None:
+        self.engine = play.engine
+        self.reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.engine.run, args=(self.reports,), daemon=True)
+        self.thread.start()
+
+    def submit(self, key: int, **params) -> None:
+        made = SamplingParams(seed=key, **params)
+        self.engine.send(Submit(key=key, prompt=[1, 2, 3], params=made, arrival=0.0))
+
+    def end_of(self, key: int):
+        """Wait for the terminal event of one request."""
+        while True:
+            for event in self.reports.get(timeout=5).events:
+                if event.key == key and not isinstance(event, Tokens):
+                    return event
+
+    def stop(self) -> None:
+        self.engine.stop()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+
+
+def test_the_loop_serves_sleeps_and_stops() -> None:
+    play = Play()
+    loop = Loop(play)
+    for key in range(3):
+        loop.submit(key, max_tokens=5)
+        assert isinstance(loop.end_of(key), Finished)
+    time.sleep(0.4)  # past the check of the integrity
+    assert loop.reports.empty()
+    batches = play.runner.batches
+    loop.submit(3, max_tokens=5)
+    assert isinstance(loop.end_of(3), Finished)
+    assert play.runner.batches == batches + 5
+    loop.stop()
+    with pytest.raises(UnavailableError):
+        loop.submit(4)
+    loop.engine.send(Cancel(4))
+
+
+def test_stopping_ends_what_is_open() -> None:
+    play = Play(num_blocks=4096)
+    loop = Loop(play)
+    loop.submit(0, max_tokens=10_000)
+    loop.submit(1, max_tokens=10_000)
+    loop.reports.get(timeout=5)
+    loop.stop()
+    ends = []
+    while not loop.reports.empty():
+        ends += [one for one in loop.reports.get().events if isinstance(one, Failed)]
+    assert [(end.key, end.code) for end in ends] == [(0, "UNAVAILABLE"), (1, "UNAVAILABLE")]
+
+
+def test_an_idle_loop_does_not_turn(monkeypatch) -> None:
+    play = Play()
+    steps = []
+    real = play.engine.step
+    monkeypatch.setattr(play.engine, "step", lambda: steps.append(1) or real())
+    checks = []
+    monkeypatch.setattr(play.scheduler, "check_integrity", lambda: checks.append(1))
+    loop = Loop(play)
+    time.sleep(0.6)
+    assert len(steps) == 1
+    assert len(checks) == 1
+    loop.stop()
+
+
+def test_a_bug_in_the_loop_ends_every_request_and_the_engine_goes_on(monkeypatch) -> None:
+    play = Play(num_blocks=4096)
+
+    def broken(*args):
+        raise KeyError("our bug")
+
+    monkeypatch.setattr(play.scheduler, "update", broken)
+    loop = Loop(play)
+    loop.submit(0, max_tokens=5)
+    end = loop.end_of(0)
+    assert isinstance(end, Failed)
+    assert (end.code, end.message) == ("INTERNAL", "the engine failed")
+    loop.submit(1, max_tokens=5)
+    assert isinstance(loop.end_of(1), Finished)
+    loop.stop()
+
+
+def test_broken_integrity_while_idle_is_mended() -> None:
+    play = Play()
+    broken = play.scheduler
+    broken.kv._free.pop()
+    loop = Loop(play)
+    deadline = time.monotonic() + 5
+    while loop.engine.scheduler is broken and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert loop.engine.scheduler is not broken
+    loop.submit(0, max_tokens=3)
+    assert isinstance(loop.end_of(0), Finished)
+    loop.stop()

@@ -1,0 +1,154 @@
+"""The KV manager alone: who holds which block, what is found again, what is evicted first."""
+
+import pytest
+from jitney.core.kv_cache import KvCache, block_hash, root_hash
+
+
+def chain(*blocks: list[int], salt: str | None = None) -> list[bytes]:
+    hashes = [root_hash(salt)]
+    for tokens in blocks:
+        hashes.append(block_hash(hashes[-1], tokens))
+    return hashes[1:]
+
+
+def filled(kv: KvCache, hashes: list[bytes]) -> list[int]:
+    """A table whose blocks are published under ``hashes``."""
+    table = kv.open([], len(hashes))
+    assert table is not None
+    for block, key in zip(table, hashes, strict=True):
+        kv.publish(block, key)
+    return table
+
+
+def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
+    one, other = chain([1, 2], [3, 4]), chain([9, 9], [3, 4])
+    assert one[1] != other[1]
+    assert chain([1, 2], salt="a")[0] != chain([1, 2], salt="b")[0] != chain([1, 2])[0]
+    assert root_hash(None) != root_hash("")
+    assert root_hash("ab", "c") != root_hash("a", "bc")
+    assert chain([1, 2], [3, 4]) == one
+
+
+def test_find_gives_the_longest_prefix() -> None:
+    kv = KvCache(4, 2)
+    hashes = chain([1, 2], [3, 4], [5, 6])
+    table = filled(kv, hashes[:2])
+    assert kv.find(hashes) == table
+    assert kv.find(chain([3, 4])) == []
+    assert kv.find([b"unknown", *hashes]) == []
+
+
+def test_a_failed_allocation_changes_nothing() -> None:
+    kv = KvCache(4, 2)
+    hashes = chain([1, 2], [3, 4])
+    kv.release(filled(kv, hashes))
+    held = kv.open([], 1)
+    assert held is not None
+    before = (kv.num_free, kv.num_cached, kv.find(hashes))
+    assert kv.open(kv.find(hashes), 2) is None  # 3 free, of which the hits are 2
+    assert kv.open([], 3, spare=1) is None
+    assert (kv.num_free, kv.num_cached, kv.find(hashes)) == before
+    rest = kv.open([], 3)
+    assert rest is not None
+    assert not kv.grow(held)
+    assert kv.fork(held, 1) is None
+    kv.check_integrity([(held, 2), (rest, 6)])
+
+
+def test_tails_are_evicted_before_heads_and_the_oldest_first() -> None:
+    kv = KvCache(4, 2)
+    old, new = chain([1, 2], [3, 4]), chain([5, 6], [7, 8])
+    first, second = filled(kv, old), filled(kv, new)
+    kv.release(first)
+    kv.release(second)
+    assert kv.num_cached == 4
+    taken = kv.open([], 1)
+    assert taken == first[1:]
+    assert kv.find(old) == first[:1]
+    more = kv.open([], 2)
+    assert more == [first[0], second[1]]
+    assert kv.find(new) == second[:1]
+
+
+def test_a_hit_revives_a_block_and_renews_its_age() -> None:
+    kv = KvCache(3, 2)
+    a, b = chain([1, 2]), chain([3, 4])
+    kv.release(filled(kv, a))
+    kv.release(filled(kv, b))
+    table = kv.open(kv.find(a), 0)
+    assert table is not None
+    kv.check_integrity([(table, 2)])
+    kv.release(table)
+    assert kv.open([], 2) is not None  # the free one, then b's
+    assert kv.find(b) == []
+    assert kv.find(a) == table
+
+
+def test_of_two_blocks_with_one_content_the_first_stays() -> None:
+    kv = KvCache(3, 2)
+    hashes = chain([1, 2])
+    first, second = filled(kv, hashes), filled(kv, hashes)
+    assert kv.find(hashes) == first
+    kv.release(second)
+    assert kv.num_cached == 0
+    kv.release(first)
+    assert kv.find(hashes) == first
+    kv.check_integrity([])
+
+
+def test_fork_shares_full_blocks_and_owes_a_copy_of_the_partial_one() -> None:
+    kv = KvCache(6, 2)
+    table = kv.open([], 3)
+    assert table is not None
+    fork = kv.fork(table, 5)
+    assert fork is not None
+    assert fork[:2] == table[:2]
+    assert kv.owed_copies() == [(table[2], fork[2])]
+    kv.check_integrity([(table, 5), (fork, 5)])
+    kv.release(table)
+    assert kv.num_free == 2  # the source is held although its owner is gone
+    kv.settle(kv.owed_copies())
+    assert kv.num_free == 3
+    kv.check_integrity([(fork, 5)])
+
+
+def test_fork_at_a_block_boundary_copies_nothing() -> None:
+    kv = KvCache(2, 2)
+    table = kv.open([], 2)
+    assert table is not None
+    assert kv.fork(table, 4) == table
+    assert kv.owed_copies() == []
+
+
+def test_a_copy_to_a_block_that_is_given_up_is_no_longer_owed() -> None:
+    kv = KvCache(2, 2)
+    table = kv.open([], 1)
+    assert table is not None
+    fork = kv.fork(table, 1)
+    assert fork is not None
+    kv.release(fork)
+    assert kv.owed_copies() == []
+    kv.release(table)
+    assert kv.num_free == 2
+    kv.check_integrity([])
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda kv, table: kv._free.append(table[0]),
+        lambda kv, table: kv._refs.__setitem__(table[0], 2),
+        lambda kv, table: table.append(table[0]),
+        lambda kv, table: kv._free.pop(),
+        lambda kv, table: kv._block_of.__setitem__(b"key", table[0]),
+        lambda kv, table: kv._hash_of.__setitem__(table[1], b"key"),
+    ],
+)
+def test_integrity_notices(harm) -> None:
+    kv = KvCache(4, 2)
+    table = filled(kv, chain([1, 2]))
+    assert kv.grow(table)
+    kv.check_integrity([(table, 3)])
+    harm(kv, table)
+    with pytest.raises(AssertionError):
+        kv.check_integrity([(table, 3)])
