@@ -15,7 +15,7 @@ groups as they are read: right, and slower.
 import numpy as np
 from numba import njit
 
-from jitney.execution.attention.layout import SPAN_GROUPS, WRITE_TOKENS
+from jitney.execution.attention.layout import LIST_MARGIN, SPAN_GROUPS, WRITE_TOKENS
 from jitney.execution.attention.products import GROUP_TOKENS, PREFETCH_GROUPS, VECTOR_BYTES
 from jitney.execution.attention.simd import (
     UNIT_BYTES,
@@ -154,7 +154,7 @@ def find_groups(tag, call, work, kv_head, upcoming, upcoming_head, at):
     width = work.keys_end - work.keys_begin
     if call.block_size % GROUP_TOKENS != 0:
         group_bytes = GROUP_TOKENS * call.padded * element_bytes(tag)
-        for g in range(-(-width // GROUP_TOKENS) + PREFETCH_GROUPS):
+        for g in range(-(-width // GROUP_TOKENS) + LIST_MARGIN):
             store_i64(keys + 8 * g, at.staged_keys + g % SPAN_GROUPS * group_bytes)
             store_i64(values + 8 * g, at.staged_values + g % SPAN_GROUPS * group_bytes)
         return
@@ -170,7 +170,7 @@ def find_groups(tag, call, work, kv_head, upcoming, upcoming_head, at):
     more = list_groups(
         tag, call, upcoming.row, upcoming_head, begin, end, keys + 8 * n, values + 8 * n
     )  # fmt: skip
-    for g in range(n + more, n + PREFETCH_GROUPS):
+    for g in range(n + more, n + LIST_MARGIN):
         store_i64(keys + 8 * g, load_i64(keys + 8 * n))
         store_i64(values + 8 * g, load_i64(values + 8 * n))
 

@@ -218,20 +218,20 @@ def make_plan(
     limit = position + tokens
     finish = np.where(split, np.minimum(limit, begin + layout.SPLIT_TOKENS), limit)
     in_parts = np.where(parts > 1, parts, 0)
-    columns = layout.Work(
-        row=row,
-        first_token=start[row] + offset,
-        num_tokens=tokens,
-        position=position,
-        keys_begin=begin,
-        keys_end=finish,
-        part=np.where(split, nth, 0),
-        num_parts=parts[row],
-        first_part=(np.cumsum(in_parts) - in_parts)[row],
-        split_row=(np.cumsum(parts > 1) - (parts > 1))[row],
-    )
+    columns = {
+        "row": row,
+        "first_token": start[row] + offset,
+        "num_tokens": tokens,
+        "position": position,
+        "keys_begin": begin,
+        "keys_end": finish,
+        "part": np.where(split, nth, 0),
+        "num_parts": parts[row],
+        "first_part": (np.cumsum(in_parts) - in_parts)[row],
+        "split_row": (np.cumsum(parts > 1) - (parts > 1))[row],
+    }
     order = np.argsort(-tokens * (finish - begin), kind="stable")
-    works = np.ascontiguousarray(np.stack(columns, axis=1)[order])
+    works = np.stack([columns[name] for name in layout.Work._fields], axis=1)[order]
     return _Plan(works, int(in_parts.sum()), int((parts > 1).sum()))
 
 

@@ -25,6 +25,7 @@ from jitney.execution.attention.blocks import (
     write_items,
 )
 from jitney.execution.attention.layout import (
+    SPAN_GROUPS,
     SPAN_TOKENS,
     TILE_ROWS,
     place_scratch,
@@ -36,6 +37,7 @@ from jitney.execution.attention.products import (
     GROUP_TOKENS,
     MAX_ROWS,
     MAX_ROWS_AMX,
+    PREFETCH_GROUPS,
     VECTOR_BYTES,
     amx_begin,
     amx_end,
@@ -59,6 +61,8 @@ from jitney.execution.attention.simd import (
     larger,
     load,
     load_f32,
+    load_i64,
+    prefetch,
     splat,
     store,
     store_as,
@@ -70,7 +74,7 @@ LOG2_E = np.float32(1.4426950408889634)
 NEGATIVE_INFINITY = np.float32(-np.inf)
 LOWEST = np.float32(-1e30)
 """The running maximum before any key: finite, so that no difference is infinity less infinity."""
-AMX_LEAST_ROWS = 8
+AMX_LEAST_ROWS = 4
 """Tiles of fewer rows are computed with vectors: the tile unit always computes 16."""
 
 
@@ -120,6 +124,8 @@ def attend_item(tag, call, item, upcoming, at):
         width = min(SPAN_TOKENS, work.keys_end - base)
         if call.block_size % GROUP_TOKENS != 0:
             stage_span(tag, call, work, kv_head, base, width, at)
+        if tiles:
+            prefetch_span(tag, call, work, base + SPAN_TOKENS, at)
         for i in range(slices):
             first = i * MAX_ROWS_AMX if tiles else rows * i // slices
             end = min(rows, first + MAX_ROWS_AMX) if tiles else rows * (i + 1) // slices
@@ -132,6 +138,19 @@ def attend_item(tag, call, item, upcoming, at):
             tag, call, work.first_token + r // group, kv_head * group + r % group,
             at.outputs + r * call.padded * 4, load_f32(at.sums + 4 * r), at.scores,
         )  # fmt: skip
+
+
+@njit
+def prefetch_span(tag, call, work, base, at):
+    """Ask for the K and V of the span at ``base``, or of the thread's next item: the vector
+    products do so as they go, the tile unit's do not."""
+    count = -(-(work.keys_end - work.keys_begin) // GROUP_TOKENS)
+    begin = min((base - work.keys_begin) // GROUP_TOKENS, count)
+    for g in range(begin, min(begin + SPAN_GROUPS, count + PREFETCH_GROUPS)):
+        keys, values = load_i64(at.key_groups + 8 * g), load_i64(at.value_groups + 8 * g)
+        for line in range(0, GROUP_TOKENS * call.padded * element_bytes(tag), VECTOR_BYTES):
+            prefetch(keys + line)
+            prefetch(values + line)
 
 
 @njit

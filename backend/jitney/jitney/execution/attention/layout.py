@@ -8,17 +8,17 @@ reads them once into named tuples. Addresses are integers, strides and sizes are
 
 from typing import NamedTuple
 
-import numpy as np
 from numba import njit
 
 from jitney.execution.attention.products import (
+    COLUMNS,
     GROUP_TOKENS,
     MAX_ROWS_AMX,
     PREFETCH_GROUPS,
 )
 from jitney.execution.attention.simd import LANES, load_f32, load_i64
 
-SPAN_GROUPS = 8
+SPAN_GROUPS = 16
 SPAN_TOKENS = SPAN_GROUPS * GROUP_TOKENS
 """Keys per turn of the online softmax."""
 SPLIT_TOKENS = 512
@@ -27,6 +27,8 @@ TILE_ROWS = 48
 """Query heads times tokens of one item, at most, unless one token has more."""
 WRITE_TOKENS = 16
 """Tokens of one item that writes to the cache."""
+LIST_MARGIN = PREFETCH_GROUPS + COLUMNS
+"""Entries behind the groups in use that may be read: to prefetch, and to fill up a tile."""
 COUNTER = 0
 THREADS = 1
 NUM_ITEMS = 2
@@ -130,7 +132,7 @@ class Scratch(NamedTuple):
     """Groups of one span, if blocks do not hold groups."""
     staged_values: int
     key_groups: int
-    """int64 addresses of the item's groups, and PREFETCH_GROUPS more."""
+    """int64 addresses of the item's groups, and LIST_MARGIN more."""
     value_groups: int
 
 
@@ -143,7 +145,7 @@ def scratch_bytes(size: int, rows: int, padded: int, longest: int) -> int:
 @njit(inline="always")
 def list_bytes(longest):
     """Bytes of a list of the groups of ``longest`` tokens."""
-    return (-(-longest // GROUP_TOKENS) + 1 + PREFETCH_GROUPS) * 8
+    return (-(-longest // GROUP_TOKENS) + 1 + LIST_MARGIN) * 8
 
 
 @njit

@@ -162,6 +162,17 @@ def fetch_add(typingctx, address):
 
 
 @intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at ``address``, to be read soon, in the second-level cache."""
+
+    def emit(context, builder, signature, args):
+        prefetch_line(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), emit
+
+
+@intrinsic
 def load(typingctx, address):
     """16 float32 from ``address``."""
 
