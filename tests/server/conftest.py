@@ -30,9 +30,9 @@ MODELS: dict[str, dict[str, object]] = {
     "narrow": {
         "kv_cache_bytes": NARROW_BLOCKS * BLOCK_BYTES,
         "max_num_seqs": 4,
-        "max_queued": 2,
         "max_model_len": 1024,
     },
+    "busy": {"kv_cache_bytes": 1024 * BLOCK_BYTES, "max_num_seqs": 1, "max_queued": 2},
     "twins": {"kv_cache_bytes": 256 * BLOCK_BYTES},
 }
 
@@ -94,7 +94,7 @@ def _bystand(server: TritonServer) -> Reply:
         server.grpc_url,
         "tiny",
         text_input="the passengers board while",
-        sampling_parameters={"max_tokens": 400, "temperature": 0, "ignore_eos": True},
+        sampling_parameters={"max_tokens": 250, "temperature": 0, "ignore_eos": True},
     )
 
 
@@ -111,7 +111,7 @@ def bystander(server: TritonServer, solo_text: str) -> Iterator[None]:
     assert not replies[0].errors
     assert replies[0].text == solo_text
     assert replies[0].finals == 1
-    for model in ("tiny", "narrow"):
+    for model in ("tiny", "narrow", "busy"):
         wait_until(lambda model=model: used_blocks(server, model) == 0)
 
 
