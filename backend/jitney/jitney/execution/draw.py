@@ -10,6 +10,7 @@ matters. Nothing is sorted except for ``top_k`` and ``top_p``, and there the gre
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,14 +72,16 @@ def _weights(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     filtered = [place for place, each in enumerate(params) if _filters(each)]
     if filtered:
         index = torch.tensor(filtered, device=scaled.device)
-        subset = scaled if len(filtered) == rows else scaled[index]
-        bound = _lower_bound(subset, parts[index], [params[place] for place in filtered])
-        dropped = subset < bound.unsqueeze(1)
-        if len(filtered) == rows:
-            weights[:, :vocab].masked_fill_(dropped, 0.0)
-        else:
-            weights[index, :vocab] = weights[index, :vocab].masked_fill_(dropped, 0.0)
+        bound = scaled.new_full((rows,), -math.inf)
+        bound[index] = _lower_bound(scaled[index], parts[index], [params[i] for i in filtered])
+        _drop_below(weights, scaled, bound)
     return parts
+
+
+def _drop_below(weights: Tensor, scaled: Tensor, bound: Tensor) -> None:
+    """Set weights [R, ≥ V] of logits [R, V] below their row's bound to 0. Multiplying by a mask is
+    four times as fast as filling by it."""
+    weights[:, : scaled.shape[1]].mul_(scaled >= bound.unsqueeze(1))
 
 
 def _filters(params: SamplingParams) -> bool:
@@ -95,37 +98,41 @@ def _lower_bound(scaled: Tensor, parts: Tensor, params: list[SamplingParams]) ->
     )
     # 0 stands for off, as everything up to the vocabulary's size may be asked for.
     top_k = [each.top_k if 0 < each.top_k < vocab else 0 for each in params]
-    top_p = torch.tensor([each.top_p for each in params], dtype=torch.float64, device=device)
-    if not any(top_k) and bool((top_p == 1.0).all()):
+    top_p = [each.top_p for each in params]
+    # A nucleus within a row's top_k needs no more than those.
+    wide = any(p < 1.0 and not k for p, k in zip(top_p, top_k, strict=True))
+    width = min(max(_CANDIDATES if wide else 0, *top_k, 0), vocab)
+    if not width:
         return bound
-    width = max(top_k) if bool((top_p == 1.0).all()) else max(_CANDIDATES, *top_k)
-    width = min(width, vocab)
     greatest = scaled.topk(width, dim=-1).values  # descending
     k = torch.tensor(top_k, device=device)
     kth = greatest.gather(1, (k - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     bound = torch.where(k > 0, torch.maximum(bound, kth), bound)
 
-    nucleus = (top_p < 1.0).nonzero().flatten()
+    nucleus = torch.tensor([i for i, p in enumerate(top_p) if p < 1.0], device=device)
     if nucleus.numel():
-        total = _kept_weight(scaled, parts, bound, nucleus)
-        cut, found = _nucleus_bound(greatest[nucleus], bound[nucleus], top_p[nucleus] * total)
-        if width < vocab and not bool(found.all()):
-            wide = (~found).nonzero().flatten()
-            rows = nucleus[wide]
-            everything = scaled[rows].sort(dim=-1, descending=True).values
-            cut[wide], _ = _nucleus_bound(everything, bound[rows], (top_p[nucleus] * total)[wide])
+        share = torch.tensor(top_p, dtype=torch.float64, device=device)[nucleus]
+        share *= _kept_weight(scaled[nucleus], parts[nucleus], bound[nucleus])
+        cut, found = _nucleus_bound(greatest[nucleus], bound[nucleus], share)
+        short = (~found & (k[nucleus] == 0)).nonzero().flatten()
+        if short.numel():
+            rows = nucleus[short]
+            cut[short], _ = _nucleus_bound(_descending(scaled[rows]), bound[rows], share[short])
         bound[nucleus] = torch.maximum(bound[nucleus], cut)
     return bound
 
 
-def _kept_weight(scaled: Tensor, parts: Tensor, bound: Tensor, rows: Tensor) -> Tensor:
-    """Sum of the weights that min_p and top_k left in ``rows``: [len(rows)] f64."""
-    weights = parts[rows]
-    if bool((bound[rows] > -math.inf).any()):
-        vocab = scaled.shape[1]
-        flat = weights.flatten(1)
-        flat[:, :vocab].masked_fill_(scaled[rows] < bound[rows].unsqueeze(1), 0.0)
-    return weights.sum(dim=-1).sum(dim=-1, dtype=torch.float64)
+def _descending(scaled: Tensor) -> Tensor:
+    """Rows [R, V] sorted whole. On a CPU by numpy, whose vectorized sort is ten times as fast."""
+    if scaled.device.type == "cpu":
+        return torch.from_numpy(np.sort(scaled.numpy(), axis=-1)[:, ::-1].copy())
+    return scaled.sort(dim=-1, descending=True).values
+
+
+def _kept_weight(scaled: Tensor, parts: Tensor, bound: Tensor) -> Tensor:
+    """Sum of the weights ``parts`` (a copy) that min_p and top_k left in each row: [R] f64."""
+    _drop_below(parts.flatten(1), scaled, bound)
+    return parts.sum(dim=-1).sum(dim=-1, dtype=torch.float64)
 
 
 def _nucleus_bound(greatest: Tensor, bound: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
