@@ -17,10 +17,13 @@ from torch import Tensor
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import build_metadata
+from jitney.execution.fuse import fuse_modules
 from jitney.execution.interface import LayerCache, PagedStep, forward
+from jitney.execution.linear import prepack_linears
 from jitney.execution.machine import available_cores, available_memory
-from jitney.execution.memory import estimate_activations, make_layer_caches, plan_memory
+from jitney.execution.memory import Ledger, estimate_activations, make_layer_caches, plan_memory
 from jitney.execution.models import LoadedModel, load_model, resolve_dtype
+from jitney.execution.probe import check_same, probe_logits
 from jitney.execution.sampler import Sampled, prompt_logprobs, sample
 from jitney.request import Batch, ModelInfo, Row, RowOutput, StepOutput
 from jitney.sampling_params import SamplingParams
@@ -154,6 +157,7 @@ def load_runner(config: EngineConfig) -> Runner:
     begin = time.monotonic()
     model = load_model(config)
     budget = config.max_num_batched_tokens or _BUDGET[model.device.type]
+    added = _speed_up(config, model, budget)
     cache_dtype = (
         model.dtype
         if config.kv_cache_dtype == "auto"
@@ -164,7 +168,7 @@ def load_runner(config: EngineConfig) -> Runner:
         model.layers,
         dtype=cache_dtype,
         device=model.device,
-        weights=model.weight_bytes,
+        weights=model.weight_bytes + added,
         activations=_activations(config, model, budget),
         available=available_memory(model.device),
         max_model_len=model.max_model_len,
@@ -178,22 +182,11 @@ def load_runner(config: EngineConfig) -> Runner:
             model.device,
             config.attention,
         )
-    except (RuntimeError, MemoryError, OSError) as error:  # the allocators'
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:  # the allocators'
         raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
-    info = ModelInfo(
-        vocab_size=model.vocab_size,
-        max_model_len=model.max_model_len,
-        num_blocks=ledger.num_blocks,
-        block_size=config.block_size,
-        eos_ids=model.eos_ids,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
-        attention="+".join(sorted({cache.attend.name for cache in caches})),
-        num_parameters=model.num_parameters,
-        max_num_batched_tokens=budget,
-    )
+    info = _describe(model, caches, ledger, budget)
     runner = Runner(model, caches, info)
-    _warm_up(runner, config, budget)
+    _warm_up(runner)
     _log.info("%s", ledger)
     _log.info(
         "loaded a %s of %s parameters in %s on %s with %s attention, context %s, in %.1f s",
@@ -208,23 +201,66 @@ def load_runner(config: EngineConfig) -> Runner:
     return runner
 
 
+def _describe(
+    model: LoadedModel, caches: list[LayerCache], ledger: Ledger, budget: int
+) -> ModelInfo:
+    """What the front must know."""
+    return ModelInfo(
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        num_blocks=ledger.num_blocks,
+        block_size=ledger.block_size,
+        eos_ids=model.eos_ids,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        attention="+".join(sorted({cache.attend.name for cache in caches})),
+        num_parameters=model.num_parameters,
+        max_num_batched_tokens=budget,
+    )
+
+
+def _speed_up(config: EngineConfig, model: LoadedModel, budget: int) -> int:
+    """Rearrange a loaded module for the CPU, as far as the options say, and check that it still
+    gives the same. Returns the bytes that this adds to its weights."""
+    if model.device.type != "cpu":
+        return 0
+    before = probe_logits(model.module, model.layers)
+    rows = min(budget, config.max_num_seqs)
+    added = 0
+    if config.fuse:
+        fused = fuse_modules(model.module, rows)
+        _log.info("fused %d layers, %d gated MLPs, %d norms", fused.layers, fused.mlps, fused.norms)
+        for reason, count in fused.reasons.items():
+            _log.info("not fused (%d): %s", count, reason)
+    if config.prepack:
+        packed = prepack_linears(model.module, rows)
+        added = packed.added_bytes
+        if packed.reason is not None:
+            _log.info("no linear layers prepacked: %s", packed.reason)
+    check_same(before, probe_logits(model.module, model.layers, config.attention))
+    return added
+
+
 def _activations(config: EngineConfig, model: LoadedModel, budget: int) -> int:
+    """The estimate for the largest step, from the widths that the configuration states."""
     hf = model.config
+    width = getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size
     return estimate_activations(
         budget,
         hidden=hf.hidden_size,
-        intermediate=getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size,
+        intermediate=width if isinstance(width, int) else max(width),  # some state one per layer
         vocab=model.vocab_size,
         logits_rows=config.max_num_seqs,
         itemsize=model.dtype.itemsize,
     )
 
 
-def _warm_up(runner: Runner, config: EngineConfig, budget: int) -> None:
+def _warm_up(runner: Runner) -> None:
     """Run a chunk of a prompt and a decode, so that kernels are compiled and memory is touched
     before the first request. What this writes into blocks is overwritten before it is ever read."""
     info = runner.info
-    count = min(16, budget, info.max_model_len - 1, info.num_blocks * info.block_size - 1)
+    slots = info.num_blocks * info.block_size
+    count = min(16, info.max_num_batched_tokens, info.max_model_len - 1, slots - 1)
     tokens = [0] * count
     for start, ids in ((0, tokens), (count, [0])):
         if not ids:
