@@ -96,7 +96,7 @@ def gathered_sdpa(
 
 
 def measure(
-    calls: dict[str, Callable[[], object]], seconds: float
+    calls: dict[str, Callable[[], object]], seconds: float, clock: Callable[[], float]
 ) -> dict[str, tuple[float, float]]:
     """Least and median seconds of each call, which take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
