@@ -1,0 +1,193 @@
+"""Loading what cannot be served, unloading and stopping with work in flight: rows 28 to 30."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from jitney.server import TritonServer
+
+from tests.server.client import Reply, Stream, generate, stream, wait_until
+from tests.server.conftest import CONTEXT, write_model
+
+ENDLESS = {
+    "input_ids": [5, 6, 7],
+    "stream": True,
+    "sampling_parameters": {"max_tokens": CONTEXT - 3, "temperature": 0, "ignore_eos": True},
+}
+
+
+def _copy(checkpoint: Path, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """One model that is well and, beside it, one for each way of being broken."""
+    root = tmp_path_factory.mktemp("broken")
+    repository, sources = root / "repository", root / "checkpoints"
+    good = {"model": str(checkpoint), "dtype": "float32", "threads": 1, "kv_cache_bytes": 1 << 22}
+    write_model(repository, "good", {**good, "drain_s": 1.0})
+
+    missing = _copy(checkpoint, sources / "missing")
+    (missing / "model.safetensors").unlink()
+    truncated = _copy(checkpoint, sources / "truncated")
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    corrupt = _copy(checkpoint, sources / "corrupt")
+    (corrupt / "model.safetensors").write_bytes(b"\xff" * 5000)
+    pickled = _copy(checkpoint, sources / "pickled")
+    state = safetensors.torch.load_file(pickled / "model.safetensors")
+    (pickled / "model.safetensors").unlink()
+    torch.save(state, pickled / "pytorch_model.bin")
+    remote = _copy(checkpoint, sources / "remote")
+    config = json.loads((remote / "config.json").read_text(encoding="utf-8"))
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.Mine"}
+    config["model_type"] = "mine"
+    (remote / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in ("missing", "truncated", "corrupt", "pickled", "remote"):
+        write_model(repository, name, {**good, "model": str(sources / name)})
+
+    write_model(repository, "unknown_key", {**good, "max_num_sequences": 4})
+    write_model(repository, "negative", {**good, "kv_cache_bytes": -1})
+    write_model(repository, "wrong_type", {**good, "block_size": "large"})
+    write_model(repository, "too_large", {**good, "kv_cache_bytes": 1 << 50})
+    return repository
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[TritonServer]:
+    """A server that goes on without the broken models. The last test stops it."""
+    started = TritonServer(repository, keep_going=True)
+    with started:
+        wait_until(lambda: started.model_states()["good"][0] == "READY", 120)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def reasons(server: TritonServer) -> dict[str, str]:
+    """Why each model could not be loaded."""
+    wait_until(
+        lambda: all(
+            state in ("READY", "UNAVAILABLE") for state, _ in server.model_states().values()
+        ),
+        120,
+    )
+    states = server.model_states()
+    assert states.pop("good")[0] == "READY"
+    assert {state for state, _ in states.values()} == {"UNAVAILABLE"}
+    return {name: reason for name, (_, reason) in states.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("missing", ["safetensors"]),
+        ("truncated", ["model.safetensors"]),
+        ("corrupt", ["model.safetensors"]),
+        ("pickled", ["safetensors"]),
+        ("remote", ["mine"]),
+    ],
+)
+def test_survival_row_29_checkpoints(reasons: dict[str, str], name: str, said: list[str]) -> None:
+    for text in said:
+        assert text in reasons[name], reasons[name]
+    assert "Traceback" not in reasons[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("unknown_key", ["max_num_sequences", "did you mean 'max_num_seqs'"]),
+        ("negative", ["kv_cache_bytes", "-1", "at least 1"]),
+        ("wrong_type", ["block_size", "large"]),
+        ("too_large", ["kv_cache_bytes", str(1 << 50)]),
+    ],
+)
+def test_survival_row_30_options(reasons: dict[str, str], name: str, said: list[str]) -> None:
+    for text in said:
+        assert text in reasons[name].replace(",", ""), reasons[name]
+    assert "Traceback" not in reasons[name]
+
+
+def test_the_other_models_are_served(server: TritonServer, reasons: dict[str, str]) -> None:
+    status, _ = generate(server.http_url, "good", text_input="a", max_tokens=3)
+    assert status == 200
+    status, body = generate(server.http_url, "missing", text_input="a")
+    assert status != 200
+    assert body["error"]
+
+
+def _start(server: TritonServer) -> Stream:
+    running = Stream(server.grpc_url, "good", ENDLESS)
+    running.step()
+    return running
+
+
+def _request(server: TritonServer, action: str) -> None:
+    import urllib.request
+
+    urllib.request.urlopen(
+        urllib.request.Request(
+            f"http://{server.http_url}/v2/repository/models/good/{action}",
+            data=b"{}",
+            headers=server.admin_headers,
+        ),
+        timeout=60,
+    ).read()
+
+
+def test_survival_row_28_unload_with_work_in_flight(server: TritonServer) -> None:
+    tensors: dict[str, Any] = {
+        **ENDLESS,
+        "sampling_parameters": {"max_tokens": 500, "temperature": 0, "ignore_eos": True},
+        "return_num_output_tokens": True,
+    }
+    running = Stream(server.grpc_url, "good", tensors)
+    running.step()
+    unloading = threading.Thread(target=_request, args=(server, "unload"))
+    unloading.start()
+    wait_until(lambda: server.model_states()["good"][0] != "READY")
+    refused = stream(server.grpc_url, "good", text_input="a")
+    assert refused.responses == []
+    assert refused.finals == 1
+    reply = running.read()
+    assert reply.errors == []
+    assert sum(reply.all("num_output_tokens")) == 500
+    unloading.join(60)
+    wait_until(lambda: server.model_states()["good"][0] == "UNAVAILABLE", 30)
+    _request(server, "load")
+    wait_until(lambda: server.model_states()["good"][0] == "READY", 60)
+
+
+def test_survival_row_28_a_stream_cancelled_after_its_end_does_not_hold_up_the_exit(
+    server: TritonServer,
+) -> None:
+    """The client goes away without having read the final flag; the last test stops the server."""
+    one = Stream(server.grpc_url, "good", {"text_input": "a", "stream": True})
+    one.step()
+    one.cancel()
+
+
+def test_survival_row_28_sigterm_with_work_in_flight(server: TritonServer) -> None:
+    running = _start(server)
+    replies: list[Reply] = []
+    reading = threading.Thread(target=lambda: replies.append(running.read()))
+    reading.start()
+    began = time.monotonic()
+    clean = server.stop()
+    took = time.monotonic() - began
+    reading.join(30)
+    (reply,) = replies
+    assert reply.responses, "what was made is delivered"
+    assert reply.error.startswith("UNAVAILABLE: the server is shutting down")
+    assert clean
+    assert took < 15
