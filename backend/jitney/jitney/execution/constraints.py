@@ -89,7 +89,7 @@ def _add_bias(logits: Tensor, rows: list[Row]) -> None:
             places.add(place, row.params.logit_bias)
             biases.extend(row.params.logit_bias.values())
     if biases:
-        logits[places.on(logits)] += torch.tensor(biases, device=logits.device)
+        logits[places.on(logits)] += logits.new_tensor(biases)
 
 
 def _penalize(logits: Tensor, rows: list[Row]) -> None:
@@ -113,11 +113,11 @@ def _penalize(logits: Tensor, rows: list[Row]) -> None:
             )
     if factors:
         index = repeated.on(logits)
-        factor = torch.tensor(factors, device=logits.device)
+        factor = logits.new_tensor(factors)
         values = logits[index]
         logits[index] = torch.where(values > 0, values / factor, values * factor)
     if penalties:
-        logits[made.on(logits)] -= torch.tensor(penalties, device=logits.device)
+        logits[made.on(logits)] -= logits.new_tensor(penalties)
 
 
 class _Places:

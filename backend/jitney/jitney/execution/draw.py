@@ -39,7 +39,7 @@ def draw(logits: Tensor, pairs: list[tuple[Row, int]]) -> Tensor:
         index = torch.tensor(places, device=logits.device)
         logits, best = logits[index], best[index]
     # Shifting first keeps a small temperature from overflowing: the greatest logit stays 0.
-    temperature = torch.tensor([each.temperature for each in params], device=logits.device)
+    temperature = logits.new_tensor([each.temperature for each in params])
     logits -= best.unsqueeze(1)
     logits /= temperature.unsqueeze(1)
     weights = _weights(logits, params)
@@ -71,9 +71,12 @@ def _weights(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     parts = weights.view(rows, chunks, _CHUNK)
     filtered = [place for place, each in enumerate(params) if _filters(each)]
     if filtered:
-        index = torch.tensor(filtered, device=scaled.device)
-        bound = scaled.new_full((rows,), -math.inf)
-        bound[index] = _lower_bound(scaled[index], parts[index], [params[i] for i in filtered])
+        if len(filtered) == rows:
+            bound = _lower_bound(scaled, parts, params)
+        else:
+            index = torch.tensor(filtered, device=scaled.device)
+            bound = scaled.new_full((rows,), -math.inf)
+            bound[index] = _lower_bound(scaled[index], parts[index], [params[i] for i in filtered])
         _drop_below(weights, scaled, bound)
     return parts
 
@@ -92,9 +95,8 @@ def _lower_bound(scaled: Tensor, parts: Tensor, params: list[SamplingParams]) ->
     """Least logit that each row keeps: [R] f32. ``scaled`` [R, V], ``parts`` its weights."""
     device = scaled.device
     vocab = scaled.shape[1]
-    bound = torch.tensor(
-        [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params],
-        device=device,
+    bound = scaled.new_tensor(
+        [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params]
     )
     # 0 stands for off, as everything up to the vocabulary's size may be asked for.
     top_k = [each.top_k if 0 < each.top_k < vocab else 0 for each in params]
