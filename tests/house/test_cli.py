@@ -73,6 +73,38 @@ def test_generate_without_a_model_outside_of_a_checkout(
     assert "--model" in str(result.exception)
 
 
+@pytest.mark.server  # not the server itself, but a whole model in a process of its own
+def test_generate_streams_the_demo_model() -> None:
+    prompt = "def add(a, b):"
+    result = run("generate", "-", "--max-tokens", "12", input=prompt)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(prompt)
+    assert len(result.stdout.strip()) > len(prompt) + 10
+    assert "Loading weights" not in result.stderr, "no library writes to our terminal"
+    sampled = [
+        run("generate", prompt, "--max-tokens=12", "--temperature=1.5", "--seed=7").stdout
+        for _ in range(2)
+    ]
+    assert sampled[0] == sampled[1] != result.stdout
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--temperature=-1"], "temperature is -1.0, but must be"),
+        (["--model=/nowhere/at/all"], "neither a folder"),
+        (["--device=tpu"], "device"),
+    ],
+)
+def test_generate_refuses_in_one_line(options: list[str], words: str) -> None:
+    result = run("generate", "x", *options)
+    assert result.returncode == 1
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
+    assert words in line
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(("state", "status"), [("ok", 0), ("warns", 0), ("fails", 1)])
 def test_doctor_prints_findings_and_sets_the_status(
     monkeypatch: pytest.MonkeyPatch, state: str, status: int

@@ -31,7 +31,7 @@ RANK = {component: rank for rank, layer in enumerate(LAYERS) for component in la
 # Library -> the components that may import it. What is not listed is free for all.
 CONFINED = {
     "torch": {"execution", "engine", "llm", "doctor"},
-    "transformers": {"execution", "tokenizer"},
+    "transformers": {"execution", "tokenizer", "cli"},  # cli: to silence it
     "numba": {"execution"},
     "triton": {"execution"},
     "triton_python_backend_utils": {"frontend"},

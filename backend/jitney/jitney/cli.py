@@ -253,9 +253,12 @@ def generate(
     """
     path = model or str(_demo_checkpoint())
     text = sys.stdin.read() if prompt == "-" else prompt
+    from transformers.utils import logging as transformers_logging
+
     from jitney.llm import LLM
     from jitney.sampling_params import SamplingParams
 
+    transformers_logging.disable_progress_bar()  # the terminal is ours
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -270,7 +273,7 @@ def generate(
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     if threads is not None:
         options["threads"] = threads
-    with err.status(f"Loading {path} …"):
+    with err.status(f"Loading {path} (the first time, kernels are compiled) …"):
         llm = LLM(path, **options)
     try:
         _stream(llm, text, params)
