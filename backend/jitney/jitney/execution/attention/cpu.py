@@ -24,7 +24,8 @@ from torch import Tensor
 from jitney.execution.attention import kernel, layout
 from jitney.execution.attention.metadata import AttentionMetadata
 from jitney.execution.attention.openmp import ask_for_tiles, team_runner
-from jitney.execution.attention.products import GROUP_TOKENS, host_has_amx
+from jitney.execution.attention.plan import Plan, make_plan
+from jitney.execution.attention.products import host_has_amx
 from jitney.execution.attention.simd import BF16, F16, F32
 
 _log = logging.getLogger(__name__)
@@ -32,16 +33,20 @@ _log = logging.getLogger(__name__)
 _TAGS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 SUPPORTED_DTYPES = tuple(_TAGS)
 _PAGE = 4096
+_LAYER = struct.Struct(f"={layout.NUM_LAYER_FIELDS}q")
 
 
 @dataclass(slots=True)
-class _Plan:
-    """A step's works for tiles of one size and one window."""
+class _Prepared:
+    """The arguments for the layers of one kind in one step, and what they point to."""
 
-    works: np.ndarray
-    """int64 [works, fields of layout.Work]"""
-    parts: int
-    split_rows: int
+    buffer: memoryview
+    address: int
+    items: int
+    write_items: int
+    """0 if the works write their own tokens."""
+    threads: int
+    owned: tuple[np.ndarray, ...]
 
 
 class CpuAttention:
@@ -64,7 +69,6 @@ class CpuAttention:
         )
         self._run = team_runner()
         self._tiles = int(dtype == torch.bfloat16 and host_has_amx() and ask_for_tiles())
-        self._arguments = np.zeros(len(layout.Call._fields), np.int64)
         self._scratch = np.empty(0, np.uint8)
         self._parts = np.empty(0, np.float32)
         self._parts_done = np.zeros(0, np.int64)
@@ -85,99 +89,137 @@ class CpuAttention:
     ) -> Tensor:
         """Write K and V to their slots, then attend, in the cache's dtype with float32 sums."""
         dtype = self._dtype
-        assert key_cache.dtype == dtype and value_cache.dtype == dtype  # noqa: PT018
-        q_, k, v = (_rows(x, dtype) for x in (q, k, v))
-        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        tokens, heads, head_size = q_.shape
-        kv_heads = k.shape[1]
+        assert key_cache.dtype == value_cache.dtype == dtype
+        asked = q.dtype
+        q, k, v = _rows(q, dtype), _rows(k, dtype), _rows(v, dtype)
+        if sinks is not None:
+            sinks = sinks.to(torch.float32).contiguous()
+        out = torch.empty(q.shape, dtype=dtype)
+        shape = (q.shape[1], k.shape[1], q.shape[2], key_cache.shape[3])
+        ready = self._prepared(meta, shape, scale, window, softcap)
+        size = dtype.itemsize
+        q_token, q_head, _ = q.stride()
+        k_token, k_head, _ = k.stride()
+        v_token, v_head, _ = v.stride()
+        layer = (
+            q.data_ptr(),
+            q_token * size,
+            q_head * size,
+            k.data_ptr(),
+            k_token * size,
+            k_head * size,
+            v.data_ptr(),
+            v_token * size,
+            v_head * size,
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+        )
+        if ready.write_items:
+            _LAYER.pack_into(ready.buffer, 0, 0, 0, ready.write_items, *layer)
+            self._run(self._write, ready.address, min(ready.threads, ready.write_items))
+        _LAYER.pack_into(ready.buffer, 0, 0, 0, ready.items, *layer)
+        self._run(self._attend, ready.address, min(ready.threads, ready.items))
+        return out if dtype == asked else out.to(asked)
+
+    def _prepared(
+        self,
+        meta: AttentionMetadata,
+        shape: tuple[int, int, int, int],
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> _Prepared:
+        """The arguments for layers of this kind; all but one layer of a step find them made."""
+        threads = torch.get_num_threads()
+        key = (self, shape, scale, window, softcap, threads)
+        ready = meta.plans.get(key)
+        if ready is None:
+            ready = meta.plans[key] = self._prepare(meta, shape, scale, window, softcap, threads)
+        assert isinstance(ready, _Prepared)
+        return ready
+
+    def _prepare(
+        self,
+        meta: AttentionMetadata,
+        shape: tuple[int, int, int, int],
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        threads: int,
+    ) -> _Prepared:
+        heads, kv_heads, head_size, padded = shape
         group = heads // kv_heads
         plan = self._plan(meta, group, window)
-        out = torch.empty((tokens, heads, head_size), dtype=dtype)
-        threads = torch.get_num_threads()
-        padded = key_cache.shape[-1]
-        size = dtype.itemsize
         table = meta.block_table
-        scratch, scratch_bytes = self._reserve_scratch(
-            threads, max(layout.TILE_ROWS, group), padded, table.shape[1] * meta.block_size
+        tokens = meta.slot_mapping.shape[0]
+        decode = meta.max_query_len == 1
+        longest = table.shape[1] * meta.block_size
+        scratch, scratch_bytes = self._reserve_scratch(threads, group, padded, longest)
+        self._reserve_parts(plan, group, kv_heads, padded)
+        step = {
+            "works": plan.works.ctypes.data,
+            "scratch": scratch,
+            "scratch_bytes": scratch_bytes,
+            "parts": self._parts.ctypes.data,
+            "parts_done": self._parts_done.ctypes.data,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "head_size": head_size,
+            "padded": padded,
+            "block_size": meta.block_size,
+            "table": table.data_ptr(),
+            "table_width": table.shape[1],
+            "slots": meta.slot_mapping.data_ptr(),
+            "tokens": tokens,
+            "decode": int(decode),
+            "tiles": self._tiles,
+            "window": window or 0,
+            "scale": _float_bits(scale),
+            "softcap": _float_bits(softcap or 0.0),
+        }
+        arguments = np.zeros(len(layout.Call._fields), np.int64)
+        arguments[layout.NUM_LAYER_FIELDS :] = [
+            step[name] for name in layout.Call._fields[layout.NUM_LAYER_FIELDS :]
+        ]
+        return _Prepared(
+            arguments.data,
+            arguments.ctypes.data,
+            items=len(plan.works) * kv_heads,
+            write_items=0 if decode else -(-tokens // layout.WRITE_TOKENS) * kv_heads,
+            threads=threads,
+            owned=(plan.works, self._scratch, self._parts, self._parts_done),
         )
-        parts, parts_done = self._reserve_parts(plan, group, kv_heads, padded)
-        call = layout.Call(
-            counter=0,
-            threads=0,
-            num_items=0,
-            works=plan.works.ctypes.data,
-            scratch=scratch,
-            scratch_bytes=scratch_bytes,
-            query=q_.data_ptr(),
-            query_token_stride=q_.stride(0) * size,
-            query_head_stride=q_.stride(1) * size,
-            out=out.data_ptr(),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_size=head_size,
-            padded=padded,
-            key_cache=key_cache.data_ptr(),
-            value_cache=value_cache.data_ptr(),
-            block_size=meta.block_size,
-            table=table.data_ptr(),
-            table_width=table.shape[1],
-            window=window or 0,
-            scale=_float_bits(scale),
-            softcap=_float_bits(softcap or 0.0),
-            sinks=0 if sinks is None else sinks.data_ptr(),
-            parts=parts,
-            parts_done=parts_done,
-            key=k.data_ptr(),
-            key_token_stride=k.stride(0) * size,
-            key_head_stride=k.stride(1) * size,
-            value=v.data_ptr(),
-            value_token_stride=v.stride(0) * size,
-            value_head_stride=v.stride(1) * size,
-            slots=meta.slot_mapping.data_ptr(),
-            tokens=tokens,
-            tiles=self._tiles,
-        )
-        self._arguments[:] = call
-        self._launch(self._write, -(-tokens // layout.WRITE_TOKENS) * kv_heads, threads)
-        self._launch(self._attend, len(plan.works) * kv_heads, threads)
-        return out if out.dtype == q.dtype else out.to(q.dtype)
-
-    def _launch(self, body: int, items: int, threads: int) -> None:
-        a = self._arguments
-        a[layout.COUNTER] = a[layout.THREADS] = 0
-        a[layout.NUM_ITEMS] = items
-        self._run(body, a.ctypes.data, min(threads, items))
 
     def _reserve_scratch(
-        self, threads: int, rows: int, padded: int, longest: int
+        self, threads: int, group: int, padded: int, longest: int
     ) -> tuple[int, int]:
-        """Address of at least ``threads`` scratch areas, and bytes of one."""
+        """Address of ``threads`` scratch areas or more, and bytes of one."""
+        rows = max(layout.TILE_ROWS, group)
         need = layout.scratch_bytes(self._dtype.itemsize, rows, padded, longest)
         stride = -(-need // _PAGE) * _PAGE
         if self._scratch.size < (threads + 1) * stride:
             self._scratch = np.empty((threads + 1) * stride, np.uint8)
         return -(-self._scratch.ctypes.data // _PAGE) * _PAGE, stride
 
-    def _reserve_parts(
-        self, plan: _Plan, group: int, kv_heads: int, padded: int
-    ) -> tuple[int, int]:
-        """Addresses of the records and of the counters of split rows."""
+    def _reserve_parts(self, plan: Plan, group: int, kv_heads: int, padded: int) -> None:
+        """Room for the records of split rows and for their counters."""
         floats = plan.parts * kv_heads * group * (padded + 2)
         if self._parts.size < floats:
             self._parts = np.empty(floats, np.float32)
         if self._parts_done.size < plan.split_rows * kv_heads:
             self._parts_done = np.zeros(plan.split_rows * kv_heads, np.int64)
-        return self._parts.ctypes.data, self._parts_done.ctypes.data
 
-    def _plan(self, meta: AttentionMetadata, group: int, window: int | None) -> _Plan:
-        tile = max(1, layout.TILE_ROWS // group)
-        key = (tile, window)
+    @staticmethod
+    def _plan(meta: AttentionMetadata, group: int, window: int | None) -> Plan:
+        key = ("plan", group, window)
         plan = meta.plans.get(key)
         if plan is None:
             plan = meta.plans[key] = make_plan(
-                meta.query_start.numpy(), meta.context_len.numpy(), tile, window
+                meta.query_start.numpy(), meta.context_len.numpy(), group, window
             )
-        assert isinstance(plan, _Plan)
+        assert isinstance(plan, Plan)
         return plan
 
 
@@ -188,56 +230,9 @@ def _float_bits(x: float) -> int:
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` [T, heads, head] in ``dtype``, each head contiguous."""
-    x = x.to(dtype)
+    if x.dtype != dtype:
+        x = x.to(dtype)
     return x if x.stride(2) == 1 else x.contiguous()
-
-
-def make_plan(
-    query_start: np.ndarray, context_len: np.ndarray, tile: int, window: int | None
-) -> _Plan:
-    """Cut a step into works, the longest first.
-
-    A row of one token is split by its keys into parts of SPLIT_TOKENS, a longer one by its tokens
-    into tiles. Neither looks at any other row.
-    """
-    start, end = query_start[:-1].astype(np.int64), query_start[1:].astype(np.int64)
-    context = context_len.astype(np.int64)
-    length = end - start
-    reach = int(context.max()) if window is None else window
-    first = _group_start(context - reach)
-    parts = np.where(length == 1, -(-(context - first) // layout.SPLIT_TOKENS), 1)
-    count = np.where(length == 1, parts, -(-length // tile))
-
-    row = np.repeat(np.arange(len(length)), count)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    split = length[row] == 1
-    offset = np.where(split, 0, nth * tile)
-    tokens = np.minimum(length[row] - offset, tile)
-    position = (context - length)[row] + offset
-    begin = _group_start(position + 1 - reach) + np.where(split, nth * layout.SPLIT_TOKENS, 0)
-    limit = position + tokens
-    finish = np.where(split, np.minimum(limit, begin + layout.SPLIT_TOKENS), limit)
-    in_parts = np.where(parts > 1, parts, 0)
-    columns = {
-        "row": row,
-        "first_token": start[row] + offset,
-        "num_tokens": tokens,
-        "position": position,
-        "keys_begin": begin,
-        "keys_end": finish,
-        "part": np.where(split, nth, 0),
-        "num_parts": parts[row],
-        "first_part": (np.cumsum(in_parts) - in_parts)[row],
-        "split_row": (np.cumsum(parts > 1) - (parts > 1))[row],
-    }
-    order = np.argsort(-tokens * (finish - begin), kind="stable")
-    works = np.stack([columns[name] for name in layout.Work._fields], axis=1)[order]
-    return _Plan(works, int(in_parts.sum()), int((parts > 1).sum()))
-
-
-def _group_start(position: np.ndarray) -> np.ndarray:
-    """The first position of the group of 16 that ``position``, at least 0, lies in."""
-    return np.maximum(position, 0) // GROUP_TOKENS * GROUP_TOKENS
 
 
 # --------------------------------------------------------------------------- compiling and running

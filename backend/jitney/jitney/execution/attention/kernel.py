@@ -2,9 +2,9 @@
 # Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """The paged attention kernel for the CPU, as Numba functions over raw addresses.
 
-``cpu`` calls :func:`write_body` and then :func:`attend_body` on every thread of a team, with the
-address of the arguments (``layout.Call``); the threads take items from a counter until none is
-left. ``tag`` is the element type of the cache (``simd``).
+``cpu`` calls :func:`write_body`, unless all rows decode, and then :func:`attend_body` on every
+thread of a team, with the address of the arguments (``layout.Call``); the threads take items from a
+counter until none is left. ``tag`` is the element type of the cache (``simd``).
 
 An item is a tile of one row's queries and one KV head, all query heads of its group together, so
 that K and V are read once for them; a tile's rows are (token, head of the group), token by token.
@@ -23,6 +23,7 @@ from jitney.execution.attention.blocks import (
     find_groups,
     stage_span,
     write_items,
+    write_token,
 )
 from jitney.execution.attention.layout import (
     SPAN_GROUPS,
@@ -112,6 +113,8 @@ def attend_item(tag, call, item, upcoming, at):
     work = read_work(call, item // call.kv_heads)
     group = call.heads // call.kv_heads
     rows = work.num_tokens * group
+    if call.decode != 0 and work.part == work.num_parts - 1:
+        write_token(tag, call, work.first_token, kv_head)
     load_queries(tag, call, work, kv_head, rows, at)
     begin_rows(call, work, kv_head, rows, at)
     find_groups(

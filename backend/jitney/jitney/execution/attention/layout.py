@@ -29,66 +29,73 @@ WRITE_TOKENS = 16
 """Tokens of one item that writes to the cache."""
 LIST_MARGIN = PREFETCH_GROUPS + COLUMNS
 """Entries behind the groups in use that may be read: to prefetch, and to fill up a tile."""
-COUNTER = 0
-THREADS = 1
-NUM_ITEMS = 2
-"""Positions, in the array of arguments, of the only values that change during a call."""
+COUNTER, THREADS = 0, 1
+"""Positions of the only arguments that the kernel changes."""
 
 
 class Call(NamedTuple):
     """The arguments."""
 
+    # -- of one layer: NUM_LAYER_FIELDS that are written anew at each call
     counter: int
     """Address of the number of items taken so far; 0 at the start."""
     threads: int
     """Address of the number of threads that have begun; 0 at the start."""
     num_items: int
     """An item is a work for one KV head."""
-    works: int
-    """Address of int64 [works, fields of Work]."""
-    scratch: int
-    scratch_bytes: int
-    """Per thread."""
     query: int
     query_token_stride: int
     query_head_stride: int
-    out: int
-    """[T, heads, head size], contiguous."""
-    heads: int
-    kv_heads: int
-    head_size: int
-    padded: int
-    """Head size in the cache."""
-    key_cache: int
-    value_cache: int
-    block_size: int
-    table: int
-    """int32 [R, table_width]"""
-    table_width: int
-    window: int
-    """0: none."""
-    scale: float
-    softcap: float
-    """float32; 0: none."""
-    sinks: int
-    """Address of float32 [heads]; 0: none."""
-    parts: int
-    """Records of split rows: per part and KV head, float32 outputs [heads of the group, padded],
-    running maxima and running sums [heads of the group]."""
-    parts_done: int
-    """int64 [split rows, KV heads], all 0 at the start and at the end."""
     key: int
     key_token_stride: int
     key_head_stride: int
     value: int
     value_token_stride: int
     value_head_stride: int
+    key_cache: int
+    value_cache: int
+    sinks: int
+    """Address of float32 [heads]; 0: none."""
+    out: int
+    """[T, heads, head size], contiguous."""
+
+    # -- of one step, for layers of one kind
+    works: int
+    """Address of int64 [works, fields of Work]."""
+    scratch: int
+    scratch_bytes: int
+    """Per thread."""
+    parts: int
+    """Records of split rows: per part and KV head, float32 outputs [heads of the group, padded],
+    running maxima and running sums [heads of the group]."""
+    parts_done: int
+    """int64 [split rows, KV heads], all 0 at the start and at the end."""
+    heads: int
+    kv_heads: int
+    head_size: int
+    padded: int
+    """Head size in the cache."""
+    block_size: int
+    table: int
+    """int32 [R, table_width]"""
+    table_width: int
     slots: int
     """int64 [T]"""
     tokens: int
     """T."""
+    decode: int
+    """1 if every row has one token: then the item that reads a token's slot writes it first, and
+    :func:`kernel.write_body` need not run."""
     tiles: int
     """Whether the processor's tile unit is used: 0 or 1."""
+    window: int
+    """0: none."""
+    scale: float
+    softcap: float
+    """float32; 0: none."""
+
+
+NUM_LAYER_FIELDS = Call._fields.index("out") + 1
 
 
 class Work(NamedTuple):
@@ -205,8 +212,8 @@ def read_call(address):
         load_i64(address + 136),
         load_i64(address + 144),
         load_i64(address + 152),
-        load_f32(address + 160),
-        load_f32(address + 168),
+        load_i64(address + 160),
+        load_i64(address + 168),
         load_i64(address + 176),
         load_i64(address + 184),
         load_i64(address + 192),
@@ -218,7 +225,8 @@ def read_call(address):
         load_i64(address + 240),
         load_i64(address + 248),
         load_i64(address + 256),
-        load_i64(address + 264),
+        load_f32(address + 264),
+        load_f32(address + 272),
     )
 
 
