@@ -1,6 +1,7 @@
 """Tokenizers of every kind, trained in milliseconds on a few lines."""
 
 import functools
+import json
 from pathlib import Path
 
 import tokenizers
@@ -51,8 +52,6 @@ def _sentencepiece(strip: bool) -> tokenizers.Tokenizer:
 
 
 def _only_special(tokenizer: tokenizers.Tokenizer, special: list[str]) -> tokenizers.Tokenizer:
-    import json
-
     data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [each for each in data["added_tokens"] if each["content"] in special]
     return tokenizers.Tokenizer.from_str(json.dumps(data))
@@ -64,6 +63,21 @@ def llama_style() -> tokenizers.Tokenizer:
 
 def gemma_style() -> tokenizers.Tokenizer:
     return _sentencepiece(strip=False)
+
+
+def erasing() -> tokenizers.Tokenizer:
+    """A decoder that makes nothing of some tokens."""
+    tokenizer = tokenizers.Tokenizer.from_str(llama_style().to_str())
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.Replace("q", ""),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
 
 
 def _unigram(scheme: str) -> tokenizers.Tokenizer:
@@ -135,6 +149,7 @@ KINDS = {
         byte_level,
         llama_style,
         gemma_style,
+        erasing,
         unigram,
         unigram_no_prefix,
         wordpiece,
