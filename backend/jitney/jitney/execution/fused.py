@@ -7,6 +7,7 @@ argument block of its kernel between calls.
 Imported only where Numba is (``fuse``).
 """
 
+import ctypes
 import hashlib
 import logging
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numba import cfunc, types
 from torch import Tensor, nn
@@ -80,14 +80,33 @@ def _source_version() -> int:
     return int.from_bytes(digest.digest()[:7], "little") | 1
 
 
-def _launch(run: Run, body: int, arguments: np.ndarray, rows: int, row_bytes: int) -> None:
-    """Run ``body`` over ``rows`` rows, on as many threads as they are worth."""
-    threads = min(torch.get_num_threads(), rows, 1 + rows * row_bytes // _BYTES_PER_THREAD)
-    arguments[row_kernels.COUNTER] = 0
-    arguments[row_kernels.ROWS] = rows
-    # A few items per thread, so that one that is held up does not hold up the others.
-    arguments[row_kernels.ROWS_PER_ITEM] = rows if threads == 1 else -(-rows // (4 * threads))
-    run(body, arguments.ctypes.data, threads)
+class _Launch:
+    """One kernel with an argument block of its own.
+
+    A step makes dozens of these launches, so what does not change is written once.
+    """
+
+    def __init__(self, run: Run, body: int, size: int) -> None:
+        self.arguments = (ctypes.c_int64 * size)()
+        self._run = run
+        self._body = body
+        self._address = ctypes.addressof(self.arguments)
+
+    def set_float(self, index: int, value: float) -> None:
+        """Write a float32 into argument ``index``."""
+        ctypes.c_float.from_address(self._address + 8 * index).value = value
+
+    def __call__(self, rows: int, row_bytes: int) -> None:
+        """Run over so many rows, on as many threads as they are worth."""
+        arguments = self.arguments
+        arguments[row_kernels.COUNTER] = 0
+        arguments[row_kernels.ROWS] = arguments[row_kernels.ROWS_PER_ITEM] = rows
+        threads = 1 + rows * row_bytes // _BYTES_PER_THREAD
+        if threads > 1:
+            threads = min(torch.get_num_threads(), threads, rows)
+            # A few items per thread, so that one that is held up does not hold up the others.
+            arguments[row_kernels.ROWS_PER_ITEM] = -(-rows // (4 * threads))
+        self._run(self._body, self._address, threads)
 
 
 class FusedRMSNorm(nn.Module):
@@ -97,33 +116,29 @@ class FusedRMSNorm(nn.Module):
         super().__init__()
         self.scale = scale.detach().float().contiguous()
         self.epsilon = epsilon
+        self._width = scale.numel()
         self._dtype = dtype
-        self._kernels = kernels
-        self._arguments = np.zeros(row_kernels.NORM_ARGUMENTS, np.int64)
-        self._arguments.view(np.float32)[2 * row_kernels.EPSILON] = epsilon
-        self._arguments[row_kernels.SCALE] = self.scale.data_ptr()
-        self._arguments[row_kernels.WIDTH] = self.scale.numel()
+        row_bytes = self._row_bytes = self._width * dtype.itemsize
+        self._launch = _Launch(kernels.run, kernels.norm, row_kernels.NORM_ARGUMENTS)
+        self._launch.set_float(row_kernels.EPSILON, epsilon)
+        arguments = self._launch.arguments
+        arguments[row_kernels.STRIDE] = arguments[row_kernels.OUT_STRIDE] = row_bytes
+        arguments[row_kernels.WIDTH] = self._width
+        arguments[row_kernels.SCALE] = self.scale.data_ptr()
 
     def forward(self, x: Tensor) -> Tensor:
         """x is [..., width] in the dtype of the model."""
         assert x.dtype == self._dtype
         x = x.contiguous()
         out = torch.empty_like(x)
-        width = x.shape[-1]
-        row_bytes = width * x.element_size()
-        arguments = self._arguments
-        arguments[row_kernels.DATA : row_kernels.WIDTH] = (
-            x.data_ptr(),
-            row_bytes,
-            out.data_ptr(),
-            row_bytes,
-        )
-        kernels = self._kernels
-        _launch(kernels.run, kernels.norm, arguments, x.numel() // width, row_bytes)
+        launch = self._launch
+        launch.arguments[row_kernels.DATA] = x.data_ptr()
+        launch.arguments[row_kernels.OUT] = out.data_ptr()
+        launch(x.numel() // self._width, self._row_bytes)
         return out
 
 
-class HeadRotation(nn.Module):
+class HeadRotation:
     """Rotary embedding, and the norm of query and key heads before it, in place."""
 
     def __init__(
@@ -134,39 +149,37 @@ class HeadRotation(nn.Module):
         norms: tuple[FusedRMSNorm, FusedRMSNorm] | None,
         kernels: Kernels,
     ) -> None:
-        super().__init__()
         self._rotated = (query_heads + key_heads) * head_size
         self._norms = norms  # owns the memory of the scales
-        self._kernels = kernels
-        self._arguments = np.zeros(row_kernels.ROTATE_ARGUMENTS, np.int64)
-        self._arguments[row_kernels.QUERY_HEADS : row_kernels.ROTARY_SIZE] = (
-            query_heads,
-            key_heads,
-            head_size,
-        )
+        self._launch = _Launch(kernels.run, kernels.rotate, row_kernels.ROTATE_ARGUMENTS)
+        arguments = self._launch.arguments
+        arguments[row_kernels.QUERY_HEADS] = query_heads
+        arguments[row_kernels.KEY_HEADS] = key_heads
+        arguments[row_kernels.HEAD_SIZE] = head_size
         if norms is not None:
-            assert norms[0].epsilon == norms[1].epsilon
-            self._arguments.view(np.float32)[2 * row_kernels.EPSILON] = norms[0].epsilon
-            self._arguments[row_kernels.QUERY_SCALE :] = [n.scale.data_ptr() for n in norms]
+            query_norm, key_norm = norms
+            assert query_norm.epsilon == key_norm.epsilon
+            self._launch.set_float(row_kernels.EPSILON, query_norm.epsilon)
+            arguments[row_kernels.QUERY_SCALE] = query_norm.scale.data_ptr()
+            arguments[row_kernels.KEY_SCALE] = key_norm.scale.data_ptr()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """x is [1, T, features], contiguous: query heads, key heads, and what stays as it is. cos
         and sin are [1, T, rotary size], in x's dtype."""
         assert x.is_contiguous()
         assert cos.dtype == sin.dtype == x.dtype
         cos, sin = cos.contiguous(), sin.contiguous()
         size = x.element_size()
-        arguments = self._arguments
+        _, rows, features = x.shape
+        rotary = cos.shape[-1]
+        arguments = self._launch.arguments
         arguments[row_kernels.DATA] = x.data_ptr()
-        arguments[row_kernels.STRIDE] = x.shape[-1] * size
-        arguments[row_kernels.ROTARY_SIZE : row_kernels.QUERY_SCALE] = (
-            cos.shape[-1],
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.shape[-1] * size,
-        )
-        kernels = self._kernels
-        _launch(kernels.run, kernels.rotate, arguments, x.shape[1], self._rotated * size)
+        arguments[row_kernels.STRIDE] = features * size
+        arguments[row_kernels.ROTARY_SIZE] = rotary
+        arguments[row_kernels.COS] = cos.data_ptr()
+        arguments[row_kernels.SIN] = sin.data_ptr()
+        arguments[row_kernels.ANGLE_STRIDE] = rotary * size
+        self._launch(rows, self._rotated * size)
 
 
 class FusedMLP(nn.Module):
@@ -178,11 +191,13 @@ class FusedMLP(nn.Module):
         super().__init__()
         self.gate, self.up, self.down = gate, up, down
         self._activation: Activation = activation
+        self._gate, self._up = gate.activated, up.times
+        self._down, self._down_plus = down.forward, down.plus
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x and ``residual``, which is added to the result, are [..., hidden size]."""
-        inner = self.up.times(x, self.gate.activated(x, self._activation))
-        return self.down(inner) if residual is None else self.down.plus(inner, residual)
+        inner = self._up(x, self._gate(x, self._activation))
+        return self._down(inner) if residual is None else self._down_plus(inner, residual)
 
 
 @dataclass(frozen=True)
@@ -219,15 +234,24 @@ class FusedDecoderLayer(nn.Module):
         mlp: FusedMLP,
     ) -> None:
         super().__init__()
-        self._form = form
+        self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self._rotate = rotation
         self._parts = [form.query_heads, form.key_heads, form.key_heads]
         self._heads = (-1, sum(self._parts), form.head_size)
-        self.attention_norm = attention_norm
-        self.qkv = qkv
-        self.rotation = rotation
-        self.output = output
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
+        self._constants: dict[str, Any] = {
+            "module": self,
+            "layer": form.layer,
+            "mask": None,
+            "scale": form.scale,
+            "window": form.window,
+            "softcap": form.softcap,
+            "sinks": form.sinks,
+            "extra": {},
+        }
+        # Bound once: a submodule's lookup and call cost as much as a small kernel.
+        self._attention_norm, self._mlp_norm = attention_norm.forward, mlp_norm.forward
+        self._qkv, self._output, self._mlp = qkv.forward, output.plus, mlp.forward
 
     def forward(
         self,
@@ -238,25 +262,9 @@ class FusedDecoderLayer(nn.Module):
         **unused: object,
     ) -> Tensor:
         """``hidden_states`` is [1, T, hidden size]; so is the result."""
-        form = self._form
-        x = self.qkv(self.attention_norm(hidden_states))
-        self.rotation(x, *position_embeddings)
-        query, key, value = x.view(self._heads).split(self._parts, 1)
-        attended = paged(
-            AttentionCall(
-                module=self,
-                layer=form.layer,
-                query=query,
-                key=key,
-                value=value,
-                mask=None,
-                scale=form.scale,
-                window=form.window,
-                softcap=form.softcap,
-                sinks=form.sinks,
-                extra={},
-            )
-        )
-        # The epilogue wants the sum's other operand in the very shape of the product.
-        hidden = self.output.plus(attended.reshape(1, attended.shape[0], -1), hidden_states)
-        return self.mlp(self.mlp_norm(hidden), hidden)
+        x = self._qkv(self._attention_norm(hidden_states))
+        self._rotate(x, *position_embeddings)
+        query, key, value = torch.split_with_sizes(x.view(self._heads), self._parts, 1)
+        attended = paged(AttentionCall(query=query, key=key, value=value, **self._constants))
+        hidden = self._output(attended.reshape(1, attended.shape[0], -1), hidden_states)
+        return self._mlp(self._mlp_norm(hidden), hidden)
