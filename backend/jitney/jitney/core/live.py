@@ -156,3 +156,5 @@ class LiveRequests:
             assert sequence.num_published <= sequence.num_computed // self.kv.block_size
         else:
             assert not sequence.table, "a sequence that does not run holds blocks"
+        if sequence.state is State.WAITING:
+            assert sequence.num_computed == 0, "a sequence without blocks has nothing computed"

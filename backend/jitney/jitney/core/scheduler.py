@@ -129,6 +129,7 @@ class Scheduler:
         """Accept a request, or refuse it at the door: Failed INVALID_ARGUMENT if an empty cache
         could not hold it, Failed UNAVAILABLE if the queue is full."""
         assert self._in_flight is None
+        assert message.prompt, "a prompt without tokens was not refused in front"
         needs = needs_of(message, self.config.block_size, self.max_model_len)
         try:
             check_fits(
