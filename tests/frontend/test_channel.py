@@ -1,5 +1,7 @@
 """The channel closes once; the sweeper tells of each cancellation once."""
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,44 @@ def test_a_client_that_has_gone_closes_the_channel(pb: Any) -> None:
     sender.broken = True
     assert not channel.send([], final=False)
     assert channel.closed
+
+
+def test_the_server_is_never_asked_during_or_after_the_final_response(pb: Any) -> None:
+    """The server crashes if it is."""
+
+    class Strict(pb.Sender):  # type: ignore[misc, name-defined]
+        asking = ending = False
+
+        def is_cancelled(self) -> bool:
+            assert not self.ending
+            self.asking = True
+            time.sleep(0.001)
+            self.asking = False
+            return False
+
+        def send(self, response: Any = None, flags: int = 0) -> None:
+            self.ending = flags == 1
+            assert not (self.ending and self.asking)
+            time.sleep(0.001)
+
+    errors: list[BaseException] = []
+
+    def ask(channel: Channel) -> None:
+        try:
+            while not channel.closed:
+                channel.is_cancelled()
+            assert not channel.is_cancelled()
+        except AssertionError as error:
+            errors.append(error)
+
+    for _ in range(20):
+        channel = Channel(Strict())
+        thread = threading.Thread(target=ask, args=(channel,))
+        thread.start()
+        time.sleep(0.0015)
+        channel.send([], final=True)
+        thread.join(5)
+    assert errors == []
 
 
 def test_the_sweeper_tells_once_and_forgets_what_is_closed(pb: Any) -> None:

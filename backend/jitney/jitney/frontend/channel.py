@@ -4,9 +4,14 @@ Owned by whoever answers the request: the thread in ``execute`` until the reques
 responder afterwards. Only :meth:`Channel.is_cancelled` may be called from another thread at the
 same time. A send is a round trip of 0.2 to 0.4 ms to the server, whatever its size, and never waits
 for the client.
+
+The final response makes the server delete what :meth:`Channel.is_cancelled` asks, and a question
+that comes later, or is under way, crashes the whole server (2.51). Hence the lock: the channel
+closes before its final response leaves, and waits for a question to be answered before it closes.
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,10 +30,11 @@ class Channel:
 
     def __init__(self, sender: Any) -> None:
         self._sender: Any | None = sender
+        self._asking = threading.Lock()  # held while the server is asked, and to close
 
     @property
     def closed(self) -> bool:
-        """Whether the final response has been sent, or could not be."""
+        """Whether the final response has been sent, is under way or could not be sent."""
         return self._sender is None
 
     def send(self, tensors: Sequence[NamedArray], *, final: bool) -> bool:
@@ -44,27 +50,32 @@ class Channel:
 
     def is_cancelled(self) -> bool:
         """Ask the server: a round trip of about 0.2 ms. False once the channel is closed."""
-        sender = self._sender
-        return sender is not None and bool(sender.is_cancelled())
+        with self._asking:
+            return self._sender is not None and bool(self._sender.is_cancelled())
 
     def _send(self, response: Any, final: bool) -> bool:
-        assert self._sender is not None, "a send after the final response"
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         sender = self._sender
+        assert sender is not None, "a send after the final response"
+        flags = 0
         if final:
-            self._sender = None
+            flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            self._close()
         try:
             sender.send(response, flags)
         except pb_utils.TritonModelException as error:
             # The server drops a response whose client has gone; that is a cancellation.
             _LOG.debug("a response could not be sent: %s", error)
             if not final:
-                self._close(sender)
+                self._close()
+                self._end(sender)
             return False
         return True
 
-    def _close(self, sender: Any) -> None:
-        self._sender = None
+    def _close(self) -> None:
+        with self._asking:
+            self._sender = None
+
+    def _end(self, sender: Any) -> None:
         try:
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except pb_utils.TritonModelException as error:

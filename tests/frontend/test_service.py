@@ -1,0 +1,352 @@
+"""The service with the real engine over an arithmetic runner: accepting, sending, ending."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from jitney.config import EngineConfig
+from jitney.engine import Engine
+from jitney.frontend.service import Service
+from jitney.request import Submit
+from jitney.sampling_params import SamplingParams
+from jitney.tokenizer import Tokenizer
+
+from tests.fake_runner import FakeRunner, solo_stream
+from tests.tiny_models import write_tokenizer
+
+VOCAB = 320
+LABELS = {"model": "m", "version": "1", "model_instance": "m_0_0"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return Tokenizer.load(folder)
+
+
+class House:
+    """A service, its engine and runner."""
+
+    def __init__(self, tokenizer: Tokenizer, step_seconds: float = 0.0, **options: Any) -> None:
+        self.tokenizer = tokenizer
+        config = EngineConfig(
+            model="unused", block_size=4, cancel_sweep_s=0.01, metrics_flush_s=0.02, **options
+        )
+        self.runner = FakeRunner(
+            vocab_size=VOCAB, num_blocks=512, max_model_len=2000, step_seconds=step_seconds
+        )
+        self.engine = Engine(config, self.runner)
+        self.service = Service(self.engine, tokenizer, self.runner.info, config, LABELS)
+
+    def solo(self, prompt: str, **sampling: Any) -> list[int]:
+        """The ids that the request must get."""
+        params = SamplingParams(ignore_eos=True, **sampling)
+        ids = self.tokenizer.encode(prompt)
+        return solo_stream(Submit(key=0, prompt=ids, params=params, arrival=0.0), vocab_size=VOCAB)
+
+    def idle(self) -> bool:
+        kv = self.engine.scheduler.kv
+        return kv.num_used == 0 and not self.engine.has_work
+
+
+@pytest.fixture
+def make_house(pb: Any, tokenizer: Tokenizer) -> Iterator[Callable[..., House]]:
+    made: list[House] = []
+
+    def make(**options: Any) -> House:
+        made.append(House(tokenizer, **options))
+        return made[-1]
+
+    yield make
+    for house in made:
+        house.service.close()
+
+
+def sampling(**params: Any) -> str:
+    return json.dumps({"seed": 1, "ignore_eos": True, **params})
+
+
+def wait_until(condition: Callable[[], Any], timeout: float = 10.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass in time"
+        time.sleep(0.002)
+
+
+def ended(*requests: Any) -> bool:
+    return all(request.sender.final for request in requests)
+
+
+def ids_of(request: Any) -> list[int]:
+    return [i for response in request.sender.sent for i in response.tensors["output_ids"].tolist()]
+
+
+def text_of(request: Any) -> str:
+    pieces = [response.tensors["text_output"][0] for response in request.sender.sent]
+    return b"".join(pieces).decode()
+
+
+def error_of(request: Any) -> str:
+    (response,) = (one for one in request.sender.sent if one.error is not None)
+    assert request.sender.sent[-1] is response
+    assert request.sender.final == 1
+    return response.error.text
+
+
+def test_a_stream_delivers_every_token_in_order_and_ends_once(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house()
+    requests = [
+        pb.Request(
+            text_input="the bus" + " stops" * i, stream=True, return_output_ids=True,
+            sampling_parameters=sampling(max_tokens=30 + i),
+        )
+        for i in range(5)
+    ]  # fmt: skip
+    for request in requests:
+        house.service.accept(request)
+    wait_until(lambda: ended(*requests))
+    for i, request in enumerate(requests):
+        ids = house.solo("the bus" + " stops" * i, seed=1, max_tokens=30 + i)
+        assert ids_of(request) == ids
+        assert text_of(request) == house.tokenizer.decode(ids)
+        assert request.sender.final == 1
+    wait_until(house.idle)
+
+
+def test_without_streaming_there_is_one_response(pb: Any, make_house: Callable[..., House]) -> None:
+    house = make_house()
+    request = pb.Request(
+        text_input="the bus", return_timing=True, sampling_parameters=sampling(max_tokens=9)
+    )
+    house.service.accept(request)
+    wait_until(lambda: ended(request))
+    (response,) = request.sender.sent
+    text = house.tokenizer.decode(house.solo("the bus", seed=1, max_tokens=9))
+    assert response.tensors["text_output"][0].decode() == "the bus" + text
+    assert json.loads(response.tensors["timing"][0])["computed_prompt_tokens"] > 0
+
+
+def test_tokens_made_during_a_send_leave_as_one_response(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house()
+    request = pb.Request(
+        text_input="the bus", stream=True, return_output_ids=True,
+        sampling_parameters=sampling(max_tokens=200),
+    )  # fmt: skip
+    released = threading.Event()
+    request.sender.on_send = lambda response: released.wait(10)
+    house.service.accept(request)
+    wait_until(lambda: house.runner.batches >= 200)  # the engine did not wait for the send
+    released.set()
+    wait_until(lambda: ended(request))
+    assert ids_of(request) == house.solo("the bus", seed=1, max_tokens=200)
+    assert len(request.sender.sent) <= 3
+
+
+def test_streams_take_turns(pb: Any, make_house: Callable[..., House]) -> None:
+    house = make_house(step_seconds=0.001)
+    order: list[int] = []
+    requests = []
+    for i in range(4):
+        request = pb.Request(
+            text_input="the bus", stream=True, sampling_parameters=sampling(max_tokens=120)
+        )
+
+        def slow(response: Any, i: int = i) -> None:
+            order.append(i)
+            time.sleep(0.004)
+
+        request.sender.on_send = slow
+        requests.append(request)
+        house.service.accept(request)
+    wait_until(lambda: ended(*requests))
+    turns = order[8:24]  # all four are under way, and none has ended
+    for start in range(len(turns) - 3):
+        assert len(set(turns[start : start + 4])) == 4, order
+
+
+def test_a_stream_that_piles_up_beyond_the_bound_is_cancelled_alone(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house(max_pending_tokens=20)
+    stuck = pb.Request(
+        text_input="the bus", stream=True, sampling_parameters=sampling(max_tokens=500)
+    )
+    whole = pb.Request(text_input="the", sampling_parameters=sampling(max_tokens=300))
+    released = threading.Event()
+    stuck.sender.on_send = lambda response: released.wait(10)
+    house.service.accept(stuck)
+    house.service.accept(whole)
+    wait_until(lambda: house.runner.batches >= 60)
+    released.set()
+    wait_until(lambda: ended(stuck, whole))
+    assert error_of(stuck).startswith("CANCELLED: ")
+    assert "max_pending_tokens" in error_of(stuck)
+    assert whole.sender.sent[0].error is None  # what waits for its one response is no pile
+    wait_until(house.idle)
+
+
+def test_a_cancelled_request_frees_its_blocks_and_gets_one_last_response(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house(step_seconds=0.002)
+    request = pb.Request(
+        text_input="the bus", stream=True, sampling_parameters=sampling(max_tokens=1500)
+    )
+    house.service.accept(request)
+    wait_until(lambda: request.sender.sent)
+    request.sender.cancelled = True
+    wait_until(lambda: ended(request), 1.0)
+    assert error_of(request).startswith("CANCELLED: ")
+    wait_until(house.idle, 1.0)
+    key = ("jitney_requests_total", frozenset({**LABELS, "outcome": "cancelled"}.items()))
+    wait_until(lambda: pb.MetricFamily.values[key] == 1)
+
+
+def test_a_send_that_fails_counts_as_a_cancellation(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house(step_seconds=0.002)
+    request = pb.Request(
+        text_input="the bus", stream=True, sampling_parameters=sampling(max_tokens=1500)
+    )
+    house.service.accept(request)
+    wait_until(lambda: request.sender.sent)
+    request.sender.broken = True
+    wait_until(house.idle, 1.0)
+
+
+def test_a_refusal_is_immediate_and_takes_no_place(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house()
+    request = pb.Request(text_input="a", sampling_parameters=sampling(temperature=-1))
+    house.service.accept(request)
+    assert error_of(request).startswith("INVALID_ARGUMENT: temperature is -1")
+    assert house.runner.batches == 0
+
+
+def test_accept_never_raises(
+    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = make_house()
+    request = pb.Request(text_input="a")
+    monkeypatch.setattr(request, "inputs", lambda: 1 / 0)
+    house.service.accept(request)
+    assert error_of(request) == "INTERNAL: the request could not be taken in"
+
+
+def test_a_bug_in_one_text_fails_that_request_alone(
+    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = make_house()
+    good = pb.Request(text_input="the", sampling_parameters=sampling(max_tokens=50))
+    house.service.accept(good)
+
+    class Broken:
+        def feed(self, token_id: int) -> str:
+            raise ValueError("a secret path")
+
+    monkeypatch.setattr(house.tokenizer.__class__, "decoder", lambda *_: Broken())
+    bad = pb.Request(text_input="the", sampling_parameters=sampling(max_tokens=50))
+    house.service.accept(bad)
+    monkeypatch.undo()
+    wait_until(lambda: ended(good, bad))
+    assert error_of(bad) == "INTERNAL: the output could not be put into text"
+    assert good.sender.sent[0].error is None
+    wait_until(house.idle)
+
+
+def test_the_queues_limit_is_told(pb: Any, make_house: Callable[..., House]) -> None:
+    house = make_house(max_num_seqs=1, max_queued=1, step_seconds=0.01)
+    requests = []
+    for _ in range(3):
+        requests.append(pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=30)))
+        house.service.accept(requests[-1])
+        wait_until(lambda: not house.engine._inbox)
+        time.sleep(0.03)
+    wait_until(lambda: ended(*requests))
+    assert error_of(requests[2]).startswith("UNAVAILABLE: the queue is full")
+    assert [request.sender.sent[0].error for request in requests[:2]] == [None, None]
+
+
+def test_when_the_engine_dies_everybody_is_told(
+    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = make_house(step_seconds=0.005)
+    running = pb.Request(text_input="a", stream=True, sampling_parameters=sampling(max_tokens=1500))
+    house.service.accept(running)
+    wait_until(lambda: running.sender.sent)
+
+    def die(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(house.engine, "_step_or_recover", die)
+    wait_until(lambda: ended(running))
+    assert error_of(running).split(":")[0] in ("INTERNAL", "UNAVAILABLE")
+    house.service._threads[0].join(5)
+    late = pb.Request(text_input="a")
+    house.service.accept(late)
+    assert error_of(late).startswith("UNAVAILABLE: the engine has stopped")
+
+
+def test_close_ends_what_runs_refuses_what_comes_and_leaves_no_thread(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house(step_seconds=0.002)
+    running = pb.Request(text_input="a", stream=True, sampling_parameters=sampling(max_tokens=1500))
+    house.service.accept(running)
+    wait_until(lambda: running.sender.sent)
+    began = time.monotonic()
+    house.service.close()
+    assert time.monotonic() - began < 2
+    assert error_of(running).startswith("UNAVAILABLE: the model is being unloaded")
+    late = pb.Request(text_input="a")
+    house.service.accept(late)
+    assert error_of(late).startswith("UNAVAILABLE: ")
+    assert not any(thread.is_alive() for thread in house.service._threads)
+
+
+def test_draining_lets_short_requests_end_and_then_ends_the_rest(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house(step_seconds=0.005)
+    short = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=10))
+    long = pb.Request(text_input="a", stream=True, sampling_parameters=sampling(max_tokens=1500))
+    for request in (short, long):
+        house.service.accept(request)
+    house.service.drain(0.5)
+    late = pb.Request(text_input="a")
+    house.service.accept(late)
+    assert error_of(late).startswith("UNAVAILABLE: the server is shutting down")
+    wait_until(lambda: ended(short, long))
+    assert short.sender.sent[0].error is None
+    assert error_of(long).startswith("UNAVAILABLE: the server is shutting down")
+    wait_until(house.idle)
+
+
+def test_a_stop_string_ends_with_one_final_data_response(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house()
+    whole = house.tokenizer.decode(house.solo("the bus", seed=1, max_tokens=40))
+    stop = whole[10:13]
+    request = pb.Request(
+        text_input="the bus", stream=True, return_timing=True, return_finish_reason=True,
+        sampling_parameters=sampling(max_tokens=40, stop=[stop]),
+    )  # fmt: skip
+    house.service.accept(request)
+    wait_until(lambda: ended(request))
+    assert text_of(request) == whole[: whole.index(stop)]
+    *before, last = request.sender.sent
+    assert last.tensors["finish_reason"][0] == b"stop"
+    assert "timing" in last.tensors
+    assert all(one.tensors["finish_reason"][0] == b"None" for one in before)
+    wait_until(house.idle)

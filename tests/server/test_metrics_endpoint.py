@@ -1,0 +1,127 @@
+"""Every metric stands at the server's own endpoint and moves when its cause does."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from jitney.server import TritonServer
+
+from tests.server.client import Reply, Stream, metric, metrics, stream, wait_until
+from tests.server.conftest import NARROW_BLOCKS
+
+Ask = Callable[..., Reply]
+
+GROWING = [
+    "jitney_prompt_tokens_total",
+    "jitney_generated_tokens_total",
+    "jitney_computed_prompt_tokens_total",
+    "jitney_prefix_query_tokens_total",
+    "jitney_prefix_hit_tokens_total",
+    "jitney_preemptions_total",
+    "jitney_responses_total",
+    "jitney_step_seconds_count",
+    "jitney_step_seconds_sum",
+    "jitney_batch_sequences_count",
+    "jitney_queue_seconds_count",
+    "jitney_time_to_first_token_seconds_count",
+    "jitney_inter_token_seconds_count",
+    "jitney_request_seconds_count",
+]
+
+
+def sampling(seed: int, **more: Any) -> dict[str, Any]:
+    return {"max_tokens": 150, "seed": seed, "ignore_eos": True, **more}
+
+
+def value(server: TritonServer, name: str, **labels: str) -> float:
+    return metric(server.metrics_url, name, model="narrow", **labels)
+
+
+def test_counters_and_histograms_grow(server: TritonServer, ask: Ask) -> None:
+    before = {name: value(server, name) for name in GROWING}
+    with ThreadPoolExecutor(4) as pool:  # together too much for the cache: preemptions
+        prompts = ["the bus stops here and the passengers board while others leave"] * 4
+        list(
+            pool.map(
+                lambda pair: stream(
+                    server.grpc_url, "narrow", text_input=pair[1],
+                    sampling_parameters=sampling(pair[0]),
+                ),
+                enumerate(prompts),
+            )
+        )  # fmt: skip
+    for name in GROWING:
+        wait_until(lambda name=name: value(server, name) > before[name])
+    made = value(server, "jitney_generated_tokens_total") - before["jitney_generated_tokens_total"]
+    assert made == 4 * 150
+    responses = value(server, "jitney_responses_total") - before["jitney_responses_total"]
+    assert 4 <= responses <= made
+
+
+@pytest.mark.parametrize(
+    ("outcome", "tensors"),
+    [
+        ("length", {"sampling_parameters": {"max_tokens": 2, "ignore_eos": True}}),
+        ("stop", {"sampling_parameters": {"max_tokens": 50, "stop_token_ids": list(range(320))}}),
+        ("refused", {"sampling_parameters": {"max_tokens": 0}}),
+        ("deadline", {"sampling_parameters": {"max_tokens": 300, "deadline_ms": 0.001}}),
+    ],
+)
+def test_requests_are_counted_by_how_they_end(
+    server: TritonServer, ask: Ask, outcome: str, tensors: dict[str, Any]
+) -> None:
+    before = value(server, "jitney_requests_total", outcome=outcome)
+    ask("narrow", **tensors)
+    wait_until(lambda: value(server, "jitney_requests_total", outcome=outcome) == before + 1)
+
+
+def test_gauges_rise_and_fall(server: TritonServer) -> None:
+    tensors = {
+        "text_input": "the bus stops here and the passengers board",
+        "stream": True,
+        "sampling_parameters": sampling(1, max_tokens=330),
+    }
+    one = Stream(server.grpc_url, "narrow", tensors)
+    gauges = ("jitney_running_requests", "jitney_running_sequences", "jitney_kv_used_blocks")
+    wait_until(lambda: all(value(server, name) > 0 for name in gauges))
+    orca = "nv_trt_llm_kv_cache_block_metrics"
+    wait_until(lambda: value(server, orca, kv_cache_block_type="used") > 0)
+    assert value(server, orca, kv_cache_block_type="max") == NARROW_BLOCKS
+    assert value(server, orca, kv_cache_block_type="tokens_per") == 16
+    one.read()
+    wait_until(lambda: all(value(server, name) == 0 for name in gauges))
+    kinds = ("used", "cached", "free")
+    assert sum(value(server, f"jitney_kv_{kind}_blocks") for kind in kinds) == NARROW_BLOCKS
+    assert value(server, "jitney_kv_cached_blocks") > 0
+    assert value(server, orca, kv_cache_block_type="used") == 0
+
+
+def test_waiting_requests_are_seen(server: TritonServer) -> None:
+    endless = {"max_tokens": 4000, "ignore_eos": True}
+    one, two = (
+        Stream(
+            server.grpc_url,
+            "busy",
+            {"text_input": "a", "stream": True, "sampling_parameters": endless},
+        )
+        for _ in range(2)
+    )
+    wait_until(lambda: metric(server.metrics_url, "jitney_waiting_requests", model="busy") == 1)
+    one.cancel()
+    two.cancel()
+    wait_until(lambda: metric(server.metrics_url, "jitney_running_requests", model="busy") == 0)
+
+
+def test_buckets_are_cumulative_and_end_with_the_count(server: TritonServer, ask: Ask) -> None:
+    ask("narrow", max_tokens=20)
+    for name in ("jitney_inter_token_seconds", "jitney_batch_sequences"):
+        samples = {
+            float(dict(labels)["le"]): count
+            for (sample, labels), count in metrics(server.metrics_url).items()
+            if sample == f"{name}_bucket" and dict(labels)["model"] == "narrow"
+        }
+        counts = [samples[edge] for edge in sorted(samples)]
+        assert counts == sorted(counts)
+        assert max(samples) == float("inf")
+        assert counts[-1] > 0
