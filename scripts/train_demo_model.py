@@ -99,6 +99,7 @@ class Options:
     steps: int | None
     seed: int
     output: Path
+    resume: Path | None
     batch_tokens: int
     adam_rate: float
     muon_rate: float
@@ -342,6 +343,7 @@ def parse_options() -> Options:
     parser.add_argument("--steps", type=int, help="budget in steps, instead of minutes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="replaced if there")
+    parser.add_argument("--resume", type=Path, help="start from the weights in this folder")
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--adam-rate", type=float, default=3e-3)
     parser.add_argument("--muon-rate", type=float, default=5e-3)
@@ -366,7 +368,11 @@ def main() -> None:
     held_out_bytes = report("held out", corpus.held_out, held_out)
     report("training", corpus.training, stream)
 
-    model = build_model(tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS))
+    if options.resume:
+        model = LlamaForCausalLM.from_pretrained(options.resume, dtype=torch.float32)
+    else:
+        model = build_model(tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS))
+    model.train()
     print(f"parameters: {model.num_parameters():,}", flush=True)
     start = time.monotonic()
     tokens = train(model, stream, tokenizer, options)
