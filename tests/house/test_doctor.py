@@ -3,6 +3,7 @@
 import importlib.metadata
 import shutil
 import socket
+import subprocess
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from jitney import doctor, installation
 from jitney.errors import InstallationError
 
 
-def finding(name: str, ports: list[int] | None = None) -> doctor.Finding:
-    (found,) = (f for f in doctor.examine(ports or []) if f.name == name)
+def finding(name: str) -> doctor.Finding:
+    """What the check of that name finds, without the others."""
+    found = getattr(doctor, f"_{name.replace(' ', '_').lower()}")()
+    assert found.name == name
     return found
 
 
@@ -57,6 +60,18 @@ def test_wrong_packages(
     assert doctor.can_serve([found]) is (state == "warns")
 
 
+def test_broken_imports_show_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = 'import sys\nsys.exit("operator torchvision::nms does not exist")'
+    real = subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **rest: real([*command[:2], broken], **rest)
+    )
+    found = doctor._imports()
+    assert found.state == "fails"
+    assert "torchvision::nms does not exist" in found.text
+    assert "torchvision" in found.mend
+
+
 def test_a_missing_server_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise InstallationError("it is not installed; mend it with: pip install it")
@@ -92,10 +107,10 @@ def test_taken_ports_warn() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        found = finding("ports", [port])
+        found = doctor._ports("127.0.0.1", [port])
     assert found.state == "warns"
     assert str(port) in found.text
-    assert finding("ports", [port]).state == "ok"
+    assert doctor._ports("127.0.0.1", [port]).state == "ok"
 
 
 @pytest.mark.parametrize(("free_mib", "state"), [(8, "fails"), (64, "warns"), (512, "ok")])

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def examine(ports: Sequence[int], host: str = "127.0.0.1") -> list[Finding]:
         _numpy,
         _torch,
         _transformers,
+        _imports,
         _numba,
         _server,
         _libraries,
@@ -93,6 +95,22 @@ def _torch() -> Finding:
 
 def _transformers() -> Finding:
     return _package("transformers", "pip install 'transformers>=5.17,<6'")
+
+
+def _imports() -> Finding:
+    """Whether torch and transformers import together, in a process that may crash: a torchvision of
+    another build, a missing library or an old processor only show so."""
+    command = [sys.executable, "-c", "import torch, transformers.modeling_utils"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode == 0:
+        return Finding("imports", "ok", "torch and transformers import together")
+    last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+    return Finding(
+        "imports",
+        "fails",
+        f"torch and transformers do not import together: {last}",
+        "in a fresh virtual environment, or: pip uninstall torchvision torchaudio",
+    )
 
 
 def _numba() -> Finding:
