@@ -33,7 +33,6 @@ MODELS: dict[str, dict[str, object]] = {
         "max_model_len": 1024,
     },
     "busy": {"kv_cache_bytes": 1024 * BLOCK_BYTES, "max_num_seqs": 1, "max_queued": 2},
-    "twins": {"kv_cache_bytes": 256 * BLOCK_BYTES},
 }
 
 
@@ -75,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterat
             repository,
             name,
             {"model": str(checkpoint), "dtype": "float32", "threads": 1, **options},
-            instances=2 if name == "twins" else 1,
+            instances=2 if name == "tiny" else 1,
         )
     if (ROOT / "model_repository/pylm/1/checkpoint/model.safetensors").exists():
         shutil.copytree(ROOT / "model_repository/pylm", repository / "pylm")

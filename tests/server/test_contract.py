@@ -335,9 +335,7 @@ def test_two_instances_of_a_model_share_the_requests(server: TritonServer) -> No
 
     def one(seed: int) -> str:
         sampling = {"max_tokens": 30, "seed": seed, "ignore_eos": True}
-        return stream(
-            server.grpc_url, "twins", text_input=PROMPT, sampling_parameters=sampling
-        ).text
+        return stream(server.grpc_url, "tiny", text_input=PROMPT, sampling_parameters=sampling).text
 
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(one, range(8)))
@@ -347,11 +345,11 @@ def test_two_instances_of_a_model_share_the_requests(server: TritonServer) -> No
         return {
             dict(labels)["model_instance"]: value
             for (name, labels), value in metrics(server.metrics_url).items()
-            if name == "jitney_prompt_tokens_total" and dict(labels)["model"] == "twins"
+            if name == "jitney_prompt_tokens_total" and dict(labels)["model"] == "tiny"
         }
 
     wait_until(lambda: all(served().values()))
-    assert served().keys() == {"twins_0_0", "twins_0_1"}
+    assert served().keys() == {"tiny_0_0", "tiny_0_1"}
 
 
 def test_the_demo_model_speaks(server: TritonServer) -> None:
