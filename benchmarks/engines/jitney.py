@@ -1,0 +1,76 @@
+"""Jitney, in-process: the engine's own step over the real scheduler and runner, no server."""
+
+import argparse
+import time
+from collections.abc import Iterator
+
+from jitney.config import make_config
+from jitney.engine import Engine
+from jitney.execution.runner import load_runner
+from jitney.request import Failed, Submit, Tokens
+from jitney.sampling_params import SamplingParams
+
+from benchmarks.engines.breakdown import Stopwatches, install
+from benchmarks.engines.measure import Outcome, Run, run_engine
+from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Workload
+
+
+def load(arguments: argparse.Namespace) -> Run:
+    """Load the model with the batch's bounds of the workloads; everything else is the default."""
+    options: dict[str, object] = {
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "kv_cache_bytes": 1 << 30,
+        "fuse": not arguments.no_fuse,
+        "prepack": not arguments.no_prepack,
+    }
+    config = make_config(options)
+    watches = install() if arguments.breakdown else None
+    engine = Engine(config, load_runner(config))
+    keys = iter(range(1 << 30))
+
+    def run(workload: Workload) -> Outcome:
+        return _serve(engine, workload, keys, watches)
+
+    return run
+
+
+def _serve(
+    engine: Engine, workload: Workload, keys: Iterator[int], watches: Stopwatches | None
+) -> Outcome:
+    if watches is not None:
+        watches.reset()
+    began = time.perf_counter()
+    for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True):
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, seed=0)
+        engine.send(Submit(key=next(keys), prompt=prompt, params=params, arrival=time.monotonic()))
+    tokens, steps, first = 0, 0, None
+    while engine.has_work:
+        report = engine.step()
+        steps += 1
+        for event in report.events if report else ():
+            if isinstance(event, Failed):
+                raise RuntimeError(event.message)
+            if isinstance(event, Tokens):
+                first = first or time.perf_counter() - began
+                tokens += len(event.ids)
+    elapsed = time.perf_counter() - began
+    breakdown = watches.report(elapsed) if watches is not None else {}
+    return Outcome(elapsed, tokens, first, steps, breakdown)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be switched for a comparison."""
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--no-fuse", action="store_true")
+    parser.add_argument("--no-prepack", action="store_true")
+    parser.add_argument(
+        "--breakdown", action="store_true", help="time the parts of a step; costs a few per cent"
+    )
+
+
+if __name__ == "__main__":
+    run_engine(load, options)

@@ -1,0 +1,82 @@
+"""What every engine under test does alike: its command line, its clock and its report.
+
+An engine is a module with a ``main`` that hands :func:`run_engine` a function which loads it. It
+runs in a process of its own, loads, warms up, runs each workload once and prints one JSON line.
+Imports no engine, so that it also runs in an environment that has only one of them.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from benchmarks.workloads import WORKLOADS, Workload, warm_up
+
+MARK = "result: "
+
+
+@dataclass
+class Outcome:
+    """One workload's run. Seconds are since the requests were handed over."""
+
+    seconds: float
+    output_tokens: int
+    """Wanted tokens: what a static batch makes beyond them does not count."""
+    first_token_s: float | None = None
+    """Of the whole workload, its first."""
+    steps: int | None = None
+    breakdown: dict[str, float] = field(default_factory=dict)
+    """Part of a step -> seconds, where the engine was asked for them."""
+
+
+Run = Callable[[Workload], Outcome]
+
+
+def figure(workload: Workload, outcome: Outcome) -> float:
+    """Tokens per second, as the workload defines them."""
+    if workload.figure == "output":
+        return outcome.output_tokens / outcome.seconds
+    if workload.figure == "prompt":
+        return workload.prompt_tokens / outcome.seconds
+    assert outcome.first_token_s is not None
+    return (outcome.output_tokens - 1) / (outcome.seconds - outcome.first_token_s)
+
+
+def run_engine(load: Callable[[argparse.Namespace], Run], options: Callable | None = None) -> None:
+    """Parse the command line, load, warm up, run and report. ``options(parser)`` adds options."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--model", required=True, help="the checkpoint's folder")
+    parser.add_argument("--workloads", default="W1,W2,W3")
+    parser.add_argument("--requests", type=int, help="only the first so many requests of W1")
+    parser.add_argument("--threads", type=int, required=True)
+    if options is not None:
+        options(parser)
+    arguments = parser.parse_args()
+
+    began = time.perf_counter()
+    run = load(arguments)
+    run(warm_up())
+    report: dict[str, object] = {"load_s": time.perf_counter() - began}
+    results = {}
+    for name in arguments.workloads.split(","):
+        workload = WORKLOADS[name]()
+        if name == "W1" and arguments.requests:
+            workload = workload.head(arguments.requests)
+        cpu_began = time.process_time()
+        outcome = run(workload)
+        cpu_s = time.process_time() - cpu_began  # on a busy machine with one thread, what counts
+        if outcome.output_tokens != workload.output_tokens:
+            raise RuntimeError(
+                f"{name}: {outcome.output_tokens} tokens came instead of {workload.output_tokens}"
+            )
+        results[name] = {
+            "figure": figure(workload, outcome),
+            "cpu_s": cpu_s,
+            **asdict(outcome),
+        }
+    report["workloads"] = results
+    report["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(MARK + json.dumps(report), flush=True)
