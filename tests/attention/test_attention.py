@@ -1,6 +1,9 @@
 """Paged attention: the reference against a softmax in float64, the CPU kernel against both."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -16,6 +19,7 @@ from jitney.sampling_params import SamplingParams
 
 pytest.importorskip("numba")
 from jitney.execution.attention.cpu import CpuAttention
+from numba.core.registry import cpu_target
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 NAN = float("nan")
@@ -347,8 +351,6 @@ def test_select(caplog):
 
 
 def test_without_numba(monkeypatch):
-    import sys
-
     for module in [m for m in sys.modules if m.startswith("jitney.execution.attention.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "numba", None)
@@ -370,3 +372,24 @@ def test_packages_that_cannot_be_written_compile_all_the_same(monkeypatch, caplo
     with caplog.at_level(logging.WARNING):
         assert cpu._compile_body(lambda arguments: None) == "compiled"
     assert "each load compiles" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processor", "features"),
+    [("haswell", "+avx2,+fma,+f16c"), ("skylake-avx512", "+avx2,+fma,+f16c,+avx512f,+avx512vl")],
+)
+def test_code_for_other_processors(processor, features, tmp_path):
+    """Without AVX512-BF16 and tile unit, and without AVX-512: the same tests, in a process whose
+    Numba compiles for such a processor."""
+    if "+avx2" not in cpu_target.target_context.codegen().magic_tuple()[2]:
+        pytest.skip("this processor lacks AVX2")
+    environment = {
+        **os.environ,
+        "NUMBA_CPU_NAME": processor,
+        "NUMBA_CPU_FEATURES": features,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "pytest", __file__, "-k", "mixed_batches or every_length"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:]

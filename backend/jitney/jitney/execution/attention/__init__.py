@@ -87,10 +87,11 @@ def _why_not_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu":
         return f"the CPU kernel does not run on {device.type}"
     try:
-        from jitney.execution.attention.cpu import SUPPORTED_DTYPES
+        from jitney.execution.attention.cpu import supported_dtypes
     except ImportError as error:
         return f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
-    if dtype not in SUPPORTED_DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+    known = supported_dtypes()
+    if dtype not in known:
+        names = ", ".join(str(d).removeprefix("torch.") for d in known)
         return f"the CPU kernel has caches of {names}, not {str(dtype).removeprefix('torch.')}"
     return None

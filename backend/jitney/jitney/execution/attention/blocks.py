@@ -13,7 +13,6 @@ groups as they are read: right, and slower.
 """
 
 import numpy as np
-from numba import njit
 
 from jitney.execution.attention.layout import LIST_MARGIN, SPAN_GROUPS, WRITE_TOKENS
 from jitney.execution.attention.products import GROUP_TOKENS, PREFETCH_GROUPS, VECTOR_BYTES
@@ -21,6 +20,7 @@ from jitney.execution.attention.simd import (
     UNIT_BYTES,
     element_bytes,
     fetch_add,
+    inner,
     load_i32,
     load_i64,
     load_u16,
@@ -30,7 +30,7 @@ from jitney.execution.attention.simd import (
 )
 
 
-@njit
+@inner
 def copy_element(tag, source, target):
     """One element, as bits."""
     if element_bytes(tag) == 4:
@@ -39,7 +39,7 @@ def copy_element(tag, source, target):
         store_u16(target, load_u16(source))
 
 
-@njit
+@inner
 def zero_element(tag, target):
     """One element."""
     if element_bytes(tag) == 4:
@@ -48,7 +48,7 @@ def zero_element(tag, target):
         store_u16(target, np.uint16(0))
 
 
-@njit
+@inner
 def pack_key(tag, source, head, padded, group, lane):
     """One token's key into lane ``lane`` of a group; zeros beyond the head."""
     size = element_bytes(tag)
@@ -63,7 +63,7 @@ def pack_key(tag, source, head, padded, group, lane):
         copy_element(tag, source + (head - 1) * size, target + full * VECTOR_BYTES)
 
 
-@njit
+@inner
 def pack_value(tag, source, head, padded, group, lane):
     """One token's value into lane ``lane`` of a group; zeros beyond the head."""
     size = element_bytes(tag)
@@ -75,7 +75,7 @@ def pack_value(tag, source, head, padded, group, lane):
         zero_element(tag, target + d * UNIT_BYTES)
 
 
-@njit
+@inner
 def copy_plain(tag, source, head, padded, target):
     """One token's vector as it is; zeros beyond the head."""
     size = element_bytes(tag)
@@ -85,7 +85,7 @@ def copy_plain(tag, source, head, padded, target):
         zero_element(tag, target + d * size)
 
 
-@njit
+@inner
 def write_token(tag, call, t, kv_head):
     """Put K and V of flattened token ``t`` into its slot."""
     size = element_bytes(tag)
@@ -106,7 +106,7 @@ def write_token(tag, call, t, kv_head):
         copy_plain(tag, value, call.head_size, call.padded, values + place)
 
 
-@njit
+@inner
 def write_items(tag, call):
     """Write the new K and V; an item is WRITE_TOKENS tokens of one KV head."""
     while True:
@@ -118,7 +118,7 @@ def write_items(tag, call):
             write_token(tag, call, t, item % call.kv_heads)
 
 
-@njit
+@inner
 def list_groups(tag, call, row, kv_head, first, limit, keys, values):
     """List the addresses of the K and V groups of positions [first, limit) of a row.
 
@@ -142,7 +142,7 @@ def list_groups(tag, call, row, kv_head, first, limit, keys, values):
     return count
 
 
-@njit
+@inner
 def find_groups(tag, call, work, kv_head, upcoming, upcoming_head, at):
     """List the work's groups in ``at``, and after them the first ones of the thread's next item.
 
@@ -175,7 +175,7 @@ def find_groups(tag, call, work, kv_head, upcoming, upcoming_head, at):
         store_i64(values + 8 * g, load_i64(values + 8 * n))
 
 
-@njit
+@inner
 def copy_last_values(tag, source, padded, tokens, target):
     """The first ``tokens`` of a V group, and zeros for the rest."""
     pairs = UNIT_BYTES // element_bytes(tag)
@@ -190,7 +190,7 @@ def copy_last_values(tag, source, padded, tokens, target):
             store_u16(target + where, load_u16(source + where))
 
 
-@njit
+@inner
 def stage_span(tag, call, work, kv_head, base, width, at):
     """Pack ``width`` keys from position ``base`` on out of plain blocks, zeros after the last."""
     size = element_bytes(tag)

@@ -9,6 +9,7 @@ run at once.
 
 import hashlib
 import logging
+import platform
 import struct
 import time
 from collections.abc import Callable
@@ -26,14 +27,20 @@ from jitney.execution.attention.metadata import AttentionMetadata
 from jitney.execution.attention.openmp import ask_for_tiles, team_runner
 from jitney.execution.attention.plan import Plan, make_plan
 from jitney.execution.attention.products import host_has_amx
-from jitney.execution.attention.simd import BF16, F16, F32
+from jitney.execution.attention.simd import BF16, F16, F32, host_has
 
 _log = logging.getLogger(__name__)
 
 _TAGS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
-SUPPORTED_DTYPES = tuple(_TAGS)
 _PAGE = 4096
 _LAYER = struct.Struct(f"={layout.NUM_LAYER_FIELDS}q")
+
+
+def supported_dtypes() -> list[torch.dtype]:
+    """Cache types that the kernel has on this processor."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    # LLVM would call a function that is not there to convert float16.
+    return [t for t in _TAGS if t != torch.float16 or not x86 or host_has("f16c")]
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ of a batch, and so neither does a row's result.
 """
 
 import numpy as np
-from numba import njit
 
 from jitney.execution.attention.blocks import (
     copy_element,
@@ -56,6 +55,7 @@ from jitney.execution.attention.simd import (
     exp2,
     fetch_add,
     fma,
+    inner,
     keep_between,
     lane_max,
     lane_sum,
@@ -79,13 +79,13 @@ AMX_LEAST_ROWS = 4
 """Tiles of fewer rows are computed with vectors: the tile unit always computes 16."""
 
 
-@njit
+@inner
 def write_body(tag, arguments):
     """Write the new K and V to their slots."""
     write_items(tag, read_call(arguments))
 
 
-@njit
+@inner
 def attend_body(tag, arguments):
     """Take items until none is left. A thread knows its next item while it works on one."""
     call = read_call(arguments)
@@ -106,7 +106,7 @@ def attend_body(tag, arguments):
         amx_end()
 
 
-@njit
+@inner
 def attend_item(tag, call, item, upcoming, at):
     """One tile of queries against all keys of its work."""
     kv_head = item % call.kv_heads
@@ -143,7 +143,7 @@ def attend_item(tag, call, item, upcoming, at):
         )  # fmt: skip
 
 
-@njit
+@inner
 def prefetch_span(tag, call, work, base, at):
     """Ask for the K and V of the span at ``base``, or of the thread's next item: the vector
     products do so as they go, the tile unit's do not."""
@@ -156,7 +156,7 @@ def prefetch_span(tag, call, work, base, at):
             prefetch(values + line)
 
 
-@njit
+@inner
 def load_queries(tag, call, work, kv_head, rows, at):
     """The tile's queries, zeros beyond the head and up to a multiple of 16 rows."""
     group = call.heads // call.kv_heads
@@ -169,7 +169,7 @@ def load_queries(tag, call, work, kv_head, rows, at):
         copy_plain(tag, at.queries, 0, call.padded, at.queries + r * stride)
 
 
-@njit
+@inner
 def begin_rows(call, work, kv_head, rows, at):
     """Running maximum, sum and output before the first key; a sink counts as a key of no value."""
     group = call.heads // call.kv_heads
@@ -184,7 +184,7 @@ def begin_rows(call, work, kv_head, rows, at):
         store(at.outputs + i * 4, splat(np.float32(0.0)))
 
 
-@njit
+@inner
 def attend_rows(tag, call, work, first, rows, base, width, tiles, at):
     """A slice of the tile, ``rows`` from ``first`` on, against the span of keys at ``base``."""
     size = element_bytes(tag)
@@ -213,7 +213,7 @@ def attend_rows(tag, call, work, first, rows, base, width, tiles, at):
     add_values(tag, rows, at.weights, at.value_groups + begin, groups, call.padded, outputs, tiles)
 
 
-@njit
+@inner
 def score_span(tag, rows, queries, stride, key_groups, groups, scores, tiles):
     """scores = queries times keys. Computes whole multiples of COLUMNS groups."""
     units = stride // UNIT_BYTES
@@ -225,7 +225,7 @@ def score_span(tag, rows, queries, stride, key_groups, groups, scores, tiles):
             score_tile(tag, rows, queries, stride, keys, units, out, SPAN_TOKENS * 4)
 
 
-@njit
+@inner
 def add_values(tag, rows, weights, value_groups, groups, padded, outputs, tiles):
     """outputs += weights times values, for all head elements."""
     stride, step = SPAN_TOKENS * element_bytes(tag), padded * UNIT_BYTES
@@ -252,7 +252,7 @@ def add_values(tag, rows, weights, value_groups, groups, padded, outputs, tiles)
             )
 
 
-@njit
+@inner
 def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, total):
     """Turn a row's scores into weights; keys outside [low, high) of the span are hidden.
 
@@ -282,7 +282,7 @@ def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, 
     return rescale
 
 
-@njit
+@inner
 def hide_row(scores, groups, low, high):
     """Minus infinity for all keys outside [low, high)."""
     for g in range(groups):
@@ -292,7 +292,7 @@ def hide_row(scores, groups, low, high):
         )
 
 
-@njit
+@inner
 def cap_row(scores, groups, scale, softcap):
     """score -> softcap * tanh(score * scale / softcap) * log2(e), tanh(y) = 1 - 2 / (1 + e**2y)."""
     one, zero = splat(np.float32(1.0)), splat(np.float32(0.0))
@@ -305,20 +305,20 @@ def cap_row(scores, groups, scale, softcap):
         store(where, tanh * splat(softcap * LOG2_E))
 
 
-@njit
+@inner
 def power_of_two(x):
     """2**x of one number, as ``exp2``."""
     return lane_max(exp2(splat(x)))
 
 
-@njit
+@inner
 def scale_row(row, padded, factor):
     """float32 [padded] times ``factor``."""
     for d in range(0, padded, LANES):
         store(row + d * 4, load(row + d * 4) * splat(factor))
 
 
-@njit
+@inner
 def emit_row(tag, call, token, head, row, total, spare):
     """One query head's output: the accumulated ``row`` over ``total``. ``spare`` is overwritten."""
     size = element_bytes(tag)
@@ -333,7 +333,7 @@ def emit_row(tag, call, token, head, row, total, spare):
             copy_element(tag, spare + e * size, target + (whole + e) * size)
 
 
-@njit
+@inner
 def finish_part(tag, call, work, kv_head, rows, at):
     """Keep this part's sums; the last part of the row to end combines them all, in order."""
     record = rows * (call.padded + 2) * 4

@@ -8,15 +8,13 @@ reads them once into named tuples. Addresses are integers, strides and sizes are
 
 from typing import NamedTuple
 
-from numba import njit
-
 from jitney.execution.attention.products import (
     COLUMNS,
     GROUP_TOKENS,
     MAX_ROWS_AMX,
     PREFETCH_GROUPS,
 )
-from jitney.execution.attention.simd import LANES, load_f32, load_i64
+from jitney.execution.attention.simd import LANES, inner, load_f32, load_i64
 
 SPAN_GROUPS = 16
 SPAN_TOKENS = SPAN_GROUPS * GROUP_TOKENS
@@ -141,21 +139,16 @@ class Scratch(NamedTuple):
     key_groups: int
     """int64 addresses of the item's groups, and LIST_MARGIN more."""
     value_groups: int
+    end: int
+    """Behind all of them."""
 
 
 def scratch_bytes(size: int, rows: int, padded: int, longest: int) -> int:
     """Bytes that :func:`place_scratch` asks for."""
-    place = place_scratch.py_func(0, size, rows, padded, longest)
-    return place.value_groups + list_bytes.py_func(longest)
+    return place_scratch.py_func(0, size, rows, padded, longest).end
 
 
-@njit(inline="always")
-def list_bytes(longest):
-    """Bytes of a list of the groups of ``longest`` tokens."""
-    return (-(-longest // GROUP_TOKENS) + 1 + LIST_MARGIN) * 8
-
-
-@njit
+@inner
 def place_scratch(base, size, rows, padded, longest):
     """Lay out one thread's areas from address ``base`` on.
 
@@ -172,7 +165,8 @@ def place_scratch(base, size, rows, padded, longest):
     staged_keys = last_values + GROUP_TOKENS * padded * size
     staged_values = staged_keys + SPAN_TOKENS * padded * size
     key_groups = staged_values + SPAN_TOKENS * padded * size
-    value_groups = key_groups + list_bytes(longest)
+    list_bytes = (-(-longest // GROUP_TOKENS) + 1 + LIST_MARGIN) * 8
+    value_groups = key_groups + list_bytes
     return Scratch(
         queries,
         scores,
@@ -185,10 +179,11 @@ def place_scratch(base, size, rows, padded, longest):
         staged_values,
         key_groups,
         value_groups,
+        value_groups + list_bytes,
     )
 
 
-@njit
+@inner
 def read_call(address):
     """The arguments at ``address``, an int64 array in the order of Call's fields."""
     return Call(
@@ -233,7 +228,7 @@ def read_call(address):
 WORK_FIELDS = len(Work._fields)
 
 
-@njit
+@inner
 def read_work(call, index):
     """Work ``index``."""
     address = call.works + index * WORK_FIELDS * 8
