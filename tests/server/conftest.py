@@ -1,8 +1,8 @@
 """One real server for the session, with tiny random models in f32 and, if it is there, pylm.
 
-tiny      plenty of everything
-narrow    24 KV blocks of 16 tokens, 4 sequences, 2 places in the queue
-twins     two instances of the same checkpoint
+tiny      plenty of everything, in two instances
+narrow    24 KV blocks of 16 tokens, 4 sequences
+busy      one sequence at a time, 2 places in the queue
 pylm      the demo model that the repository ships
 """
 
@@ -67,7 +67,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[TritonServer]:
-    """The server, ready."""
+    """The server, ready. It must stop in good order after whatever the tests did to it."""
     repository = tmp_path_factory.mktemp("repository")
     for name, options in MODELS.items():
         write_model(
@@ -78,8 +78,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterat
         )
     if (ROOT / "model_repository/pylm/1/checkpoint/model.safetensors").exists():
         shutil.copytree(ROOT / "model_repository/pylm", repository / "pylm")
-    with TritonServer(repository) as started:
+    with TritonServer(repository, exit_timeout_s=60) as started:
         yield started
+        assert started.stop(), "after all that, the server did not stop cleanly"
 
 
 @pytest.fixture(scope="session")
