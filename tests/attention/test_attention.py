@@ -318,6 +318,21 @@ def test_strided_inputs_and_a_cache_of_another_dtype(kernels):
     assert relative_error(out, expected) < 1e-2
 
 
+@pytest.mark.parametrize("what", ["tokens", "blocks", "dtype", "block_size", "heads"])
+def test_kernel_refuses_what_does_not_fit_together(what, kernels):
+    """Raw addresses: a caller's bug must be an AssertionError, not a crash."""
+    case = Case(heads=4, kv_heads=2)
+    shape = cache_shape(3, 8 if what == "block_size" else 16, 2, 64)
+    dtype = torch.bfloat16 if what == "dtype" else torch.float32
+    keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    meta = build_metadata([row([3 if what == "blocks" else 2], 0, 5)], 16)
+    q, k, v = case.inputs(4 if what == "tokens" else 5, 0)
+    if what == "heads":
+        k, v = k[:, :1], v[:, :1]
+    with pytest.raises(AssertionError):
+        kernels[torch.float32](q, k, v, keys, values, meta, scale=1.0)
+
+
 def test_bfloat16_products_of_other_software_are_left_intact(kernels):
     """The tile unit's state is per thread: a matrix product before and after ours is the same."""
     a = torch.randn(64, 256).bfloat16()

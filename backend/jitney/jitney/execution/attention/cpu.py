@@ -53,6 +53,10 @@ class _Prepared:
     write_items: int
     """0 if the works write their own tokens."""
     threads: int
+    tokens: int
+    block_size: int
+    last_block: int
+    """The highest block in use."""
     owned: tuple[np.ndarray, ...]
 
 
@@ -96,7 +100,12 @@ class CpuAttention:
     ) -> Tensor:
         """Write K and V to their slots, then attend, in the cache's dtype with float32 sums."""
         dtype = self._dtype
+        # The kernel trusts addresses: what they point to is checked here.
         assert key_cache.dtype == value_cache.dtype == dtype
+        assert key_cache.is_contiguous()
+        assert value_cache.is_contiguous()
+        assert key_cache.shape == value_cache.shape
+        assert k.shape == v.shape == (q.shape[0], key_cache.shape[1], q.shape[2])
         asked = q.dtype
         q, k, v = _rows(q, dtype), _rows(k, dtype), _rows(v, dtype)
         if sinks is not None:
@@ -104,6 +113,8 @@ class CpuAttention:
         out = torch.empty(q.shape, dtype=dtype)
         shape = (q.shape[1], k.shape[1], q.shape[2], key_cache.shape[3])
         ready = self._prepared(meta, shape, scale, window, softcap)
+        assert (ready.tokens, ready.block_size) == (q.shape[0], key_cache.shape[2])
+        assert ready.last_block < key_cache.shape[0]
         size = dtype.itemsize
         q_token, q_head, _ = q.stride()
         k_token, k_head, _ = k.stride()
@@ -196,6 +207,9 @@ class CpuAttention:
             items=len(plan.works) * kv_heads,
             write_items=0 if decode else -(-tokens // layout.WRITE_TOKENS) * kv_heads,
             threads=threads,
+            tokens=tokens,
+            block_size=meta.block_size,
+            last_block=int(table.max()),
             owned=(plan.works, self._scratch, self._parts, self._parts_done),
         )
 
