@@ -3,7 +3,8 @@
 What fits is told by structure and behaviour, never by a model's name: candidates are found by the
 parts they have, a fused module is built from those, and both are run on the same random input. Only
 what agrees is swapped; the rest stays as it was, and the report says why. Three levels, the largest
-first: whole pre-norm decoder layers (:class:`fused.FusedDecoderLayer`), gated MLPs, RMS norms.
+first: whole pre-norm decoder layers (:class:`fused.FusedDecoderLayer`), gated MLPs, RMS norms. If
+all layers of a plain causal model could be swapped, its ``forward`` is swapped too.
 
 Run once, after loading and before ``linear.prepack_linears``, which takes the layers left over.
 """
@@ -44,6 +45,8 @@ class FuseReport:
     mlps: int = 0
     norms: int = 0
     """Standing alone: those inside of swapped layers are not counted."""
+    whole: bool = False
+    """Whether the model's own ``forward`` was swapped."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Why something stayed as it was -> how often."""
 
@@ -107,6 +110,10 @@ class _Pass:
         )
         self._report.mlps = self._swap("gated MLP", _is_mlp, self._checked_mlp)
         self._report.norms = self._swap("norm", _is_norm, self._fused_norm)
+        try:
+            self._swap_forward()
+        except _Misfit as misfit:
+            self._report.kept("model", str(misfit))
 
     def _swap(
         self, what: str, fits: Callable[[nn.Module], bool], build: Callable[[Any], nn.Module]
@@ -122,6 +129,33 @@ class _Pass:
                 setattr(parent, name, fused)
                 count += 1
         return count
+
+    def _swap_forward(self) -> None:
+        from jitney.execution.fused import FusedDecoderLayer, FusedForward, FusedRMSNorm
+
+        module: Any = self._module
+        inner = getattr(module, "model", None)
+        if set(dict(module.named_children())) != {"model", "lm_head"} or inner is None:
+            raise _Misfit("it is more than an inner model and a head")
+        parts = dict(inner.named_children())
+        if set(parts) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            raise _Misfit("its inner model has other parts")
+        if not (
+            type(parts["embed_tokens"]) is nn.Embedding
+            and type(module.lm_head) is nn.Linear
+            and isinstance(parts["norm"], FusedRMSNorm)
+            and all(isinstance(layer, FusedDecoderLayer) for layer in inner.layers)
+        ):
+            raise _Misfit("not all of its parts are fused")
+        fused = FusedForward(module)
+        positions = torch.arange(_TOKENS)
+        some = positions[::2]
+        right = forward(module, positions + 1, positions, some, _Mixer())
+        got = fused((positions + 1)[None], positions[None], some, _Mixer()).logits
+        assert got is not None
+        self._check("its result without transformers' forward", got[0], right)
+        module.forward = fused
+        self._report.whole = True
 
     # ------------------------------------------------------------------ norms
 

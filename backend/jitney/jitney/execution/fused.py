@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from numba import cfunc, types
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from jitney.execution import row_kernels
 from jitney.execution.attention.openmp import team_runner
@@ -262,9 +263,46 @@ class FusedDecoderLayer(nn.Module):
         **unused: object,
     ) -> Tensor:
         """``hidden_states`` is [1, T, hidden size]; so is the result."""
-        x = self._qkv(self._attention_norm(hidden_states))
-        self._rotate(x, *position_embeddings)
+        return self.run(hidden_states, *position_embeddings, paged)
+
+    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
+        """:meth:`forward` for a caller that has nothing else to say."""
+        x = self._qkv(self._attention_norm(hidden))
+        self._rotate(x, cos, sin)
         query, key, value = torch.split_with_sizes(x.view(self._heads), self._parts, 1)
         attended = paged(AttentionCall(query=query, key=key, value=value, **self._constants))
-        hidden = self._output(attended.reshape(1, attended.shape[0], -1), hidden_states)
+        hidden = self._output(attended.view(1, attended.shape[0], -1), hidden)
         return self._mlp(self._mlp_norm(hidden), hidden)
+
+
+class FusedForward:
+    """``forward`` of a causal model whose layers are all fused, without what transformers does
+    around them for caches, masks and outputs that are not wanted here.
+
+    Only the rows whose logits are asked for go through the last norm and the head.
+    """
+
+    def __init__(self, module: Any) -> None:
+        """``module`` has ``lm_head`` and ``model``, which has the other parts by Llama's names."""
+        self._module = module
+        self._embed = module.model.embed_tokens
+        self._rotary = module.model.rotary_emb
+        self._layers = [layer.run for layer in module.model.layers]
+        self._norm = module.model.norm
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor,
+        paged: PagedFunction,
+        **unused: object,
+    ) -> CausalLMOutput:
+        """``input_ids`` and ``position_ids`` are [1, T], ``logits_to_keep`` indices of T."""
+        hidden = self._embed(input_ids)
+        cos, sin = self._rotary(hidden, position_ids)
+        for run in self._layers:
+            hidden = run(hidden, cos, sin, paged)
+        hidden = self._norm(hidden[:, logits_to_keep])
+        # Looked up at each call: the head may be prepacked after this object was made.
+        return CausalLMOutput(logits=self._module.lm_head(hidden))
