@@ -1,0 +1,220 @@
+"""W1 through the real server over 32 concurrent gRPC streams, beside the engine alone.
+
+    python -m benchmarks.served
+
+Server, client and engine share the machine's cores, as they would in a small deployment. In-process
+and served runs take turns, each with a process of its own; the table shows medians. Latencies are
+the client's: to the first response of a request, and between two responses of one request. Tokens
+made while a response is under way leave together in the next one: so there are fewer responses than
+tokens.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc.aio as grpc
+from jitney.server import TritonServer
+
+from benchmarks.engine import ROOT, Command
+from benchmarks.workloads import (
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    VOCAB_SIZE,
+    Workload,
+    save_m100,
+    w1,
+    warm_up,
+)
+
+MODEL = "m100"
+
+
+@dataclass
+class Served:
+    """One run of a workload through the server."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    responses: int = 0
+    first_s: list[float] = field(default_factory=list)
+    """Per request: from sending it to its first response."""
+    gaps_s: list[float] = field(default_factory=list)
+    """Between two responses of one request."""
+
+
+def main() -> None:
+    """Run both in turn and print the table."""
+    arguments = _parse()
+    folder = arguments.work_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    model = save_m100(folder / "m100")
+    save_tokenizer(model)
+    threads = arguments.threads or len(os.sched_getaffinity(0))
+    workload = w1() if arguments.requests is None else w1().head(arguments.requests)
+    options = ["--requests", str(arguments.requests)] if arguments.requests else []
+    command = Command("jitney", sys.executable, model, ["W1"], arguments.repeats, options)
+    alone: list[float] = []
+    served: list[Served] = []
+    for _ in range(arguments.repeats):
+        alone.append(command.run(threads)["workloads"]["W1"]["figure"])
+        served.append(_serve(model, workload, threads, arguments.streams))
+        print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    _print_table(alone, served)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=32, help="requests under way at once")
+    parser.add_argument("--requests", type=int, help="only the first so many of W1, for a look")
+    parser.add_argument("--threads", type=int, help="of the engine; default: all cores")
+    parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
+    return parser.parse_args()
+
+
+def save_tokenizer(model: Path) -> None:
+    """A tokenizer for random ids: a byte-level one whose every token is a short word, so that the
+    server has text to decode. Does nothing if there is one."""
+    if (model / "tokenizer.json").exists():
+        return
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+
+    def word(number: int) -> str:
+        text = ""
+        while number:
+            number, digit = divmod(number, len(letters))
+            text += letters[digit]
+        return "Ġ" + text
+
+    vocabulary = {word(number): number for number in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="Ġ"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), encoding="utf-8"
+    )
+
+
+# --------------------------------------------------------------------------- one served run
+
+
+def _serve(model: Path, workload: Workload, threads: int, streams: int) -> Served:
+    """Start a server with the model, warm it up, run the workload through it, stop it."""
+    with tempfile.TemporaryDirectory(prefix="jitney-served-") as folder:
+        version = Path(folder) / MODEL / "1"
+        version.mkdir(parents=True)
+        options = {
+            "model": str(model.resolve()),
+            "dtype": "bfloat16",
+            "threads": threads,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+            "kv_cache_bytes": 1 << 30,
+        }
+        (version / "model.json").write_text(json.dumps(options), encoding="utf-8")
+        (version.parent / "config.pbtxt").write_text(
+            'backend: "jitney"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n', encoding="utf-8"
+        )
+        with TritonServer(Path(folder)) as server:
+            asyncio.run(_run(server.grpc_url, warm_up(), streams))
+            return asyncio.run(_run(server.grpc_url, workload, streams))
+
+
+async def _run(url: str, workload: Workload, streams: int) -> Served:
+    """``streams`` workers, each with one stream at a time, share the workload's requests."""
+    served = Served()
+    waiting = list(zip(workload.prompts, workload.output_lengths, strict=True))[::-1]
+
+    async def work() -> None:
+        async with grpc.InferenceServerClient(url) as client:
+            while waiting:
+                prompt, length = waiting.pop()
+                await _request(client, prompt, length, served)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(streams)))
+    served.seconds = time.perf_counter() - began
+    if served.tokens != workload.output_tokens:
+        raise RuntimeError(f"{served.tokens} tokens came instead of {workload.output_tokens}")
+    return served
+
+
+async def _request(
+    client: grpc.InferenceServerClient, prompt: list[int], length: int, served: Served
+) -> None:
+    """One request, read to its end."""
+    parameters = {"temperature": 0, "max_tokens": length, "ignore_eos": True}
+    inputs = [
+        _tensor("input_ids", np.array(prompt, np.int32), "INT32"),
+        _tensor("stream", np.array([True]), "BOOL"),
+        _tensor("return_num_output_tokens", np.array([True]), "BOOL"),
+        _tensor("sampling_parameters", np.array([json.dumps(parameters)], object), "BYTES"),
+    ]
+
+    async def requests():
+        yield {"model_name": MODEL, "inputs": inputs}
+
+    last = began = time.perf_counter()
+    got = 0
+    async for result, error in client.stream_infer(requests()):
+        if error is not None:
+            raise RuntimeError(str(error))
+        now = time.perf_counter()
+        got += int(result.as_numpy("num_output_tokens").sum())
+        served.responses += 1
+        if last == began:
+            served.first_s.append(now - began)
+        else:
+            served.gaps_s.append(now - last)
+        last = now
+    served.tokens += got
+
+
+def _tensor(name: str, array: np.ndarray, kind: str) -> grpc.InferInput:
+    tensor = grpc.InferInput(name, list(array.shape), kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+# --------------------------------------------------------------------------- the table
+
+
+def _print_table(alone: list[float], served: list[Served]) -> None:
+    rates = [run.tokens / run.seconds for run in served]
+    ours, engine = statistics.median(rates), statistics.median(alone)
+    run = min(served, key=lambda run: abs(run.tokens / run.seconds - ours))
+    print("| W1 | output tok/s | first response p50 / p95, ms | gap p50 / p95, ms | responses |")
+    print("|---|---|---|---|---|")
+    print(f"| engine in-process | {engine:,.1f} | – | – | – |")
+    print(
+        f"| served | {ours:,.1f} ({ours / engine:.2f} of in-process) | {_quantiles(run.first_s)} | "
+        f"{_quantiles(run.gaps_s)} | {run.responses:,} for {run.tokens:,} tokens |"
+    )
+    print(f"runs, in-process: {_list(alone)}; served: {_list(rates)}")
+
+
+def _quantiles(seconds: list[float]) -> str:
+    return " / ".join(f"{1e3 * q:,.0f}" for q in np.quantile(seconds, [0.5, 0.95]))
+
+
+def _list(values: list[float]) -> str:
+    return ", ".join(f"{value:,.1f}" for value in values)
+
+
+if __name__ == "__main__":
+    main()
