@@ -350,3 +350,25 @@ def test_a_stop_string_ends_with_one_final_data_response(
     assert "timing" in last.tensors
     assert all(one.tensors["finish_reason"][0] == b"None" for one in before)
     wait_until(house.idle)
+
+
+def test_a_tensor_that_cannot_be_made_fails_that_request_alone(
+    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = make_house(step_seconds=0.002)
+    good, bad = (
+        pb.Request(text_input=text, stream=True, sampling_parameters=sampling(max_tokens=60))
+        for text in ("the", "bus")
+    )
+
+    def refuse(response: Any) -> None:
+        if response.error is None:
+            raise RuntimeError("something of the server's")
+
+    bad.sender.on_send = refuse
+    house.service.accept(good)
+    house.service.accept(bad)
+    wait_until(lambda: ended(good, bad))
+    assert error_of(bad) == "INTERNAL: the output could not be put into text"
+    assert text_of(good) == house.tokenizer.decode(house.solo("the", seed=1, max_tokens=60))
+    wait_until(house.idle)

@@ -159,18 +159,12 @@ class Metrics:
             histograms = {name: made.take() for name, made in self._histograms.items()}
         if self._server is None:
             return
-        for name, amount in counts.items():
-            self._server.increment((name,), amount)
-        for name, amount in outcomes.items():
-            self._server.increment((REQUESTS, name), amount)
-        for name, (cumulative, total) in histograms.items():
-            for index, amount in enumerate(cumulative):
-                self._server.increment((f"{name}_bucket", str(index)), amount)
-            self._server.increment((f"{name}_sum",), total)
-            self._server.increment((f"{name}_count",), cumulative[-1])
-        for name, value in gauges.items():
-            self._server.set((name,), value)
-        self._flush_orca(gauges)
+        try:
+            self._send(self._server, counts, outcomes, histograms)
+            self._send_gauges(self._server, gauges)
+        except pb_utils.TritonModelException as error:
+            _LOG.warning("the server takes no more metrics: %s", error)
+            self._server = None
 
     def close(self) -> None:
         """Flush for the last time and let go of the server's objects."""
@@ -188,14 +182,32 @@ class Metrics:
             "jitney_kv_free_blocks": free,
         }
 
-    def _flush_orca(self, gauges: Mapping[str, int]) -> None:
-        assert self._server is not None
+    @staticmethod
+    def _send(
+        server: "_ServerMetrics",
+        counts: Mapping[str, int],
+        outcomes: Mapping[str, int],
+        histograms: Mapping[str, tuple[list[int], float]],
+    ) -> None:
+        for name, amount in counts.items():
+            server.increment((name,), amount)
+        for name, amount in outcomes.items():
+            server.increment((REQUESTS, name), amount)
+        for name, (cumulative, total) in histograms.items():
+            for index, amount in enumerate(cumulative):
+                server.increment((f"{name}_bucket", str(index)), amount)
+            server.increment((f"{name}_sum",), total)
+            server.increment((f"{name}_count",), cumulative[-1])
+
+    def _send_gauges(self, server: "_ServerMetrics", gauges: Mapping[str, int]) -> None:
+        for name, value in gauges.items():
+            server.set((name,), value)
         used, total = gauges["jitney_kv_used_blocks"], self._info.num_blocks
-        self._server.set((ORCA, "used"), used)
-        self._server.set((ORCA, "free"), total - used)
-        self._server.set((ORCA, "max"), total)
-        self._server.set((ORCA, "fraction"), used / total)
-        self._server.set((ORCA, "tokens_per"), self._info.block_size)
+        server.set((ORCA, "used"), used)
+        server.set((ORCA, "free"), total - used)
+        server.set((ORCA, "max"), total)
+        server.set((ORCA, "fraction"), used / total)
+        server.set((ORCA, "tokens_per"), self._info.block_size)
 
 
 _Variants = Mapping[tuple[str, ...], Mapping[str, str]]

@@ -141,8 +141,10 @@ class Responder:
         if self._line:
             stream = self._line.popleft()
             stream.queued = False
-            if stream.opened.key in self._streams:  # else it was aborted in the line
-                self._send(stream)
+            # Between joining the line and its turn it may have been aborted, or have come to where
+            # it must wait for its end.
+            if stream.opened.key in self._streams and self._may_send(stream):
+                self._answer(stream)
                 self._metrics.live(len(self._streams))
 
     def _take_in(self, message: Opened | Reported | Abort | _Stop) -> None:
@@ -208,27 +210,29 @@ class Responder:
             return False
         return completion.has_pending and not completion.all_ended
 
+    def _answer(self, stream: _Stream) -> None:
+        try:
+            self._send(stream)
+        except Exception:
+            self._fail(stream)
+
     def _send(self, stream: _Stream) -> None:
         completion = stream.opened.completion
         terminal = completion.terminal
         if isinstance(terminal, Failed):
             self._end(stream, from_code(terminal.code, terminal.message))
-        elif isinstance(terminal, Cancelled) or (stream.cancelling and terminal is not None):
+        elif isinstance(terminal, Cancelled) or stream.cancelling:
             self._end(stream, CancelledError(stream.cancel_reason))
         else:
             self._send_data(stream, terminal)
 
     def _send_data(self, stream: _Stream, terminal: Finished | None) -> None:
         opened = stream.opened
-        try:
-            tensors = opened.writer.write(
-                opened.completion.take(),
-                prompt_logprobs=opened.completion.prompt_logprobs,
-                timing=None if terminal is None else terminal.timing,
-            )
-        except Exception:
-            self._fail(stream)
-            return
+        tensors = opened.writer.write(
+            opened.completion.take(),
+            prompt_logprobs=opened.completion.prompt_logprobs,
+            timing=None if terminal is None else terminal.timing,
+        )
         delivered = opened.channel.send(tensors, final=terminal is not None)
         self._metrics.count("jitney_responses_total")
         if terminal is not None:
@@ -243,13 +247,15 @@ class Responder:
     def _end(self, stream: _Stream, error: JitneyError) -> None:
         del self._streams[stream.opened.key]
         self._metrics.outcome(outcome_of(error))
-        stream.opened.channel.fail(error)
+        if not stream.opened.channel.closed:
+            stream.opened.channel.fail(error)
 
     def _fail(self, stream: _Stream) -> None:
         """Our bug in one request's text must not end the others: called while it is handled."""
-        _LOG.exception("request %d failed in its text", stream.opened.key)
-        self._send_message(Cancel(stream.opened.key))
-        self._end(stream, InternalError("the output could not be put into text"))
+        _LOG.exception("request %d could not be answered", stream.opened.key)
+        if stream.opened.key in self._streams:
+            self._send_message(Cancel(stream.opened.key))
+            self._end(stream, InternalError("the output could not be put into text"))
 
     def _abort(self, error: JitneyError, key: int | None = None) -> None:
         for stream in list(self._streams.values()):
