@@ -104,7 +104,7 @@ class _Pass:
 
     def run(self) -> None:
         """Layers first: a norm or an MLP inside of one that fits needs no swap of its own."""
-        calls = self._record_calls([m for m in self._module.modules() if _is_layer(m)])
+        calls = self._record_calls()
         self._report.layers = self._swap(
             "layer", _is_layer, lambda m: self._fused_layer(m, calls.get(id(m)))
         )
@@ -119,16 +119,18 @@ class _Pass:
         self, what: str, fits: Callable[[nn.Module], bool], build: Callable[[Any], nn.Module]
     ) -> int:
         """Replace each module that ``fits`` by what ``build`` makes of it; returns their number."""
-        count = 0
-        for parent, name, child in list(_children(self._module, fits)):
+        swapped: dict[int, nn.Module] = {}  # a module that stands in two places stays one
+        found = list(_children(self._module, fits))[::-1]
+        while found:  # popped, so that what was replaced goes before the next one is built
+            parent, name, child = found.pop()
             try:
-                fused = build(child)
+                fused = swapped.get(id(child)) or build(child)
             except _Misfit as misfit:
                 self._report.kept(what, str(misfit))
             else:
+                swapped[id(child)] = fused
                 setattr(parent, name, fused)
-                count += 1
-        return count
+        return len(swapped)
 
     def _swap_forward(self) -> None:
         from jitney.execution.fused import FusedDecoderLayer, FusedForward, FusedRMSNorm
@@ -212,8 +214,9 @@ class _Pass:
 
     # ------------------------------------------------------------------ layers
 
-    def _record_calls(self, layers: list[Any]) -> dict[int, dict[str, Any]]:
+    def _record_calls(self) -> dict[int, dict[str, Any]]:
         """Run the model once; returns the keyword arguments of each layer, by the layer's id."""
+        layers = [m for m in self._module.modules() if _is_layer(m)]
         calls: dict[int, dict[str, Any]] = {}
 
         def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -337,8 +340,8 @@ def _children(
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, child) of every child that fits."""
     for parent in module.modules():
-        for name, child in parent.named_children():
-            if fits(child):
+        for name, child in parent._modules.items():  # named_children leaves out repeated ones
+            if child is not None and fits(child):
                 yield parent, name, child
 
 

@@ -148,7 +148,7 @@ def prepack_linears(module: nn.Module, rows: int) -> PrepackReport:
     found: list[tuple[nn.Module, str, Any]] = [
         (parent, name, child)
         for parent in module.modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()  # named_children leaves out repeated ones
         if _weight_of(child) is not None
     ]
     if not found:
@@ -157,7 +157,8 @@ def prepack_linears(module: nn.Module, rows: int) -> PrepackReport:
     holders = _count_holders(module)
     packed: dict[int, PackedLinear] = {}  # a layer that stands in two places stays one layer
     added = 0
-    for parent, name, child in found:
+    while found:  # popped, so that each plain weight goes before the next one is packed
+        parent, name, child = found.pop()
         weight = _weight_of(child)
         assert weight is not None
         if reasons[weight.dtype] is not None:
