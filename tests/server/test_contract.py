@@ -86,6 +86,14 @@ def test_generate_with_nested_parameters_as_vllm_clients_send_them(
     assert (status, body["text_output"]) == (200, expected)
 
 
+def test_generate_of_a_stream_is_an_error_and_does_no_harm(
+    server: TritonServer, expected: str
+) -> None:
+    _, body = generate(server.http_url, "tiny", text_input=PROMPT, stream=True, **GREEDY)
+    assert "exactly 1 response" in body["error"]  # the server's own words
+    test_generate(server, expected)
+
+
 def test_generate_stream(server: TritonServer, expected: str) -> None:
     events = generate_stream(server.http_url, "tiny", text_input=PROMPT, stream=True, **GREEDY)
     assert "".join(event["text_output"] for event in events) == expected
