@@ -45,9 +45,9 @@ check: env ## linter, formatter (as a check) and type checker
 	@$(VENV)/mypy
 
 bench: env ## the benchmarks whose figures stand in docs/benchmarks.md (about half an hour)
-	@$(VENV)/python -m benchmarks.scheduler $(ARGS)
-	@$(VENV)/python -m benchmarks.engine $(ARGS)
-	@$(VENV)/python -m benchmarks.served $(ARGS)
+	@$(VENV)/python -m benchmarks.scheduler
+	@$(VENV)/python -m benchmarks.engine
+	@$(VENV)/python -m benchmarks.served
 
 clean: ## remove caches and build outputs
 	@rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
