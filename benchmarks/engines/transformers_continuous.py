@@ -15,7 +15,7 @@ def load(arguments: argparse.Namespace) -> Run:
     used, which takes one for each."""
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=torch.bfloat16, attn_implementation="paged|sdpa"
+        arguments.model, dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()
     batching = ContinuousBatchingConfig(
         max_batch_tokens=MAX_NUM_BATCHED_TOKENS,
