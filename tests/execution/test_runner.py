@@ -9,6 +9,7 @@ import torch
 import transformers
 from jitney.config import make_config
 from jitney.errors import ConfigError
+from jitney.execution import runner as runner_module
 from jitney.execution.runner import Runner, load_runner
 from jitney.request import Batch, Row, Tokens
 from jitney.sampling_params import SamplingParams
@@ -73,6 +74,32 @@ def row(tokens: list[int], start: int, table: list[int], **fields: object) -> Ro
         bad_words_ids=[],
     )
     return dataclasses.replace(base, **fields)
+
+
+def test_a_crowd_of_sequences_is_sampled_in_slices(runner: Runner, monkeypatch) -> None:
+    """Prompts of n > 1 that end together: a hundred sequences of five rows, never at once."""
+    params = SamplingParams(seed=3, n=40, temperature=1.5, top_p=0.9, logprobs=1)
+    rows = [
+        row([5], 0, [0], sample=tuple(range(40)), params=params),
+        row(PROMPT[:3], 0, [1]),
+        row([6], 0, [2], sample=()),
+        row([7], 0, [3], sample=tuple(range(60)), params=params),
+        row([8], 0, [4]),
+    ]
+    whole = runner.execute(Batch(rows=rows))
+    assert len(set(whole.rows[0].token_ids)) > 5
+    sizes = []
+
+    def spy(logits, pairs):
+        sizes.append(logits.shape[0])
+        return real(logits, pairs)
+
+    real = runner_module.sample
+    monkeypatch.setattr(runner_module, "sample", spy)
+    monkeypatch.setattr(runner_module, "_SAMPLED_FLOATS", 7 * runner.info.vocab_size)
+    cut = runner.execute(Batch(rows=rows))
+    assert cut == whole
+    assert (max(sizes), sum(sizes)) == (7, 102)
 
 
 def test_empty_batch_and_middle_of_a_prompt(runner: Runner) -> None:

@@ -31,6 +31,8 @@ from jitney.sampling_params import SamplingParams
 _log = logging.getLogger(__name__)
 
 _BUDGET = {"cpu": 512, "cuda": 8192}
+# Logits that are sampled at once. Bounds the sampler's memory; how a step is cut changes no token.
+_SAMPLED_FLOATS = 1 << 24
 
 
 class Runner:
@@ -83,12 +85,7 @@ class Runner:
             values[destination] = values[source]
 
     def _outputs(self, rows: list[Row], wanted: "_Wanted", logits: Tensor) -> StepOutput:
-        pairs = [(row, index) for row in rows for index in row.sample]
-        of_pairs = wanted.sampled_of_pairs
-        if of_pairs == list(range(logits.shape[0])):
-            sampled = sample(logits, pairs)  # as a rule every row of logits is sampled once
-        else:
-            sampled = sample(logits[self._put(of_pairs)], pairs)
+        sampled = self._sample(rows, wanted.sampled_of_pairs, logits)
         outputs, done = [], 0
         for r, row in enumerate(rows):
             output = _row_output(row, sampled[done : done + len(row.sample)])
@@ -101,6 +98,25 @@ class Runner:
                 output.prompt_logprobs = prompt_logprobs(part, targets, k)
             outputs.append(output)
         return StepOutput(rows=outputs)
+
+    def _sample(self, rows: list[Row], sources: list[int], logits: Tensor) -> list[Sampled]:
+        """For each (row, sequence) of the step, in order; ``sources`` are its rows of ``logits``.
+
+        In slices: prompts of n > 1 that end in one step can give a hundred times as many sequences
+        as rows, and the sampler makes several copies of its logits.
+        """
+        pairs = [(row, index) for row in rows for index in row.sample]
+        size = max(1, _SAMPLED_FLOATS // logits.shape[1])
+        sampled: list[Sampled] = []
+        for begin in range(0, len(pairs), size):
+            places = sources[begin : begin + size]
+            first, last = places[0], places[-1] + 1
+            if places == list(range(first, last)):  # as a rule each row of logits, once
+                part = logits[first:last]
+            else:
+                part = logits[self._put(places)]
+            sampled += sample(part, pairs[begin : begin + size])
+        return sampled
 
     def _put(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
         """int64 on the device."""
