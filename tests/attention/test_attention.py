@@ -12,7 +12,7 @@ import pytest
 import torch
 from jitney.errors import ConfigError
 from jitney.execution import attention
-from jitney.execution.attention import build_metadata, cache_shape
+from jitney.execution.attention import build_metadata, cache_shape, reference
 from jitney.execution.attention.reference import ReferenceAttention
 from jitney.request import Row
 from jitney.sampling_params import SamplingParams
@@ -174,6 +174,27 @@ def test_reference_equals_a_softmax_in_float64(case):
     out = torch.cat([paged.step([(0, a, b)])[0] for a, b in ((0, 20), (20, 36), (36, 37))])
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 3e-3}[case.dtype]
     assert relative_error(out, naive(case, *paged.inputs[0])) < tolerance
+
+
+@pytest.mark.parametrize("case", [Case(), Case(window=9, sinks=True, softcap=0.7)], ids=str)
+def test_reference_keeps_few_scores_at_once(case, monkeypatch):
+    """A long chunk is cut by queries, whatever its place among the rows of the step."""
+    most, sizes = 4 * 37 * 5, []
+
+    def attend(q, keys, *others):
+        sizes.append(q.shape[0] * q.shape[1] * keys.shape[1])
+        return real(q, keys, *others)
+
+    real = reference._attend
+    monkeypatch.setattr(reference, "_SLICE_SCORES", most)
+    monkeypatch.setattr(reference, "_attend", attend)
+    paged = Paged(case, [37, 12], ReferenceAttention())
+    first = paged.step([(1, 0, 12), (0, 0, 20)])
+    last = paged.step([(0, 20, 37)])
+    assert max(sizes) <= most < 4 * 37 * 17
+    whole = naive(case, *paged.inputs[0])
+    assert relative_error(torch.cat([first[1], last[0]]), whole) < 1e-6
+    assert relative_error(first[0], naive(case, *paged.inputs[1])) < 1e-6
 
 
 # --------------------------------------------------------------------------- the kernel

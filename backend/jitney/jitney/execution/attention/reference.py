@@ -9,6 +9,9 @@ from torch import Tensor
 
 from jitney.execution.attention.metadata import AttentionMetadata
 
+# Scores of one slice of a row's queries: bounds the memory of a long prompt's.
+_SLICE_SCORES = 1 << 24
+
 
 class ReferenceAttention:
     """The attention function ``reference``; see :class:`attention.AttentionFunction`."""
@@ -42,9 +45,21 @@ class ReferenceAttention:
                 cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context, :head_size].float()
                 for cache in (key_cache, value_cache)
             )
-            begin, end = bounds[r], bounds[r + 1]
-            result = _attend_row(q[begin:end].float(), keys, values, scale, window, softcap, sinks)
-            out[begin:end] = result.to(out.dtype)
+            shift = context - bounds[r + 1]  # from a place among the T to a position
+            size = max(1, _SLICE_SCORES // (q.shape[1] * context))
+            for begin in range(bounds[r], bounds[r + 1], size):
+                end = min(begin + size, bounds[r + 1])
+                seen = shift + end
+                result = _attend(
+                    q[begin:end].float(),
+                    keys[:, :seen],
+                    values[:, :seen],
+                    scale,
+                    window,
+                    softcap,
+                    sinks,
+                )
+                out[begin:end] = result.to(out.dtype)
         return out
 
 
@@ -56,7 +71,7 @@ def _write(new: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
     view[block, :, offset] = new.to(cache.dtype)
 
 
-def _attend_row(
+def _attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -65,7 +80,7 @@ def _attend_row(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One row: q [n, heads, head] are the last n positions of keys and values [KV heads, c, head].
+    """q [n, heads, head] are the last n of the positions of keys and values [KV heads, c, head].
 
     The query at position p sees keys max(0, p - window + 1) to p. Returns [n, heads, head].
     """
