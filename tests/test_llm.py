@@ -90,6 +90,31 @@ def test_a_stream_adds_up_to_the_whole(llm: LLM) -> None:
     assert [piece.finish_reason for piece in pieces[-2:]] == [None, "stop"]
 
 
+def test_one_text_as_stop_is_one_stop_string(llm: LLM) -> None:
+    (free,) = llm.generate("the bus", GREEDY, progress=False)
+    stop = free.text[-4:-1]
+    listed, bare = (
+        llm.generate("the bus", msgspec.structs.replace(GREEDY, stop=each), progress=False)[0]
+        for each in ((stop,), stop)
+    )
+    assert bare.text == listed.text == free.text[: free.text.index(stop)]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(temperature="hot"), "temperature is 'hot', but must be a number"),
+        (SamplingParams(logit_bias=[1]), "logit_bias is "),
+        ({"max_tokens": 5}, "but must be SamplingParams, or a list of them"),
+    ],
+)
+def test_params_of_other_types_are_refused(llm: LLM, params: object, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        llm.generate(["the bus"], [params], progress=False)
+    with pytest.raises(InvalidArgumentError):
+        llm.stream("the bus", params)
+
+
 def test_streams_may_be_read_in_turns(llm: LLM) -> None:
     first, second = llm.stream("the bus", GREEDY), llm.stream("Zürich", GREEDY)
     made: list[list[int]] = [[], []]

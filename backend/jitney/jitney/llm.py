@@ -29,7 +29,7 @@ from jitney.execution.checkpoint import resolve_folder
 from jitney.execution.runner import load_runner
 from jitney.intake import encode_chat, encode_prompt, make_submit
 from jitney.request import Cancel, Failed, Finished, Logprob, ModelInfo, Submit, Timing
-from jitney.sampling_params import SamplingParams
+from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -172,7 +172,9 @@ class LLM:
         """Check everything before anything runs."""
         self._check_open()
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [_parsed(params or SamplingParams())] * len(prompts)
+        else:
+            params = [_parsed(each) for each in params]
         if len(params) != len(prompts):
             raise InvalidArgumentError(
                 f"params has {len(params)} entries, but there are {len(prompts)} prompts"
@@ -293,6 +295,14 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]
     return prompts
+
+
+def _parsed(params: object) -> SamplingParams:
+    """``params`` with the types that its fields state: whoever makes a struct in Python may put
+    anything into it, such as one text as ``stop``. Raises InvalidArgumentError."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidArgumentError.of("params", params, "SamplingParams, or a list of them")
+    return parse_sampling_params(msgspec.structs.asdict(params))
 
 
 def _completed(submit: Submit, completion: Completion) -> Completed:
