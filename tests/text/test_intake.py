@@ -83,6 +83,9 @@ def test_a_missing_seed_is_drawn(tokenizer: Tokenizer) -> None:
     assert len(seeds) == 20
     assert all(seed is not None and 0 <= seed < 1 << 63 for seed in seeds)
     assert submit(tokenizer, seed=0).params.seed == 0
+    drawn = {submit(tokenizer, seed=-1).params.seed for _ in range(20)}
+    assert len(drawn) == 20
+    assert submit(tokenizer, seed=-2).params.seed == -2
 
 
 def test_stop_ids(tokenizer: Tokenizer) -> None:

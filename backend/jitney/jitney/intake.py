@@ -97,7 +97,7 @@ def make_submit(
         ends |= info.eos_ids | tokenizer.eos_ids
     stop_ids = frozenset(each for each in ends if each < info.vocab_size)
     _check_satisfiable(params, stop_ids)
-    if params.seed is None:
+    if params.seed is None or params.seed == -1:  # vLLM's clients say -1 for none
         params = msgspec.structs.replace(params, seed=secrets.randbits(63))
     deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
     return Submit(

@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """0 and -1 switch it off."""
     min_p: float = 0.0
     seed: int | None = None
-    """Drawn at submission if absent, so that a request always has one."""
+    """Drawn at submission if absent or -1, so that a request always has one."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -54,7 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def greedy(self) -> bool:
-        """Whether sampling is an argmax: a temperature below 1e-5 is 0, as in vLLM."""
+        """Whether sampling is an argmax: a temperature below 1e-5 is taken for 0."""
         return self.temperature < 1e-5
 
 
