@@ -44,6 +44,12 @@ def test_a_missing_file(tmp_path: Path) -> None:
         load_config(tmp_path / "model.json")
 
 
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "model.json").mkdir()
+    with pytest.raises(ConfigError, match=r"model\.json cannot be read: Is a directory"):
+        load_config(tmp_path / "model.json")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -59,6 +65,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         ({"kv_cache_bytes": 1, "kv_cache_fraction": 0.1}, "exclude each other"),
         ({"chat_template_parameters": ["chat_template"]}, "must not hold 'chat_template'"),
         ({"chat_template_parameters": "x"}, "must be a list of strings"),
+        ({"chat_template_parameters": [["x"]]}, "must be a list of strings"),
     ],
 )
 def test_an_impossible_option(options: dict, message: str) -> None:

@@ -152,6 +152,8 @@ def load_config(path: Path) -> EngineConfig:
         raw = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"{path.name} is missing from the version folder") from None
+    except OSError as error:
+        raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path.name} is not JSON: {error}") from None
     if not isinstance(raw, dict):
@@ -190,7 +192,7 @@ def make_config(options: dict[str, object]) -> EngineConfig:
 def _check_template_names(names: object) -> None:
     """A client may never hand over a template of its own, or steer how one is applied."""
     for name in names if isinstance(names, (list, tuple)) else ():
-        if name in _NOT_TEMPLATE_PARAMETERS:
+        if isinstance(name, str) and name in _NOT_TEMPLATE_PARAMETERS:
             raise ConfigError(f"option chat_template_parameters must not hold {name!r}")
 
 
