@@ -6,9 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from jitney.config import EngineConfig
-from jitney.frontend.model import TritonPythonModel, place
+from jitney.frontend.model import TritonPythonModel, _start, place
+
+from tests.tiny_models import make_checkpoint
+
+REVISION = 40 * "a"
 
 
 def arguments(kind: str, groups: list[dict[str, Any]], device: int = 0) -> dict[str, str]:
@@ -56,6 +61,20 @@ def test_a_failed_load_says_why_in_one_line(pb: Any, tmp_path: Path) -> None:
     text = str(caught.value)
     assert text.startswith("INVALID_ARGUMENT: option 'blocksize' is unknown")
     assert "did you mean 'block_size'" in text
+
+
+def test_a_model_of_the_hub_cache_is_served(
+    pb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "hub" / "models--some--model"
+    make_checkpoint(home / "snapshots" / REVISION, "llama", tokenizer=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(REVISION, encoding="utf-8")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home.parent))
+    config = EngineConfig(
+        model="some/model", device="cpu", attention="reference", fuse=False, kv_cache_bytes=1 << 20
+    )
+    _start(config, arguments("CPU", [])).close()
 
 
 def test_nothing_heavy_is_imported_to_complete_a_configuration() -> None:

@@ -79,12 +79,13 @@ def place(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
 
 def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
     from jitney.engine import Engine
+    from jitney.execution.checkpoint import resolve_folder
     from jitney.execution.runner import load_runner
     from jitney.frontend.service import Service
     from jitney.tokenizer import Tokenizer
 
     runner = load_runner(config)
-    tokenizer = Tokenizer.load(Path(config.model))
+    tokenizer = Tokenizer.load(resolve_folder(config.model))
     labels = {
         "model": args["model_name"],
         "version": args["model_version"],
