@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jitney.execution import sampler
+from jitney.execution.constraints import constrain
 from jitney.execution.draw import _weights
 from jitney.execution.philox import uniforms
 from jitney.execution.sampler import prompt_logprobs, sample
@@ -108,6 +109,21 @@ def test_min_tokens_forbids_stop_ids_until_they_are_made() -> None:
 
     assert possible(0) == possible(1) == {1, 2, 4, 5}
     assert possible(2) == set(range(6))
+
+
+def test_a_repeated_token_is_penalized_once_and_by_its_own_row() -> None:
+    logits = torch.tensor([[2.0, -2.0, 3.0, 4.0]] * 3)
+    rows = [
+        make_row([0, 0, 1], [0, 3, 3], repetition_penalty=2.0),
+        make_row([2], [2]),
+        make_row([1, 1], repetition_penalty=4.0),
+    ]
+    constrain(logits, rows)
+    assert logits.tolist() == [
+        [1.0, -4.0, 3.0, 2.0],
+        [2.0, -2.0, 3.0, 4.0],
+        [2.0, -8.0, 3.0, 4.0],
+    ]
 
 
 def reference_logits(logits: list[float], row: Row) -> list[float]:

@@ -8,8 +8,10 @@ vocabulary; only ``allowed_token_ids`` masks whole rows.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -67,7 +69,7 @@ def _forbid(logits: Tensor, rows: list[Row]) -> None:
         places.add(place, _bad_endings(row.bad_words_ids, row.output))
         if _ends_too_early(row):
             places.add(place, row.stop_ids)
-    if places.tokens:
+    if places:
         logits[places.on(logits)] = _FORBIDDEN
 
 
@@ -83,57 +85,76 @@ def _bad_endings(bad_words: list[list[int]], output: list[int]) -> list[int]:
 
 def _add_bias(logits: Tensor, rows: list[Row]) -> None:
     places = _Places()
-    biases: list[float] = []
     for place, row in enumerate(rows):
-        if row.params.logit_bias:
-            places.add(place, row.params.logit_bias)
-            biases.extend(row.params.logit_bias.values())
-    if biases:
-        logits[places.on(logits)] += logits.new_tensor(biases)
+        bias = row.params.logit_bias
+        if bias:
+            places.add(place, bias, bias.values())
+    if places:
+        logits[places.on(logits)] += places.values(logits)
 
 
 def _penalize(logits: Tensor, rows: list[Row]) -> None:
     """Repetition: over prompt and output, divides what is positive and multiplies what is not.
     Frequency and presence: over the output alone, subtract per occurrence and once."""
     repeated, made = _Places(), _Places()
-    factors: list[float] = []
-    penalties: list[float] = []
     for place, row in enumerate(rows):
         params = row.params
         if params.repetition_penalty != 1.0:
-            seen = set(row.prompt).union(row.output)
-            repeated.add(place, seen)
-            factors.extend([params.repetition_penalty] * len(seen))
+            # A token that stands there twice is written twice, with the same value.
+            repeated.add(place, row.prompt, params.repetition_penalty)
+            repeated.add(place, row.output, params.repetition_penalty)
         if (params.frequency_penalty or params.presence_penalty) and row.output:
             counts = Counter(row.output)
-            made.add(place, counts)
-            penalties.extend(
+            penalties = [
                 params.frequency_penalty * count + params.presence_penalty
                 for count in counts.values()
-            )
-    if factors:
-        index = repeated.on(logits)
-        factor = logits.new_tensor(factors)
+            ]
+            made.add(place, counts, penalties)
+    if repeated:
+        index, factor = repeated.on(logits), repeated.values(logits)
         values = logits[index]
         logits[index] = torch.where(values > 0, values / factor, values * factor)
-    if penalties:
-        logits[made.on(logits)] -= logits.new_tensor(penalties)
+    if made:
+        logits[made.on(logits)] -= made.values(logits)
 
 
 class _Places:
-    """(row, token) index pairs, gathered on the host. A pair may come twice only if what is
-    written there does not depend on what it held."""
+    """(row, token) index pairs with a number each, gathered on the host. A pair may come twice only
+    if what is written there is the same both times.
+
+    Kept as arrays, because a penalized row names its whole context in every step: a tensor made of
+    a list takes three times as long as one of an array.
+    """
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.tokens: list[int] = []
+        self._rows: list[int] = []  # parallel to the two below
+        self._tokens: list[npt.NDArray[np.int64]] = []
+        self._values: list[npt.NDArray[np.float32]] = []
 
-    def add(self, row: int, tokens: Iterable[int]) -> None:
-        before = len(self.tokens)
-        self.tokens.extend(tokens)
-        self.rows.extend([row] * (len(self.tokens) - before))
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(
+        self, row: int, tokens: Collection[int], values: Collection[float] | float = 0.0
+    ) -> None:
+        """Add pairs of ``row``, if there are any, with one number for all or one for each."""
+        size = len(tokens)
+        if not size:
+            return
+        self._rows.append(row)
+        self._tokens.append(np.fromiter(tokens, np.int64, size))
+        if isinstance(values, (int, float)):
+            self._values.append(np.full(size, values, np.float32))
+        else:
+            self._values.append(np.fromiter(values, np.float32, size))
 
     def on(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The pairs as an index into ``logits``."""
-        both = torch.tensor((self.rows, self.tokens), dtype=torch.long, device=logits.device)
-        return both[0], both[1]
+        rows = np.repeat(self._rows, [tokens.size for tokens in self._tokens])
+        both = np.stack((rows, np.concatenate(self._tokens)))
+        index = torch.from_numpy(both).to(logits.device)
+        return index[0], index[1]
+
+    def values(self, logits: Tensor) -> Tensor:
+        """The numbers, f32, where ``logits`` are."""
+        return torch.from_numpy(np.concatenate(self._values)).to(logits.device)
