@@ -184,6 +184,7 @@ def test_a_stop_leaves_nothing_behind(repository: Path) -> None:
     begin = time.monotonic()
     assert server.stop() is True
     assert time.monotonic() - begin < 8
+    assert server.exit_status == 0, "it ended by itself"
     idle.close()
     assert runtime is not None
     assert log is not None

@@ -19,7 +19,7 @@ LAYERS = [
     {"sampling_params"},
     {"request"},
     {"core", "execution"},
-    {"stop_strings", "detokenizer", "chat", "installation", "ports", "server_log"},
+    {"stop_strings", "detokenizer", "chat", "installation", "ports", "server_log", "stopping"},
     {"engine", "tokenizer", "server"},
     {"completion", "intake", "trial"},
     {"llm", "process", "doctor"},

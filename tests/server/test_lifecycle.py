@@ -178,16 +178,33 @@ def test_survival_row_28_a_stream_cancelled_after_its_end_does_not_hold_up_the_e
 
 
 def test_survival_row_28_sigterm_with_work_in_flight(server: TritonServer) -> None:
+    """One request that ends in time, one that does not, a new one, and an idle client that keeps
+    its stream open all the while."""
+    idle = Stream(server.grpc_url, "good", {"text_input": "a", "stream": True})
+    while idle.step():
+        pass
+    short = {"text_input": "a", "sampling_parameters": {"max_tokens": 40, "ignore_eos": True}}
+    in_time: list[Reply] = []
+    riding = threading.Thread(
+        target=lambda: in_time.append(stream(server.grpc_url, "good", **short))
+    )
     running = _start(server)
+    riding.start()
     replies: list[Reply] = []
     reading = threading.Thread(target=lambda: replies.append(running.read()))
     reading.start()
+    time.sleep(0.2)
     began = time.monotonic()
     clean = server.stop()
     took = time.monotonic() - began
     reading.join(30)
+    riding.join(30)
     (reply,) = replies
     assert reply.responses, "what was made is delivered"
     assert reply.error.startswith("UNAVAILABLE: the server is shutting down")
+    assert in_time[0].errors == []
+    assert in_time[0].text
     assert clean
+    assert server.exit_status == 0
     assert took < 15
+    idle.close()

@@ -40,6 +40,7 @@ from jitney.installation import backend_directories as own_backend_directories
 from jitney.installation import find_installation, link_backends
 from jitney.ports import choose_ports, reachable
 from jitney.server_log import explain_failure, read_tail, without_traceback
+from jitney.stopping import hang_up, requests_in_flight
 
 EXIT_TIMEOUT_S = 10
 """Seconds that the server gives to requests in flight once it was told to stop."""
@@ -48,8 +49,11 @@ RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
 """Endpoints that a client reaches only with the server's random key."""
 
 _PORT_ATTEMPTS = 3
+_LIVE = ("READY", "LOADING", "UNLOADING")
 # After the models are unloaded, seconds for the process to end by itself.
 _LINGER_S = 2.0
+# So long must the metrics show no request: they are a quarter of a second late, responses less.
+_QUIET_S = 0.6
 
 
 class TritonServer:
@@ -97,6 +101,8 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime: Path | None = None
         self.log_file: Path | None = None
+        self.exit_status: int | None = None
+        """Of the last process once it has ended; negative: the signal that ended it."""
 
     # ------------------------------------------------------------------ where it is
 
@@ -184,8 +190,9 @@ class TritonServer:
                 self._wait_until_ready(timeout_s)
                 return
             except _PortTaken as error:
-                self._end(keep_log=True)
-                if 0 not in self._wanted_ports or attempt == _PORT_ATTEMPTS:
+                last = 0 not in self._wanted_ports or attempt == _PORT_ATTEMPTS
+                self._end(keep_log=last)
+                if last:
                     raise LoadError(str(error)) from None
             except BaseException:
                 self._end(keep_log=True)
@@ -197,8 +204,8 @@ class TritonServer:
 
         The models are told and unloaded first, which refuses new requests and gives those in flight
         up to ``grace_s`` seconds (default: the exit timeout; after its option ``drain_s`` a model
-        of ours ends them with an error); then SIGTERM; what is left of the process group soon
-        after is killed.
+        of ours ends them with an error); then connections are closed, and the process gets
+        SIGTERM; what is left of its group soon after is killed.
         """
         if self._process is None:
             return True
@@ -206,6 +213,7 @@ class TritonServer:
         grace_s = float(self._exit_timeout_s) if grace_s is None else grace_s
         clean = self.is_alive() and self._unload_all(grace_s)
         if self.is_alive():
+            hang_up(self._process.pid, self._ports)  # the server would wait for idle ones
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LINGER_S)
@@ -224,9 +232,12 @@ class TritonServer:
         """Unload every model; whether they all were within ``grace_s``.
 
         SIGTERM alone would not do: the server first waits for idle keep-alive connections, up to
-        its whole exit timeout, and then has no time left to unload its models.
+        its whole exit timeout, and then has no time left to unload its models. And an open gRPC
+        stream keeps a model from being unloaded: it is cut once no request is in flight.
         """
-        deadline = time.monotonic() + grace_s
+        assert self._process is not None
+        quiet_since = time.monotonic()
+        deadline = quiet_since + grace_s
         asked: set[str] = set()
         try:
             while True:
@@ -234,13 +245,25 @@ class TritonServer:
                 for name in sorted(name for name in states.keys() - asked if states[name]):
                     self._request("POST", f"/v2/repository/models/{name}/unload")
                     asked.add(name)
-                if not {"READY", "LOADING", "UNLOADING"} & set(states.values()):
+                live = {name for name in states if states[name] in _LIVE}
+                if not live:
                     return True
-                if time.monotonic() > deadline or not self.is_alive():
+                now = time.monotonic()
+                if now > deadline or not self.is_alive():
                     return False
+                if not self._is_quiet(live):
+                    quiet_since = now
+                elif now - quiet_since > _QUIET_S:
+                    hang_up(self._process.pid, self._ports[1:2])
                 time.sleep(0.05)
         except (OSError, http.client.HTTPException, JitneyError):
             return False  # it does not answer: the signals must do
+
+    def _is_quiet(self, models: set[str]) -> bool:
+        """Whether every one of these models says that it has no request. Others than ours are
+        silent and may have one."""
+        in_flight = requests_in_flight(self._request("GET", "/metrics", self._ports[2])[1].decode())
+        return all(in_flight.get(name, 1.0) == 0 for name in models)
 
     # ------------------------------------------------------------------ inside
 
@@ -337,7 +360,7 @@ class TritonServer:
         """Kill what is left of the group and remove what the start made. Idempotent."""
         if self._process is not None:
             self._kill_group()
-            self._process.wait()
+            self.exit_status = self._process.wait()
             atexit.unregister(self._kill_group)
             self._process = None
         if self._runtime is not None:
@@ -360,8 +383,9 @@ class TritonServer:
         except (OSError, http.client.HTTPException):
             return None  # not listening yet
 
-    def _request(self, method: str, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(reachable(self.host), self._ports[0], timeout=10)
+    def _request(self, method: str, path: str, port: int | None = None) -> tuple[int, bytes]:
+        port = port or self._ports[0]
+        connection = http.client.HTTPConnection(reachable(self.host), port, timeout=10)
         try:
             connection.request(method, path, headers={**self.admin_headers, "Connection": "close"})
             response = connection.getresponse()
