@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jitney
 import msgspec
+import numpy as np
 import pytest
 import torch
 from jitney import LLM, SamplingParams
@@ -147,6 +148,10 @@ def test_prompts_as_ids(llm: LLM) -> None:
     (listed,) = llm.generate([ids], GREEDY, progress=False)
     assert text.ids == bare.ids == listed.ids
     assert llm.generate([], GREEDY, progress=False) == []
+    (drawn,) = llm.generate((each for each in ["the bus"]), GREEDY, progress=False)
+    assert drawn.ids == text.ids
+    with pytest.raises(InvalidArgumentError, match="must be texts or lists of token ids"):
+        llm.generate(np.array(ids), GREEDY, progress=False)
 
 
 def test_chat(llm: LLM) -> None:

@@ -9,7 +9,7 @@ from several threads at once.
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +96,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: Params = None,
         *,
         progress: bool = True,
@@ -290,11 +290,12 @@ class LLM:
             raise InvalidArgumentError("this LLM has been closed")
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
+def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     """One text, or one list of ids, stands for a list of one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str):
         return [prompts]
-    return prompts
+    listed = list(prompts)
+    return [listed] if isinstance(prompts, list) and listed and type(listed[0]) is int else listed
 
 
 def _parsed(params: object) -> SamplingParams:
