@@ -397,16 +397,16 @@ def test_without_numba(monkeypatch):
 
 def test_packages_that_cannot_be_written_compile_all_the_same(monkeypatch, caplog):
     """Numba gives up caching if no folder can be written; the load does not."""
-    from jitney.execution.attention import cpu
+    from jitney.execution import compiled
 
     def refuse(signature, cache=False, **options):
         if cache:
             raise RuntimeError("cannot cache function 'attend': no locator available")
         return lambda body: "compiled"
 
-    monkeypatch.setattr(cpu, "cfunc", refuse)
+    monkeypatch.setattr(compiled, "cfunc", refuse)
     with caplog.at_level(logging.WARNING):
-        assert cpu._compile_body(lambda arguments: None) == "compiled"
+        assert compiled.compile_body(lambda arguments: None) == "compiled"
     assert "each load compiles" in caplog.text
 
 

@@ -80,7 +80,7 @@ def test_rotation(dtype, kernels, head_size, rotary, tokens, with_norms) -> None
     scales = draw(2, head_size, seed=3)
     if with_norms:
         norms = tuple(FusedRMSNorm(scale, 1e-5, dtype, kernels) for scale in scales)
-    rotate = HeadRotation(query_heads, key_heads, head_size, norms, kernels)
+    rotate = HeadRotation(query_heads, key_heads, head_size, norms, dtype, kernels)
     heads = query_heads + 2 * key_heads
     x = draw(1, tokens, heads * head_size).to(dtype)
     angles = draw(tokens, rotary // 2, seed=2).repeat(1, 2)

@@ -10,7 +10,7 @@ Run once, after loading and before ``linear.prepack_linears``, which takes the l
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jitney.execution.interface import AttentionCall, forward
-from jitney.execution.linear import PackedLinear, can_pack, known_activation, relative_error
+from jitney.execution.linear import (
+    Activation,
+    PackedLinear,
+    can_pack,
+    known_activation,
+    relative_error,
+)
 
 if TYPE_CHECKING:  # needs Numba
     from jitney.execution.fused import FusedDecoderLayer, FusedMLP, FusedRMSNorm, Kernels
+    from jitney.execution.panels import GatedPanels, PanelKernel, PanelLinear
 
 _TOKENS = 7
 # Relative to the norm of the right result.
@@ -47,6 +54,10 @@ class FuseReport:
     """Standing alone: those inside of swapped layers are not counted."""
     whole: bool = False
     """Whether the model's own ``forward`` was swapped."""
+    program: bool = False
+    """Whether a step's layers run as one native call."""
+    added_bytes: int = 0
+    """A copy of the head's weight, if the embedding holds it too."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Why something stayed as it was -> how often."""
 
@@ -68,19 +79,21 @@ def fuse_modules(module: PreTrainedModel, rows: int) -> FuseReport:
     report = FuseReport()
     dtype = next(module.parameters()).dtype
     obstacle = can_pack(dtype)
-    kernels = None
+    kernels = panels = None
     if obstacle is None:
         try:
             from jitney.execution.fused import Kernels
+            from jitney.execution.panels import PanelKernel, can_use_panels
 
             kernels = Kernels(dtype)
+            panels = PanelKernel() if can_use_panels(dtype) else None
         except ImportError as error:
             obstacle = f"Numba is missing ({error})"
     if kernels is None:
         report.kept("model", obstacle or "no kernels")
         return report
     with torch.inference_mode():
-        _Pass(module, rows, dtype, kernels, report).run()
+        _Pass(module, rows, dtype, kernels, panels, report).run()
     return report
 
 
@@ -93,12 +106,14 @@ class _Pass:
         rows: int,
         dtype: torch.dtype,
         kernels: "Kernels",
+        panels: "PanelKernel | None",
         report: FuseReport,
     ) -> None:
         self._module = module
         self._rows = rows
         self._dtype = dtype
         self._kernels = kernels
+        self._panels = panels
         self._report = report
         self._generator = torch.Generator().manual_seed(0)
 
@@ -133,7 +148,8 @@ class _Pass:
         return len(swapped)
 
     def _swap_forward(self) -> None:
-        from jitney.execution.fused import FusedDecoderLayer, FusedForward, FusedRMSNorm
+        from jitney.execution.fused import FusedDecoderLayer, FusedRMSNorm
+        from jitney.execution.fused_model import FusedForward
 
         module: Any = self._module
         inner = getattr(module, "model", None)
@@ -149,15 +165,23 @@ class _Pass:
             and all(isinstance(layer, FusedDecoderLayer) for layer in inner.layers)
         ):
             raise _Misfit("not all of its parts are fused")
-        fused = FusedForward(module)
         positions = torch.arange(_TOKENS)
         some = positions[::2]
         right = forward(module, positions + 1, positions, some, _Mixer())
+        fused = FusedForward(module)
         got = fused((positions + 1)[None], positions[None], some, _Mixer()).logits
         assert got is not None
         self._check("its result without transformers' forward", got[0], right)
-        module.forward = fused
-        self._report.whole = True
+        self._report.added_bytes += self._pack_head(module)
+        module.forward = FusedForward(module)
+        self._report.whole, self._report.program = True, module.forward.has_program
+
+    def _pack_head(self, module: Any) -> int:
+        """Pack ``lm_head``, before its place is bound; returns the bytes that this adds."""
+        head = module.lm_head
+        shared = head.weight is module.model.embed_tokens.weight
+        module.lm_head = self._pack(head)
+        return head.weight.numel() * head.weight.element_size() if shared else 0
 
     # ------------------------------------------------------------------ norms
 
@@ -190,20 +214,28 @@ class _Pass:
 
     # ------------------------------------------------------------------ gated MLPs
 
-    def _fused_mlp(self, mlp: Any) -> "FusedMLP":
+    def _fused_mlp(self, mlp: Any) -> "FusedMLP | GatedPanels":
         from jitney.execution.fused import FusedMLP
+        from jitney.execution.panels import ACTIVATIONS, GatedPanels, fits_panels
 
         activation = known_activation(mlp.act_fn)
         if activation is None:
             raise _Misfit(f"activation {type(mlp.act_fn).__name__} is unknown")
-        return FusedMLP(
-            self._pack(mlp.gate_proj),
-            self._pack(mlp.up_proj),
-            self._pack(mlp.down_proj),
-            activation,
+        pair = [mlp.gate_proj, mlp.up_proj]
+        if (
+            self._panels is not None
+            and activation in ACTIVATIONS
+            and all(map(fits_panels, (*pair, mlp.down_proj)))
+        ):
+            return GatedPanels(
+                self._panel_linear(pair, activation), self._panel_linear([mlp.down_proj])
+            )
+        gate, up, down = (
+            PackedLinear(each.weight, each.bias, self._rows) for each in (*pair, mlp.down_proj)
         )
+        return FusedMLP(gate, up, down, activation)
 
-    def _checked_mlp(self, mlp: Any) -> "FusedMLP":
+    def _checked_mlp(self, mlp: Any) -> "FusedMLP | GatedPanels":
         fused = self._fused_mlp(mlp)
         x = self._draw(1, _TOKENS, mlp.gate_proj.in_features)
         right = mlp(x)
@@ -285,25 +317,32 @@ class _Pass:
         return FusedDecoderLayer(
             form,
             self._fused_norm(layer.input_layernorm),
-            self._pack_together([getattr(attention, name) for name in _PROJECTIONS]),
-            HeadRotation(query_heads, key_heads, head_size, norms, self._kernels),
+            self._pack(*(getattr(attention, name) for name in _PROJECTIONS)),
+            HeadRotation(query_heads, key_heads, head_size, norms, self._dtype, self._kernels),
             self._pack(attention.o_proj),
             self._fused_norm(layer.post_attention_layernorm),
             self._fused_mlp(layer.mlp),
+            self._kernels,
         )
 
     # ------------------------------------------------------------------ parts
 
-    def _pack(self, linear: nn.Linear) -> PackedLinear:
-        return PackedLinear(linear.weight, linear.bias, self._rows)
-
-    def _pack_together(self, linears: list[nn.Linear]) -> PackedLinear:
+    def _pack(self, *linears: nn.Linear) -> "PackedLinear | PanelLinear":
         """One layer that gives the results of all, one after the other."""
-        biases: list[Tensor] = [each.bias for each in linears if each.bias is not None]
-        if biases and len(biases) != len(linears):
-            raise _Misfit("only some of its projections have a bias")
-        weight = torch.cat([linear.weight for linear in linears])
-        return PackedLinear(weight, torch.cat(biases) if biases else None, self._rows)
+        from jitney.execution.panels import fits_panels
+
+        if self._panels is not None and all(map(fits_panels, linears)):
+            return self._panel_linear(list(linears))
+        weight, bias = _together(linears)
+        return PackedLinear(weight, bias, self._rows)
+
+    def _panel_linear(
+        self, linears: list[nn.Linear], activation: Activation | None = None
+    ) -> "PanelLinear":
+        from jitney.execution.panels import PanelLinear
+
+        assert self._panels is not None
+        return PanelLinear(*_together(linears), self._panels, activation)
 
     def _draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator).to(self._dtype)
@@ -318,6 +357,16 @@ class _Pass:
             allowed += _RESIDUAL_TOLERANCE[self._dtype] * float(residual.float().norm())
         if not error <= allowed:
             raise _Misfit(f"{what} is another")
+
+
+def _together(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of layers of one input, as of one layer."""
+    biases: list[Tensor] = [each.bias for each in linears if each.bias is not None]
+    if biases and len(biases) != len(linears):
+        raise _Misfit("only some of its projections have a bias")
+    if len(linears) == 1:
+        return linears[0].weight, biases[0] if biases else None
+    return torch.cat([each.weight for each in linears]), torch.cat(biases) if biases else None
 
 
 class _Mixer:

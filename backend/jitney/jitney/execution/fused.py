@@ -8,25 +8,21 @@ Imported only where Numba is (``fuse``).
 """
 
 import ctypes
-import hashlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from numba import cfunc, types
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutput
 
 from jitney.execution import row_kernels
 from jitney.execution.attention.openmp import team_runner
 from jitney.execution.attention.simd import BF16, F32
+from jitney.execution.compiled import compile_body, source_version
 from jitney.execution.interface import AttentionCall, PagedFunction
 from jitney.execution.linear import Activation, PackedLinear
-
-_log = logging.getLogger(__name__)
+from jitney.execution.panels import GatedPanels, PanelLinear
 
 Run = Callable[[int, int, int], None]
 """run(body, arguments, threads), both of the first as addresses."""
@@ -41,7 +37,8 @@ class Kernels:
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Compile, or load from Numba's cache."""
-        tag, version = _TAGS[dtype], _source_version()
+        tag = _TAGS[dtype]
+        version = source_version("row_kernels.py", "attention/simd.py")
 
         def norm(arguments: int) -> None:
             if version != 0:
@@ -51,34 +48,9 @@ class Kernels:
             if version != 0:
                 row_kernels.rotate_body(tag, arguments)
 
-        self._functions = [_compile(norm), _compile(rotate)]  # they own the code
+        self._functions = [compile_body(norm), compile_body(rotate)]  # they own the code
         self.norm, self.rotate = (int(function.address) for function in self._functions)
         self.run: Run = team_runner()
-
-
-def _compile(body: Callable[[int], None]) -> Any:
-    options: Any = {"error_model": "numpy", "boundscheck": False}
-    signature = types.void(types.intp)
-    try:
-        return cfunc(signature, cache=True, **options)(body)
-    except RuntimeError as error:
-        if "no locator" not in str(error):  # no writable folder for the cache
-            raise
-        _log.warning("the kernels of rows are compiled anew at each load: %s", error)
-        return cfunc(signature, **options)(body)
-
-
-def _source_version() -> int:
-    """A part of the cache's key that changes with the kernels' sources; never 0.
-
-    Numba's cache sees changes of the file that defines the compiled function only. A closure
-    variable is part of the key.
-    """
-    digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for path in (here / "row_kernels.py", here / "attention" / "simd.py"):
-        digest.update(path.read_bytes())
-    return int.from_bytes(digest.digest()[:7], "little") | 1
 
 
 class _Launch:
@@ -138,6 +110,13 @@ class FusedRMSNorm(nn.Module):
         launch(x.numel() // self._width, self._row_bytes)
         return out
 
+    def write_call(self, arguments: np.ndarray, x: int, out: int) -> None:
+        """Write the kernel's arguments for contiguous rows at these addresses, all but their
+        number, the number of an item and the counter."""
+        arguments[: row_kernels.NORM_ARGUMENTS] = self._launch.arguments
+        arguments[row_kernels.DATA] = x
+        arguments[row_kernels.OUT] = out
+
 
 class HeadRotation:
     """Rotary embedding, and the norm of query and key heads before it, in place."""
@@ -148,8 +127,10 @@ class HeadRotation:
         key_heads: int,
         head_size: int,
         norms: tuple[FusedRMSNorm, FusedRMSNorm] | None,
+        dtype: torch.dtype,
         kernels: Kernels,
     ) -> None:
+        self.dtype = dtype
         self._rotated = (query_heads + key_heads) * head_size
         self._norms = norms  # owns the memory of the scales
         self._launch = _Launch(kernels.run, kernels.rotate, row_kernels.ROTATE_ARGUMENTS)
@@ -181,6 +162,13 @@ class HeadRotation:
         arguments[row_kernels.SIN] = sin.data_ptr()
         arguments[row_kernels.ANGLE_STRIDE] = rotary * size
         self._launch(rows, self._rotated * size)
+
+    def write_call(self, arguments: np.ndarray, x: int, stride: int) -> None:
+        """Write the kernel's arguments for rows at ``x``, ``stride`` elements apart: what does not
+        depend on a step."""
+        arguments[: row_kernels.ROTATE_ARGUMENTS] = self._launch.arguments
+        arguments[row_kernels.DATA] = x
+        arguments[row_kernels.STRIDE] = stride * self.dtype.itemsize
 
 
 class FusedMLP(nn.Module):
@@ -228,20 +216,22 @@ class FusedDecoderLayer(nn.Module):
         self,
         form: AttentionForm,
         attention_norm: FusedRMSNorm,
-        qkv: PackedLinear,
+        qkv: PackedLinear | PanelLinear,
         rotation: HeadRotation,
-        output: PackedLinear,
+        output: PackedLinear | PanelLinear,
         mlp_norm: FusedRMSNorm,
-        mlp: FusedMLP,
+        mlp: FusedMLP | GatedPanels,
+        kernels: Kernels,
     ) -> None:
         super().__init__()
+        self.form, self.kernels, self.rotation = form, kernels, rotation
+        self.dtype = rotation.dtype
         self.attention_norm, self.qkv, self.output = attention_norm, qkv, output
         self.mlp_norm, self.mlp = mlp_norm, mlp
-        self._rotate = rotation
         self._parts = [form.query_heads, form.key_heads, form.key_heads]
         self._heads = (-1, sum(self._parts), form.head_size)
         self._constants: dict[str, Any] = {
-            "module": self,
+            "module": qkv,  # of no meaning to our attention
             "layer": form.layer,
             "mask": None,
             "scale": form.scale,
@@ -268,41 +258,8 @@ class FusedDecoderLayer(nn.Module):
     def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
         """:meth:`forward` for a caller that has nothing else to say."""
         x = self._qkv(self._attention_norm(hidden))
-        self._rotate(x, cos, sin)
+        self.rotation(x, cos, sin)
         query, key, value = torch.split_with_sizes(x.view(self._heads), self._parts, 1)
         attended = paged(AttentionCall(query=query, key=key, value=value, **self._constants))
         hidden = self._output(attended.view(1, attended.shape[0], -1), hidden)
         return self._mlp(self._mlp_norm(hidden), hidden)
-
-
-class FusedForward:
-    """``forward`` of a causal model whose layers are all fused, without what transformers does
-    around them for caches, masks and outputs that are not wanted here.
-
-    Only the rows whose logits are asked for go through the last norm and the head.
-    """
-
-    def __init__(self, module: Any) -> None:
-        """``module`` has ``lm_head`` and ``model``, which has the other parts by Llama's names."""
-        self._module = module
-        self._embed = module.model.embed_tokens
-        self._rotary = module.model.rotary_emb
-        self._layers = [layer.run for layer in module.model.layers]
-        self._norm = module.model.norm
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        logits_to_keep: Tensor,
-        paged: PagedFunction,
-        **unused: object,
-    ) -> CausalLMOutput:
-        """``input_ids`` and ``position_ids`` are [1, T], ``logits_to_keep`` indices of T."""
-        hidden = self._embed(input_ids)
-        cos, sin = self._rotary(hidden, position_ids)
-        for run in self._layers:
-            hidden = run(hidden, cos, sin, paged)
-        hidden = self._norm(hidden[:, logits_to_keep])
-        # Looked up at each call: the head may be prepacked after this object was made.
-        return CausalLMOutput(logits=self._module.lm_head(hidden))

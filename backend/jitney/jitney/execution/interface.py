@@ -57,19 +57,19 @@ class PagedStep:
     """One step's attention: the metadata of its rows, and the caches by layer index."""
 
     def __init__(self, layers: list[LayerCache], meta: AttentionMetadata) -> None:
-        self._layers = layers
-        self._meta = meta
+        self.layers = layers
+        self.meta = meta
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Returns [T, heads, head size]."""
-        keys, values, attend = self._layers[call.layer]
+        keys, values, attend = self.layers[call.layer]
         return attend(
             call.query,
             call.key,
             call.value,
             keys,
             values,
-            self._meta,
+            self.meta,
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,

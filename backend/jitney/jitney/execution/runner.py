@@ -245,12 +245,19 @@ def _speed_up(config: EngineConfig, model: LoadedModel, budget: int) -> int:
     added = 0
     if config.fuse:
         fused = fuse_modules(model.module, rows)
-        _log.info("fused %d layers, %d gated MLPs, %d norms", fused.layers, fused.mlps, fused.norms)
+        added = fused.added_bytes
+        _log.info(
+            "fused %d layers, %d gated MLPs, %d norms%s",
+            fused.layers,
+            fused.mlps,
+            fused.norms,
+            "; a step's layers are one native call" if fused.program else "",
+        )
         for reason, count in fused.reasons.items():
             _log.info("not fused (%d): %s", count, reason)
     if config.prepack:
         packed = prepack_linears(model.module, rows)
-        added = packed.added_bytes
+        added += packed.added_bytes
         if packed.reason is not None:
             _log.info("no linear layers prepacked: %s", packed.reason)
     check_same(before, probe_logits(model.module, model.layers, config.attention))

@@ -7,19 +7,15 @@ whose threads spin for a while after each operation, and this one is already awa
 run at once.
 """
 
-import hashlib
 import logging
 import platform
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
 from torch import Tensor
 
 from jitney.execution.attention import kernel, layout
@@ -28,6 +24,7 @@ from jitney.execution.attention.openmp import ask_for_tiles, team_runner
 from jitney.execution.attention.plan import Plan, make_plan
 from jitney.execution.attention.products import host_has_amx
 from jitney.execution.attention.simd import BF16, F16, F32, host_has
+from jitney.execution.compiled import compile_body, source_version
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ def supported_dtypes() -> list[torch.dtype]:
 
 
 @dataclass(slots=True)
-class _Prepared:
+class Prepared:
     """The arguments for the layers of one kind in one step, and what they point to."""
 
     buffer: memoryview
@@ -70,7 +67,9 @@ class CpuAttention:
         began = time.perf_counter()
         self._dtype = dtype
         self._functions, cached = _compile(_TAGS[dtype])  # they own the code
-        self._attend, self._write = (function.address for function in self._functions)
+        self.attend_address, self.write_address = (
+            int(function.address) for function in self._functions
+        )
         self.compile_seconds = time.perf_counter() - began
         _log.info(
             "attention kernel for %s %s in %.1f s",
@@ -112,7 +111,7 @@ class CpuAttention:
             sinks = sinks.to(torch.float32).contiguous()
         out = torch.empty(q.shape, dtype=dtype)
         shape = (q.shape[1], k.shape[1], q.shape[2], key_cache.shape[3])
-        ready = self._prepared(meta, shape, scale, window, softcap)
+        ready = self.prepare(meta, shape, scale, window, softcap)
         assert (ready.tokens, ready.block_size) == (q.shape[0], key_cache.shape[2])
         assert ready.last_block < key_cache.shape[0]
         size = dtype.itemsize
@@ -136,29 +135,34 @@ class CpuAttention:
         )
         if ready.write_items:
             _LAYER.pack_into(ready.buffer, 0, 0, 0, ready.write_items, *layer)
-            self._run(self._write, ready.address, min(ready.threads, ready.write_items))
+            self._run(self.write_address, ready.address, min(ready.threads, ready.write_items))
         _LAYER.pack_into(ready.buffer, 0, 0, 0, ready.items, *layer)
-        self._run(self._attend, ready.address, min(ready.threads, ready.items))
+        self._run(self.attend_address, ready.address, min(ready.threads, ready.items))
         return out if dtype == asked else out.to(asked)
 
-    def _prepared(
+    def prepare(
         self,
         meta: AttentionMetadata,
         shape: tuple[int, int, int, int],
         scale: float,
         window: int | None,
         softcap: float | None,
-    ) -> _Prepared:
-        """The arguments for layers of this kind; all but one layer of a step find them made."""
+    ) -> Prepared:
+        """The arguments for layers of this kind; all but one layer of a step find them made.
+
+        ``shape`` is (heads, KV heads, head size, head size in the cache).
+        """
         threads = torch.get_num_threads()
         key = (self, shape, scale, window, softcap, threads)
         ready = meta.plans.get(key)
         if ready is None:
-            ready = meta.plans[key] = self._prepare(meta, shape, scale, window, softcap, threads)
-        assert isinstance(ready, _Prepared)
+            ready = meta.plans[key] = self._prepare_new(
+                meta, shape, scale, window, softcap, threads
+            )
+        assert isinstance(ready, Prepared)
         return ready
 
-    def _prepare(
+    def _prepare_new(
         self,
         meta: AttentionMetadata,
         shape: tuple[int, int, int, int],
@@ -166,7 +170,7 @@ class CpuAttention:
         window: int | None,
         softcap: float | None,
         threads: int,
-    ) -> _Prepared:
+    ) -> Prepared:
         heads, kv_heads, head_size, padded = shape
         group = heads // kv_heads
         plan = self._plan(meta, group, window)
@@ -201,7 +205,7 @@ class CpuAttention:
         arguments[layout.NUM_LAYER_FIELDS :] = [
             step[name] for name in layout.Call._fields[layout.NUM_LAYER_FIELDS :]
         ]
-        return _Prepared(
+        return Prepared(
             arguments.data,
             arguments.ctypes.data,
             items=len(plan.works) * kv_heads,
@@ -260,12 +264,9 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _compile(tag: object) -> tuple[list[Any], bool]:
-    """The compiled attend and write bodies, and whether both came from Numba's cache.
-
-    Numba's cache sees changes of the file that defines the compiled function only. ``version``, a
-    closure variable and so part of the cache's key, covers the kernel's own modules.
-    """
-    version = _source_version()
+    """The compiled attend and write bodies, and whether both came from Numba's cache."""
+    names = ("kernel.py", "blocks.py", "layout.py", "products.py", "simd.py")
+    version = source_version(*(f"attention/{name}" for name in names))
 
     def attend(arguments: int) -> None:
         if version != 0:
@@ -275,26 +276,6 @@ def _compile(tag: object) -> tuple[list[Any], bool]:
         if version != 0:
             kernel.write_body(tag, arguments)
 
-    functions = [_compile_body(body) for body in (attend, write)]
+    functions = [compile_body(body) for body in (attend, write)]
     cached = all(function.cache_hits > 0 for function in functions)
     return functions, cached
-
-
-def _compile_body(body: Callable[[int], None]) -> Any:
-    """``void (*)(void *)``, from Numba's cache if there is one and it has it."""
-    options: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
-    signature = types.void(types.intp)
-    try:
-        return cfunc(signature, cache=True, **options)(body)
-    except RuntimeError as error:
-        if "no locator" not in str(error):
-            raise
-        _log.warning("no folder for compiled code can be written, so each load compiles: %s", error)
-        return cfunc(signature, **options)(body)
-
-
-def _source_version() -> int:
-    digest = hashlib.sha256()
-    for name in ("kernel.py", "blocks.py", "layout.py", "products.py", "simd.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
-    return int.from_bytes(digest.digest()[:7], "little") | 1

@@ -26,9 +26,7 @@ def team_runner() -> Callable[[int, int, int], None]:
     """``run(body, argument, threads)`` calls ``void body(argument)`` on so many of torch's threads
     and waits for them; without the GIL. Where torch has no such library, one thread runs it."""
     try:
-        # Symbols of the libraries that libtorch_cpu was linked with are found through it.
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        parallel = library.GOMP_parallel
+        parallel = _torch_library().GOMP_parallel
     except (OSError, AttributeError) as error:
         _log.warning("attention runs on one thread: torch's OpenMP was not found (%s)", error)
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -36,6 +34,26 @@ def team_runner() -> Callable[[int, int, int], None]:
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
     return lambda body, argument, threads: parallel(body, argument, threads, 0)
+
+
+def team_size_address() -> int | None:
+    """Address of ``int omp_get_num_threads(void)`` of torch's OpenMP; None if it has none."""
+    try:
+        function = _torch_library().omp_get_num_threads
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+def yield_address() -> int | None:
+    """Address of ``int sched_yield(void)``, which gives the core to whoever waits for it."""
+    function = getattr(ctypes.CDLL(None), "sched_yield", None)
+    return None if function is None else ctypes.cast(function, ctypes.c_void_p).value
+
+
+def _torch_library() -> ctypes.CDLL:
+    """Symbols of the libraries that libtorch_cpu was linked with are found through it."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
 def ask_for_tiles() -> bool:

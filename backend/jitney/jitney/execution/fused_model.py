@@ -1,0 +1,54 @@
+"""The whole of a plain causal model, fused: what ``fuse`` puts in the place of its ``forward``.
+
+Imported only where Numba is.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
+
+from jitney.execution.interface import PagedFunction, PagedStep
+from jitney.execution.program import StepProgram
+
+
+class FusedForward:
+    """``forward`` of a causal model whose layers are all fused, without what transformers does
+    around them for caches, masks and outputs that are not wanted here.
+
+    Steps of service run as a :class:`program.StepProgram` where one can be made, and layer by layer
+    else. Only the rows whose logits are asked for go through the last norm and the head.
+    """
+
+    def __init__(self, module: Any) -> None:
+        """``module`` has ``lm_head`` and ``model``, which has the other parts by Llama's names."""
+        inner = module.model
+        self._embed, self._rotary, self._norm = inner.embed_tokens, inner.rotary_emb, inner.norm
+        self._layers = [layer.run for layer in inner.layers]
+        self._head = module.lm_head
+        layers = list(inner.layers)
+        self._program = StepProgram(layers) if StepProgram.can_run(layers) else None
+
+    @property
+    def has_program(self) -> bool:
+        """Whether steps of service are one native call."""
+        return self._program is not None
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor,
+        paged: PagedFunction,
+        **unused: object,
+    ) -> CausalLMOutput:
+        """``input_ids`` and ``position_ids`` are [1, T], ``logits_to_keep`` indices of T."""
+        hidden = self._embed(input_ids)
+        cos, sin = self._rotary(hidden, position_ids)
+        program = self._program
+        if program is not None and isinstance(paged, PagedStep) and program.fits(paged):
+            hidden = program(hidden, cos, sin, paged)
+        else:
+            for run in self._layers:
+                hidden = run(hidden, cos, sin, paged)
+        return CausalLMOutput(logits=self._head(self._norm(hidden[:, logits_to_keep])))
