@@ -89,6 +89,21 @@ def test_the_server_is_never_asked_during_or_after_the_final_response(pb: Any) -
     assert errors == []
 
 
+def test_a_question_that_fails_does_not_end_the_sweeps(pb: Any) -> None:
+    class Mute(pb.Sender):  # type: ignore[misc, name-defined]
+        def is_cancelled(self) -> bool:
+            raise pb.TritonModelException("no answer")
+
+    told: list[Cancel] = []
+    sweeper = Sweeper(told.append, 0.05)
+    gone = pb.Sender()
+    gone.cancelled = True
+    sweeper.watch(0, Channel(Mute()))
+    sweeper.watch(1, Channel(gone))
+    sweeper.sweep()
+    assert told == [Cancel(1)]
+
+
 def test_the_sweeper_tells_once_and_forgets_what_is_closed(pb: Any) -> None:
     told: list[Cancel] = []
     sweeper = Sweeper(told.append, 0.05)

@@ -88,7 +88,6 @@ def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
     assert value(pb, module.REQUESTS, outcome="refused") == 1
     assert value(pb, module.REQUESTS, outcome="stop") == 0
     assert value(pb, "jitney_queue_seconds_count") == 1
-    assert value(pb, "jitney_time_to_first_token_seconds_count") == 0
     assert value(pb, "jitney_request_seconds_sum") == 2.0
 
 

@@ -34,6 +34,7 @@ def arguments(kind: str, groups: list[dict[str, Any]], device: int = 0) -> dict[
         ("CPU", [{"kind": "KIND_CPU", "count": 2}], 0, 2, "auto"),
         ("CPU", [{"kind": "KIND_CPU", "count": 2}, {"kind": "KIND_CPU"}], 0, 3, "auto"),
         ("CPU", [{"kind": "KIND_CPU"}, {"kind": "KIND_GPU", "gpus": [0]}], 0, 1, "auto"),
+        ("CPU", [{"kind": "KIND_CPU"}, {"kind": "KIND_GPU", "gpus": [1]}], 0, 1, "auto"),
         ("GPU", [{"kind": "KIND_GPU", "count": 2, "gpus": [0, 1]}], 1, 2, "cuda:1"),
         ("GPU", [{"kind": "KIND_GPU", "count": 4, "gpus": [0]}], 0, 4, "cuda:0"),
         ("CPU", [], 0, 1, "auto"),

@@ -202,6 +202,8 @@ def test_a_cancelled_request_frees_its_blocks_and_gets_one_last_response(
     )
     house.service.accept(request)
     wait_until(lambda: request.sender.sent)
+    first = ("jitney_time_to_first_token_seconds_count", frozenset(LABELS.items()))
+    wait_until(lambda: pb.MetricFamily.values[first] == 1)  # long before the request ends
     request.sender.cancelled = True
     wait_until(lambda: ended(request), 1.0)
     assert error_of(request).startswith("CANCELLED: ")

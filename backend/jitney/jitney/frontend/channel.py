@@ -49,9 +49,14 @@ class Channel:
         self._send(pb_utils.InferenceResponse(error=made), True)
 
     def is_cancelled(self) -> bool:
-        """Ask the server: a round trip of about 0.2 ms. False once the channel is closed."""
+        """Ask the server: a round trip of about 0.2 ms. False once the channel is closed, or if the
+        server does not answer."""
         with self._asking:
-            return self._sender is not None and bool(self._sender.is_cancelled())
+            try:
+                return self._sender is not None and bool(self._sender.is_cancelled())
+            except pb_utils.TritonModelException as error:
+                _LOG.debug("the server does not say whether a client is there: %s", error)
+                return False
 
     def _send(self, response: Any, final: bool) -> bool:
         sender = self._sender

@@ -39,8 +39,8 @@ GAUGES = {
     "jitney_kv_free_blocks": "KV blocks that hold nothing",
 }
 COUNTERS = {
-    "jitney_prompt_tokens_total": "Prompt tokens of accepted requests",
-    "jitney_generated_tokens_total": "Tokens made",
+    "jitney_prompt_tokens_total": "Prompt tokens of requests, those that find the queue full too",
+    "jitney_generated_tokens_total": "Tokens made, those after a stop string too",
     "jitney_computed_prompt_tokens_total": "Prompt tokens computed, those after a preemption too",
     "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
@@ -50,7 +50,7 @@ COUNTERS = {
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "jitney_step_seconds": ("Duration of a step", _SECONDS),
     "jitney_batch_sequences": ("Sequences in a step", _SEQUENCES),
-    "jitney_queue_seconds": ("From arrival until the first step of a request", _SECONDS),
+    "jitney_queue_seconds": ("From arrival until the first step of a finished request", _SECONDS),
     "jitney_time_to_first_token_seconds": ("From arrival until the first token", _SECONDS),
     "jitney_inter_token_seconds": ("Between two tokens of a sequence", _SECONDS),
     "jitney_request_seconds": ("From arrival until the end of a finished request", _SECONDS),
@@ -145,8 +145,6 @@ class Metrics:
             self._histograms["jitney_request_seconds"].observe(timing.total_s)
             if timing.queue_s is not None:
                 self._histograms["jitney_queue_seconds"].observe(timing.queue_s)
-            if timing.first_token_s is not None:
-                self._histograms["jitney_time_to_first_token_seconds"].observe(timing.first_token_s)
 
     def flush(self) -> None:
         """Send what changed. Called by one thread; blocks for about 0.1 ms a change."""

@@ -69,7 +69,8 @@ def place(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
     sharing = sum(
         int(group.get("count", 1))
         for group in groups
-        if (group.get("kind") == "KIND_GPU" and device in group.get("gpus", [])) == on_gpu
+        if (group.get("kind") == "KIND_GPU") == on_gpu
+        and (not on_gpu or device in group.get("gpus", []))
     )
     changes: dict[str, object] = {"instances": max(config.instances, sharing, 1)}
     if on_gpu and config.device == "auto":

@@ -44,6 +44,8 @@ class Opened:
     """Whether it gets a response whenever there is something to say, or one."""
     completion: Completion
     writer: ResponseWriter
+    arrival: float
+    """Monotonic seconds."""
 
 
 @dataclass(slots=True)
@@ -164,7 +166,7 @@ class Responder:
 
     def _feed(self, stream: _Stream, event: Event, at: float) -> None:
         if isinstance(event, Tokens):
-            self._observe_gap(stream, event, at)
+            self._observe_latency(stream, event, at)
         try:
             finishes = stream.opened.completion.feed(event)
         except Exception:
@@ -178,7 +180,10 @@ class Responder:
             stream.queued = True
             self._line.append(stream)
 
-    def _observe_gap(self, stream: _Stream, tokens: Tokens, at: float) -> None:
+    def _observe_latency(self, stream: _Stream, tokens: Tokens, at: float) -> None:
+        if not stream.last_token_at:
+            waited = at - stream.opened.arrival
+            self._metrics.observe("jitney_time_to_first_token_seconds", waited)
         last = stream.last_token_at.get(tokens.index)
         if last is not None and tokens.ids:
             each = (at - last) / len(tokens.ids)

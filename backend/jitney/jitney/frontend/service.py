@@ -124,7 +124,7 @@ class Service:
             token_text=self._tokenizer.token_text,
         )
         completion = Completion(submit, self._tokenizer)
-        opened = Opened(key, channel, request.stream, completion, writer)
+        opened = Opened(key, channel, request.stream, completion, writer, submit.arrival)
         self._metrics.count("jitney_prompt_tokens_total", len(ids))
         self._responder.open(opened)  # before the engine has it: its events find it there
         try:
