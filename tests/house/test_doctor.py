@@ -4,6 +4,7 @@ import importlib.metadata
 import shutil
 import socket
 import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def test_broken_imports_show_the_reason(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.state == "fails"
     assert "torchvision::nms does not exist" in found.text
     assert "torchvision" in found.mend
+
+
+def test_a_torch_that_cannot_be_imported_does_not_end_the_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "cannot be imported" in doctor._gpu().text
 
 
 def test_a_missing_server_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,10 @@ def _gpu() -> Finding:
     present = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
     if _version("torch") is None:
         return Finding("GPU", "ok", "unknown without torch")
-    import torch  # only here: it takes a second
+    try:
+        import torch  # only here: it takes a second
+    except (ImportError, OSError):
+        return Finding("GPU", "ok", "unknown: torch cannot be imported")
 
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
