@@ -162,7 +162,7 @@ def start(repository: Path, output: Path, *options: str) -> subprocess.Popen[byt
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_serve_until_a_signal(repository: Path, tmp_path: Path, number: signal.Signals) -> None:
     output = tmp_path / "output"
     process = start(repository, output)

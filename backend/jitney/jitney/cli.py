@@ -168,14 +168,17 @@ class _Interrupted(Exception):
 
 @contextmanager
 def _stopping(stop: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set ``stop`` and raise _Interrupted, until the block ends."""
+    """SIGINT, SIGTERM and the closing of the terminal set ``stop`` and raise _Interrupted, until
+    the block ends. What the caller has switched off (``nohup``) stays off."""
 
     def interrupt(number: int, frame: object) -> None:
         stop.set()
         raise _Interrupted
 
     before = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
         yield
