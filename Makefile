@@ -9,7 +9,10 @@ PYTHON := $(or $(wildcard .venv/bin/python),$(shell for python in python3.11 pyt
 	$$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
 	2>/dev/null && echo $$python && break; done),python3)
 endif
+comma := ,
 TORCH_INDEX ?=
+# Clients here talk to this machine: not by way of a proxy, if the environment names one.
+export no_proxy := $(if $(no_proxy),$(no_proxy)$(comma))127.0.0.1,localhost
 REPOSITORY ?= model_repository
 ARGS ?=
 VENV := .venv/bin

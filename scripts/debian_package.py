@@ -22,7 +22,7 @@ def extract(package: str, pattern: str, target: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)  # apt downloads as a user of its own if it runs as root
-        _run(["apt-get", "download", "--quiet", package], folder)
+        _download(package, folder)
         archives = list(folder.glob("*.deb"))
         if not archives:
             raise DebianPackageError(f"apt-get downloaded nothing for {package}")
@@ -32,6 +32,21 @@ def extract(package: str, pattern: str, target: Path) -> list[Path]:
             raise DebianPackageError(f"{archives[0].name} holds nothing like {pattern}")
         target.mkdir(parents=True, exist_ok=True)
         return [Path(shutil.copy2(path, target / path.name)) for path in found]
+
+
+def _download(package: str, folder: Path) -> None:
+    """With the machine's own lists of packages or, where there are none (fresh containers), with
+    lists that are fetched into ``folder``, which needs no root."""
+    command = ["apt-get", "download", "--quiet", package]
+    try:
+        _run(command, folder)
+    except DebianPackageError:
+        (folder / "lists" / "partial").mkdir(parents=True)
+        (folder / "cache" / "archives" / "partial").mkdir(parents=True)
+        private = [f"-oDir::State::lists={folder}/lists", f"-oDir::Cache={folder}/cache"]
+        private.append("-oAPT::Sandbox::User=")  # else root downloads as a user without a way in
+        _run(["apt-get", *private, "update", "--quiet"], folder)
+        _run([*command, *private], folder)
 
 
 def _run(command: list[str], folder: Path) -> None:

@@ -8,6 +8,8 @@ and a machine without CUDA lack: libb64 from the Debian package, libcudart from 
 command to run is printed at the end. What is there already is not fetched again.
 """
 
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,7 +56,6 @@ def fetch() -> Path:
             raise FetchError(f"libb64.so.0d: {error}") from error
     if not BINARY.exists():
         _from_wheel(CLIENT_WHEEL, "perf_analyzer")
-        BINARY.chmod(0o755)
     missing = _missing_libraries()
     if missing:
         raise FetchError(f"perf_analyzer lacks {', '.join(missing)} on this machine")
@@ -74,7 +75,12 @@ def _from_wheel(requirement: str, name: str) -> None:
             members = [member for member in archive.namelist() if member.endswith(f"/{name}")]
             if not members:
                 raise FetchError(f"{wheel.name} holds no {name}")
-            (FOLDER / name).write_bytes(archive.read(members[0]))
+            # Whole or not at all, and fit to run: another process may be looking.
+            made = Path(folder, name)
+            made.write_bytes(archive.read(members[0]))
+            made.chmod(0o755)
+            shutil.move(made, FOLDER / f"{name}.{os.getpid()}")
+            (FOLDER / f"{name}.{os.getpid()}").replace(FOLDER / name)
 
 
 def _missing_libraries() -> list[str]:
