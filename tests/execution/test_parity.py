@@ -16,11 +16,11 @@ from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 
 NUM_NEW = 64
 LENGTHS = (5, 23, 40)
-BLOCK_SIZE = 4
 # Far above what f32 loses between two orders of summation, far below the spread of the logits (3).
 MIN_GAP = 1e-3
 
-ATTENTIONS = ("reference", "cpu")
+# Attention -> tokens in a block: few, and the default, whose blocks the CPU kernel reads in place.
+BLOCK_SIZES = {"reference": 4, "cpu": 16}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0)
 
 
@@ -75,7 +75,7 @@ def _generate(model, prompt: torch.Tensor) -> tuple[list[int], float]:
     return tokens, (best[:, 0] - best[:, 1]).min().item()
 
 
-@pytest.fixture(scope="module", params=ATTENTIONS)
+@pytest.fixture(scope="module", params=BLOCK_SIZES)
 def runner(request, case: Case):
     """Plain torch, and all that the CPU has. One runner serves every scenario of a case: what one
     left in the cache must not matter."""
@@ -86,7 +86,7 @@ def runner(request, case: Case):
         "attention": request.param,
         "prepack": request.param != "reference",
         "fuse": request.param != "reference",
-        "block_size": BLOCK_SIZE,
+        "block_size": BLOCK_SIZES[request.param],
         "threads": 1,
         "kv_cache_bytes": 4 << 20,
     }
@@ -115,21 +115,22 @@ def test_mixed_batch(case: Case, runner: Runner, budget: int, stagger: int) -> N
 def test_prefix_hits(case: Case, runner: Runner) -> None:
     """A prompt served again, and its continuation, start from cached blocks."""
     prompt, tokens = case.prompts[2], case.expected[2]
+    size = runner.info.block_size
     grown = prompt + tokens[:21]
     short = SamplingParams(temperature=0.0, max_tokens=NUM_NEW - 21, ignore_eos=True, seed=0)
     driven = drive(
         runner, [(prompt, PARAMS), (prompt, PARAMS), (grown, short)], budget=64, stagger=70
     )
     assert driven.outputs == {(0, 0): tokens, (1, 0): tokens, (2, 0): tokens[21:]}
-    assert driven.timings[1].timing.cached_prompt_tokens == (len(prompt) - 1) // 4 * 4
-    assert driven.timings[2].timing.cached_prompt_tokens == (len(grown) - 1) // 4 * 4
+    assert driven.timings[1].timing.cached_prompt_tokens == (len(prompt) - 1) // size * size
+    assert driven.timings[2].timing.cached_prompt_tokens == (len(grown) - 1) // size * size
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preemption(case: Case, runner: Runner, prefix_caching: bool) -> None:
     """A pool that cannot hold all three: sequences lose their blocks and are computed again."""
     requests = [(prompt, PARAMS) for prompt in case.prompts]
-    needed = sum(-(-(length + NUM_NEW) // BLOCK_SIZE) for length in LENGTHS)
+    needed = sum(-(-(length + NUM_NEW) // runner.info.block_size) for length in LENGTHS)
     driven = drive(
         runner,
         requests,
