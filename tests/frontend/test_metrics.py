@@ -1,5 +1,6 @@
 """Sums and flushes of the metrics, against a stand-in for the server's own."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,21 @@ def test_every_family_stands_at_the_server_from_the_start(pb: Any) -> None:
     assert {*module.GAUGES, *module.COUNTERS, module.REQUESTS, module.ORCA} <= names
     for name in module.HISTOGRAMS:
         assert {f"{name}_bucket", f"{name}_sum", f"{name}_count"} <= names
+
+
+def test_the_page_about_them_is_current(pb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    import metrics_table
+
+    written = metrics_table.TARGET.read_text(encoding="utf-8")
+    assert written == metrics_table.make_page(module), "run: python scripts/metrics_table.py"
+    module.Metrics(LABELS, INFO)
+    kinds = {
+        dict(labels)["kv_cache_block_type"]
+        for name, labels in pb.MetricFamily.values
+        if name == module.ORCA
+    }
+    assert kinds == metrics_table.KINDS.keys()
 
 
 def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
