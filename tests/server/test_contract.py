@@ -155,6 +155,26 @@ def test_messages_go_through_the_chat_template(ask: Ask, tokenizer: Any) -> None
     assert reply.last("num_input_tokens") == [len(ids)]
 
 
+def test_messages_and_every_output_over_http(server: TritonServer, ask: Ask) -> None:
+    messages = json.dumps([{"role": "user", "content": "where does the bus stop"}])
+    names = [
+        *("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens"),
+        *("num_output_tokens", "output_ids", "timing"),
+    ]
+    flags = {f"return_{name}": True for name in names}
+    sampling = {**GREEDY, "logprobs": 1, "prompt_logprobs": 1}
+    status, body = generate(server.http_url, "tiny", messages=messages, **sampling, **flags)
+    assert status == 200
+    reply = ask(messages=messages, sampling_parameters=sampling, stream=False, **flags)
+    for name in ("text_output", *names[:-1], "prompt_logprobs"):
+        values = reply.last(name)
+        told = body[name] if isinstance(body[name], list) else [body[name]]
+        assert [value.encode() if isinstance(value, str) else value for value in told] == (
+            pytest.approx(values) if name == "cumulative_logprob" else values
+        ), name
+    assert json.loads(body["timing"]).keys() == json.loads(reply.last("timing")[0]).keys()
+
+
 # ------------------------------------------------------------------ what comes back
 
 

@@ -200,25 +200,22 @@ def test_survival_row_13_a_prompt_of_64_mb(ask: Ask) -> None:
 
 
 ROW_14_WRONG_TENSORS = [
-    {"text_input": np.array([1], dtype=np.int32)},
-    {"text_input": np.array([b"a", b"b"], dtype=object)},
-    {"text_input": np.array([[b"a"]], dtype=object)},
-    {"input_ids": np.array([1, 2], dtype=np.int64)},
-    {"text_input": "a", "stream": np.array([1], dtype=np.int32)},
-    {"text_input": "a", "stream": np.array([True, False])},
-    {"text_input": "a", "unheard_of": "x"},
+    ("text_input", {"text_input": np.array([1], dtype=np.int32)}),
+    ("text_input", {"text_input": np.array([b"a", b"b"], dtype=object)}),
+    ("text_input", {"text_input": np.array([[b"a"]], dtype=object)}),
+    ("input_ids", {"input_ids": np.array([1, 2], dtype=np.int64)}),
+    ("stream", {"text_input": "a", "stream": np.array([1], dtype=np.int32)}),
+    ("stream", {"text_input": "a", "stream": np.array([True, False])}),
+    ("unheard_of", {"text_input": "a", "unheard_of": "x"}),
 ]
 
 
 def test_survival_row_14_wrong_tensors(ask: Ask) -> None:
-    for tensors in ROW_14_WRONG_TENSORS:
-        reply = ask(**tensors)  # the server itself refuses most of them, in its own words
+    for name, tensors in ROW_14_WRONG_TENSORS:
+        reply = ask(**tensors)  # the server itself refuses them, in its own words
         assert reply.responses == []
-        assert (
-            next(iter(tensors)) in reply.error
-            or "stream" in reply.error
-            or "unheard" in reply.error
-        )
+        assert reply.finals == 1
+        assert f"'{name}'" in reply.error
 
 
 def test_survival_row_14_not_exactly_one_prompt(server: TritonServer, ask: Ask) -> None:
@@ -411,9 +408,8 @@ def test_survival_row_21_a_full_queue(server: TritonServer) -> None:
         for thread in threads:
             thread.start()
         wait_until(lambda: waiting(server) == 2)
-        began = time.monotonic()
         extra = stream(server.grpc_url, "busy", text_input="a", sampling_parameters=greedy(5))
-        assert time.monotonic() - began < 1
+        assert waiting(server) == 2, "it was refused at once: nobody has left the queue yet"
         assert extra.error.startswith("UNAVAILABLE: the queue is full: 2 ")
         assert "at most 2" in extra.error
     for thread in threads:
@@ -449,28 +445,22 @@ def test_survival_row_22_a_deadline_passes_in_the_queue(server: TritonServer) ->
 # ------------------------------------------------------------------ slow readers
 
 
-def test_survival_row_20_a_slow_reader_does_not_hold_up_the_others(server: TritonServer) -> None:
-    def gaps() -> float:
-        reply = stream(
-            server.grpc_url, "tiny", text_input="naïve café", sampling_parameters=greedy(300)
-        )
-        return float(np.median(reply.gaps()))
-
-    def slow() -> Reply:
-        events = generate_stream_events(
-            server.http_url, "tiny", input_ids=[5, 6, 7], stream=True, **greedy(600)
-        )
-        reply = Reply()
-        for event in events:
-            reply.errors += [event["error"]] if "error" in event else []
-            time.sleep(0.01)
-        return reply
-
-    alone = gaps()
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(slow)
-        time.sleep(0.2)
-        beside = gaps()
-        assert not reading.done(), "the slow reader was not slow enough to matter"
-        assert reading.result().errors == []
-    assert beside < 2 * alone + 0.002
+def test_survival_row_20_who_does_not_read_does_not_hold_up_the_others(
+    server: TritonServer,
+) -> None:
+    """The other stream ends while the first client has not read past its first event; what it reads
+    afterwards is whole."""
+    sampling = greedy(600)
+    prompt = [5, 6, 7]
+    events = generate_stream_events(
+        server.http_url, "tiny", input_ids=prompt, stream=True, **sampling
+    )
+    first = next(events)
+    other = stream(
+        server.grpc_url, "tiny", text_input="naïve café", sampling_parameters=greedy(900)
+    )
+    assert other.errors == []
+    rest = list(events)
+    assert [event for event in rest if "error" in event] == []
+    alone = stream(server.grpc_url, "tiny", input_ids=prompt, sampling_parameters=sampling)
+    assert "".join(event["text_output"] for event in [first, *rest]) == alone.text
