@@ -102,6 +102,20 @@ def test_a_crowd_of_sequences_is_sampled_in_slices(runner: Runner, monkeypatch) 
     assert (max(sizes), sum(sizes)) == (7, 102)
 
 
+def test_kernels_are_checked_on_blocks_of_the_size_in_service(path: Path, monkeypatch) -> None:
+    sizes = []
+
+    def note(*args):
+        sizes.append(args[2:])
+        return real(*args)
+
+    real = runner_module.probe_logits
+    monkeypatch.setattr(runner_module, "probe_logits", note)
+    for size in (1, 16):
+        load_runner(options(path, block_size=size)).close()
+    assert sizes == [(), ("reference", 1), (), ("reference", 16)]
+
+
 def test_empty_batch_and_middle_of_a_prompt(runner: Runner) -> None:
     assert runner.execute(Batch(rows=[])).rows == []
     output = runner.execute(Batch(rows=[row(PROMPT[:5], 0, [0, 1], sample=())])).rows

@@ -161,21 +161,29 @@ class _Recorder:
 
 
 def probe_logits(
-    module: PreTrainedModel, specs: list[LayerSpec], attention: str = "reference"
+    module: PreTrainedModel,
+    specs: list[LayerSpec],
+    attention: str = "reference",
+    block_size: int = _BLOCK_SIZE,
 ) -> Tensor:
-    """Logits [sum of _LENGTHS, vocabulary] of both probe sequences over a paged cache."""
+    """Logits [sum of _LENGTHS, vocabulary] of both probe sequences over a paged cache.
+
+    Kernels lay tokens out by ``block_size``; the probe's tables hold their sequences from
+    _BLOCK_SIZE on, so a smaller one is taken for that.
+    """
+    block_size = max(block_size, _BLOCK_SIZE)
     sequences = _probe_ids(module)
     device = sequences[0].device
     dtype = embedding_weight(module).dtype
     num_blocks = max(map(max, _TABLES)) + 1
-    caches = make_layer_caches(specs, num_blocks, _BLOCK_SIZE, dtype, device, attention)
+    caches = make_layer_caches(specs, num_blocks, block_size, dtype, device, attention)
     parts: list[list[Tensor]] = [[] for _ in sequences]
     for step in _STEPS:
         rows = [
             _row(sequences[i].tolist(), start, count, _TABLES[i])
             for i, (start, count) in enumerate(step)
         ]
-        meta = build_metadata(rows, _BLOCK_SIZE, device)
+        meta = build_metadata(rows, block_size, device)
         ids = torch.tensor([t for row in rows for t in row.token_ids], device=device)
         every = torch.arange(len(ids), device=device)
         logits = forward(module, ids, meta.positions, every, PagedStep(caches, meta))

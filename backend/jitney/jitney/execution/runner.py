@@ -260,7 +260,8 @@ def _speed_up(config: EngineConfig, model: LoadedModel, budget: int) -> int:
         added += packed.added_bytes
         if packed.reason is not None:
             _log.info("no linear layers prepacked: %s", packed.reason)
-    check_same(before, probe_logits(model.module, model.layers, config.attention))
+    after = probe_logits(model.module, model.layers, config.attention, config.block_size)
+    check_same(before, after)
     return added
 
 
