@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jitney.core.scheduler import Scheduler
-from jitney.execution import fused
+from jitney.execution import fused, panels, program
 from jitney.execution import runner as runner_module
 from jitney.execution.attention import cpu as cpu_attention
 from jitney.execution.linear import PackedLinear
@@ -66,8 +66,13 @@ def install() -> Stopwatches:
     for name in ("forward", "activated", "times", "plus"):
         time_calls(PackedLinear, name, "linear layers")
     time_calls(nn.Linear, "forward", "linear layers")
-    # Both launch kernels through what this function returns.
-    for module, part in ((cpu_attention, "attention"), (fused, "norms and rotary")):
+    # All of these launch kernels through what this function returns.
+    for module, part in (
+        (cpu_attention, "attention"),
+        (fused, "norms and rotary"),
+        (panels, "linear layers"),
+        (program, "layers, one native call"),
+    ):
         make = module.team_runner
         setattr(module, "team_runner", lambda make=make, part=part: watches.wrap(make(), part))  # noqa: B010
     return watches

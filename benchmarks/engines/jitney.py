@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from jitney.config import make_config
 from jitney.engine import Engine
+from jitney.execution.program import StepProgram
 from jitney.execution.runner import load_runner
 from jitney.request import Failed, Submit, Tokens
 from jitney.sampling_params import SamplingParams
@@ -29,6 +30,8 @@ def load(arguments: argparse.Namespace) -> Run:
     }
     config = make_config(options)
     watches = install() if arguments.breakdown else None
+    if arguments.layerwise:
+        StepProgram.can_run = staticmethod(lambda layers: False)
     engine = Engine(config, load_runner(config))
     keys = iter(range(1 << 30))
 
@@ -67,6 +70,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--no-fuse", action="store_true")
     parser.add_argument("--no-prepack", action="store_true")
+    parser.add_argument(
+        "--layerwise", action="store_true", help="kernel by kernel, not all layers in one call"
+    )
     parser.add_argument(
         "--breakdown", action="store_true", help="time the parts of a step; costs a few per cent"
     )

@@ -19,7 +19,7 @@ from jitney.execution import panel_kernel, program_kernel, row_kernels
 from jitney.execution.attention.cpu import CpuAttention, Prepared
 from jitney.execution.attention.layout import NUM_LAYER_FIELDS, Call
 from jitney.execution.attention.metadata import AttentionMetadata
-from jitney.execution.attention.openmp import team_size_address, yield_address
+from jitney.execution.attention.openmp import team_runner, team_size_address, yield_address
 from jitney.execution.compiled import compile_body, source_version
 from jitney.execution.fused import AttentionForm, FusedDecoderLayer
 from jitney.execution.interface import LayerCache, PagedStep
@@ -85,7 +85,7 @@ class StepProgram:
                 program_kernel.run_body(arguments)
 
         self._function = compile_body(run)  # owns the code
-        self._run = self._layers[0].kernels.run
+        self._run = team_runner()
         self._head = np.zeros(program_kernel.ARGUMENTS, np.int64)
         self._head[program_kernel.TEAM_SIZE] = team_size_address()
         self._head[program_kernel.YIELD] = yield_address()
