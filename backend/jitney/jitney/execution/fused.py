@@ -111,8 +111,8 @@ class FusedRMSNorm(nn.Module):
         return out
 
     def write_call(self, arguments: np.ndarray, x: int, out: int) -> None:
-        """Write the kernel's arguments for contiguous rows at these addresses, all but their
-        number, the number of an item and the counter."""
+        """Write the kernel's arguments for contiguous rows at these addresses: what does not depend
+        on a step."""
         arguments[: row_kernels.NORM_ARGUMENTS] = self._launch.arguments
         arguments[row_kernels.DATA] = x
         arguments[row_kernels.OUT] = out

@@ -26,8 +26,10 @@ class FusedForward:
         self._embed, self._rotary, self._norm = inner.embed_tokens, inner.rotary_emb, inner.norm
         self._layers = [layer.run for layer in inner.layers]
         self._head = module.lm_head
-        layers = list(inner.layers)
-        self._program = StepProgram(layers) if StepProgram.can_run(layers) else None
+        self._program: StepProgram | None = None
+        if StepProgram.can_run(inner.layers):
+            weight = inner.embed_tokens.weight.detach()
+            self._program = StepProgram(weight, self._rotary, inner.layers, self._norm)
 
     @property
     def has_program(self) -> bool:
@@ -43,12 +45,11 @@ class FusedForward:
         **unused: object,
     ) -> CausalLMOutput:
         """``input_ids`` and ``position_ids`` are [1, T], ``logits_to_keep`` indices of T."""
-        hidden = self._embed(input_ids)
-        cos, sin = self._rotary(hidden, position_ids)
         program = self._program
         if program is not None and isinstance(paged, PagedStep) and program.fits(paged):
-            hidden = program(hidden, cos, sin, paged)
-        else:
-            for run in self._layers:
-                hidden = run(hidden, cos, sin, paged)
+            return CausalLMOutput(logits=self._head(program(input_ids[0], logits_to_keep, paged)))
+        hidden = self._embed(input_ids)
+        cos, sin = self._rotary(hidden, position_ids)
+        for run in self._layers:
+            hidden = run(hidden, cos, sin, paged)
         return CausalLMOutput(logits=self._head(self._norm(hidden[:, logits_to_keep])))

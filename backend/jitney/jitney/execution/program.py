@@ -8,7 +8,7 @@ attention must know. The kernels are those that the fused modules run one by one
 One engine's thread calls it; activations are kept between calls. Imported only where Numba is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from jitney.execution.attention.layout import NUM_LAYER_FIELDS, Call
 from jitney.execution.attention.metadata import AttentionMetadata
 from jitney.execution.attention.openmp import team_runner, team_size_address, yield_address
 from jitney.execution.compiled import compile_body, source_version
-from jitney.execution.fused import AttentionForm, FusedDecoderLayer
+from jitney.execution.fused import AttentionForm, FusedDecoderLayer, FusedRMSNorm
 from jitney.execution.interface import LayerCache, PagedStep
 from jitney.execution.panels import GatedPanels, PanelLinear
 
@@ -43,17 +43,23 @@ class _Memory:
     middle: Tensor
     """[tokens, hidden size]: behind the attention of a layer."""
     normed: Tensor
-    """[tokens, hidden size]"""
+    """[tokens, hidden size]; at the end the last norm of the rows that were asked for."""
     qkv: Tensor
     attended: Tensor
     inner: Tensor
     """[tokens, intermediate size]"""
+    arguments: np.ndarray
+    """int64 [kernels, _WIDTH]: of all of the following, which are parts of it."""
     norms: np.ndarray
-    """int64 [2 * layers, _WIDTH]: arguments of the layers' norms. As for the next four."""
+    """[2 * layers, _WIDTH]"""
+    last_norm: np.ndarray
+    """[_WIDTH]"""
+    rotations: np.ndarray
+    """[layers, _WIDTH]"""
     products: np.ndarray
     """[4 * layers, _WIDTH]"""
-    rotations: np.ndarray
     writes: np.ndarray
+    """[layers, _WIDTH], as the next ones."""
     attends: np.ndarray
     kernels: np.ndarray
     """int64 [kernels, 2]: addresses of body and arguments, in the order in which they run."""
@@ -66,15 +72,26 @@ class _Kind:
     attend: CpuAttention
     form: AttentionForm
     cache_shape: tuple[int, ...]
-    numbers: list[int]
+    numbers: slice | list[int]
     """Of the layers."""
 
 
 class StepProgram:
-    """The layers of one model, all of whose products are of :class:`panels.PanelLinear`."""
+    """The layers of one model, all of whose products are of :class:`panels.PanelLinear`, the
+    embedding before them and the norm behind."""
 
-    def __init__(self, layers: Sequence[FusedDecoderLayer]) -> None:
+    def __init__(
+        self,
+        embedding: Tensor,
+        rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        layers: Sequence[FusedDecoderLayer],
+        norm: FusedRMSNorm,
+    ) -> None:
+        """``embedding`` is [vocabulary, hidden size]; ``rotary`` as of :class:`RotaryTable`."""
+        self._embedding = embedding
+        self._rotary = RotaryTable(rotary, embedding.dtype)
         self._layers = list(layers)
+        self._norm = norm
         self._caches: list[LayerCache] | None = None
         self._kinds: list[_Kind] = []
         self._memory: _Memory | None = None
@@ -117,31 +134,37 @@ class StepProgram:
             self._kinds = _sort(self._layers, paged.layers)
         return True
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, paged: PagedStep) -> Tensor:
-        """``hidden`` is [1, T, hidden size], cos and sin are [1, T, rotary size]; for what
-        :meth:`fits`. Returns [1, T, hidden size], which the next call overwrites."""
-        tokens = hidden.shape[1]
+    def __call__(self, ids: Tensor, wanted: Tensor, paged: PagedStep) -> Tensor:
+        """Run a step that :meth:`fits`: ``ids`` are its T tokens, ``wanted`` indices of them, both
+        int64. Returns [1, wanted, hidden size] behind the last norm; the next call overwrites it.
+        """
+        tokens, meta = ids.shape[0], paged.meta
         memory = self._memory
         if memory is None or memory.tokens < tokens:
             memory = self._memory = self._lay_out(tokens)
-        memory.hidden[:tokens] = hidden[0]
-        cos, sin = cos.contiguous(), sin.contiguous()
-        assert cos.dtype == sin.dtype == memory.hidden.dtype
-        norms, rotations, products = memory.norms, memory.rotations, memory.products
-        norms[:, row_kernels.COUNTER] = rotations[:, row_kernels.COUNTER] = 0
-        norms[:, row_kernels.ROWS] = rotations[:, row_kernels.ROWS] = tokens
-        rotations[:, row_kernels.ROTARY_SIZE : row_kernels.QUERY_SCALE] = (
-            cos.shape[-1],
+        torch.index_select(self._embedding, 0, ids, out=memory.hidden[:tokens])
+        cos, sin = self._rotary.upto(meta.max_context_len)
+        positions, wanted = meta.positions.contiguous(), wanted.contiguous()
+        assert positions.dtype == wanted.dtype == torch.int64
+        assert wanted.shape[0] <= tokens
+
+        memory.arguments[:, :2] = 0  # the counters
+        memory.norms[:, row_kernels.ROWS] = memory.rotations[:, row_kernels.ROWS] = tokens
+        memory.products[:, panel_kernel.ROWS] = tokens
+        memory.rotations[:, row_kernels.ROTARY_SIZE : row_kernels.QUERY_SCALE] = (
+            cos.shape[1],
             cos.data_ptr(),
             sin.data_ptr(),
-            cos.shape[-1] * cos.element_size(),
+            cos.stride(0) * cos.element_size(),
+            positions.data_ptr(),
         )
-        products[:, panel_kernel.COUNTER : panel_kernel.X] = (0, 0, tokens)
-        held = [self._set_attention(kind, memory, paged.meta, tokens) for kind in self._kinds]
+        memory.last_norm[row_kernels.ROWS] = wanted.shape[0]
+        memory.last_norm[row_kernels.INDEX] = wanted.data_ptr()
+        held = [self._set_attention(kind, memory, meta, tokens) for kind in self._kinds]
         self._head[program_kernel.ARRIVED] = 0
         self._run(self._function.address, self._head.ctypes.data, torch.get_num_threads())
         del held
-        return memory.hidden[None, :tokens]
+        return memory.normed[None, : wanted.shape[0]]
 
     @staticmethod
     def _set_attention(
@@ -157,7 +180,7 @@ class StepProgram:
         constants = np.asarray(step.buffer)[NUM_LAYER_FIELDS:]
         for blocks, items in ((memory.writes, step.write_items), (memory.attends, step.items)):
             blocks[kind.numbers, NUM_LAYER_FIELDS : len(Call._fields)] = constants
-            blocks[kind.numbers, :3] = (0, 0, items)
+            blocks[kind.numbers, _FIELD["num_items"]] = items
         return step
 
     # ------------------------------------------------------------------ laying out
@@ -170,10 +193,11 @@ class StepProgram:
         def rows(width: int) -> Tensor:
             return torch.empty(tokens, width, dtype=first.dtype)
 
-        def arguments(number: int) -> np.ndarray:
-            return np.zeros((number, _WIDTH), np.int64)
-
         size = first.qkv.in_features
+        kernels = _KERNELS_PER_LAYER * count + 1
+        arguments = np.zeros((kernels, _WIDTH), np.int64)
+        ends = np.cumsum([2 * count, 1, count, 4 * count, count])
+        norms, last_norm, rotations, products, writes, attends = np.split(arguments, ends)
         memory = _Memory(
             tokens,
             hidden=rows(size),
@@ -182,32 +206,63 @@ class StepProgram:
             qkv=rows(first.qkv.out_features),
             attended=rows(first.output.in_features),
             inner=rows(first.mlp.down.in_features),
-            norms=arguments(2 * count),
-            products=arguments(4 * count),
-            rotations=arguments(count),
-            writes=arguments(count),
-            attends=arguments(count),
-            kernels=np.zeros((_KERNELS_PER_LAYER * count, 2), np.int64),
+            arguments=arguments,
+            norms=norms,
+            last_norm=last_norm[0],
+            rotations=rotations,
+            products=products,
+            writes=writes,
+            attends=attends,
+            kernels=np.zeros((kernels, 2), np.int64),
         )
         assert self._caches is not None
         for number, layer in enumerate(self._layers):
             at = slice(_KERNELS_PER_LAYER * number, _KERNELS_PER_LAYER * (number + 1))
             memory.kernels[at] = _place(layer, number, self._caches[layer.form.layer], memory)
+        self._norm.write_call(memory.last_norm, memory.hidden.data_ptr(), memory.normed.data_ptr())
+        memory.last_norm[row_kernels.ROWS_PER_ITEM] = _ROWS_PER_ITEM
+        memory.kernels[-1] = first.kernels.norm, memory.last_norm.ctypes.data
         self._head[program_kernel.COUNT] = len(memory.kernels)
         self._head[program_kernel.KERNELS] = memory.kernels.ctypes.data
         return memory
 
 
+class RotaryTable:
+    """Cosines and sines of a model's rotary embedding by position, as far as they were needed."""
+
+    def __init__(
+        self, rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], dtype: torch.dtype
+    ) -> None:
+        """``rotary(x, positions)`` gives both [1, T, rotary size] in x's dtype, each row by its
+        position alone."""
+        self._rotary = rotary
+        self._like = torch.empty(0, dtype=dtype)
+        self._cos = self._sin = torch.empty(0, 0)
+
+    def upto(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Both [at least ``positions``, rotary size]."""
+        if self._cos.shape[0] < positions:
+            count = max(1024, 1 << (positions - 1).bit_length())
+            cos, sin = self._rotary(self._like, torch.arange(count)[None])
+            self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
+        return self._cos, self._sin
+
+
 def _sort(layers: list[FusedDecoderLayer], caches: list[LayerCache]) -> list[_Kind]:
-    kinds: dict[tuple[object, ...], _Kind] = {}
+    kinds: dict[tuple[object, ...], list[int]] = {}
     for number, layer in enumerate(layers):
         form, cache = layer.form, caches[layer.form.layer]
-        assert isinstance(cache.attend, CpuAttention)
         key = (cache.attend, *cache.keys.shape, form.query_heads, form.key_heads, form.head_size,
                form.scale, form.window, form.softcap)  # fmt: skip
-        kind = kinds.setdefault(key, _Kind(cache.attend, form, tuple(cache.keys.shape), []))
-        kind.numbers.append(number)
-    return list(kinds.values())
+        kinds.setdefault(key, []).append(number)
+    sorted_kinds = []
+    for numbers in kinds.values():
+        form = layers[numbers[0]].form
+        cache = caches[form.layer]
+        assert isinstance(cache.attend, CpuAttention)
+        every = slice(None) if len(kinds) == 1 else numbers  # numpy writes a slice faster
+        sorted_kinds.append(_Kind(cache.attend, form, tuple(cache.keys.shape), every))
+    return sorted_kinds
 
 
 def _place(

@@ -47,7 +47,8 @@ OUT = 6
 OUT_STRIDE = 7
 WIDTH = 8  # elements of a row
 SCALE = 9  # address of float32 [width]
-NORM_ARGUMENTS = 10
+INDEX = 10  # address of int64 [rows]: which rows of the data to norm; 0: the first ones
+NORM_ARGUMENTS = 11
 # of rotate_body: a row holds query heads, then key heads, then what is left alone
 QUERY_HEADS = 6
 KEY_HEADS = 7
@@ -56,9 +57,10 @@ ROTARY_SIZE = 9  # the first so many elements of a head are rotated
 COS = 10  # [rows, rotary size] in the rows' type
 SIN = 11
 ANGLE_STRIDE = 12  # bytes from row to row of both
-QUERY_SCALE = 13  # address of float32 [head size]: heads are normed before; 0: they are not
-KEY_SCALE = 14
-ROTATE_ARGUMENTS = 15
+POSITIONS = 13  # address of int64 [rows]: which rows of both belong to them; 0: the first ones
+QUERY_SCALE = 14  # address of float32 [head size]: heads are normed before; 0: they are not
+KEY_SCALE = 15
+ROTATE_ARGUMENTS = 16
 
 ONE = np.float32(1.0)
 ZERO = np.float32(0.0)
@@ -160,13 +162,14 @@ def norm_body(tag, args):
     data, stride = load_i64(args + 8 * DATA), load_i64(args + 8 * STRIDE)
     out, out_stride = load_i64(args + 8 * OUT), load_i64(args + 8 * OUT_STRIDE)
     width, scale = load_i64(args + 8 * WIDTH), load_i64(args + 8 * SCALE)
-    epsilon = load_f32(args + 8 * EPSILON)
+    epsilon, index = load_f32(args + 8 * EPSILON), load_i64(args + 8 * INDEX)
     while True:
         first = fetch_add(args + 8 * COUNTER) * step
         if first >= rows:
             return
         for r in range(first, min(first + step, rows)):
-            norm_row(tag, data + r * stride, out + r * out_stride, scale, width, epsilon)
+            source = r if index == 0 else load_i64(index + 8 * r)
+            norm_row(tag, data + source * stride, out + r * out_stride, scale, width, epsilon)
 
 
 # --------------------------------------------------------------------------- rotary embedding
@@ -206,15 +209,17 @@ def rotate_body(tag, args):
     angle_stride = load_i64(args + 8 * ANGLE_STRIDE)
     query_scale, key_scale = load_i64(args + 8 * QUERY_SCALE), load_i64(args + 8 * KEY_SCALE)
     epsilon = load_f32(args + 8 * EPSILON)
+    positions = load_i64(args + 8 * POSITIONS)
     head_bytes = width * element_bytes(tag)
     while True:
         first = fetch_add(args + 8 * COUNTER) * step
         if first >= rows:
             return
         for r in range(first, min(first + step, rows)):
+            angles = (r if positions == 0 else load_i64(positions + 8 * r)) * angle_stride
             for h in range(queries + keys):
                 head = data + r * stride + h * head_bytes
                 scale = query_scale if h < queries else key_scale
                 if scale != 0:
                     norm_row(tag, head, head, scale, width, epsilon)
-                rotate_head(tag, head, cos + r * angle_stride, sin + r * angle_stride, rotary)
+                rotate_head(tag, head, cos + angles, sin + angles, rotary)
