@@ -287,7 +287,7 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a group of its own: Ctrl-C is ours to pass on
             )
-        atexit.register(self._kill_group)
+        atexit.register(self._end, keep_log=True)
 
     def _command(self, runtime: Path) -> list[str]:
         http_port, grpc_port, metrics_port = self._ports
@@ -361,7 +361,7 @@ class TritonServer:
         if self._process is not None:
             self._kill_group()
             self.exit_status = self._process.wait()
-            atexit.unregister(self._kill_group)
+            atexit.unregister(self._end)
             self._process = None
         if self._runtime is not None:
             for region in Path("/dev/shm").glob(f"{self._runtime.name}-*"):
