@@ -151,7 +151,7 @@ def test_tokens_made_during_a_send_leave_as_one_response(
 
 
 def test_streams_take_turns(pb: Any, make_house: Callable[..., House]) -> None:
-    house = make_house(step_seconds=0.001)
+    house = make_house(step_seconds=0.001, send_share=1.0)
     order: list[int] = []
     requests = []
     for i in range(4):
@@ -170,6 +170,31 @@ def test_streams_take_turns(pb: Any, make_house: Callable[..., House]) -> None:
     turns = order[8:24]  # all four are under way, and none has ended
     for start in range(len(turns) - 3):
         assert len(set(turns[start : start + 4])) == 4, order
+
+
+def test_sending_keeps_to_its_share_and_tokens_gather(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    responses = {}
+    for share in (1.0, 0.1):
+        house = make_house(step_seconds=0.002, send_share=share)
+        requests = [
+            pb.Request(
+                text_input="the bus" + " stops" * i, stream=True, return_output_ids=True,
+                sampling_parameters=sampling(max_tokens=100),
+            )
+            for i in range(4)
+        ]  # fmt: skip
+        for request in requests:
+            request.sender.on_send = lambda response: time.sleep(0.0004)
+            house.service.accept(request)
+        wait_until(lambda requests=requests: ended(*requests))
+        for i, request in enumerate(requests):
+            expected = house.solo("the bus" + " stops" * i, seed=1, max_tokens=100)
+            assert ids_of(request) == expected
+            assert len(request.sender.sent[0].tensors["output_ids"]) < 10  # the first did not wait
+        responses[share] = sum(len(request.sender.sent) for request in requests)
+    assert responses[0.1] < 0.7 * responses[1.0], responses
 
 
 def test_a_stream_that_piles_up_beyond_the_bound_is_cancelled_alone(

@@ -88,6 +88,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Names that a client may pass to the chat template."""
     max_pending_tokens: int = 65536
     """Tokens of one request that may wait to be sent before it is cancelled."""
+    send_share: float = 0.2
+    """Share of the time that sending may take. Above it a stream's tokens gather, and leave
+    together in fewer responses; 1 sends as fast as the server takes them."""
     cancel_sweep_s: float = 0.05
     """Seconds between two looks for clients that went away."""
     metrics_flush_s: float = 0.25
@@ -118,6 +121,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "max_list_ids": (0, _INF, "at least 0"),
     "max_prompt_bytes": (1, _INF, "at least 1"),
     "max_pending_tokens": (1, _INF, "at least 1"),
+    "send_share": (0.01, 1.0, "from 0.01 to 1"),
     "cancel_sweep_s": (0.001, 10.0, "from 0.001 to 10"),
     "metrics_flush_s": (0.01, 60.0, "from 0.01 to 60"),
     "drain_s": (0.0, 3600.0, "from 0 to 3600"),

@@ -331,6 +331,9 @@ class TritonServer:
             folder.mkdir()
             (folder / "python3").symlink_to(sys.executable)
         environment["PATH"] = f"{folder}:{environment.get('PATH', os.defpath)}"
+        # A thread of the engine that waits for another sleeps after some 50 µs instead of spinning
+        # for milliseconds: the server, its clients and the engine share the cores.
+        environment.setdefault("GOMP_SPINCOUNT", "1000")
         return environment
 
     def _wait_until_ready(self, timeout_s: float) -> None:

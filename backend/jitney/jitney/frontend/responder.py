@@ -33,6 +33,9 @@ from jitney.request import (
 
 _LOG = logging.getLogger(__name__)
 
+MAX_PAUSE_S = 0.02
+"""Longest pause after one send: a send that was slow for once holds nobody up for long."""
+
 
 @dataclass(slots=True)
 class Opened:
@@ -80,6 +83,13 @@ class _Stream:
     cancel_reason: str = "the request was cancelled by its client"
     cancelling: bool = False
     """The engine was told to cancel; nothing but the final response is sent any more."""
+    begun: bool = False
+    """Whether a response has been sent."""
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a client waits for the next response as for no other: the first or the last."""
+        return not self.begun or self.opened.completion.terminal is not None
 
 
 class Responder:
@@ -90,6 +100,7 @@ class Responder:
         send_message: Callable[[Message], None],
         metrics: Metrics,
         max_pending_tokens: int,
+        send_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._send_message = send_message
@@ -100,6 +111,8 @@ class Responder:
         self._streams: dict[int, _Stream] = {}
         self._line: deque[_Stream] = deque()
         self._stopping = False
+        self._send_share = send_share
+        self._pause_until = 0.0
 
     # ------------------------------------------------------------------ from other threads
 
@@ -129,25 +142,42 @@ class Responder:
         self._abort(InternalError("the model was stopped before the request ended"))
 
     def turn(self) -> None:
-        """Take in everything that has come, then send at most one response. Waits if there is
-        nothing to do."""
-        message = self._inbox.get() if not self._line else None
-        while True:
-            if message is not None:
-                self._take_in(message)
-            try:
+        """Take in everything that has come, then send at most one response. Waits while there is
+        nothing to do and while sending has had its share."""
+        patience = self._patience()
+        try:
+            message = self._inbox.get(timeout=patience) if patience != 0 else None
+            while True:
+                if message is not None:
+                    self._take_in(message)
                 message = self._inbox.get_nowait()
-            except queue.Empty:
-                break
+        except queue.Empty:
+            pass
         self._metrics.live(len(self._streams))
-        if self._line:
+        if self._patience() == 0:
             stream = self._line.popleft()
             stream.queued = False
             # Between joining the line and its turn it may have been aborted, or have come to where
             # it must wait for its end.
             if stream.opened.key in self._streams and self._may_send(stream):
+                began = self._clock()
                 self._answer(stream)
+                took = self._clock() - began
+                self._pause_until = began + took + min(took / self._send_share - took, MAX_PAUSE_S)
                 self._metrics.live(len(self._streams))
+
+    def _patience(self) -> float | None:
+        """Seconds until the next response may be sent; None while there is none to send.
+
+        A response costs the engine's cores as much as a token or two. So sending keeps to a share
+        of the time, and what is made in a pause leaves with the next response of its stream. First
+        and last responses do not wait.
+        """
+        if not self._line:
+            return None
+        if self._line[0].urgent:
+            return 0
+        return max(self._pause_until - self._clock(), 0)
 
     def _take_in(self, message: Opened | Reported | Abort | _Stop) -> None:
         match message:
@@ -178,7 +208,10 @@ class Responder:
             self._bound(stream)
         if not stream.queued and self._may_send(stream):
             stream.queued = True
-            self._line.append(stream)
+            if stream.urgent:
+                self._line.appendleft(stream)
+            else:
+                self._line.append(stream)
 
     def _observe_latency(self, stream: _Stream, tokens: Tokens, at: float) -> None:
         if not stream.last_token_at:
@@ -238,6 +271,7 @@ class Responder:
             prompt_logprobs=opened.completion.prompt_logprobs,
             timing=None if terminal is None else terminal.timing,
         )
+        stream.begun = True
         delivered = opened.channel.send(tensors, final=terminal is not None)
         self._metrics.count("jitney_responses_total")
         if terminal is not None:

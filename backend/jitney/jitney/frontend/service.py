@@ -70,7 +70,9 @@ class Service:
         self._closed: str | None = None  # why no request is accepted any more
         self._engine_failure: InternalError | None = None
         self._metrics = Metrics(labels, info)
-        self._responder = Responder(engine.send, self._metrics, config.max_pending_tokens, clock)
+        self._responder = Responder(
+            engine.send, self._metrics, config.max_pending_tokens, config.send_share, clock
+        )
         self._sweeper = Sweeper(engine.send, config.cancel_sweep_s)
         self._stopped = threading.Event()
         bodies = {
