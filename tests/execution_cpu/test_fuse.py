@@ -107,3 +107,24 @@ def test_half_precision_is_left_alone(tmp_path) -> None:
     report = fuse_modules(module, 8)
     assert report == FuseReport(reasons=report.reasons)
     assert any("float16" in reason for reason in report.reasons)
+
+
+def test_an_mlp_that_clamps_is_kept(tmp_path) -> None:
+    """Its bound lies beyond what random input of scale 1 reaches."""
+    module = load(tmp_path, "llama", "float32")
+
+    def clamped(mlp, x):
+        gate, up = mlp.gate_proj(x).clamp(max=30), mlp.up_proj(x).clamp(-30, 30)
+        return mlp.down_proj(mlp.act_fn(gate) * up)
+
+    for layer in module.model.layers:
+        layer.mlp.forward = clamped.__get__(layer.mlp)
+    report = fuse_modules(module, 8)
+    assert (report.layers, report.mlps, report.whole) == (0, 0, False)
+
+
+def test_a_configuration_that_bounds_values_keeps_layers_and_forward(tmp_path) -> None:
+    module = load(tmp_path, "llama", "float32")
+    module.config.clip_qkv = 50.0
+    report = fuse_modules(module, 8)
+    assert (report.layers, report.mlps, report.whole) == (0, 2, False)

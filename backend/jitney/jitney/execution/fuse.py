@@ -40,6 +40,10 @@ _RESIDUAL_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 _HIDDEN_SCALE = 2.0**-5
 # Around 1 and where epsilon shows.
 _NORM_SCALES = (1.0, 2.0**-10, 2.0**10)
+# A gated MLP that clamps its values shows it only where they are large.
+_MLP_SCALES = (1.0, 2.0**8)
+# Options of configurations that bound values. Random input does not reach every bound.
+_BOUNDING = ("clip", "clamp", "limit", "softcap")
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
@@ -165,6 +169,7 @@ class _Pass:
             and all(isinstance(layer, FusedDecoderLayer) for layer in inner.layers)
         ):
             raise _Misfit("not all of its parts are fused")
+        self._refuse_bounds()
         positions = torch.arange(_TOKENS)
         some = positions[::2]
         right = forward(module, positions + 1, positions, some, _Mixer())
@@ -175,6 +180,11 @@ class _Pass:
         self._report.added_bytes += self._pack_head(module)
         module.forward = FusedForward(module)
         self._report.whole, self._report.program = True, module.forward.has_program
+
+    def _refuse_bounds(self) -> None:
+        for name, value in vars(self._module.config).items():
+            if value is not None and any(word in name for word in _BOUNDING):
+                raise _Misfit(f"its configuration bounds values ({name})")
 
     def _pack_head(self, module: Any) -> int:
         """Pack ``lm_head``, before its place is bound; returns the bytes that this adds."""
@@ -237,11 +247,12 @@ class _Pass:
 
     def _checked_mlp(self, mlp: Any) -> "FusedMLP | GatedPanels":
         fused = self._fused_mlp(mlp)
-        x = self._draw(1, _TOKENS, mlp.gate_proj.in_features)
-        right = mlp(x)
-        if not isinstance(right, Tensor):
-            raise _Misfit("it returns more than one tensor")
-        self._check("its result", fused(x), right)
+        for scale in _MLP_SCALES:
+            x = self._draw(1, _TOKENS, mlp.gate_proj.in_features) * scale
+            right = mlp(x)
+            if not isinstance(right, Tensor):
+                raise _Misfit("it returns more than one tensor")
+            self._check("its result", fused(x), right)
         return fused
 
     # ------------------------------------------------------------------ layers
@@ -264,6 +275,7 @@ class _Pass:
         return calls
 
     def _fused_layer(self, layer: Any, call: dict[str, Any] | None) -> "FusedDecoderLayer":
+        self._refuse_bounds()
         if call is None or "position_embeddings" not in call:
             raise _Misfit("it takes no rotary embedding")
         hidden = self._draw(1, _TOKENS, layer.self_attn.q_proj.in_features) * _HIDDEN_SCALE
@@ -321,7 +333,7 @@ class _Pass:
             HeadRotation(query_heads, key_heads, head_size, norms, self._dtype, self._kernels),
             self._pack(attention.o_proj),
             self._fused_norm(layer.post_attention_layernorm),
-            self._fused_mlp(layer.mlp),
+            self._checked_mlp(layer.mlp),
             self._kernels,
         )
 
