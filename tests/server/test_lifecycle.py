@@ -93,8 +93,8 @@ def reasons(server: TritonServer) -> dict[str, str]:
         ("missing", ["safetensors"]),
         ("truncated", ["model.safetensors"]),
         ("corrupt", ["model.safetensors"]),
-        ("pickled", ["safetensors"]),
-        ("remote", ["mine"]),
+        ("pickled", ["pytorch_model.bin", "safetensors"]),
+        ("remote", ["mine", "auto_map"]),
     ],
 )
 def test_survival_row_29_checkpoints(reasons: dict[str, str], name: str, said: list[str]) -> None:
