@@ -3,13 +3,18 @@
 Imported only where Numba is.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutput
 
 from jitney.execution.interface import PagedFunction, PagedStep
 from jitney.execution.program import StepProgram
+
+
+class Output(NamedTuple):
+    """What is read of transformers' own output, which takes longer to make than a small kernel."""
+
+    logits: Tensor
 
 
 class FusedForward:
@@ -43,13 +48,13 @@ class FusedForward:
         logits_to_keep: Tensor,
         paged: PagedFunction,
         **unused: object,
-    ) -> CausalLMOutput:
+    ) -> Output:
         """``input_ids`` and ``position_ids`` are [1, T], ``logits_to_keep`` indices of T."""
         program = self._program
         if program is not None and isinstance(paged, PagedStep) and program.fits(paged):
-            return CausalLMOutput(logits=self._head(program(input_ids[0], logits_to_keep, paged)))
+            return Output(logits=self._head(program(input_ids[0], logits_to_keep, paged)))
         hidden = self._embed(input_ids)
         cos, sin = self._rotary(hidden, position_ids)
         for run in self._layers:
             hidden = run(hidden, cos, sin, paged)
-        return CausalLMOutput(logits=self._head(self._norm(hidden[:, logits_to_keep])))
+        return Output(logits=self._head(self._norm(hidden[:, logits_to_keep])))

@@ -50,41 +50,53 @@ def build_metadata(
     rows: list[Row], block_size: int, device: torch.device | str = "cpu"
 ) -> AttentionMetadata:
     """Metadata of a batch. Each row holds at least one token and blocks for all of its context."""
-    lengths = np.fromiter((len(row.token_ids) for row in rows), np.int64, len(rows))
-    starts = np.fromiter((row.start for row in rows), np.int64, len(rows))
-    assert lengths.size, "a batch has at least one row"
-    assert lengths.min() > 0, "a row has at least one token"
-    ends = starts + lengths
-    blocks = -(-ends // block_size)
+    # Plain lists where they do: for some dozens of rows each call of NumPy costs more than a loop.
+    assert rows, "a batch has at least one row"
+    lengths = [len(row.token_ids) for row in rows]
+    starts = [row.start for row in rows]
+    longest = max(lengths)
+    assert min(lengths) > 0, "a row has at least one token"
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    blocks = [-(-end // block_size) for end in ends]
     assert all(len(row.block_table) >= n for row, n in zip(rows, blocks, strict=True))
 
-    query_start = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(lengths, out=query_start[1:])
-    table = np.zeros((len(rows), int(blocks.max())), np.int32)
+    table = np.zeros((len(rows), max(blocks)), np.int32)
     # A boolean mask assigns in row-major order: the rows' tables one after the other.
-    used = np.arange(table.shape[1]) < blocks[:, None]
-    ids = chain.from_iterable(
-        row.block_table[:n] for row, n in zip(rows, blocks.tolist(), strict=True)
-    )
-    table[used] = np.fromiter(ids, np.int32, int(blocks.sum()))
+    used = np.arange(table.shape[1]) < np.array(blocks)[:, None]
+    ids = chain.from_iterable(row.block_table[:n] for row, n in zip(rows, blocks, strict=True))
+    table[used] = np.fromiter(ids, np.int32, sum(blocks))
 
-    owner = np.repeat(np.arange(len(rows)), lengths)
-    positions = np.arange(int(query_start[-1])) + (starts - query_start[:-1])[owner]
-    block, offset = np.divmod(positions, block_size)
-    slots = table[owner, block].astype(np.int64) * block_size + offset
+    if longest == 1:
+        query_start = np.arange(len(rows) + 1, dtype=np.int32)
+        positions = np.array(starts, np.int64)
+        slots = np.array(
+            [
+                row.block_table[row.start // block_size] * block_size + row.start % block_size
+                for row in rows
+            ],
+            np.int64,
+        )
+    else:
+        query_start = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(lengths, out=query_start[1:])
+        owner = np.repeat(np.arange(len(rows)), lengths)
+        first = np.array(starts, np.int64) - query_start[:-1]
+        positions = np.arange(int(query_start[-1])) + first[owner]
+        block, offset = np.divmod(positions, block_size)
+        slots = table[owner, block].astype(np.int64) * block_size + offset
 
-    def put(array: np.ndarray, dtype: type) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device, non_blocking=True)
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
 
     return AttentionMetadata(
-        query_start=put(query_start, np.int32),
-        context_len=put(ends, np.int32),
-        block_table=put(table, np.int32),
-        slot_mapping=put(slots, np.int64),
-        positions=put(positions, np.int64),
+        query_start=put(query_start),
+        context_len=put(np.array(ends, np.int32)),
+        block_table=put(table),
+        slot_mapping=put(slots),
+        positions=put(positions),
         block_size=block_size,
-        max_query_len=int(lengths.max()),
-        max_context_len=int(ends.max()),
+        max_query_len=longest,
+        max_context_len=max(ends),
     )
 
 
