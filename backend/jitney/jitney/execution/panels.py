@@ -21,7 +21,7 @@ ACTIVATIONS: dict[Activation, int] = {
     "silu": panel_kernel.SILU,
     "gelu_tanh": panel_kernel.GELU_TANH,
 }
-_MOST_THREADS = 1024
+_MOST_THREADS = 4096  # the bound of option threads
 _ITEMS = 64
 """About so many items a product is cut into: many enough to share out, few enough to be cheap."""
 
