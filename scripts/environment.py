@@ -13,6 +13,7 @@ from __future__ import annotations  # an old Python must come as far as the refu
 import argparse
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,8 +113,19 @@ def build(torch_index: str) -> None:
         run([*pip, *index, pinned[0]])
         CONSTRAINTS.write_text(pin_torch(constraints, torch_of(python)), encoding="utf-8")
     print("Installing Jitney and what it needs", flush=True)
-    run([*pip, "--quiet", "--editable", f"{ROOT}[server,cpu,dev]"])
+    run([*pip, "--quiet", "--editable", f"{ROOT}[server,cpu,export,bench,dev]"])
+    remove_leftovers(python)
     ensure_libpython(python)
+
+
+def remove_leftovers(python: Path) -> None:
+    """Earlier versions kept data in ``site-packages/jitney``. What pip leaves of that folder would
+    hide the package, which an editable install only maps."""
+    command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    folder = Path(site, "jitney")
+    if folder.is_dir() and not (folder / "__init__.py").exists():
+        shutil.rmtree(folder)
 
 
 def torch_of(python: Path) -> str:

@@ -144,10 +144,10 @@ def backend_directories() -> list[Path]:
     """The folders that hold our backends, one subfolder each.
 
     In a source checkout or an editable install that is ``backend/`` itself; an installed wheel
-    carries a copy of it as package data. Raises InstallationError if there is neither.
+    carries a copy of it beside the package. Raises InstallationError if there is neither.
     """
     package = Path(__file__).resolve().parent
-    for folder in (package / "data" / "backends", package.parents[1]):
+    for folder in (package.parent / "jitney_backends", package.parents[1]):
         if (folder / "jitney" / "model.py").is_file():
             return [folder]
     raise InstallationError(
