@@ -20,6 +20,7 @@ LAYERS = [
     {"request"},
     {"core", "execution"},
     {"stop_strings", "detokenizer", "chat", "installation", "ports", "server_log", "stopping"},
+    {"standin"},  # knows the errors only; model.py of the backends beside ours import it
     {"engine", "tokenizer", "server"},
     {"completion", "intake", "trial"},
     {"llm", "process", "doctor"},
@@ -35,6 +36,8 @@ CONFINED = {
     "numba": {"execution"},
     "triton": {"execution"},
     "triton_python_backend_utils": {"frontend"},
+    "onnxruntime": {"standin"},
+    "tensorrt": {"standin"},
     "tritonclient": set(),
     "pytriton": set(),
     "typer": {"cli"},

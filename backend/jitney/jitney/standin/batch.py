@@ -1,0 +1,173 @@
+"""Requests that the server put into one batch, run as one call of the model.
+
+Owns how inputs are joined and outputs divided; knows neither the server nor what runs the model.
+Rows are the elements of dimension 0. Joining copies once, and not at all for one request; dividing
+gives views.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jitney.errors import InternalError, InvalidArgumentError, JitneyError
+from jitney.standin.signature import Signature, TensorInfo, show_dims
+
+_LOG = logging.getLogger(__name__)
+
+Arrays = dict[str, np.ndarray]
+Run = Callable[[Arrays, Sequence[str]], list[np.ndarray]]
+"""Inputs by name and the names of the wanted outputs -> these outputs. Raises JitneyError."""
+
+NUMPY_TYPES: dict[str, type] = {
+    "TYPE_BOOL": np.bool_,
+    "TYPE_UINT8": np.uint8,
+    "TYPE_UINT16": np.uint16,
+    "TYPE_UINT32": np.uint32,
+    "TYPE_UINT64": np.uint64,
+    "TYPE_INT8": np.int8,
+    "TYPE_INT16": np.int16,
+    "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64,
+    "TYPE_FP16": np.float16,
+    "TYPE_FP32": np.float32,
+    "TYPE_FP64": np.float64,
+    "TYPE_STRING": np.object_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request."""
+
+    inputs: Arrays
+    outputs: tuple[str, ...]
+    """What it asks for; the others are neither computed for it nor sent."""
+
+
+@dataclass(frozen=True)
+class Batcher:
+    """Answers whole batches of one model."""
+
+    run: Run
+    signature: Signature
+    batching: bool
+    """Whether dimension 0 is the batch (``max_batch_size`` above 0)."""
+    _outputs: dict[str, TensorInfo] = field(init=False)
+
+    def __post_init__(self) -> None:
+        outputs = {info.name: info for info in self.signature.outputs}
+        object.__setattr__(self, "_outputs", outputs)
+
+    def execute(self, works: Sequence[Work]) -> list[Arrays | JitneyError]:
+        """One answer each, in order: the outputs asked for, or what went wrong."""
+        if not self.batching:
+            return [self._alone(work) for work in works]
+        if len(works) == 1:
+            return self._together(works)
+        answers: dict[int, Arrays | JitneyError] = {}
+        for group in _groups(works):
+            made = self._together([works[index] for index in group])
+            answers.update(zip(group, made, strict=True))
+        return [answers[index] for index in range(len(works))]
+
+    def _alone(self, work: Work) -> Arrays | JitneyError:
+        try:
+            arrays = self.run(work.inputs, work.outputs)
+        except JitneyError as error:
+            return error
+        return dict(zip(work.outputs, arrays, strict=True))
+
+    def _together(self, works: Sequence[Work]) -> list[Arrays | JitneyError]:
+        """Works whose inputs can be joined."""
+        try:
+            rows = [_rows(work) for work in works]
+        except InvalidArgumentError as error:
+            if len(works) == 1:
+                return [error]
+            return [answer for work in works for answer in self._together([work])]
+        total = sum(rows)
+        if total == 0:
+            return [self._empty(work) for work in works]
+        names = [name for name in self._outputs if any(name in work.outputs for work in works)]
+        try:
+            arrays = self.run(_joined(works), names)
+        except JitneyError as error:
+            if len(works) == 1:
+                return [error]
+            _LOG.warning("a batch of %d requests failed; each is run alone: %s", len(works), error)
+            return [answer for work in works for answer in self._together([work])]
+        try:
+            for name, array in zip(names, arrays, strict=True):
+                _check_rows(name, array, total)
+        except InternalError as error:
+            return [error] * len(works)
+        return _divided(works, rows, dict(zip(names, arrays, strict=True)))
+
+    def _empty(self, work: Work) -> Arrays:
+        """The answer to a request without rows: no run, because kernels may not survive an empty
+        batch. A variable dimension is as long as the input's of the same name, or 0."""
+        sizes = {
+            symbol: work.inputs[info.name].shape[axis]
+            for info in self.signature.inputs
+            if info.name in work.inputs
+            for axis, symbol in enumerate(info.symbols)
+            if symbol is not None
+        }
+        made: Arrays = {}
+        for name in work.outputs:
+            info = self._outputs[name]
+            symbols = info.symbols or (None,) * len(info.dims)
+            dims = [
+                dim if dim >= 0 else sizes.get(symbol or "", 0)
+                for dim, symbol in zip(info.dims, symbols, strict=True)
+            ]
+            made[name] = np.empty((0, *dims[1:]), NUMPY_TYPES[info.data_type])
+        return made
+
+
+def _groups(works: Sequence[Work]) -> list[list[int]]:
+    """Indices of the works that can be joined. One group, as a rule: the server puts only requests
+    of equal inputs and shapes into a batch, unless the model lets it do otherwise."""
+    groups: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
+    for index, work in enumerate(works):
+        key = tuple(sorted((name, array.shape[1:]) for name, array in work.inputs.items()))
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _rows(work: Work) -> int:
+    counts = {array.shape[0] if array.ndim else 1 for array in work.inputs.values()}
+    if len(counts) != 1:
+        shapes = ", ".join(f"{name} {show_dims(a.shape)}" for name, a in work.inputs.items())
+        raise InvalidArgumentError(
+            f"the inputs differ in their number of rows (dimension 0): {shapes or 'there are none'}"
+        )
+    return counts.pop()
+
+
+def _joined(works: Sequence[Work]) -> Arrays:
+    if len(works) == 1:
+        return works[0].inputs
+    return {name: np.concatenate([work.inputs[name] for work in works]) for name in works[0].inputs}
+
+
+def _check_rows(name: str, array: np.ndarray, rows: int) -> None:
+    if array.shape[:1] != (rows,):
+        raise InternalError(
+            f"the model's output {name!r} has shape {show_dims(array.shape)} for a batch of {rows} "
+            f"rows: its first dimension must be {rows}, or the model be served with "
+            f"max_batch_size 0"
+        )
+
+
+def _divided(
+    works: Sequence[Work], rows: Sequence[int], arrays: Arrays
+) -> list[Arrays | JitneyError]:
+    answers: list[Arrays | JitneyError] = []
+    start = 0
+    for work, count in zip(works, rows, strict=True):
+        answers.append({name: arrays[name][start : start + count] for name in work.outputs})
+        start += count
+    return answers

@@ -1,0 +1,75 @@
+"""Between the server's requests and responses and the plain arrays of :mod:`batch`.
+
+The server's module ``triton_python_backend_utils`` comes in as an argument ``server``, because only
+a ``model.py`` may import it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jitney.errors import InternalError, JitneyError
+from jitney.standin.batch import Arrays, Work
+
+_LOG = logging.getLogger(__name__)
+
+
+def answer(
+    server: Any,
+    requests: Sequence[Any],
+    execute: Callable[[Sequence[Work]], list[Arrays | JitneyError]],
+) -> list[Any]:
+    """One response for each request. Never raises: what is unforeseen is logged in full and sent
+    as an error that tells nothing of this machine."""
+    works = [
+        Work(
+            {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
+            tuple(request.requested_output_names()),
+        )
+        for request in requests
+    ]
+    try:
+        answers = execute(works)
+    except Exception:
+        _LOG.exception("a batch of %d requests failed", len(works))
+        answers = [InternalError("the model failed; the server's log says why")] * len(works)
+    return [_response(server, made) for made in answers]
+
+
+def refusal(server: Any, error: JitneyError) -> Exception:
+    """``error`` as the exception that makes the server refuse the model."""
+    made: Exception = server.TritonModelException(error.client_message)
+    return made
+
+
+def log_to_server(server: Any) -> None:
+    """Send the package's log records of level INFO and above to the server's log."""
+    log = logging.getLogger("jitney")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers[:] = [_ServerLog(server.Logger)]
+
+
+class _ServerLog(logging.Handler):
+    """Each record is a round trip to the server: nothing logs per request."""
+
+    def __init__(self, logger: Any) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno >= logging.ERROR:
+            self._logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            self._logger.log_warn(text)
+        else:
+            self._logger.log_info(text)
+
+
+def _response(server: Any, made: Arrays | JitneyError) -> Any:
+    if isinstance(made, JitneyError):
+        code = getattr(server.TritonError, made.server_code)
+        return server.InferenceResponse(error=server.TritonError(made.client_message, code))
+    tensors = [server.Tensor(name, array) for name, array in made.items()]
+    return server.InferenceResponse(output_tensors=tensors)

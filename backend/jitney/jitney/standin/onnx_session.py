@@ -1,0 +1,210 @@
+"""One ONNX Runtime session: loading a model file, what it declares, and a run.
+
+Owned by one instance of ``backend/onnxruntime/model.py``. The only module that imports onnxruntime.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from jitney.errors import (
+    CheckpointError,
+    InstallationError,
+    InternalError,
+    InvalidArgumentError,
+    JitneyError,
+    LoadError,
+    UnsupportedModelError,
+)
+from jitney.standin.batch import Arrays
+from jitney.standin.onnx_options import CPU, CUDA, OPENVINO, TENSORRT, GraphLevel, OnnxOptions
+from jitney.standin.signature import Signature, TensorInfo, data_type_of
+
+TYPES = {
+    "tensor(bool)": "TYPE_BOOL",
+    "tensor(uint8)": "TYPE_UINT8",
+    "tensor(uint16)": "TYPE_UINT16",
+    "tensor(uint32)": "TYPE_UINT32",
+    "tensor(uint64)": "TYPE_UINT64",
+    "tensor(int8)": "TYPE_INT8",
+    "tensor(int16)": "TYPE_INT16",
+    "tensor(int32)": "TYPE_INT32",
+    "tensor(int64)": "TYPE_INT64",
+    "tensor(float16)": "TYPE_FP16",
+    "tensor(float)": "TYPE_FP32",
+    "tensor(double)": "TYPE_FP64",
+    "tensor(string)": "TYPE_STRING",
+}
+_GRAPH_LEVELS: dict[GraphLevel, Any] = {
+    "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+    "extended": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "none": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+}
+_MEND = {
+    CUDA: "mend it with: pip uninstall onnxruntime, then pip install 'triton-jitney[onnx-gpu]' on "
+    "a machine with CUDA and cuDNN; or keep the model on the CPU with instance_group { kind: "
+    "KIND_CPU }",
+    TENSORRT: "mend it with: pip uninstall onnxruntime, then pip install 'triton-jitney[onnx-gpu]' "
+    "and TensorRT's libraries; or leave the tensorrt accelerator out",
+    OPENVINO: "mend it with: pip uninstall onnxruntime, then pip install onnxruntime-openvino; or "
+    "leave the openvino accelerator out",
+}
+_PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+) : ")
+_PATH = re.compile(r"(?:[A-Za-z]:)?(?:/[\w.+@-]+){2,}(?::\d+)?")
+_ERRORS = 3
+"""ONNX Runtime's log level: errors and worse. Its warnings concern the exporter of the model."""
+
+
+class OnnxSession:
+    """A loaded model. ``run`` is for one thread at a time, as an instance has only one."""
+
+    def __init__(self, path: Path, options: OnnxOptions) -> None:
+        """Raises CheckpointError or UnsupportedModelError naming the file and the reason, and
+        InstallationError if a wanted execution provider is missing."""
+        wanted = [name for name, _ in options.providers]
+        _require(wanted, onnxruntime.get_available_providers())
+        self._session = _load(path, _session_options(options), [*options.providers, (CPU, {})])
+        _require(wanted, self._session.get_providers())
+        self._session.disable_fallback()
+        self._run_options = onnxruntime.RunOptions()
+        self._run_options.log_severity_level = _ERRORS
+        for key, value in options.run_entries.items():
+            self._run_options.add_run_config_entry(key, value)
+        self.signature = _signature_of(self._session)
+        inputs = (*self.signature.inputs, *self.signature.optional)
+        self._text = {info.name for info in inputs if info.data_type == "TYPE_STRING"}
+        self._scalars = {info.name for info in inputs if not info.dims}
+
+    @property
+    def providers(self) -> list[str]:
+        """What really runs the model, in order of preference."""
+        return list(self._session.get_providers())
+
+    def run(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray]:
+        """The wanted outputs. Raises InvalidArgumentError or InternalError with a text for the
+        client: the operator that failed and why, no path of this or the building machine."""
+        feeds = inputs
+        if self._text or self._scalars:
+            feeds = {name: self._prepared(name, array) for name, array in inputs.items()}
+        try:
+            made: list[np.ndarray] = self._session.run(list(outputs), feeds, self._run_options)
+        except Exception as error:  # onnxruntime's share no base but Exception
+            raise _run_error(error) from None
+        return made
+
+    def _prepared(self, name: str, array: np.ndarray) -> np.ndarray:
+        if name in self._scalars and array.size == 1:
+            array = array.reshape(())
+        if name not in self._text:
+            return array
+        try:
+            decoded = [text.decode() for text in array.ravel()]
+        except UnicodeDecodeError as error:
+            raise InvalidArgumentError(
+                f"input {name!r} has text that is not valid UTF-8: {error.reason}"
+            ) from None
+        texts = np.empty(array.shape, np.object_)
+        texts.ravel()[:] = decoded
+        return texts
+
+
+def read_signature(path: Path, op_libraries: Sequence[str] = ()) -> Signature:
+    """What the model at ``path`` declares, without optimizing it or making threads."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = _ERRORS
+    options.graph_optimization_level = _GRAPH_LEVELS["none"]
+    options.intra_op_num_threads = 1
+    for library in op_libraries:
+        options.register_custom_ops_library(library)
+    return _signature_of(_load(path, options, [(CPU, {})]))
+
+
+def model_path(version_folder: Path, filename: str) -> Path:
+    """The model file of a version: ``filename`` (``default_model_filename``) or ``model.onnx``;
+    a folder of that name has a ``model.onnx`` inside. Raises CheckpointError if there is none."""
+    path = version_folder / (filename or "model.onnx")
+    if path.is_dir():
+        path /= "model.onnx"
+    if not path.is_file():
+        raise CheckpointError(f"the model file {path} is missing")
+    return path
+
+
+def _session_options(options: OnnxOptions) -> Any:
+    made = onnxruntime.SessionOptions()
+    made.log_severity_level = _ERRORS
+    made.graph_optimization_level = _GRAPH_LEVELS[options.graph_level]
+    made.intra_op_num_threads = options.intra_op_threads
+    made.inter_op_num_threads = options.inter_op_threads
+    if options.parallel:
+        made.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+    if options.mem_arena is not None:
+        made.enable_cpu_mem_arena = options.mem_arena
+    if options.mem_pattern is not None:
+        made.enable_mem_pattern = options.mem_pattern
+    for key, value in options.session_entries.items():
+        made.add_session_config_entry(key, value)
+    for library in options.op_libraries:
+        try:
+            made.register_custom_ops_library(library)
+        except Exception as error:  # onnxruntime's share no base but Exception
+            raise LoadError(f"op_library_filename {library}: {_reason(error)}") from None
+    return made
+
+
+def _load(path: Path, options: Any, providers: list[Any]) -> Any:
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=providers)
+    except Exception as error:  # onnxruntime's share no base but Exception
+        kind = _kind(error)
+        text = f"{path} cannot be loaded: {_reason(error)}"
+        if kind in ("NOT_IMPLEMENTED", "INVALID_GRAPH"):
+            raise UnsupportedModelError(text) from None
+        raise CheckpointError(text) from None
+
+
+def _require(wanted: Sequence[str], present: Sequence[str]) -> None:
+    for name in wanted:
+        if name not in present:
+            raise InstallationError(
+                f"the model demands ONNX Runtime's {name}, which is missing here (there are "
+                f"{', '.join(present)}); {_MEND[name]}"
+            )
+
+
+def _signature_of(session: Any) -> Signature:
+    return Signature(
+        inputs=tuple(map(_info, session.get_inputs())),
+        outputs=tuple(map(_info, session.get_outputs())),
+        optional=tuple(map(_info, session.get_overridable_initializers())),
+    )
+
+
+def _info(declared: Any) -> TensorInfo:
+    shape = declared.shape
+    return TensorInfo(
+        declared.name,
+        data_type_of(declared.name, declared.type, TYPES),
+        tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in shape),
+        tuple(dim if isinstance(dim, str) else None for dim in shape),
+    )
+
+
+def _kind(error: Exception) -> str:
+    match = _PREFIX.match(str(error))
+    return match[1] if match else ""
+
+
+def _reason(error: Exception) -> str:
+    return _PREFIX.sub("", str(error)).strip()
+
+
+def _run_error(error: Exception) -> JitneyError:
+    text = " ".join(_PATH.sub("", _reason(error)).split())
+    made = InvalidArgumentError if _kind(error) == "INVALID_ARGUMENT" else InternalError
+    return made(f"the model failed: {text[:500]}")
