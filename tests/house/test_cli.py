@@ -158,7 +158,14 @@ def start(repository: Path, output: Path, *options: str) -> subprocess.Popen[byt
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
+            preexec_fn=_heed_signals,
         )
+
+
+def _heed_signals() -> None:
+    """Whatever runs the tests, in the background or under nohup, may have them ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.server

@@ -171,6 +171,15 @@ def test_grpc_restrictions(server: TritonServer) -> None:
         assert client.is_model_ready("plus_one")
 
 
+def test_a_stop_without_metrics_is_clean(repository: Path) -> None:
+    """They tell whether requests are in flight; the endpoint may be off, or not open yet."""
+    server = TritonServer(repository, extra_args=["--allow-metrics=false"])
+    server.start()
+    assert infer(server.http_url, [4])[0] == 200
+    assert server.stop() is True
+    assert server.exit_status == 0
+
+
 def test_a_stop_leaves_nothing_behind(repository: Path) -> None:
     """With an idle keep-alive connection open, which holds up the server's own shutdown."""
     server = TritonServer(repository)

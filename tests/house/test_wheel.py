@@ -45,7 +45,8 @@ def test_wheel_holds_the_package_and_the_backend_folders(wheel: Path) -> None:
     assert checkout <= names
     assert "jitney_backends/jitney/model.py" in names
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"jitney", "jitney_backends", wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"}
+    information = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    assert tops == {"jitney", "jitney_backends", information}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -261,8 +261,13 @@ class TritonServer:
 
     def _is_quiet(self, models: set[str]) -> bool:
         """Whether every one of these models says that it has no request. Others than ours are
-        silent and may have one."""
-        in_flight = requests_in_flight(self._request("GET", "/metrics", self._ports[2])[1].decode())
+        silent and may have one; so may all if there are no metrics, which a server may be told not
+        to have and which it opens a moment after it calls itself ready."""
+        try:
+            metrics = self._request("GET", "/metrics", self._ports[2])[1].decode()
+        except (OSError, http.client.HTTPException):
+            return False
+        in_flight = requests_in_flight(metrics)
         return all(in_flight.get(name, 1.0) == 0 for name in models)
 
     # ------------------------------------------------------------------ inside
