@@ -1,0 +1,151 @@
+"""A torch module as an ONNX file: traced with dynamic dimensions, and valid by ONNX's own checker.
+
+Owns the file and what is read from it (types and shapes of inputs and outputs). Whether it
+computes the same as the module is ``parity``'s question.
+"""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from onnx import helper
+
+from export.errors import CheckError, ExportError
+from export.recipe import Recipe
+
+OPSET = 20
+# Weights beyond this lie in a file beside the model: a protobuf message ends at 2 GiB.
+LARGEST_INLINE_BYTES = 1_500_000_000
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of the graph: its numpy type and its shape, None where it varies."""
+
+    name: str
+    type: str
+    shape: tuple[int | None, ...]
+
+
+def export_onnx(
+    recipe: Recipe,
+    module: torch.nn.Module,
+    path: Path,
+    *,
+    largest_inline: int = LARGEST_INLINE_BYTES,
+) -> None:
+    """Trace ``module`` and write it to ``path``, large weights beside it.
+
+    ``module`` is the recipe's own, or that in another precision: it has the same inputs and
+    outputs. Raises CheckError if the file is invalid.
+    """
+    dimensions = {
+        each.name: torch.export.Dim(each.name, min=each.minimum, max=each.maximum)
+        for each in recipe.dimensions.values()
+    }
+    shapes = {
+        name: {index: dimensions[symbol] for index, symbol in recipe.dynamic[name].items()}
+        for name in recipe.inputs
+    }
+    # A size of 1 would be taken for a constant, so that the example has at least 2 everywhere.
+    sizes = {
+        each.name: min(max(2, each.optimum), each.maximum) for each in recipe.dimensions.values()
+    }
+    example = {name: torch.from_numpy(array) for name, array in recipe.make_inputs(sizes).items()}
+    try:
+        with _quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                module,
+                (),
+                kwargs=example,
+                dynamo=True,
+                dynamic_shapes=shapes,
+                opset_version=OPSET,
+                input_names=list(recipe.inputs),
+                output_names=list(recipe.outputs),
+                verbose=False,
+            )
+    except Exception as error:
+        raise ExportError(
+            f"torch could not trace model {recipe.name!r} with dynamic dimensions "
+            f"{', '.join(dimensions)}: {_root_cause(error)}"
+        ) from error
+    assert program is not None
+    weights = sum(each.numel() * each.element_size() for each in module.state_dict().values())
+    program.save(path, external_data=weights > largest_inline)
+    check_onnx(recipe, path)
+
+
+def check_onnx(recipe: Recipe, path: Path) -> None:
+    """ONNX's checker with shape inference, and the names that the recipe promises."""
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except Exception as error:  # the checker's own and shape inference's have no common base
+        raise CheckError(
+            f"the exported graph of {recipe.name!r} is not valid ONNX: {_first_lines(str(error))}. "
+            "An output named like a module inside the model is one cause: rename the output"
+        ) from error
+    inputs, outputs = ports(path)
+    for kind, found, wanted in (
+        ("inputs", inputs, list(recipe.inputs)),
+        ("outputs", outputs, list(recipe.outputs)),
+    ):
+        names = [port.name for port in found]
+        if sorted(names) != sorted(wanted):
+            raise CheckError(
+                f"the exported graph of {recipe.name!r} has the {kind} {', '.join(names)}, but "
+                f"must have {', '.join(wanted)}"
+            )
+
+
+def ports(path: Path) -> tuple[list[Port], list[Port]]:
+    """The inputs and the outputs of the graph, in its order."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    return [_port(each) for each in graph.input], [_port(each) for each in graph.output]
+
+
+def _port(info: onnx.ValueInfoProto) -> Port:
+    tensor = info.type.tensor_type
+    return Port(
+        info.name,
+        str(helper.tensor_dtype_to_np_dtype(tensor.elem_type)),
+        tuple(
+            dimension.dim_value if dimension.HasField("dim_value") else None
+            for dimension in tensor.shape.dim
+        ),
+    )
+
+
+def _root_cause(error: BaseException) -> str:
+    """What went wrong at the bottom: the exporter wraps it in pages of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {_first_lines(str(error))}"
+
+
+def _first_lines(text: str, lines: int = 4) -> str:
+    kept = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return " ".join(kept[:lines])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter prints and warns about its own inside; its errors are exceptions anyway."""
+    loggers: list[Any] = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

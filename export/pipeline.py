@@ -1,0 +1,142 @@
+"""The way of one export: trace, check, compare, reduce, build; then, and only then, write.
+
+Every target that was asked for is made and checked in a temporary folder before the first one is
+published, so that a failed check writes nothing and leaves earlier versions as they are.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from export.config_pbtxt import Target, config_text
+from export.errors import RecipeError
+from export.onnx_model import export_onnx, ports
+from export.parity import Run, check_parity, onnx_run, torch_run
+from export.precision import DTYPES, Figure, InPrecision, check_quality, quality_of, to_int8
+from export.publish import publish
+from export.recipe import Recipe
+
+ORT = "ONNX Runtime"
+
+
+@dataclass(frozen=True)
+class Made:
+    """One target, checked but not yet published; ``folder`` becomes its version folder.
+
+    ``difference`` is the largest one met in the comparison with the torch module.
+    """
+
+    target: Target
+    folder: Path
+    config: str
+    difference: float
+    figure: Figure | None
+    bytes: int
+    seconds: float
+
+
+def plan(
+    name: str, *, onnx: bool, tensorrt: bool, int8: bool, fp16: bool, bf16: bool
+) -> list[Target]:
+    """The folders that the command's options ask for; none means ``--onnx``."""
+    if bf16 and not tensorrt:
+        raise RecipeError("--bf16 is a precision of engines: add --tensorrt")
+    if bf16 and fp16:
+        raise RecipeError("--fp16 and --bf16 exclude each other")
+    targets = []
+    if onnx or not (tensorrt or int8 or fp16):
+        targets.append(Target(name, "onnx", "fp32"))
+    if int8:
+        targets.append(Target(f"{name}_int8", "onnx", "int8"))
+    if fp16 and not tensorrt:
+        targets.append(Target(f"{name}_fp16", "onnx", "fp16"))
+    return targets
+
+
+def export(
+    recipe: Recipe, targets: Sequence[Target], repository: Path, progress: Progress
+) -> list[Made]:
+    """Make and check every target, then write all of them. Raises ExportError before writing."""
+    with tempfile.TemporaryDirectory(prefix="export-") as folder:
+        made = [_make(recipe, target, Path(folder) / target.folder, progress) for target in targets]
+        for each in made:
+            publish(each.folder, each.config, repository / each.target.folder)
+    return made
+
+
+def _make(recipe: Recipe, target: Target, folder: Path, progress: Progress) -> Made:
+    started = time.monotonic()
+    folder.mkdir()
+    path = folder / "model.onnx"
+    difference, figure = _make_onnx(recipe, target, path, progress)
+    inputs, outputs = ports(path)
+    return Made(
+        target,
+        folder,
+        config_text(recipe, target, inputs, outputs),
+        difference,
+        figure,
+        sum(each.stat().st_size for each in folder.iterdir()),
+        time.monotonic() - started,
+    )
+
+
+def _make_onnx(
+    recipe: Recipe, target: Target, path: Path, progress: Progress
+) -> tuple[float, Figure | None]:
+    """The ONNX file of a target, checked; the largest difference, and the quality if reduced."""
+    label = f"{target.folder}: "
+    if target.precision == "int8":
+        with tempfile.TemporaryDirectory(prefix="export-") as folder:
+            source = Path(folder) / "model.onnx"
+            _traced(recipe, recipe.module, source, progress, label)
+            with _step(progress, f"{label}quantizing"):
+                to_int8(source, path)
+    else:
+        module = recipe.module
+        if target.precision in DTYPES:
+            module = InPrecision(module, DTYPES[target.precision])
+        _traced(recipe, module, path, progress, label)
+    run = onnx_run(path)
+    difference = _compared(recipe, target, run, ORT, progress)
+    if target.precision == "fp32":
+        return difference, None
+    with _step(progress, f"{label}measuring the quality"):
+        figure = check_quality(
+            recipe, quality_of(recipe), target.precision, original=torch_run(recipe), reduced=run
+        )
+    return difference, figure
+
+
+def _traced(
+    recipe: Recipe, module: torch.nn.Module, path: Path, progress: Progress, label: str
+) -> None:
+    with _step(progress, f"{label}tracing"):
+        export_onnx(recipe, module, path)
+
+
+def _compared(recipe: Recipe, target: Target, run: Run, runtime: str, progress: Progress) -> float:
+    """Run at every combination of sizes; a reduced precision must agree in shapes and types."""
+    tolerance = recipe.tolerance if target.precision == "fp32" else None
+    task = progress.add_task(
+        f"{target.folder}: comparing {runtime} with torch", total=len(recipe.check_sizes())
+    )
+    worst = 0.0
+    for differences in check_parity(recipe, run, runtime=runtime, tolerance=tolerance):
+        worst = max(worst, *(each.value for each in differences))
+        progress.advance(task)
+    return worst
+
+
+@contextmanager
+def _step(progress: Progress, text: str) -> Iterator[None]:
+    """A step of unknown length: a moving bar until it is done."""
+    task = progress.add_task(text, total=None)
+    yield
+    progress.update(task, total=1, completed=1)

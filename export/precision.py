@@ -1,0 +1,151 @@
+"""Lower precisions, and the figure that says what each costs on real inputs.
+
+int8 is ONNX Runtime's dynamic quantization: weights per channel, activations at run time, so that
+no calibration is needed. fp16 and bf16 are the torch module itself in that type, traced anew: what
+the module keeps in fp32 stays so, which is what a strongly typed engine needs. Inputs and outputs
+keep their types in every precision, so that clients need not know.
+"""
+
+import copy
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from export.errors import CheckError, ExportError, RecipeError
+from export.onnx_model import LARGEST_INLINE_BYTES
+from export.parity import Run
+from export.recipe import Quality, Recipe
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# A model without real inputs of its own is judged by its example's cosine.
+LEAST_COSINE = {"int8": 0.98, "fp16": 0.999, "bf16": 0.99}
+QUANTIZED_OPERATORS = ["MatMul", "Gemm", "Conv"]
+
+
+class InPrecision(torch.nn.Module):
+    """A module in a half precision, with the inputs and outputs it had."""
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(module).to(dtype)
+        self.dtype = dtype
+
+    def forward(self, **inputs: torch.Tensor) -> object:
+        lowered = {
+            name: each.to(self.dtype) if each.is_floating_point() else each
+            for name, each in inputs.items()
+        }
+        return self._restored(self.module(**lowered))
+
+    def _restored(self, result: object) -> object:
+        if isinstance(result, torch.Tensor):
+            return result.float() if result.dtype == self.dtype else result
+        if isinstance(result, dict):
+            return {name: self._restored(each) for name, each in result.items()}
+        if isinstance(result, (tuple, list)):
+            return tuple(self._restored(each) for each in result)
+        return result
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A quality, its bound, and what the original has (None for a cosine, which is 1)."""
+
+    metric: str
+    value: float
+    least: float
+    original: float | None
+
+    def __str__(self) -> str:
+        beside = "" if self.original is None else f", original {self.original:.4f}"
+        return f"{self.metric} {self.value:.4f} (at least {self.least}{beside})"
+
+
+def to_int8(source: Path, destination: Path) -> None:
+    """Quantize the constant factors of every product in an ONNX file."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    size = sum(each.stat().st_size for each in source.parent.iterdir())
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # it advises a preparation that the exporter has done already
+    try:
+        quantize_dynamic(
+            source,
+            destination,
+            op_types_to_quantize=QUANTIZED_OPERATORS,
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            use_external_data_format=size > LARGEST_INLINE_BYTES,
+            extra_options={"MatMulConstBOnly": True},
+        )
+    except Exception as error:  # the quantizer raises whatever its graph walk meets
+        raise ExportError(
+            f"ONNX Runtime could not quantize the model: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        root.setLevel(level)
+
+
+def quality_of(recipe: Recipe) -> Quality:
+    """The recipe's own, or the cosine of its first output on its example."""
+    if recipe.quality is not None:
+        return recipe.quality()
+    return Quality(
+        metric="cosine",
+        inputs={name: recipe.example(name) for name in recipe.inputs},
+        output=recipe.outputs[0],
+        least=LEAST_COSINE,
+    )
+
+
+def check_quality(
+    recipe: Recipe, quality: Quality, precision: str, *, original: Run, reduced: Run
+) -> Figure:
+    """The figure of a reduced precision. Raises CheckError below the bound."""
+    if precision not in quality.least:
+        raise RecipeError(
+            f"model {recipe.name!r} states no least {quality.metric} for {precision}, but must: "
+            f"it has {', '.join(quality.least)}"
+        )
+    if quality.output not in recipe.outputs:
+        raise RecipeError(
+            f"quality is measured on {quality.output!r}, but must be on one of "
+            f"{', '.join(recipe.outputs)}"
+        )
+    expected = original(quality.inputs)[quality.output]
+    actual = reduced(quality.inputs)[quality.output]
+    least = quality.least[precision]
+    if quality.metric == "accuracy":
+        assert quality.labels is not None
+        figure = Figure(
+            "accuracy",
+            _accuracy(actual, quality.labels),
+            least,
+            _accuracy(expected, quality.labels),
+        )
+    else:
+        figure = Figure("cosine", _least_cosine(expected, actual), least, None)
+    if not figure.value >= least:
+        raise CheckError(
+            f"{precision} loses too much: the {figure.metric} of output {quality.output!r} on "
+            f"{len(expected)} real inputs is {figure.value:.4f}, but must be at least {least}"
+        )
+    return figure
+
+
+def _accuracy(scores: np.ndarray, labels: np.ndarray) -> float:
+    return float((scores.argmax(axis=-1) == labels).mean())
+
+
+def _least_cosine(expected: np.ndarray, actual: np.ndarray) -> float:
+    """The worst row's cosine; NaN if a row has no direction, which no bound accepts."""
+    rows, others = (each.reshape(len(each), -1).astype(np.float64) for each in (expected, actual))
+    lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(others, axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosines = (rows * others).sum(axis=1) / lengths
+    return float(cosines.min()) if len(cosines) else math.nan

@@ -1,0 +1,1 @@
+"""Models exported by name: every module here with a function ``recipe() -> Recipe``."""
