@@ -1,0 +1,77 @@
+"""The model of these tests: it does nothing and writes down when it did it.
+
+Copied into the repository as ``1/model.py`` of a Python-based model by ``models.write_recorder``.
+Every execution, with all the requests that the server gave it at once, appends two lines of JSON to
+the model's log: one when it starts and one when it ends. In between it waits for the gates that its
+rows name: gate n is the file ``gate-n`` beside the log, 0 is none. So a test decides how long an
+execution takes, and no clock does.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+GATE_TIMEOUT_S = 60.0
+
+
+class TritonPythonModel:
+    """Answers each row with its own value, the rows of the execution and the model's version."""
+
+    def initialize(self, args):
+        parameters = json.loads(args["model_config"])["parameters"]
+        self.folder = Path(parameters["folder"]["string_value"])
+        self.tag = parameters.get("tag", {"string_value": ""})["string_value"]
+        self.version = int(args["model_version"])
+        self.instance = args["model_instance_name"]
+
+    def execute(self, requests):
+        inputs = [
+            {name: _tensor(request, name) for name in ("VALUE", "GATE")} for request in requests
+        ]
+        values = [value for tensors in inputs for value in tensors["VALUE"].ravel().tolist()]
+        self._log("start", values)
+        for tensors in inputs:
+            for gate in tensors["GATE"].ravel().tolist():
+                if gate:
+                    _wait_for(self.folder / f"gate-{gate}")
+        self._log("end", values)
+        return [self._response(tensors["VALUE"], len(values)) for tensors in inputs]
+
+    def _log(self, event, values):
+        line = {
+            "event": event,
+            "values": values,
+            "at": time.monotonic(),
+            "version": self.version,
+            "instance": self.instance,
+            "tag": self.tag,
+        }
+        # One write of one short line: instances are processes and share the file.
+        log = os.open(self.folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(log, (json.dumps(line) + "\n").encode())
+        os.close(log)
+
+    def _response(self, value, rows):
+        return pb_utils.InferenceResponse(
+            [
+                pb_utils.Tensor("VALUE_OUT", value),
+                pb_utils.Tensor("ROWS", np.full_like(value, rows)),
+                pb_utils.Tensor("VERSION", np.full_like(value, self.version)),
+            ]
+        )
+
+
+def _tensor(request, name):
+    return pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+
+
+def _wait_for(gate):
+    deadline = time.monotonic() + GATE_TIMEOUT_S
+    while not gate.exists():
+        if time.monotonic() > deadline:
+            raise pb_utils.TritonModelException(f"{gate.name} was not opened")
+        time.sleep(0.002)

@@ -1,0 +1,209 @@
+"""The two model repositories of these tests: each model stands for one feature.
+
+``write_features`` is served with the server's defaults, ``write_limited`` with a response cache and
+the rate limiter, which are flags of the whole server.
+"""
+
+import struct
+from pathlib import Path
+
+from tests.server.features.models import (
+    laborious,
+    table,
+    times,
+    write_accumulator,
+    write_onnx,
+    write_recorder,
+)
+
+HOUR_US = 3_600_000_000
+DELAY_S = 1.0
+"""The window of the models called ``delay``."""
+TIMEOUT_S = 0.2
+"""How long a request may wait in ``reject``."""
+IDLE_S = 1.0
+"""How long a sequence of ``idle`` may be silent."""
+
+BATCHERS = {
+    # Longer than any test: only a full or a preferred batch leaves before.
+    "full": (4, f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR_US} }}"),
+    "delay": (8, f"dynamic_batching {{ max_queue_delay_microseconds: {round(DELAY_S * 1e6)} }}"),
+    "preferred": (
+        8,
+        "dynamic_batching { preferred_batch_size: [ 4 ] "
+        f"max_queue_delay_microseconds: {HOUR_US} }}",
+    ),
+    "ordered": (
+        1,
+        "dynamic_batching { preserve_ordering: true } "
+        "instance_group [ { kind: KIND_CPU count: 2 } ]",
+    ),
+}
+
+QUEUES = {
+    "priorities": "priority_levels: 2 default_priority_level: 2",
+    "limited": "default_queue_policy { max_queue_size: 2 }",
+    "limited_level": """
+      priority_levels: 2 default_priority_level: 2
+      priority_queue_policy { key: 2 value { max_queue_size: 1 } }""",
+    "reject": f"""
+      default_queue_policy {{
+        timeout_action: REJECT
+        default_timeout_microseconds: {round(TIMEOUT_S * 1e6)}
+      }}""",
+    "late": f"""
+      default_queue_policy {{
+        timeout_action: DELAY
+        default_timeout_microseconds: {HOUR_US}
+        allow_timeout_override: true
+      }}""",
+    "override": f"""
+      default_queue_policy {{
+        timeout_action: REJECT
+        default_timeout_microseconds: {HOUR_US}
+        allow_timeout_override: true
+      }}""",
+    "no_override": f"""
+      default_queue_policy {{
+        timeout_action: REJECT
+        default_timeout_microseconds: {HOUR_US}
+      }}""",
+    "no_default": """
+      default_queue_policy {
+        timeout_action: REJECT
+        allow_timeout_override: true
+      }""",
+}
+"""Inside ``dynamic_batching`` of models that execute one row at a time."""
+
+VERSION_POLICIES = {
+    "latest": "latest { num_versions: 2 }",
+    "specific": "specific { versions: [ 1 ] }",
+    "all": "all { }",
+}
+
+WARM_VALUE = 41
+WARM_BATCH = 3
+_WARM_RECORDER = f"""
+model_warmup [ {{
+  name: "first" batch_size: {WARM_BATCH} count: 2
+  inputs {{ key: "VALUE" value {{ data_type: TYPE_INT32 dims: [ 1 ] input_data_file: "value" }} }}
+  inputs {{ key: "GATE" value {{ data_type: TYPE_INT32 dims: [ 1 ] zero_data: true }} }}
+}} ]
+"""
+
+
+def write_features(repository: Path) -> None:
+    """The models for the server without special flags."""
+    for name, (max_batch_size, extra) in BATCHERS.items():
+        write_recorder(repository, name, extra, max_batch_size=max_batch_size)
+    for name, policy in QUEUES.items():
+        write_recorder(repository, name, f"dynamic_batching {{ {policy} }}")
+    for name, policy in VERSION_POLICIES.items():
+        extra = f"version_policy: {{ {policy} }}"
+        write_recorder(repository, name, extra, versions=(1, 2, 3))
+    write_recorder(repository, "pair", "instance_group [ { kind: KIND_CPU count: 2 } ]")
+    write_recorder(repository, "swap")
+    warm = write_recorder(repository, "warm", _WARM_RECORDER, max_batch_size=WARM_BATCH)
+    (warm / "warmup").mkdir()
+    (warm / "warmup" / "value").write_bytes(
+        WARM_BATCH * WARM_VALUE.to_bytes(4, "little", signed=True)
+    )
+    _write_sequences(repository)
+    _write_onnx(repository)
+    _write_ensemble(repository)
+
+
+def _write_sequences(repository: Path) -> None:
+    write_accumulator(repository, "direct", "direct { }", max_batch_size=2)
+    write_accumulator(
+        repository,
+        "oldest",
+        f"oldest {{ max_candidate_sequences: 4 max_queue_delay_microseconds: {HOUR_US} "
+        "preferred_batch_size: [ 2 ] }",
+        max_batch_size=4,
+    )
+    write_accumulator(repository, "idle", "direct { }", max_batch_size=1, idle_s=IDLE_S)
+
+
+def _write_onnx(repository: Path) -> None:
+    batching = f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR_US} }}"
+    write_onnx(repository, "onnx_full", times(3), batching, max_batch_size=4)
+    two = "instance_group [ { kind: KIND_CPU count: 2 } ]"
+    write_onnx(repository, "onnx_pair", laborious(), two)
+    warm = write_onnx(repository, "onnx_warm", table(), _onnx_warmup("good"))
+    (warm / "warmup").mkdir()
+    (warm / "warmup" / "good").write_bytes(struct.pack("<f", 2.0))
+
+
+def _onnx_warmup(data_file: str) -> str:
+    return f"""
+model_warmup [ {{
+  name: "{data_file}" batch_size: 1
+  inputs {{ key: "X" value {{ data_type: TYPE_FP32 dims: [ 1 ] input_data_file: "{data_file}" }} }}
+}} ]
+"""
+
+
+def _write_ensemble(repository: Path) -> None:
+    """``thirty``: X -> onnx_by_six (alone in its batch) -> onnx_by_five (batches of 4) -> Y."""
+    batching = f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR_US} }}"
+    write_onnx(repository, "onnx_by_six", times(6))
+    write_onnx(repository, "onnx_by_five", times(5), batching, max_batch_size=4)
+    ensemble = repository / "thirty"
+    (ensemble / "1").mkdir(parents=True)
+    text = """
+platform: "ensemble"
+max_batch_size: 4
+input [ { name: "X" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+ensemble_scheduling {
+  step [
+    {
+      model_name: "onnx_by_six" model_version: -1
+      input_map { key: "X" value: "X" }
+      output_map { key: "Y" value: "sixfold" }
+    },
+    {
+      model_name: "onnx_by_five" model_version: -1
+      input_map { key: "X" value: "sixfold" }
+      output_map { key: "Y" value: "Y" }
+    }
+  ]
+}
+"""
+    (ensemble / "config.pbtxt").write_text(text, encoding="utf-8")
+
+
+CACHE = "response_cache { enable: true }"
+
+RESOURCES = {
+    # Of the 4 tokens that the server's flag gives to all models together.
+    "whole": (4, 1),
+    "other_whole": (4, 1),
+    "half": (2, 1),
+    "other_half": (2, 1),
+}
+
+
+def write_limited(repository: Path) -> None:
+    """The models for the server with a response cache and the rate limiter."""
+    write_recorder(repository, "cached", CACHE)
+    write_onnx(repository, "onnx_cached", times(7), CACHE)
+    for name, (count, priority) in RESOURCES.items():
+        write_recorder(repository, name, limited_instance(count, priority))
+    write_recorder(repository, "often", limited_instance(4, 1))
+    write_recorder(repository, "seldom", limited_instance(4, 3))
+
+
+def limited_instance(count: int, priority: int) -> str:
+    """One instance that needs ``count`` of the resource TOKENS to execute."""
+    return f"""
+instance_group [ {{
+  kind: KIND_CPU count: 1
+  rate_limiter {{
+    resources [ {{ name: "TOKENS" global: true count: {count} }} ]
+    priority: {priority}
+  }}
+}} ]
+"""
