@@ -1,0 +1,87 @@
+"""What one writes first: FastAPI, uvicorn and a torch model, one request at a time.
+
+    python -m benchmarks.batching.naive_server digits --port 9000 --threads 2
+
+Started by ``batching_modes`` for its row ``naive``. The endpoint calls the model right in the event
+loop, so that requests queue up behind each other.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+Predict = Callable[[dict[str, Any]], list[float]]
+
+
+def digits() -> Predict:
+    """The classifier of the export's recipe with the weights of the exported graph: training it
+    again might not give the same ones."""
+    import onnx
+    from export.recipes.digits import DigitsClassifier
+    from onnx import numpy_helper
+
+    from benchmarks.batching.subjects import built
+
+    graph = onnx.load(str(built("digits") / "1" / "model.onnx")).graph
+    weights = {value.name: numpy_helper.to_array(value).copy() for value in graph.initializer}
+    model = DigitsClassifier().eval()
+    model.load_state_dict({name: torch.from_numpy(weights[name]) for name in model.state_dict()})
+
+    def predict(row: dict[str, Any]) -> list[float]:
+        logits: list[float] = model(torch.tensor([row["image"]]))[0][0].tolist()
+        return logits
+
+    return predict
+
+
+def minilm() -> Predict:
+    """The encoder of the export's recipe, as transformers runs it."""
+    from export.recipes.minilm import recipe
+
+    model = recipe().module.eval()
+
+    def predict(row: dict[str, Any]) -> list[float]:
+        ids, mask = torch.tensor([row["input_ids"]]), torch.tensor([row["attention_mask"]])
+        embedding: list[float] = model(ids, mask)[0].tolist()
+        return embedding
+
+    return predict
+
+
+MODELS: dict[str, Callable[[], Predict]] = {"digits": digits, "minilm": minilm}
+
+
+def make_app(predict: Predict) -> FastAPI:
+    """The application: ``POST /predict`` with the inputs of one row, ``GET /health``."""
+    app = FastAPI()
+
+    @app.get("/health")
+    async def health() -> str:
+        return "ready"
+
+    @app.post("/predict")
+    async def answer(row: dict[str, Any]) -> list[float]:
+        with torch.inference_mode():
+            return predict(row)
+
+    return app
+
+
+def main() -> None:
+    """Serve until the process is ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=sorted(MODELS))
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    app = make_app(MODELS[arguments.model]())
+    uvicorn.run(app, host="127.0.0.1", port=arguments.port, log_level="warning", access_log=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""How much is measured: the loads and the durations of a run of the batching benchmarks."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Loads and seconds. Rates are shares of a capacity that is measured at the start: of the
+    unbatched model for a model of one call, of static batching for a language model."""
+
+    seconds: float
+    """Of arrivals in an open loop, of a closed loop."""
+    rates: tuple[float, ...]
+    concurrencies: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Of the grid, with ``windows_us``."""
+    windows_us: tuple[int, ...]
+    grid_rates: tuple[float, ...]
+    grid_seconds: float
+    language_seconds: float
+    language_rates: tuple[float, ...]
+    language_concurrencies: tuple[int, ...]
+
+
+FULL = Plan(
+    seconds=3.0,
+    rates=(0.25, 0.5, 0.8, 1.2, 1.8),
+    concurrencies=(1, 4, 16, 32),
+    sizes=(4, 8, 32),
+    windows_us=(0, 1_000, 5_000, 20_000),
+    grid_rates=(0.5, 1.2),
+    grid_seconds=2.0,
+    language_seconds=12.0,
+    language_rates=(0.4, 0.8, 1.5, 2.2, 3.0),
+    language_concurrencies=(4, 16),
+)
+QUICK = Plan(
+    seconds=0.7,
+    rates=(0.5, 1.2),
+    concurrencies=(1, 16),
+    sizes=(8,),
+    windows_us=(0, 5_000),
+    grid_rates=(1.2,),
+    grid_seconds=0.5,
+    language_seconds=3.0,
+    language_rates=(1.5,),
+    language_concurrencies=(),
+)
