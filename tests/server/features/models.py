@@ -181,16 +181,6 @@ def laborious() -> onnx.ModelProto:
     return _model("laborious", nodes, constants)
 
 
-def table() -> onnx.ModelProto:
-    """X [batch, n] -> Y = the entry of a table of three at index X; any other index is an error."""
-    nodes = [
-        helper.make_node("Cast", ["X"], ["index"], to=TensorProto.INT64),
-        helper.make_node("Gather", ["entries", "index"], ["Y"]),
-    ]
-    constants = [helper.make_tensor("entries", TensorProto.FLOAT, [3], [10.0, 20.0, 30.0])]
-    return _model("table", nodes, constants)
-
-
 def _model(
     name: str, nodes: list[onnx.NodeProto], constants: list[onnx.TensorProto]
 ) -> onnx.ModelProto:

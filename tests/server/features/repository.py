@@ -4,12 +4,10 @@
 the rate limiter, which are flags of the whole server.
 """
 
-import struct
 from pathlib import Path
 
 from tests.server.features.models import (
     laborious,
-    table,
     times,
     write_accumulator,
     write_onnx,
@@ -91,6 +89,12 @@ model_warmup [ {{
   inputs {{ key: "GATE" value {{ data_type: TYPE_INT32 dims: [ 1 ] zero_data: true }} }}
 }} ]
 """
+_WARM_ONNX = f"""
+model_warmup [ {{
+  name: "first" batch_size: {WARM_BATCH} count: 2
+  inputs {{ key: "X" value {{ data_type: TYPE_FP32 dims: [ 5 ] random_data: true }} }}
+}} ]
+"""
 
 
 def write_features(repository: Path) -> None:
@@ -131,18 +135,7 @@ def _write_onnx(repository: Path) -> None:
     write_onnx(repository, "onnx_full", times(3), batching, max_batch_size=4)
     two = "instance_group [ { kind: KIND_CPU count: 2 } ]"
     write_onnx(repository, "onnx_pair", laborious(), two)
-    warm = write_onnx(repository, "onnx_warm", table(), _onnx_warmup("good"))
-    (warm / "warmup").mkdir()
-    (warm / "warmup" / "good").write_bytes(struct.pack("<f", 2.0))
-
-
-def _onnx_warmup(data_file: str) -> str:
-    return f"""
-model_warmup [ {{
-  name: "{data_file}" batch_size: 1
-  inputs {{ key: "X" value {{ data_type: TYPE_FP32 dims: [ 1 ] input_data_file: "{data_file}" }} }}
-}} ]
-"""
+    write_onnx(repository, "onnx_warm", times(2), _WARM_ONNX)
 
 
 def _write_ensemble(repository: Path) -> None:

@@ -57,7 +57,7 @@ def test_http_is_not_compressed_unless_asked(server: TritonServer) -> None:
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 def test_grpc(server: TritonServer, algorithm: str) -> None:
-    """Requests by the client's argument; responses by the server's flag, in the client's algorithm."""
+    """Requests by the client's argument; responses by the server's flag, in the same algorithm."""
     with Wire(server.grpc_url) as wire:
         client = grpc_client.InferenceServerClient(wire.url)
         inputs = infer_inputs(grpc_client, {"X": TENSOR})

@@ -10,7 +10,7 @@ from tests.server.features.calls import REPLY_S, Caller, Recorder, floats
 
 RecorderOf = Callable[[str], Recorder]
 
-LONG = 400_000.0
+LONG = 200_000.0
 """Rounds of ``onnx_pair``: seconds of computing."""
 
 

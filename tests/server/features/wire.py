@@ -1,9 +1,10 @@
 """A proxy that keeps every byte that passes: what a client and the server really said.
 
-For HTTP/1.1 :meth:`Wire.http_messages` gives headers and bodies, for gRPC :meth:`Wire.grpc_messages`
-the messages as they were framed, with the flag that says whether each is compressed.
+For HTTP/1.1, :meth:`Wire.http_messages` gives headers and bodies; for gRPC,
+:meth:`Wire.grpc_messages` the messages as they were framed and whether each is compressed.
 """
 
+import contextlib
 import email.parser
 import email.policy
 import socket
@@ -49,10 +50,8 @@ class Wire:
     def __exit__(self, *_: object) -> None:
         for one in self._sockets:
             # shutdown wakes the thread that is blocked in this socket; close alone would not.
-            try:
+            with contextlib.suppress(OSError):  # it is closed already
                 one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it is closed already
             one.close()
 
     def http_messages(self) -> list[tuple[Message, bytes]]:
@@ -63,7 +62,7 @@ class Wire:
         return found
 
     def grpc_messages(self, direction: str) -> list[tuple[bool, bytes]]:
-        """Of ``sent`` or ``received``: whether it is compressed, and the message as it travelled."""
+        """Of ``sent`` or ``received``: whether each is compressed, and its bytes on the way."""
         return list(_grpc_messages(self._all(direction)))
 
     def _all(self, direction: str) -> bytes:
@@ -87,13 +86,11 @@ class Wire:
 
 
 def _pump(source: socket.socket, sink: socket.socket, record: bytearray) -> None:
-    try:
+    with contextlib.suppress(OSError):  # either side has gone
         while data := source.recv(1 << 16):
             record += data  # before it is passed on: whoever has the answer finds it recorded
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
-    except OSError:
-        pass  # either side has gone
 
 
 def _http_messages(stream: bytes) -> Iterator[tuple[Message, bytes]]:
