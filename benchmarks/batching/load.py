@@ -102,9 +102,7 @@ async def open_loop(target: Target, arrivals: np.ndarray) -> tuple[Run, list[Rep
     return record.run(began, cpu), record.replies
 
 
-async def closed_loop(
-    target: Target, concurrency: int, seconds: float
-) -> tuple[Run, list[Reply]]:
+async def closed_loop(target: Target, concurrency: int, seconds: float) -> tuple[Run, list[Reply]]:
     """``concurrency`` users, each of whom sends the next request when the last one is answered.
 
     After ``seconds`` nobody sends another one; what is under way then is waited for. If nobody was answered by then and everybody waits in a queue on the
@@ -122,9 +120,7 @@ async def closed_loop(
                 await record.one(target, next(numbers), now)
 
         users = [asyncio.ensure_future(user()) for _ in range(concurrency)]
-        done, _ = await asyncio.wait(
-            users, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
-        )
+        done, _ = await asyncio.wait(users, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()
         stalled = not record.done and target.waiting == concurrency

@@ -9,6 +9,7 @@ Owns the server with all its variants of the model, the naive server beside it, 
 runs: at every load the modes take turns, so that a machine that drifts is the same for all of them.
 """
 
+import asyncio
 import contextlib
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from benchmarks.batching.plan import Plan
 from benchmarks.batching.repository import Variant, write_variant
 from benchmarks.batching.subjects import ROOT, Subject
 from benchmarks.batching.targets import Connection, NaiveTarget, ServerTarget, StaticTarget
+from benchmarks.batching.tiers import Mix, measure_mixes
 
 STATIC = 8
 """Rows of a static batch."""
@@ -38,9 +40,11 @@ WINDOW_US = 2_000
 LARGEST = 32
 PLAIN = "plain"
 """The variant without a batcher: for ``none``, and behind the queue of ``static``."""
+PRIORITIZED = "prioritized"
 SEED = 20
 _HTTP_CONNECTIONS = 256
 _WARM_S = 0.5
+_COUNTED_S = 5.0
 
 AnyTarget = ServerTarget | StaticTarget | NaiveTarget
 
@@ -65,6 +69,7 @@ class Results:
     """Requests per second of the unbatched model in a closed loop of four."""
     runs: list[Summary] = field(default_factory=list)
     grid: list[Cell] = field(default_factory=list)
+    mixes: list[Mix] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """For ``json.dumps``."""
@@ -75,7 +80,10 @@ def read_results(data: dict[str, Any]) -> Results:
     """The results that :meth:`Results.as_json` wrote."""
     cells = [Cell(**{**cell, "summary": from_json(cell["summary"])}) for cell in data["grid"]]
     runs = [from_json(run) for run in data["runs"]]
-    return Results(data["name"], data["capacity"], runs, cells)
+    mixes = [
+        Mix(mix["name"], from_json(mix["urgent"]), from_json(mix["bulk"])) for mix in data["mixes"]
+    ]
+    return Results(data["name"], data["capacity"], runs, cells, mixes)
 
 
 def dynamic_name(size: int, window_us: int) -> str:
@@ -91,6 +99,8 @@ def measure(subject: Subject, plan: Plan, threads: int, *, naive: bool = True) -
         repository = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batching-")))
         config = subject.config()
         write_variant(repository, subject.folder, config, Variant(PLAIN, LARGEST, None, threads))
+        prioritized = Variant(PRIORITIZED, LARGEST, 0, threads, priorities=2)
+        write_variant(repository, subject.folder, config, prioritized)
         for size, window in sorted(settings):
             variant = Variant(_variant(size, window), size, window, threads)
             write_variant(repository, subject.folder, config, variant)
@@ -130,6 +140,10 @@ async def _measure(subject: Subject, plan: Plan, url: str, naive_url: str | None
                     await bench.closed(mode, targets[mode], concurrency, plan.seconds)
                 )
         results.grid = await _grid(bench, plan, capacity)
+        results.mixes = await measure_mixes(
+            connection, subject, capacity, plan.mix_seconds,
+            shared=_variant(LARGEST, 0), prioritized=PRIORITIZED, plain=PLAIN,
+        )  # fmt: skip
         return results
 
 
@@ -188,14 +202,27 @@ class _Bench:
         run: Run, replies: list[Reply],
     ) -> Summary:  # fmt: skip
         target.check(replies)
-        batches = batches_between(before, await self._batches(target))
-        rows = sum(size * count for size, count in batches.items())
-        if batches and rows != len(replies):
-            raise RuntimeError(f"{mode}: the server executed {rows} rows, {len(replies)} came back")
+        batches = await self._executed(target, before, len(replies))
         if mode == "none" and set(batches) != {1}:
             raise RuntimeError(f"the model without a batcher ran batches of {sorted(batches)}")
         print(".", end="", file=sys.stderr, flush=True)
         return summarize(mode, load, level, run, batches=batches)
+
+    async def _executed(
+        self, target: AnyTarget, before: dict[int, int], wanted: int
+    ) -> dict[int, int]:
+        """The executions that held these rows; the server counts one after it has answered it."""
+        if target.model is None:
+            return {}
+        deadline = time.monotonic() + _COUNTED_S
+        while True:
+            batches = batches_between(before, await self._batches(target))
+            rows = sum(size * count for size, count in batches.items())
+            if rows == wanted:
+                return batches
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{target.model}: {rows} rows were executed, {wanted} answered")
+            await asyncio.sleep(0.01)
 
     async def _batches(self, target: AnyTarget) -> dict[int, int]:
         return {} if target.model is None else await self._connection.batches(target.model)

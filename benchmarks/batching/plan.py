@@ -17,6 +17,8 @@ class Plan:
     windows_us: tuple[int, ...]
     grid_rates: tuple[float, ...]
     grid_seconds: float
+    mix_seconds: float
+    """Of urgent requests beside bulk work."""
     language_seconds: float
     language_rates: tuple[float, ...]
     language_concurrencies: tuple[int, ...]
@@ -30,6 +32,7 @@ FULL = Plan(
     windows_us=(0, 1_000, 5_000, 20_000),
     grid_rates=(0.5, 1.2),
     grid_seconds=2.0,
+    mix_seconds=4.0,
     language_seconds=12.0,
     language_rates=(0.4, 0.8, 1.5, 2.2, 3.0),
     language_concurrencies=(4, 16),
@@ -42,6 +45,7 @@ QUICK = Plan(
     windows_us=(0, 5_000),
     grid_rates=(1.2,),
     grid_seconds=0.5,
+    mix_seconds=0.7,
     language_seconds=3.0,
     language_rates=(1.5,),
     language_concurrencies=(),

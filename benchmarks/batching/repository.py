@@ -22,6 +22,8 @@ class Variant:
     max_batch_size: int
     window_us: int | None
     threads: int
+    priorities: int = 0
+    """Priority levels of the batcher; requests that name none have the last one."""
 
 
 def write_variant(
@@ -39,6 +41,9 @@ def write_variant(
     for warmup in changed.model_warmup:
         warmup.batch_size = min(warmup.batch_size, variant.max_batch_size)
     set_window(changed, variant.window_us)
+    if variant.priorities:
+        changed.dynamic_batching.priority_levels = variant.priorities
+        changed.dynamic_batching.default_priority_level = variant.priorities
     set_threads(changed, variant.threads)
     write_config(target, changed)
 

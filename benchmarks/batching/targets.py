@@ -45,12 +45,17 @@ class ServerTarget:
 
     waiting = 0
 
-    def __init__(self, connection: Connection, model: str, subject: Subject) -> None:
+    def __init__(
+        self, connection: Connection, model: str, subject: Subject, *, priority: int | None = None
+    ) -> None:
         self.model = model
         self._infer = connection.stub.ModelInfer
         self._subject = subject
         count = len(subject.expected)
         self._requests = [_request(model, subject, [row]) for row in range(count)]
+        if priority is not None:
+            for request in self._requests:
+                request.parameters["priority"].uint64_param = priority
 
     async def send(self, number: int) -> Reply:
         """Send row ``number`` modulo the number of rows."""
