@@ -47,7 +47,8 @@ class TritonPythonModel:
         device_id = int(args["model_instance_device_id"]) if on_gpu else None
         try:
             options = read_options(config, device_id)
-            session = OnnxSession(model_path(folder, config["default_model_filename"]), options)
+            path = model_path(folder, config["default_model_filename"])
+            session = OnnxSession(path, options, device_id)
             check_config(config, session.signature)
         except JitneyError as error:
             raise refusal(pb_utils, error) from None
@@ -57,12 +58,13 @@ class TritonPythonModel:
             f"{args['model_instance_name']}: ONNX Runtime on {', '.join(session.providers)}"
         )
         batching = int(config["max_batch_size"]) > 0
+        self._session = session
         self._batcher = Batcher(session.run, session.signature, batching)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer the batch that the server put together."""
-        return answer(pb_utils, requests, self._batcher.execute)
+        return answer(pb_utils, requests, self._batcher.execute, self._session.adopt)
 
     def finalize(self) -> None:
         """Give the session back."""
-        del self._batcher
+        del self._batcher, self._session

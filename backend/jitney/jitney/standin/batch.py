@@ -8,6 +8,7 @@ gives views.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -16,9 +17,22 @@ from jitney.standin.signature import Signature, TensorInfo, show_dims
 
 _LOG = logging.getLogger(__name__)
 
-Arrays = dict[str, np.ndarray]
-Run = Callable[[Arrays, Sequence[str]], list[np.ndarray]]
-"""Inputs by name and the names of the wanted outputs -> these outputs. Raises JitneyError."""
+
+class OnDevice(Protocol):
+    """A tensor in a GPU's memory: what runs the model knows more of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def numpy(self) -> np.ndarray:
+        """A copy on the host."""
+
+
+Arrays = dict[str, "np.ndarray | OnDevice"]
+Run = Callable[[Arrays, Sequence[str]], "list[np.ndarray | OnDevice]"]
+"""Inputs by name and the names of the wanted outputs -> these outputs. Raises JitneyError.
+
+Outputs are on a device only if an input is."""
 
 NUMPY_TYPES: dict[str, type] = {
     "TYPE_BOOL": np.bool_,
@@ -77,7 +91,10 @@ class Batcher:
             arrays = self.run(work.inputs, work.outputs)
         except JitneyError as error:
             return error
-        return dict(zip(work.outputs, arrays, strict=True))
+        return {
+            name: array if array.shape or not isinstance(array, np.ndarray) else array.reshape(1)
+            for name, array in zip(work.outputs, arrays, strict=True)  # a scalar goes out as [1]
+        }
 
     def _together(self, works: Sequence[Work]) -> list[Arrays | JitneyError]:
         """Works whose inputs can be joined."""
@@ -138,7 +155,7 @@ def _groups(works: Sequence[Work]) -> list[list[int]]:
 
 
 def _rows(work: Work) -> int:
-    counts = {array.shape[0] if array.ndim else 1 for array in work.inputs.values()}
+    counts = {array.shape[0] if array.shape else 1 for array in work.inputs.values()}
     if len(counts) != 1:
         shapes = ", ".join(f"{name} {show_dims(a.shape)}" for name, a in work.inputs.items())
         raise InvalidArgumentError(
@@ -148,12 +165,20 @@ def _rows(work: Work) -> int:
 
 
 def _joined(works: Sequence[Work]) -> Arrays:
+    """Tensors of several requests are joined on the host, wherever they are."""
     if len(works) == 1:
         return works[0].inputs
-    return {name: np.concatenate([work.inputs[name] for work in works]) for name in works[0].inputs}
+    return {
+        name: np.concatenate([_on_host(work.inputs[name]) for work in works])
+        for name in works[0].inputs
+    }
 
 
-def _check_rows(name: str, array: np.ndarray, rows: int) -> None:
+def _on_host(array: np.ndarray | OnDevice) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.numpy()
+
+
+def _check_rows(name: str, array: np.ndarray | OnDevice, rows: int) -> None:
     if array.shape[:1] != (rows,):
         raise InternalError(
             f"the model's output {name!r} has shape {show_dims(array.shape)} for a batch of {rows} "
@@ -165,9 +190,12 @@ def _check_rows(name: str, array: np.ndarray, rows: int) -> None:
 def _divided(
     works: Sequence[Work], rows: Sequence[int], arrays: Arrays
 ) -> list[Arrays | JitneyError]:
+    if len(works) == 1:
+        return [{name: arrays[name] for name in works[0].outputs}]
     answers: list[Arrays | JitneyError] = []
     start = 0
     for work, count in zip(works, rows, strict=True):
-        answers.append({name: arrays[name][start : start + count] for name in work.outputs})
+        end = start + count
+        answers.append({name: _on_host(arrays[name])[start:end] for name in work.outputs})
         start += count
     return answers

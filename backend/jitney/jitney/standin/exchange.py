@@ -8,8 +8,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jitney.errors import InternalError, JitneyError
-from jitney.standin.batch import Arrays, Work
+from jitney.standin.batch import Arrays, OnDevice, Work
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,22 +20,28 @@ def answer(
     server: Any,
     requests: Sequence[Any],
     execute: Callable[[Sequence[Work]], list[Arrays | JitneyError]],
+    adopt: Callable[[str, Any], OnDevice],
 ) -> list[Any]:
     """One response for each request. Never raises: what is unforeseen is logged in full and sent
-    as an error that tells nothing of this machine."""
-    works = [
-        Work(
-            {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
-            tuple(request.requested_output_names()),
-        )
-        for request in requests
-    ]
+    as an error that tells nothing of this machine. ``adopt`` makes a tensor of a GPU's memory,
+    given with its name, one that ``execute`` understands.
+    """
+    answers: Sequence[Arrays | JitneyError]
     try:
-        answers = execute(works)
+        answers = execute([_work(request, adopt) for request in requests])
     except Exception:
-        _LOG.exception("a batch of %d requests failed", len(works))
-        answers = [InternalError("the model failed; the server's log says why")] * len(works)
+        _LOG.exception("a batch of %d requests failed", len(requests))
+        failed = InternalError("the model failed; the server's log says why")
+        answers = [failed for _ in requests]
     return [_response(server, made) for made in answers]
+
+
+def _work(request: Any, adopt: Callable[[str, Any], OnDevice]) -> Work:
+    inputs: Arrays = {}
+    for tensor in request.inputs():
+        name = tensor.name()
+        inputs[name] = tensor.as_numpy() if tensor.is_cpu() else adopt(name, tensor)
+    return Work(inputs, tuple(request.requested_output_names()))
 
 
 def refusal(server: Any, error: JitneyError) -> Exception:
@@ -71,5 +79,10 @@ def _response(server: Any, made: Arrays | JitneyError) -> Any:
     if isinstance(made, JitneyError):
         code = getattr(server.TritonError, made.server_code)
         return server.InferenceResponse(error=server.TritonError(made.client_message, code))
-    tensors = [server.Tensor(name, array) for name, array in made.items()]
+    tensors = [
+        server.Tensor(name, array)
+        if isinstance(array, np.ndarray)
+        else server.Tensor.from_dlpack(name, array)
+        for name, array in made.items()
+    ]
     return server.InferenceResponse(output_tensors=tensors)

@@ -58,6 +58,9 @@ _PARAMETERS = (
 )
 _OF_THE_SERVER = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 _NATIVE_SESSION_ENTRY = "session.use_device_allocator_for_initializers"
+_SPINNING = "session.intra_op.allow_spinning"
+"""Off unless the model asks for it: between two batches a thread that spins takes the core that the
+server needs to put the next one together. The native backend's threads spin."""
 _IGNORED_OPTIMIZATIONS = (
     *("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching"),
 )
@@ -109,7 +112,10 @@ def read_options(config: Config, device_id: int | None) -> OnnxOptions:
         parallel=_choice(parameters, "execution_mode", ("0", "1"), "0") == "1",
         mem_arena=_flag(parameters, "enable_mem_arena"),
         mem_pattern=_flag(parameters, "enable_mem_pattern"),
-        session_entries={n: v for n, v in parameters.items() if n.startswith("session.")},
+        session_entries={
+            _SPINNING: "0",
+            **{name: value for name, value in parameters.items() if name.startswith("session.")},
+        },
         run_entries={shrinkage: parameters[shrinkage]} if shrinkage in parameters else {},
         providers=tuple(providers),
         op_libraries=tuple(operations),

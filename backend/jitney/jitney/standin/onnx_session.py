@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as _OrtValue
 
 from jitney.errors import (
     CheckpointError,
@@ -20,7 +21,7 @@ from jitney.errors import (
     LoadError,
     UnsupportedModelError,
 )
-from jitney.standin.batch import Arrays
+from jitney.standin.batch import Arrays, OnDevice
 from jitney.standin.onnx_options import CPU, CUDA, OPENVINO, TENSORRT, GraphLevel, OnnxOptions
 from jitney.standin.signature import Signature, TensorInfo, data_type_of
 
@@ -60,12 +61,45 @@ _ERRORS = 3
 """ONNX Runtime's log level: errors and worse. Its warnings concern the exporter of the model."""
 
 
+class DeviceTensor:
+    """A tensor that stays in the memory it is in: a request's on a GPU, or an output there."""
+
+    def __init__(self, value: Any) -> None:
+        """``value`` is an OrtValue."""
+        self.value = value
+
+    @classmethod
+    def adopt(cls, source: Any, boolean: bool) -> "DeviceTensor":
+        """Share the memory of what gives a DLPack capsule, which does not tell ``boolean`` from
+        bytes."""
+        return cls(onnxruntime.OrtValue(_OrtValue.from_dlpack(source.to_dlpack(), boolean)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape())
+
+    def numpy(self) -> np.ndarray:
+        """A copy on the host."""
+        array: np.ndarray = self.value.numpy()
+        return array
+
+    def __dlpack__(self, *, stream: Any = None) -> Any:
+        return self.value._ortvalue.to_dlpack()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, number = self.value._ortvalue.__dlpack_device__()
+        return int(kind), int(number)
+
+
 class OnnxSession:
     """A loaded model. ``run`` is for one thread at a time, as an instance has only one."""
 
-    def __init__(self, path: Path, options: OnnxOptions) -> None:
-        """Raises CheckpointError or UnsupportedModelError naming the file and the reason, and
-        InstallationError if a wanted execution provider is missing."""
+    def __init__(self, path: Path, options: OnnxOptions, device_id: int | None = None) -> None:
+        """``device_id`` is the instance's GPU, None on the CPU.
+
+        Raises CheckpointError or UnsupportedModelError naming the file and the reason, and
+        InstallationError if a wanted execution provider is missing.
+        """
         wanted = [name for name, _ in options.providers]
         _require(wanted, onnxruntime.get_available_providers())
         self._session = _load(path, _session_options(options), [*options.providers, (CPU, {})])
@@ -79,23 +113,54 @@ class OnnxSession:
         inputs = (*self.signature.inputs, *self.signature.optional)
         self._text = {info.name for info in inputs if info.data_type == "TYPE_STRING"}
         self._scalars = {info.name for info in inputs if not info.dims}
+        self._booleans = {info.name for info in inputs if info.data_type == "TYPE_BOOL"}
+        self._text_outputs = {
+            info.name for info in self.signature.outputs if info.data_type == "TYPE_STRING"
+        }
+        self._device = ("cpu", 0) if device_id is None else ("cuda", device_id)
 
     @property
     def providers(self) -> list[str]:
         """What really runs the model, in order of preference."""
         return list(self._session.get_providers())
 
-    def run(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray]:
-        """The wanted outputs. Raises InvalidArgumentError or InternalError with a text for the
-        client: the operator that failed and why, no path of this or the building machine."""
-        feeds = inputs
-        if self._text or self._scalars:
-            feeds = {name: self._prepared(name, array) for name, array in inputs.items()}
+    def adopt(self, name: str, tensor: Any) -> DeviceTensor:
+        """An input of the server's that is in this GPU's memory, without a copy."""
+        return DeviceTensor.adopt(tensor, name in self._booleans)
+
+    def run(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
+        """The wanted outputs; on the device if an input is. Raises InvalidArgumentError or
+        InternalError with a text for the client: the operator that failed and why, no path of this
+        or the building machine."""
+        feeds = {
+            name: self._prepared(name, array) if isinstance(array, np.ndarray) else array
+            for name, array in inputs.items()
+        }
         try:
-            made: list[np.ndarray] = self._session.run(list(outputs), feeds, self._run_options)
+            if all(isinstance(array, np.ndarray) for array in feeds.values()):
+                made: list[Any] = self._session.run(list(outputs), feeds, self._run_options)
+                return made
+            return self._run_bound(feeds, outputs)
         except Exception as error:  # onnxruntime's share no base but Exception
             raise _run_error(error) from None
-        return made
+
+    def _run_bound(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
+        binding = self._session.io_binding()
+        for name, array in inputs.items():
+            if isinstance(array, DeviceTensor):
+                binding.bind_ortvalue_input(name, array.value)
+            else:
+                binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        for name in outputs:
+            device, number = ("cpu", 0) if name in self._text_outputs else self._device
+            binding.bind_output(name, device, number)
+        binding.synchronize_inputs()
+        self._session.run_with_iobinding(binding, self._run_options)
+        binding.synchronize_outputs()
+        return [
+            value.numpy() if name in self._text_outputs else DeviceTensor(value)
+            for name, value in zip(outputs, binding.get_outputs(), strict=True)
+        ]
 
     def _prepared(self, name: str, array: np.ndarray) -> np.ndarray:
         if name in self._scalars and array.size == 1:
@@ -162,7 +227,7 @@ def _load(path: Path, options: Any, providers: list[Any]) -> Any:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:  # onnxruntime's share no base but Exception
         kind = _kind(error)
-        text = f"{path} cannot be loaded: {_reason(error)}"
+        text = f"the model file {path} cannot be loaded: {_reason(error)}"
         if kind in ("NOT_IMPLEMENTED", "INVALID_GRAPH"):
             raise UnsupportedModelError(text) from None
         raise CheckpointError(text) from None
