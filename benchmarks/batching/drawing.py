@@ -1,4 +1,4 @@
-"""The pictures of docs/batching.md: load curves, the grid and the batch sizes, as small SVG files."""
+"""The pictures of docs/batching.md: load curves, the grid and the batch sizes, as SVG files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from benchmarks.batching.outcomes import Summary
 # Okabe and Ito's colours, which the colour-blind tell apart.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#CC79A7")
 MARKERS = "osDv^P"
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "jitney",  # the same picture is the same file
     "font.size": 9,

@@ -1,8 +1,9 @@
 """The load generator: sends requests at given moments, or keeps a number of them under way.
 
 Owns the clock and the bookkeeping of one run. A target is anything that answers ``send(number)``;
-what it does with the number is its own. Requests are prepared before the run and answers are looked
-at after it, so that the generator's share of the processor stays small; it is measured all the same.
+what it does with the number is its own. Requests are prepared before the run and answers are
+looked at after it, so that the generator's share of the processor stays small; it is measured all
+the same.
 """
 
 import asyncio
@@ -105,8 +106,9 @@ async def open_loop(target: Target, arrivals: np.ndarray) -> tuple[Run, list[Rep
 async def closed_loop(target: Target, concurrency: int, seconds: float) -> tuple[Run, list[Reply]]:
     """``concurrency`` users, each of whom sends the next request when the last one is answered.
 
-    After ``seconds`` nobody sends another one; what is under way then is waited for. If nobody was answered by then and everybody waits in a queue on the
-    client's side, the run has stalled: the flush at its end is all that gets them out.
+    After ``seconds`` nobody sends another one; what is under way then is waited for. If nobody was
+    answered by then and everybody waits in a queue on the client's side, the run has stalled: the
+    flush at its end is all that gets them out.
     """
     record = _Record()
     numbers = iter(range(1 << 62))

@@ -21,10 +21,10 @@ def digits() -> Predict:
     """The classifier of the export's recipe with the weights of the exported graph: training it
     again might not give the same ones."""
     import onnx
-    from export.recipes.digits import DigitsClassifier
     from onnx import numpy_helper
 
     from benchmarks.batching.subjects import built
+    from export.recipes.digits import DigitsClassifier
 
     graph = onnx.load(str(built("digits") / "1" / "model.onnx")).graph
     weights = {value.name: numpy_helper.to_array(value).copy() for value in graph.initializer}
@@ -39,10 +39,12 @@ def digits() -> Predict:
 
 
 def minilm() -> Predict:
-    """The encoder of the export's recipe, as transformers runs it."""
-    from export.recipes.minilm import recipe
+    """The encoder as transformers loads it, with the recipe's mean and normalization."""
+    from transformers import AutoModel
 
-    model = recipe().module.eval()
+    from export.recipes.minilm import SentenceEncoder, weights_folder
+
+    model = SentenceEncoder(AutoModel.from_pretrained(str(weights_folder()))).eval()
 
     def predict(row: dict[str, Any]) -> list[float]:
         ids, mask = torch.tensor([row["input_ids"]]), torch.tensor([row["attention_mask"]])

@@ -1,4 +1,4 @@
-"""Model repositories for the benchmarks: one model under several names, each batched in its own way.
+"""Model repositories for the benchmarks: one model under several names, each batched its own way.
 
 Owns the folders that are written for one server start. A variant shares the built model's version
 folder through a link and has the model's own configuration, changed in its scheduler, its batch

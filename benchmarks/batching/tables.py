@@ -83,8 +83,8 @@ def _grid(results: Results) -> str:
         cells = {(c.size, c.window_us): c.summary for c in results.grid if c.share == share}
         level = next(iter(cells.values())).level
         lines = [
-            f"Dynamic batching at {_number(level)} requests/s ({share:g} of the unbatched capacity):"
-            f" requests/s completed, {LATENCY}, rows per execution in brackets.",
+            f"Dynamic batching at {_number(level)} requests/s ({share:g} of the unbatched "
+            f"capacity): requests/s completed, {LATENCY}, rows per execution in brackets.",
             "",
             "| largest batch | " + " | ".join(f"{w / 1000:g} ms" for w in windows) + " |",
             "|---|" + "---|" * len(windows),

@@ -4,7 +4,8 @@ shared       both through one dynamic batcher
 priority     both through one batcher with two priority levels: the urgent overtake in the queue
 own tier     the urgent have a copy of the model to themselves, without a batcher
 
-Owns this mix and its rows of the results. The bulk is a closed loop, the urgent are Poisson arrivals.
+Owns this mix and its rows of the results. The bulk is a closed loop, the urgent are Poisson
+arrivals.
 """
 
 import asyncio

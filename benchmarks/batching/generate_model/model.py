@@ -1,10 +1,10 @@
 """A Python model for the server that calls transformers' ``generate`` on whatever it is handed.
 
-All rows of all requests of one call become one batch, padded on the left; it runs until the longest
-answer in it is complete, and every request gets its own part of the result. With the dynamic batcher
-in front this is dynamic batching of a language model; asked for whole batches, it is static batching.
-Copied into a model repository by ``benchmarks.batching.language``. Parameters of the model's
-configuration: ``checkpoint``, a folder, and ``threads``.
+All rows of all requests of one call become one batch, padded on the left; it runs until the
+longest answer in it is complete, and every request gets its own part of the result. With the
+dynamic batcher in front this is dynamic batching of a language model; asked for whole batches, it
+is static batching. ``benchmarks.batching.language`` copies this file into a model repository.
+Parameters of the model's configuration: ``checkpoint``, a folder, and ``threads``.
 """
 
 import json
