@@ -6,6 +6,7 @@ share rows, their sums would mix. With ``oldest`` it is kept by the correlation 
 """
 
 import json
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -14,12 +15,14 @@ import triton_python_backend_utils as pb_utils
 class TritonPythonModel:
     """Adds each request's value to its sequence's sum and answers with that."""
 
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
+        """Sums are kept by row or by correlation id, as the configured strategy demands."""
         config = json.loads(args["model_config"])
         self.by_row = "direct" in config["sequence_batching"]
-        self.sums = {}
+        self.sums: dict[int, int] = {}
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One request per sequence; a row without one is not ready, and its sum stays."""
         responses = []
         for row, request in enumerate(requests):
             value, start, end, ready, sequence = (

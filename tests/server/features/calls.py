@@ -88,14 +88,18 @@ class Caller:
         return future
 
     def send_in_order(self, model: str, values: list[int], **options: Any) -> "list[Future[Reply]]":
-        """Send to a recorder that is busy, one after the other: each is in the server's queue
+        """Send to a recorder that will keep all of them waiting: each is in the server's queue
         before the next one leaves."""
-        futures = []
-        for value in values:
-            before = self.pending(model)
-            futures.append(self.send(model, value, **options))
-            wait_until(lambda before=before: self.pending(model) == before + 1)
-        return futures
+        return [self.queued(model, self.send, value, **options) for value in values]
+
+    def queued(
+        self, model: str, send: "Callable[..., Future[Reply]]", *arguments: Any, **options: Any
+    ) -> "Future[Reply]":
+        """``send(model, …)``, and wait until the request is in the server's queue."""
+        before = self.pending(model)
+        future = send(model, *arguments, **options)
+        wait_until(lambda: self.pending(model) == before + 1)
+        return future
 
     def pending(self, model: str) -> float:
         """Requests of the model that the server has and has not begun to execute."""

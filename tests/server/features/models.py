@@ -140,6 +140,16 @@ def times(factor: float) -> onnx.ModelProto:
     return _model("times", nodes, constants)
 
 
+def times_rows() -> onnx.ModelProto:
+    """X [batch, n] -> Y = batch * X: an answer tells how many rows were computed together."""
+    nodes = [
+        helper.make_node("Shape", ["X"], ["rows"], start=0, end=1),
+        helper.make_node("Cast", ["rows"], ["factor"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["X", "factor"], ["Y"]),
+    ]
+    return _model("times_rows", nodes, [])
+
+
 def laborious() -> onnx.ModelProto:
     """X [batch, 1] -> Y = X, after the first row's X rounds of a small matrix product: a request
     takes as long as its value says."""

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -21,14 +22,16 @@ GATE_TIMEOUT_S = 60.0
 class TritonPythonModel:
     """Answers each row with its own value, the rows of the execution and the model's version."""
 
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
+        """Read the model's parameters: ``folder`` and, for the log, ``tag``."""
         parameters = json.loads(args["model_config"])["parameters"]
         self.folder = Path(parameters["folder"]["string_value"])
         self.tag = parameters.get("tag", {"string_value": ""})["string_value"]
         self.version = int(args["model_version"])
         self.instance = args["model_instance_name"]
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One execution, as the module describes it."""
         inputs = [
             {name: _tensor(request, name) for name in ("VALUE", "GATE")} for request in requests
         ]
@@ -41,7 +44,7 @@ class TritonPythonModel:
         self._log("end", values)
         return [self._response(tensors["VALUE"], len(values)) for tensors in inputs]
 
-    def _log(self, event, values):
+    def _log(self, event: str, values: list[int]) -> None:
         line = {
             "event": event,
             "values": values,
@@ -55,7 +58,7 @@ class TritonPythonModel:
         os.write(log, (json.dumps(line) + "\n").encode())
         os.close(log)
 
-    def _response(self, value, rows):
+    def _response(self, value: np.ndarray, rows: int) -> Any:
         return pb_utils.InferenceResponse(
             [
                 pb_utils.Tensor("VALUE_OUT", value),
@@ -65,11 +68,12 @@ class TritonPythonModel:
         )
 
 
-def _tensor(request, name):
-    return pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+def _tensor(request: Any, name: str) -> np.ndarray:
+    array: np.ndarray = pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+    return array
 
 
-def _wait_for(gate):
+def _wait_for(gate: Path) -> None:
     deadline = time.monotonic() + GATE_TIMEOUT_S
     while not gate.exists():
         if time.monotonic() > deadline:

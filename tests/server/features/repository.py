@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.server.features.models import (
     laborious,
     times,
+    times_rows,
     write_accumulator,
     write_onnx,
     write_recorder,
@@ -17,9 +18,9 @@ from tests.server.features.models import (
 HOUR_US = 3_600_000_000
 DELAY_S = 1.0
 """The window of the models called ``delay``."""
-TIMEOUT_S = 0.2
+TIMEOUT_S = 2.0
 """How long a request may wait in ``reject``."""
-IDLE_S = 1.0
+IDLE_S = 2.0
 """How long a sequence of ``idle`` may be silent."""
 
 BATCHERS = {
@@ -39,11 +40,10 @@ BATCHERS = {
 }
 
 QUEUES = {
-    "priorities": "priority_levels: 2 default_priority_level: 2",
-    "limited": "default_queue_policy { max_queue_size: 2 }",
-    "limited_level": """
+    "priorities": """
       priority_levels: 2 default_priority_level: 2
-      priority_queue_policy { key: 2 value { max_queue_size: 1 } }""",
+      priority_queue_policy { key: 2 value { max_queue_size: 3 } }""",
+    "limited": "default_queue_policy { max_queue_size: 2 }",
     "reject": f"""
       default_queue_policy {{
         timeout_action: REJECT
@@ -75,10 +75,11 @@ QUEUES = {
 """Inside ``dynamic_batching`` of models that execute one row at a time."""
 
 VERSION_POLICIES = {
-    "latest": "latest { num_versions: 2 }",
-    "specific": "specific { versions: [ 1 ] }",
-    "all": "all { }",
+    "latest": ((1, 2, 3), "latest { num_versions: 2 }"),
+    "specific": ((1, 2, 3), "specific { versions: [ 1 ] }"),
+    "all": ((1, 2), "all { }"),
 }
+"""The versions in the folder, and which of them are served."""
 
 WARM_VALUE = 41
 WARM_BATCH = 3
@@ -103,9 +104,8 @@ def write_features(repository: Path) -> None:
         write_recorder(repository, name, extra, max_batch_size=max_batch_size)
     for name, policy in QUEUES.items():
         write_recorder(repository, name, f"dynamic_batching {{ {policy} }}")
-    for name, policy in VERSION_POLICIES.items():
-        extra = f"version_policy: {{ {policy} }}"
-        write_recorder(repository, name, extra, versions=(1, 2, 3))
+    for name, (versions, policy) in VERSION_POLICIES.items():
+        write_recorder(repository, name, f"version_policy: {{ {policy} }}", versions=versions)
     write_recorder(repository, "pair", "instance_group [ { kind: KIND_CPU count: 2 } ]")
     write_recorder(repository, "swap")
     warm = write_recorder(repository, "warm", _WARM_RECORDER, max_batch_size=WARM_BATCH)
@@ -132,18 +132,15 @@ def _write_sequences(repository: Path) -> None:
 
 def _write_onnx(repository: Path) -> None:
     batching = f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR_US} }}"
-    write_onnx(repository, "onnx_full", times(3), batching, max_batch_size=4)
+    write_onnx(repository, "onnx_by_rows", times_rows(), batching, max_batch_size=4)
     two = "instance_group [ { kind: KIND_CPU count: 2 } ]"
     write_onnx(repository, "onnx_pair", laborious(), two)
-    write_onnx(repository, "onnx_warm", times(2), _WARM_ONNX)
+    write_onnx(repository, "onnx_by_six", times(6), _WARM_ONNX)
 
 
 def _write_ensemble(repository: Path) -> None:
-    """``thirty``: X -> onnx_by_six (alone in its batch) -> onnx_by_five (batches of 4) -> Y."""
-    batching = f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR_US} }}"
-    write_onnx(repository, "onnx_by_six", times(6))
-    write_onnx(repository, "onnx_by_five", times(5), batching, max_batch_size=4)
-    ensemble = repository / "thirty"
+    """``two_steps``: X -> onnx_by_six, each alone -> onnx_by_rows, in batches of 4 -> Y."""
+    ensemble = repository / "two_steps"
     (ensemble / "1").mkdir(parents=True)
     text = """
 platform: "ensemble"
@@ -158,7 +155,7 @@ ensemble_scheduling {
       output_map { key: "Y" value: "sixfold" }
     },
     {
-      model_name: "onnx_by_five" model_version: -1
+      model_name: "onnx_by_rows" model_version: -1
       input_map { key: "X" value: "sixfold" }
       output_map { key: "Y" value: "Y" }
     }
@@ -171,12 +168,12 @@ ensemble_scheduling {
 CACHE = "response_cache { enable: true }"
 
 RESOURCES = {
-    # Of the 4 tokens that the server's flag gives to all models together.
     "whole": (4, 1),
-    "other_whole": (4, 1),
+    "seldom": (4, 3),
     "half": (2, 1),
     "other_half": (2, 1),
 }
+"""How many of the 4 tokens that the server's flag gives to all models, and the priority."""
 
 
 def write_limited(repository: Path) -> None:
@@ -185,8 +182,6 @@ def write_limited(repository: Path) -> None:
     write_onnx(repository, "onnx_cached", times(7), CACHE)
     for name, (count, priority) in RESOURCES.items():
         write_recorder(repository, name, limited_instance(count, priority))
-    write_recorder(repository, "often", limited_instance(4, 1))
-    write_recorder(repository, "seldom", limited_instance(4, 3))
 
 
 def limited_instance(count: int, priority: int) -> str:

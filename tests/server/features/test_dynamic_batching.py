@@ -19,7 +19,7 @@ def test_the_window_gathers_requests_into_one_execution(
         caller.count("full", INFERENCES),
         caller.batches("full"),
     )
-    futures = [caller.send("full", value) for value in range(1, 5)]
+    futures = [*caller.send_in_order("full", [1, 2, 3]), caller.send("full", 4)]
     replies = [future.result() for future in futures]
     assert [reply.value("VALUE_OUT") for reply in replies] == [1, 2, 3, 4]  # each got its own
     assert [reply.value("ROWS") for reply in replies] == [4, 4, 4, 4]
@@ -30,8 +30,7 @@ def test_the_window_gathers_requests_into_one_execution(
 
 def test_a_request_of_several_rows_counts_as_many(caller: Caller, recorder: RecorderOf) -> None:
     log, before = recorder("full"), caller.batches("full")
-    three = caller.send_rows("full", [11, 12, 13])
-    wait_until(lambda: caller.pending("full") == 1)
+    three = caller.queued("full", caller.send_rows, [11, 12, 13])
     one = caller.send("full", 14)
     assert three.result().outputs["VALUE_OUT"].ravel().tolist() == [11, 12, 13]
     assert one.result().value("ROWS") == 4
@@ -92,8 +91,11 @@ def test_answers_keep_the_order_of_the_requests(caller: Caller, recorder: Record
 
 
 def test_onnx_requests_share_an_execution(caller: Caller) -> None:
-    inferences, batches = caller.count("onnx_full", INFERENCES), caller.batches("onnx_full")
-    futures = [caller.send_tensors("onnx_full", {"X": floats(value)}) for value in (1, 2, 3, 4)]
-    assert [future.result().value("Y") for future in futures] == [3, 6, 9, 12]
-    settles(lambda: caller.count("onnx_full", INFERENCES) - inferences, 4)
-    settles(lambda: caller.batches("onnx_full") - batches, {4: 1})
+    inferences, batches = caller.count("onnx_by_rows", INFERENCES), caller.batches("onnx_by_rows")
+    send, tensors = caller.send_tensors, [{"X": floats(value)} for value in (1, 2, 3, 4)]
+    futures = [caller.queued("onnx_by_rows", send, tensor) for tensor in tensors[:3]]
+    futures.append(send("onnx_by_rows", tensors[3]))
+    # The model multiplies by the rows that it was given at once: not the server alone batches.
+    assert [future.result().value("Y") for future in futures] == [4, 8, 12, 16]
+    settles(lambda: caller.count("onnx_by_rows", INFERENCES) - inferences, 4)
+    settles(lambda: caller.batches("onnx_by_rows") - batches, {4: 1})

@@ -97,14 +97,14 @@ def test_a_full_queue_refuses(caller: Caller, block: Callable[[str], Blocked]) -
 def test_a_limit_of_one_level_leaves_the_other_alone(
     caller: Caller, block: Callable[[str], Blocked]
 ) -> None:
-    blocked = block("limited_level")
-    low = caller.send_in_order("limited_level", [2])
-    assert FULL in _error(caller.send("limited_level", 3))
-    high = caller.send_in_order("limited_level", [4, 5], priority=1)
+    blocked = block("priorities")
+    low = caller.send_in_order("priorities", [2, 3, 4])
+    assert FULL in _error(caller.send("priorities", 5))
+    high = caller.send_in_order("priorities", [6], priority=1)
     blocked.release()
     for future in low + high:
         future.result()
-    assert blocked.log.order() == [1, 4, 5, 2]
+    assert blocked.log.order() == [1, 6, 2, 3, 4]
 
 
 def test_a_request_that_waited_too_long_is_rejected(

@@ -62,7 +62,9 @@ def test_direct_a_sequence_waits_until_a_row_is_free(
     one, other, third = (start("direct") for _ in range(3))
     assert one.add(1, start=True) == 1
     assert other.add(10, start=True) == 10
-    waiting = [third.send(100, start=True), third.send(100, end=True)]
+    waiting = [third.send(100, start=True)]
+    wait_until(lambda: caller.pending("direct") == 1)
+    waiting.append(third.send(100, end=True))
     time.sleep(0.3)
     assert not waiting[0].done()
     assert one.add(1, end=True) == 2
@@ -110,7 +112,7 @@ def test_a_silent_sequence_ends(start: Callable[[str], Sequence]) -> None:
     sequence = start("idle")
     assert sequence.add(1, start=True) == 1
     assert sequence.add(1) == 2
-    time.sleep(2 * IDLE_S)
+    time.sleep(1.5 * IDLE_S)
     with pytest.raises(InferenceServerException, match="START"):
         sequence.add(1)
 
