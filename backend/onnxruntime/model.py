@@ -13,8 +13,9 @@ import triton_python_backend_utils as pb_utils
 from jitney.errors import JitneyError
 from jitney.standin.batch import Batcher
 from jitney.standin.exchange import answer, log_to_server, refusal
+from jitney.standin.model_file import model_path
 from jitney.standin.onnx_options import read_options
-from jitney.standin.onnx_session import OnnxSession, model_path, read_signature
+from jitney.standin.onnx_session import OnnxSession, read_signature
 from jitney.standin.signature import check_config, complete_config
 
 DEFAULT_MAX_BATCH_SIZE = 4
@@ -29,7 +30,9 @@ class TritonPythonModel:
         """Fill in what ``config.pbtxt`` leaves open, from the model file."""
         config = auto_complete_model_config.as_dict()
         try:
-            path = model_path(Path(pb_utils.get_model_dir()), config["default_model_filename"])
+            path = model_path(
+                Path(pb_utils.get_model_dir()), config["default_model_filename"] or "model.onnx"
+            )
             operations = config.get("model_operations", {}).get("op_library_filename", [])
             signature = read_signature(path, operations)
             complete_config(config, signature, DEFAULT_MAX_BATCH_SIZE)
@@ -47,7 +50,7 @@ class TritonPythonModel:
         device_id = int(args["model_instance_device_id"]) if on_gpu else None
         try:
             options = read_options(config, device_id)
-            path = model_path(folder, config["default_model_filename"])
+            path = model_path(folder, config["default_model_filename"] or "model.onnx")
             session = OnnxSession(path, options, device_id)
             check_config(config, session.signature)
         except JitneyError as error:

@@ -43,7 +43,8 @@ def test_wheel_holds_the_package_and_the_backend_folders(wheel: Path) -> None:
         for path in (ROOT / "backend/jitney/jitney").rglob("*.py")
     }
     assert checkout <= names
-    assert "jitney_backends/jitney/model.py" in names
+    for backend in ("jitney", "onnxruntime", "tensorrt"):
+        assert f"jitney_backends/{backend}/model.py" in names
     tops = {name.split("/")[0] for name in names}
     information = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
     assert tops == {"jitney", "jitney_backends", information}
@@ -67,7 +68,8 @@ def test_an_installed_wheel_finds_its_backends(wheel: Path, tmp_path: Path) -> N
         "import jitney, jitney.installation as i\n"
         "(folder,) = i.backend_directories()\n"
         "print(folder)\n"
-        "assert (folder / 'jitney' / 'model.py').is_file()\n"
+        "for name in ('jitney', 'onnxruntime', 'tensorrt'):\n"
+        "    assert (folder / name / 'model.py').is_file()\n"
         "assert folder.parent == i.Path(jitney.__path__[0]).parent"
     )
     folder = run_installed(wheel, tmp_path, code)

@@ -146,10 +146,11 @@ BAD: dict[str, tuple[Any, str, str]] = {
         "optimization { graph { level: 7 } }\n",
         r"optimization\.graph\.level is 7, but must be -1, 0, 1 or 2",
     ),
+    "no_plan": (None, 'platform: "tensorrt_plan"\n', r"no_plan/1/model\.plan is missing"),
     "plan": (
         b"no engine",
         'platform: "tensorrt_plan"\n',
-        r"TensorRT",
+        r"TensorRT engine needs an NVIDIA GPU .*backend: onnxruntime.*NVIDIA's container",
     ),
 }
 
@@ -159,7 +160,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
     write_good(repository)
     for name, (made, config, _) in BAD.items():
-        filename = "model.plan" if name == "plan" else "model.onnx"
+        filename = "model.plan" if name.endswith("plan") else "model.onnx"
         models.write_model(repository, f"bad_{name}", made, config + ONE, filename)
     with TritonServer(repository, keep_going=True, exit_timeout_s=60) as started:
         yield started

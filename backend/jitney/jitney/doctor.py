@@ -54,6 +54,7 @@ def examine(ports: Sequence[int], host: str = "127.0.0.1") -> list[Finding]:
         _transformers,
         _imports,
         _numba,
+        _onnxruntime,
         _server,
         _libraries,
         _backends,
@@ -123,6 +124,27 @@ def _numba() -> Finding:
             "pip install 'triton-jitney[cpu]'",
         )
     return Finding("numba", "ok", version)
+
+
+def _onnxruntime() -> Finding:
+    """What exported models run on; the two distributions own the same folder."""
+    versions = {name: _version(name) for name in ("onnxruntime", "onnxruntime-gpu")}
+    present = [f"{name} {version}" for name, version in versions.items() if version is not None]
+    if not present:
+        return Finding(
+            "onnxruntime",
+            "warns",
+            "missing: models of the onnxruntime backend cannot be served",
+            "pip install 'triton-jitney[onnx]' (with a GPU: [onnx-gpu])",
+        )
+    if len(present) > 1:
+        return Finding(
+            "onnxruntime",
+            "warns",
+            f"{' and '.join(present)} are both installed, in the same folder: one hides the other",
+            "pip uninstall onnxruntime onnxruntime-gpu, then install the one you need",
+        )
+    return Finding("onnxruntime", "ok", present[0])
 
 
 def _server() -> Finding:

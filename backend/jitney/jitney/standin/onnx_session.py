@@ -189,17 +189,6 @@ def read_signature(path: Path, op_libraries: Sequence[str] = ()) -> Signature:
     return _signature_of(_load(path, options, [(CPU, {})]))
 
 
-def model_path(version_folder: Path, filename: str) -> Path:
-    """The model file of a version: ``filename`` (``default_model_filename``) or ``model.onnx``;
-    a folder of that name has a ``model.onnx`` inside. Raises CheckpointError if there is none."""
-    path = version_folder / (filename or "model.onnx")
-    if path.is_dir():
-        path /= "model.onnx"
-    if not path.is_file():
-        raise CheckpointError(f"the model file {path} is missing")
-    return path
-
-
 def _session_options(options: OnnxOptions) -> Any:
     made = onnxruntime.SessionOptions()
     made.log_severity_level = _ERRORS
