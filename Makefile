@@ -18,7 +18,7 @@ ARGS ?=
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo serve doctor test test-slow check bench clean clean-venv
+.PHONY: help env models demo serve doctor test test-slow check bench clean clean-venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,10 +27,15 @@ help: ## this list
 env: ## make or complete .venv (every target below does it first)
 	@$(PYTHON) scripts/environment.py --torch-index "$(TORCH_INDEX)"
 
+models: env ## build the models that git does not hold (once; about a minute)
+	@$(VENV)/python scripts/build_models.py
+
+# Without the libraries for an export, the demo shows the language model alone.
 demo: env ## start the real server and watch a dozen requests share one batch
+	@$(VENV)/python scripts/build_models.py --go-on
 	@$(VENV)/python scripts/demo.py $(ARGS)
 
-serve: env ## serve REPOSITORY until Ctrl-C
+serve: env $(if $(filter model_repository,$(REPOSITORY)),models) ## serve REPOSITORY until Ctrl-C
 	@$(VENV)/jitney serve $(REPOSITORY) $(ARGS)
 
 doctor: env ## say what is wrong with this installation and how to mend it

@@ -2,8 +2,9 @@
 
 Starts the embedded Triton server over model_repository/, streams one completion to the terminal,
 then sends twelve prompts of different lengths over gRPC and HTTP, a tenth of a second apart, shows
-how they board and leave the batch, prints the figures, and stops the server. The exit status is not
-0 if anything failed: a request, the batching itself, or the stop.
+how they board and leave the batch, and prints the figures. Then, if `make models` has built them,
+the other models: the nearest sentence, a drawn digit, dynamic batching. Last, it stops the server.
+The exit status is not 0 if anything failed: a request, the batching itself, or the stop.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+import demo_models
 from demo_passengers import MODEL, Passenger, make_passengers, ride, ride_grpc
 from demo_picture import most_aboard, picture
 from jitney.errors import JitneyError
@@ -24,6 +26,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.rule import Rule
 from rich.text import Text
+from tritonclient.utils import InferenceServerException
 
 ROOT = Path(__file__).resolve().parent.parent
 BETWEEN_S = 0.1
@@ -44,7 +47,7 @@ def main() -> int:
     live = console.is_terminal and not arguments.plain
     try:
         run(console, live, arguments.log_file)
-    except (JitneyError, DemoError) as error:
+    except (JitneyError, DemoError, InferenceServerException) as error:
         Console(stderr=True, highlight=False).print(Text(f"\nThe demo failed: {error}", "bold red"))
         print("`make doctor` looks for the cause.", file=sys.stderr)
         return 1
@@ -56,7 +59,10 @@ def main() -> int:
 def run(console: Console, live: bool, log_file: Path | None) -> None:
     """The whole show. Raises DemoError or JitneyError."""
     begin = time.monotonic()
-    server = TritonServer(ROOT / "model_repository", models=[MODEL], log_file=log_file)
+    repository = ROOT / "model_repository"
+    left_out = demo_models.missing(repository)
+    models = [MODEL] if left_out else [MODEL, *demo_models.NEEDS]
+    server = TritonServer(repository, models=models, log_file=log_file)
     note = "Starting the server (the first time, kernels are compiled: up to a minute) …"
     if live:
         with console.status(note):
@@ -71,13 +77,19 @@ def run(console: Console, live: bool, log_file: Path | None) -> None:
         )
         show_one(console, server)
         passengers = show_many(console, server, live)
+        problems = [] if left_out else demo_models.show(console, server.grpc_url)
     finally:
         begin = time.monotonic()
         clean = server.stop()
     if not clean:
         raise DemoError(f"the server did not stop cleanly; its log is {server.log_file}")
+    console.print(Rule(style="dim"))
+    if left_out:
+        console.print(f"Left out, the models beside the language model: {left_out}.")
     console.print(f"The server stopped cleanly in {time.monotonic() - begin:.1f} s.")
     check(passengers)
+    if problems:
+        raise DemoError("; ".join(problems))
 
 
 def show_one(console: Console, server: TritonServer) -> None:

@@ -84,7 +84,7 @@ class Ledger:
 
 @dataclass
 class View:
-    """One request: which sequence, its flags, and the image, or why that was refused."""
+    """One request: which sequence, its flags, and the image, or why that is no image."""
 
     sequence: int
     start: bool
@@ -122,20 +122,20 @@ class TritonPythonModel:
         for view in views:
             if view.start:
                 self._ledger.begin(view.sequence)
+        accepted = [view for view in views if not view.refusal]
+        responses = {id(view): _failure(view.refusal) for view in views if view.refusal}
         try:
-            logits = iter(classify([view.image for view in views if not view.refusal]))
+            logits = classify([view.image for view in accepted])
         except InnerError as error:
-            logits = iter(())
-            for view in views:
-                view.refusal = view.refusal or f"{DIGITS}: {error}"
-        responses = []
+            code = pb_utils.TritonError.UNAVAILABLE
+            responses |= {id(view): _failure(f"{DIGITS}: {error}", code) for view in accepted}
+        else:
+            for view, row in zip(accepted, logits, strict=True):
+                responses[id(view)] = self._answer(view, row)
         for view in views:
-            responses.append(
-                _failure(view.refusal) if view.refusal else self._answer(view, next(logits))
-            )
             if view.end:
                 self._ledger.end(view.sequence)
-        return responses
+        return [responses[id(view)] for view in views]
 
     def finalize(self) -> None:
         """Called when every request was answered."""
@@ -208,7 +208,7 @@ def log_softmax(values: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def _failure(message: str) -> Any:
-    return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG)
-    )
+def _failure(message: str, code: Any = None) -> Any:
+    """An error of the client's making, unless ``code`` says otherwise."""
+    code = pb_utils.TritonError.INVALID_ARG if code is None else code
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
