@@ -3,7 +3,7 @@
     python -m benchmarks.batching_modes                       # about ten minutes on two cores
     python -m benchmarks.batching_modes --quick               # a look, in about a minute
     python -m benchmarks.batching_modes --parts minilm        # of digits, minilm, language
-    python -m benchmarks.batching_modes --draw build/benchmarks/batching.json
+    python -m benchmarks.batching_modes --again               # print and draw the last results
 
 Models of one call: no batching, static, dynamic (batch size by window) and a naive server. The
 language model m100: static, dynamic and in-flight. Latency counts from the scheduled arrival. The
@@ -34,20 +34,18 @@ def main() -> None:
     """Measure or read, print, draw."""
     arguments = _parse()
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
-    file = arguments.draw or arguments.work_dir / "batching.json"
-    if arguments.draw is None:
-        plan = QUICK if arguments.quick else FULL
-        threads = arguments.threads or len(os.sched_getaffinity(0))
-        began = time.perf_counter()
-        measured = [_part(name, plan, threads, arguments.work_dir) for name in arguments.parts]
-        print(f"\n{time.perf_counter() - began:.0f} s", file=sys.stderr)
-        text = json.dumps([results.as_json() for results in measured], indent=1)
-        file.write_text(text, encoding="utf-8")
-    else:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        measured = [read_results(part) for part in data]
-    for results in measured:
-        print(f"\n### {results.name}\n\n{tables(results)}")
+    plan = QUICK if arguments.quick else FULL
+    threads = arguments.threads or len(os.sched_getaffinity(0))
+    measured = []
+    for name in arguments.parts:
+        file = arguments.work_dir / f"batching-{name}.json"
+        if not arguments.again:
+            began = time.perf_counter()
+            results = _part(name, plan, threads, arguments.work_dir)
+            print(f" {time.perf_counter() - began:.0f} s", file=sys.stderr)
+            file.write_text(json.dumps(results.as_json(), indent=1), encoding="utf-8")
+        measured.append(read_results(json.loads(file.read_text(encoding="utf-8"))))
+        print(f"\n### {name}\n\n{tables(measured[-1])}", flush=True)
     if arguments.pictures:
         from benchmarks.batching.drawing import draw
 
@@ -69,7 +67,9 @@ def _parse() -> argparse.Namespace:
         "--pictures", type=Path, metavar="FOLDER", help="draw into it; the documents' own: "
         "docs/pictures",
     )  # fmt: skip
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing: read that")
+    parser.add_argument(
+        "--again", action="store_true", help="measure nothing: read what the last run left"
+    )
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
     arguments = parser.parse_args()
     for part in arguments.parts:
@@ -79,7 +79,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _part(name: str, plan: Plan, threads: int, work_dir: Path) -> Results:
-    print(f"\n{name} ", end="", file=sys.stderr, flush=True)
+    print(f"{name} ", end="", file=sys.stderr, flush=True)
     if name == LANGUAGE:
         checkpoint = save_m100(work_dir / "m100")
         save_tokenizer(checkpoint)

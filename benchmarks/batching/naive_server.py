@@ -82,7 +82,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     app = make_app(MODELS[arguments.model]())
-    uvicorn.run(app, host="127.0.0.1", port=arguments.port, log_level="warning", access_log=False)
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=arguments.port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=3600,  # a client's idle connection must not end as it is used again
+    )
 
 
 if __name__ == "__main__":

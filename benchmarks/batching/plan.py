@@ -33,7 +33,7 @@ FULL = Plan(
     grid_rates=(0.5, 1.2),
     grid_seconds=2.0,
     mix_seconds=4.0,
-    language_seconds=12.0,
+    language_seconds=10.0,
     language_rates=(0.4, 0.8, 1.5, 2.2, 3.0),
     language_concurrencies=(4, 16),
 )

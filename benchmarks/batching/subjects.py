@@ -131,12 +131,13 @@ def make(
     return Subject(name, folder, rows, output, np.stack(answers), tolerance)
 
 
-def built(name: str, *options: str, folder: Path | None = None) -> Path:
-    """The folder of an exported model; exported now if it is not there. ``options`` go to export.
+def built(name: str, *options: str, folder_name: str | None = None) -> Path:
+    """The folder of an exported model; exported now if it is not there. ``options`` go to export,
+    which may call the folder otherwise: ``folder_name``.
 
     Raises RuntimeError with what the export said if that fails.
     """
-    target = (folder or BUILT) / name
+    target = BUILT / (folder_name or name)
     if not (target / "1" / "model.onnx").exists():
         print(f"exporting {name} …", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "export", name, *options, "--out", str(target.parent)]
