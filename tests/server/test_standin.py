@@ -46,7 +46,7 @@ def write_good(repository: Path) -> None:
         repository,
         "platform",
         models.identity(shape=("n", 2)),
-        f'platform: "onnxruntime_onnx"\nmax_batch_size: 6\n{ONE}'
+        'platform: "onnxruntime_onnx"\nmax_batch_size: 6\ninstance_group [{ kind: KIND_AUTO }]\n'
         + io("input", "x", "TYPE_FP32", "[2]"),
     )
     write(
@@ -56,6 +56,8 @@ def write_good(repository: Path) -> None:
         f'backend: "onnxruntime"\ndefault_model_filename: "net.onnx"\n{ONE}',
         "net.onnx",
     )
+    write(repository, "versions", models.identity(), f"version_policy: {{ all {{}} }}\n{ONE}")
+    write(repository, "versions", models.doubled(), filename="../3/model.onnx")
     write(repository, "batched", models.two_inputs(), f"max_batch_size: 16\n{ONE}{DELAY}")
     write(repository, "lookup", models.lookup(), f"max_batch_size: 16\n{ONE}{DELAY}")
     write(repository, "row_sums", models.row_sums(), ONE)
@@ -230,6 +232,13 @@ def test_platform_and_partial_config(client: Any) -> None:
 
 def test_default_model_filename(client: Any) -> None:
     np.testing.assert_array_equal(infer(client, "renamed", x=floats([3]))["y"], [[3]])
+
+
+def test_each_version_is_its_own_file(client: Any) -> None:
+    made = grpc_client.InferInput("x", [1, 1], "FP32")
+    made.set_data_from_numpy(floats([3]))
+    replies = {v: client.infer("versions", [made], model_version=v) for v in ("1", "3")}
+    assert {v: reply.as_numpy("y").item() for v, reply in replies.items()} == {"1": 3, "3": 6}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -53,6 +53,12 @@ def identity(data_type: str = "FLOAT", shape: Shape = ("n", "m")) -> onnx.ModelP
     return model([node], [_tensor("x", data_type, shape)], [_tensor("y", data_type, shape)])
 
 
+def doubled() -> onnx.ModelProto:
+    """``y = x + x``, with the tensors of :func:`identity`."""
+    tensors = [_tensor(name, "FLOAT", ("n", "m")) for name in "xy"]
+    return model([helper.make_node("Add", ["x", "x"], ["y"])], tensors[:1], tensors[1:])
+
+
 def add_with_default(shape: Shape = ("n", 2)) -> onnx.ModelProto:
     """``y = x + b``; b is 10 and 20 unless it is given."""
     tensors = [_tensor(name, "FLOAT", shape) for name in "xby"]
@@ -140,7 +146,7 @@ def write_model(
     filename: str = "model.onnx",
 ) -> Path:
     """A model folder; without ``config`` it has no config.pbtxt at all. Returns the file's path."""
-    path = repository / name / "1" / filename
+    path = (repository / name / "1" / filename).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     if made is not None:
         path.write_bytes(made if isinstance(made, bytes) else made.SerializeToString())
