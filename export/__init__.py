@@ -2,8 +2,9 @@
 
 ``python -m export MODEL`` runs the whole way; docs/export.md describes it. Imports point downward:
 
-    __main__ → pipeline → tensorrt_engine, precision, parity, onnx_model, config_pbtxt, publish
-             → resolve → recipe → errors
+    __main__ → pipeline → precision, tensorrt_run → parity, tensorrt_engine, config_pbtxt
+             → onnx_model, publish → recipe → errors
+    __main__ → resolve → recipes → recipe
 
 ``recipes/`` holds the models that are exported by name.
 """

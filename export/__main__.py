@@ -53,6 +53,9 @@ def export(
     max_batch_size: Annotated[
         int | None, typer.Option(help="The server's largest batch. Default: the recipe's.", min=1)
     ] = None,
+    timing_cache: Annotated[
+        Path, typer.Option(help="Where TensorRT keeps the timings of its kernels between builds.")
+    ] = Path("~/.cache/jitney/tensorrt-timings"),
 ) -> None:
     """Turn a torch model into one that Triton Inference Server batches by itself.
 
@@ -75,7 +78,7 @@ def export(
         recipe = resolve(model, name=name, max_batch_size=max_batch_size)
         progress.update(task, total=1, completed=1)
         targets = plan(recipe.name, onnx=onnx, tensorrt=tensorrt, int8=int8, fp16=fp16, bf16=bf16)
-        made = run(recipe, targets, out_folder, progress)
+        made = run(recipe, targets, out_folder, progress, timing_cache=timing_cache.expanduser())
     if recipe.note:
         out.print(f"{recipe.name}: {recipe.note}", markup=False)
     table = Table("folder", "MB", "largest difference", "quality", "seconds", box=None)

@@ -5,10 +5,11 @@ computes the same as the module is ``parity``'s question.
 """
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def export_onnx(
     try:
         with _quiet(), torch.no_grad():
             program = torch.onnx.export(
-                module,
+                _with_names(module, recipe.inputs),
                 (),
                 kwargs=example,
                 dynamo=True,
@@ -81,6 +82,31 @@ def export_onnx(
     weights = sum(each.numel() * each.element_size() for each in module.state_dict().values())
     program.save(path, external_data=weights > largest_inline)
     check_onnx(recipe, path)
+
+
+class _Named(torch.nn.Module):
+    """A module whose ``forward`` takes any keyword, under a signature that names the inputs.
+
+    The tracer matches dynamic dimensions with the names in the signature.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self.module = module
+
+        def forward(**inputs: torch.Tensor) -> object:
+            return module(**inputs)
+
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind) for name in names]
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+def _with_names(module: torch.nn.Module, names: Iterable[str]) -> torch.nn.Module:
+    parameters = inspect.signature(module.forward).parameters.values()
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return _Named(module, names) if takes_any else module
 
 
 def check_onnx(recipe: Recipe, path: Path) -> None:

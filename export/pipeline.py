@@ -10,19 +10,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
 
-from export.config_pbtxt import Target, config_text
+from export.config_pbtxt import Precision, Target, config_text
 from export.errors import RecipeError
 from export.onnx_model import export_onnx, ports
 from export.parity import Run, check_parity, onnx_run, torch_run
 from export.precision import DTYPES, Figure, InPrecision, check_quality, quality_of, to_int8
 from export.publish import publish
 from export.recipe import Recipe
-
-ORT = "ONNX Runtime"
+from export.tensorrt_engine import build_engine, load_tensorrt, profiles_of
+from export.tensorrt_run import engine_run, require_gpu
 
 
 @dataclass(frozen=True)
@@ -56,26 +57,65 @@ def plan(
         targets.append(Target(f"{name}_int8", "onnx", "int8"))
     if fp16 and not tensorrt:
         targets.append(Target(f"{name}_fp16", "onnx", "fp16"))
+    if tensorrt:
+        # Alone, an engine takes the ONNX model's place; beside it, it needs a name of its own.
+        folder = f"{name}_tensorrt" if onnx else name
+        precision: Precision = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+        suffix = "" if precision == "fp32" else f"_{precision}"
+        targets.append(Target(f"{folder}{suffix}", "tensorrt", precision))
     return targets
 
 
 def export(
-    recipe: Recipe, targets: Sequence[Target], repository: Path, progress: Progress
+    recipe: Recipe,
+    targets: Sequence[Target],
+    repository: Path,
+    progress: Progress,
+    *,
+    timing_cache: Path | None = None,
 ) -> list[Made]:
     """Make and check every target, then write all of them. Raises ExportError before writing."""
-    with tempfile.TemporaryDirectory(prefix="export-") as folder:
-        made = [_make(recipe, target, Path(folder) / target.folder, progress) for target in targets]
+    # What is missing is said before minutes are spent.
+    trt = None
+    if any(target.runtime == "tensorrt" for target in targets):
+        trt = load_tensorrt()
+        require_gpu()
+    with tempfile.TemporaryDirectory(prefix="export-") as work:
+        made = [
+            _make(recipe, target, Path(work) / target.folder, progress, trt, timing_cache)
+            for target in targets
+        ]
         for each in made:
             publish(each.folder, each.config, repository / each.target.folder)
     return made
 
 
-def _make(recipe: Recipe, target: Target, folder: Path, progress: Progress) -> Made:
+def _make(
+    recipe: Recipe,
+    target: Target,
+    folder: Path,
+    progress: Progress,
+    trt: Any,
+    timing_cache: Path | None,
+) -> Made:
+    """One target in ``folder``, which is new and becomes its version folder."""
     started = time.monotonic()
     folder.mkdir()
-    path = folder / "model.onnx"
-    difference, figure = _make_onnx(recipe, target, path, progress)
-    inputs, outputs = ports(path)
+    if target.runtime == "onnx":
+        path = folder / target.file
+        difference, figure = _make_onnx(recipe, target, path, progress)
+        inputs, outputs = ports(path)
+    else:
+        with tempfile.TemporaryDirectory(prefix="export-") as work:
+            path = Path(work) / "model.onnx"
+            _make_onnx(recipe, target, path, progress)
+            inputs, outputs = ports(path)
+            plan = build_engine(
+                trt, path, profiles_of(recipe), timing_cache=timing_cache, progress=progress
+            )
+        run = engine_run(trt, plan)
+        difference, figure = _judged(recipe, target, run, "TensorRT", progress)
+        (folder / target.file).write_bytes(plan)
     return Made(
         target,
         folder,
@@ -90,24 +130,33 @@ def _make(recipe: Recipe, target: Target, folder: Path, progress: Progress) -> M
 def _make_onnx(
     recipe: Recipe, target: Target, path: Path, progress: Progress
 ) -> tuple[float, Figure | None]:
-    """The ONNX file of a target, checked; the largest difference, and the quality if reduced."""
+    """The ONNX file of a target, or of the engine to be built from it, checked."""
     label = f"{target.folder}: "
     if target.precision == "int8":
-        with tempfile.TemporaryDirectory(prefix="export-") as folder:
-            source = Path(folder) / "model.onnx"
+        with tempfile.TemporaryDirectory(prefix="export-") as work:
+            source = Path(work) / "model.onnx"
             _traced(recipe, recipe.module, source, progress, label)
             with _step(progress, f"{label}quantizing"):
-                to_int8(source, path)
-    else:
-        module = recipe.module
-        if target.precision in DTYPES:
-            module = InPrecision(module, DTYPES[target.precision])
-        _traced(recipe, module, path, progress, label)
-    run = onnx_run(path)
-    difference = _compared(recipe, target, run, ORT, progress)
+                example = {name: recipe.example(name) for name in recipe.inputs}
+                to_int8(source, path, example)
+        return _judged(recipe, target, onnx_run(path), "ONNX Runtime", progress)
+    module = recipe.module
+    if target.precision in DTYPES:
+        module = InPrecision(module, DTYPES[target.precision])
+    _traced(recipe, module, path, progress, label)
+    if target.precision == "bf16":  # which ONNX Runtime does not compute on a CPU
+        return _judged(recipe, target, torch_run(recipe, module), "torch", progress)
+    return _judged(recipe, target, onnx_run(path), "ONNX Runtime", progress)
+
+
+def _judged(
+    recipe: Recipe, target: Target, run: Run, runtime: str, progress: Progress
+) -> tuple[float, Figure | None]:
+    """The largest difference from the torch module, and the quality of a reduced precision."""
+    difference = _compared(recipe, target, run, runtime, progress)
     if target.precision == "fp32":
         return difference, None
-    with _step(progress, f"{label}measuring the quality"):
+    with _step(progress, f"{target.folder}: measuring the quality"):
         figure = check_quality(
             recipe, quality_of(recipe), target.precision, original=torch_run(recipe), reduced=run
         )

@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import torch
 
 from export.errors import CheckError, ExportError, RecipeError
 from export.onnx_model import LARGEST_INLINE_BYTES
 from export.parity import Run
-from export.recipe import Quality, Recipe
+from export.recipe import Arrays, Quality, Recipe
+from export.smoothing import smooth
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # A model without real inputs of its own is judged by its example's cosine.
 LEAST_COSINE = {"int8": 0.98, "fp16": 0.999, "bf16": 0.99}
-QUANTIZED_OPERATORS = ["MatMul", "Gemm", "Conv"]
+# Convolutions stay as they are: quantized at run time they are slower on a CPU than in fp32.
+QUANTIZED_OPERATORS = ["MatMul", "Gemm"]
 
 
 class InPrecision(torch.nn.Module):
@@ -65,10 +68,18 @@ class Figure:
         return f"{self.metric} {self.value:.4f} (at least {self.least}{beside})"
 
 
-def to_int8(source: Path, destination: Path) -> None:
-    """Quantize the constant factors of every product in an ONNX file."""
+def to_int8(
+    source: Path, destination: Path, example: Arrays, *, largest_inline: int = LARGEST_INLINE_BYTES
+) -> None:
+    """Quantize the products with constant factors in an ONNX file. Changes ``source`` as well."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    # The quantizer turns a Gemm into a MatMul of the transposed weight and infers shapes anew; the
+    # exporter's note of the old shape would then contradict.
+    model = onnx.load(str(source), load_external_data=False)
+    del model.graph.value_info[:]
+    onnx.save(model, str(source))
+    smooth(source, example, largest_inline=largest_inline)
     size = sum(each.stat().st_size for each in source.parent.iterdir())
     root = logging.getLogger()
     level = root.level
@@ -80,7 +91,7 @@ def to_int8(source: Path, destination: Path) -> None:
             op_types_to_quantize=QUANTIZED_OPERATORS,
             per_channel=True,
             weight_type=QuantType.QInt8,
-            use_external_data_format=size > LARGEST_INLINE_BYTES,
+            use_external_data_format=size > largest_inline,
             extra_options={"MatMulConstBOnly": True},
         )
     except Exception as error:  # the quantizer raises whatever its graph walk meets

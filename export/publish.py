@@ -30,6 +30,14 @@ def publish(work: Path, config: str, destination: Path) -> None:
         raise ExportError(f"{destination} cannot be written: {error}") from error
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that is there with all its content or as it was before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    Path(file.name).replace(path)
+
+
 def _swap(fresh: Path, destination: Path, earlier: Path) -> None:
     replaced = destination.exists()
     if replaced:
