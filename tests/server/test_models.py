@@ -233,13 +233,13 @@ def test_scores_are_cosines(
 def test_many_rankings_at_once(
     client: grpc.InferenceServerClient, expected: dict[str, np.ndarray]
 ) -> None:
-    """64 clients, of which each waits for inner requests: none may wait for ever, and the encoder
-    must see the inner requests of several at once."""
+    """64 clients, each of which waits for an inner request: none may wait for ever, and the encoder
+    must join the inner requests of several."""
+    short = [TEXTS[index] for index in (0, 1, 3, 5)]  # one inner request each, in one bucket
     before = counts(client, "minilm")
 
     def one(number: int) -> None:
-        query = TEXTS[number % 6]
-        passages = [TEXTS[(number + shift) % 6] for shift in range(1, 4)]
+        query, *passages = short[number % 4 :] + short[: number % 4]
         wanted = [float(expected[query] @ expected[passage]) for passage in passages]
         np.testing.assert_allclose(rank(client, query, passages), wanted, rtol=0, atol=2e-4)
 
@@ -247,7 +247,7 @@ def test_many_rankings_at_once(
         list(pool.map(one, range(192)))
     inferences, executions = counts(client, "minilm") - before
     assert inferences == 192 * 4
-    assert executions < 192, "inner requests of different clients were never joined"
+    assert executions < 192 / 2, "inner requests of different clients were hardly joined"
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,15 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, Any]) -> None:
         """Raises TritonModelException, which the server shows as the reason of a failed load."""
         folder = Path(args["model_repository"], args["model_version"])
-        parameters = json.loads(args["model_config"])["parameters"]
+        given = json.loads(args["model_config"])["parameters"]
+        parameters = {name: value["string_value"] for name, value in given.items()}
         try:
             self._tokenizer, longest = load_tokenizer(folder)
             self._specials = self._tokenizer.num_special_tokens_to_add(False)
-            self._buckets = parse_buckets(parameters["buckets"]["string_value"], longest)
-            self._max_bytes = int(parameters["max_text_bytes"]["string_value"])
-        except (OSError, KeyError, ValueError) as error:
-            message = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
-            raise pb_utils.TritonModelException(str(message)) from None
+            self._buckets = parse_buckets(parameters.get("buckets", ""), longest)
+            self._max_bytes = parse_positive("max_text_bytes", parameters.get("max_text_bytes", ""))
+        except (OSError, ValueError) as error:
+            raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request, in order."""
@@ -93,11 +93,18 @@ def load_tokenizer(folder: Path) -> tuple[Tokenizer, int]:
     return tokenizer, longest
 
 
+def parse_positive(name: str, text: str) -> int:
+    """The value of a parameter. Raises ValueError."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError(f"parameter {name} is {text!r}: it must be a positive whole number")
+    return int(text)
+
+
 def parse_buckets(text: str, longest: int) -> list[int]:
     """Lengths in tokens, ascending, the last one ``longest``. Raises ValueError otherwise."""
-    buckets = [int(part) for part in text.split(",")]
-    if buckets != sorted(set(buckets)) or buckets[0] < 1:
-        raise ValueError(f"parameter buckets is {text!r}: positive numbers must ascend")
+    buckets = [parse_positive("buckets", part.strip()) for part in text.split(",")]
+    if buckets != sorted(set(buckets)):
+        raise ValueError(f"parameter buckets is {text!r}: the lengths must ascend")
     if buckets[-1] != longest:
         raise ValueError(
             f"parameter buckets ends with {buckets[-1]}: the last one must be the longest text of "

@@ -1,0 +1,260 @@
+"""What the repository's Python models compute and refuse, without a server."""
+
+import ast
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models.stub import (
+    REPOSITORY,
+    InferenceResponse,
+    Request,
+    TritonModelException,
+    load_model,
+)
+
+Load = Callable[[str], ModuleType]
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("*/1/model.py")), ids=str)
+def test_no_model_imports_torch(path: Path) -> None:
+    """Each is a process of its own: torch alone would cost it seconds and 200 MB."""
+    heads = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            heads |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            heads.add(node.module.split(".")[0])
+    assert "triton_python_backend_utils" in heads
+    assert not heads & {"torch", "transformers", "sklearn", "onnx"}
+
+
+# --------------------------------------------------------------------------- minilm_tokenizer
+
+PARAMETERS = {"buckets": "4,8,16", "max_text_bytes": "100"}
+
+
+def tokenizer_folder(folder: Path, longest: int = 16) -> Path:
+    """A version folder with a tokenizer of three words."""
+    version = folder / "1"
+    version.mkdir(parents=True)
+    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "one": 4, "two": 5}
+    (version / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "truncation": None,
+                "padding": None,
+                "added_tokens": [],
+                "normalizer": None,
+                "pre_tokenizer": {"type": "Whitespace"},
+                "post_processor": {
+                    "type": "BertProcessing", "sep": ["[SEP]", 3], "cls": ["[CLS]", 2],
+                },
+                "decoder": None,
+                "model": {"type": "WordLevel", "vocab": words, "unk_token": "[UNK]"},
+            }
+        ),
+        encoding="utf-8",
+    )  # fmt: skip
+    (version / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": longest}), encoding="utf-8"
+    )
+    return folder
+
+
+def start_tokenizer(module: ModuleType, folder: Path, **parameters: str) -> Any:
+    model = module.TritonPythonModel()
+    given = {key: {"string_value": value} for key, value in {**PARAMETERS, **parameters}.items()}
+    model.initialize(
+        {
+            "model_repository": str(folder),
+            "model_version": "1",
+            "model_config": json.dumps({"parameters": given}),
+        }
+    )
+    return model
+
+
+def texts(*values: bytes) -> Request:
+    return Request(text=np.array(values, dtype=object)[:, None])
+
+
+def test_every_request_gets_its_own_bucket(load: Load, tmp_path: Path) -> None:
+    model = start_tokenizer(load("minilm_tokenizer"), tokenizer_folder(tmp_path))
+    made = model.execute([texts(b"one", b"two one two"), texts(b"two"), texts(b"one " * 20)])
+    assert [response.tensors["input_ids"].shape for response in made] == [(2, 8), (1, 4), (1, 16)]
+    assert made[0].tensors["input_ids"].tolist() == [
+        [2, 4, 3, 0, 0, 0, 0, 0],
+        [2, 5, 4, 5, 3, 0, 0, 0],
+    ]
+    assert made[0].tensors["attention_mask"].tolist() == [
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+    ]
+    assert made[2].tensors["input_ids"][0].tolist() == [2, *[4] * 14, 3]
+    assert {array.dtype for array in made[0].tensors.values()} == {np.dtype(np.int64)}
+
+
+def test_bad_texts_fail_their_request_alone(load: Load, tmp_path: Path) -> None:
+    model = start_tokenizer(load("minilm_tokenizer"), tokenizer_folder(tmp_path))
+    made = model.execute(
+        [texts(b"one", b"\xc3("), texts(b"two"), texts(b""), texts(b"x" * 101), texts(b"one")]
+    )
+    errors = [response.error.text if response.error else "" for response in made]
+    assert errors == [
+        "text[1] is not valid UTF-8: byte 0 is 0xc3",
+        "",
+        "text[0] is empty: it has no token of its own",
+        "text[0] has 101 bytes: at most 100 are allowed",
+        "",
+    ]
+    assert made[1].tensors["input_ids"].tolist() == [[2, 5, 3, 0]]
+    assert made[4].tensors["input_ids"].tolist() == [[2, 4, 3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "longest", "message"),
+    [
+        ({"buckets": "8,4,16"}, 16, "'8,4,16': the lengths must ascend"),
+        ({"buckets": "0,16"}, 16, "buckets is '0': it must be a positive"),
+        ({"buckets": "4,8"}, 16, "ends with 8: .* 16 tokens"),
+        ({"buckets": "4,x"}, 16, "buckets is 'x': it must be a positive"),
+        ({"max_text_bytes": "0"}, 16, "max_text_bytes is '0': .* positive"),
+    ],
+)
+def test_wrong_parameters_of_the_tokenizer(
+    load: Load, tmp_path: Path, parameters: dict[str, str], longest: int, message: str
+) -> None:
+    module = load("minilm_tokenizer")
+    with pytest.raises(TritonModelException, match=message):
+        start_tokenizer(module, tokenizer_folder(tmp_path, longest), **parameters)
+
+
+def test_a_tokenizer_that_was_not_built(load: Load, tmp_path: Path) -> None:
+    shutil.rmtree(tokenizer_folder(tmp_path) / "1")
+    module = load("minilm_tokenizer")
+    with pytest.raises(TritonModelException, match=r"tokenizer\.json is missing: run `make models"):
+        start_tokenizer(module, tmp_path)
+
+
+# --------------------------------------------------------------------------- rank
+
+
+@given(lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=80), most=st.integers(1, 20))
+def test_groups_are_of_similar_lengths(lengths: list[int], most: int) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:  # a fixture would serve all examples at once
+        module = load_model("rank", monkeypatch)
+    groups = module.group_by_length(lengths, most)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        sizes = [lengths[index] for index in group]
+        assert 1 <= len(group) <= most
+        assert max(sizes) <= max(module.SHORT_BYTES, 2 * min(sizes))
+
+
+def test_inner_errors_in_the_clients_terms(load: Load) -> None:
+    module = load("rank")
+    message = "in ensemble 'embed', text[1] is empty: it has no token of its own"
+    error = module.in_own_terms(message, [4, 0])
+    assert isinstance(error, module.RequestError)
+    assert str(error) == "query is empty: it has no token of its own"
+    assert str(module.in_own_terms(message, [0, 4])).startswith("passages[3] is empty")
+    other = module.in_own_terms("the encoder failed", [0])
+    assert isinstance(other, module.InnerError)
+    assert str(other) == "the encoder failed"
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "many", "1.5"])
+def test_wrong_parameters_of_rank(load: Load, value: str) -> None:
+    module = load("rank")
+    with pytest.raises(TritonModelException, match=f"max_requests is {value!r}: .* positive"):
+        module.read_parameter({"max_requests": {"string_value": value}}, "max_requests")
+    with pytest.raises(TritonModelException, match="inner_batch is ''"):
+        module.read_parameter({}, "inner_batch")
+
+
+# --------------------------------------------------------------------------- digit_stream
+
+
+def test_evidence_adds_up(load: Load) -> None:
+    """Two views that make it 3 to 1 for a digit make it 9 to 1 together."""
+    module = load("digit_stream")
+    logits = np.full(10, -np.inf)
+    logits[[2, 7]] = np.log([3.0, 1.0])
+    evidence = module.Evidence()
+    for wanted in (3 / 4, 9 / 10, 27 / 28):
+        evidence.add(np.where(np.isfinite(logits), logits, -1e6))
+        assert evidence.probabilities()[2] == pytest.approx(wanted, abs=1e-6)
+    assert evidence.views == 3
+    assert evidence.probabilities().sum() == pytest.approx(1)
+
+
+def test_the_ledger_forgets_silent_sequences(load: Load) -> None:
+    ledger = load("digit_stream").Ledger(forget_after_s=10)
+    ledger.begin(1)
+    ledger.begin(2)
+    now = ledger.touch(1).touched
+    ledger.touch(2).touched = now - 9
+    ledger.sweep(now + 2)
+    assert ledger.touch(2) is None
+    assert ledger.touch(1) is not None
+    ledger.end(1)
+    ledger.end(1)
+    assert len(ledger) == 0
+
+
+def stream_request(sequence: int, value: float = 0.0, **flags: int) -> Request:
+    controls = {"START": 0, "END": 0, "CORRID": sequence, **flags}
+    arrays = {name: np.array([[value]]) for name, value in controls.items()}
+    return Request(image=np.full((1, 1, 8, 8), value, np.float32), **arrays)
+
+
+def test_one_inner_request_for_a_batch_of_sequences(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The classifier's answer goes to the sequence that sent the view, past one that was refused;
+    a classifier that fails fails the views and leaves the evidence as it was."""
+    module = load("digit_stream")
+    seen: list[int] = []
+
+    def classify(images: list[np.ndarray]) -> np.ndarray:
+        seen.append(len(images))
+        return np.eye(10, dtype=np.float32)[[int(image[0, 0, 0]) for image in images]]
+
+    model = module.TritonPythonModel()
+    model._ledger = module.Ledger(10)
+    monkeypatch.setattr(module, "classify", classify)
+    batch = [
+        stream_request(1, 4.0, START=1),
+        stream_request(2, float("nan"), START=1),
+        stream_request(3, 9.0, START=1),
+    ]
+    made: list[InferenceResponse] = model.execute(batch)
+    assert seen == [2]
+    assert made[0].tensors["digit"].item() == 4
+    assert made[1].error is not None
+    assert made[1].error.text == "image is nan at row 0, column 0: it must be finite"
+    assert made[2].tensors["digit"].item() == 9
+
+    def fail(images: list[np.ndarray]) -> np.ndarray:
+        raise module.InnerError("it is gone")
+
+    monkeypatch.setattr(module, "classify", fail)
+    (failed,) = model.execute([stream_request(1)])
+    assert failed.error is not None
+    assert failed.error.text == "digits: it is gone"
+    monkeypatch.setattr(module, "classify", classify)
+    (last,) = model.execute([stream_request(1, 4.0, END=1)])
+    assert last.tensors["views"].item() == 2
+    (late,) = model.execute([stream_request(1, 4.0)])
+    assert late.error is not None
+    assert "start it again" in late.error.text
