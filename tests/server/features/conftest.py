@@ -57,12 +57,24 @@ def limited_caller(limited_server: TritonServer) -> Iterator[Caller]:
 
 
 @pytest.fixture
-def recorder(server: TritonServer) -> Callable[[str], Recorder]:
-    """``recorder(model)`` of ``server``."""
-    return lambda model: Recorder(server, model)
+def recorder(server: TritonServer) -> Iterator[Callable[[str], Recorder]]:
+    """``recorder(model)`` of ``server``; in the end all its gates are opened."""
+    yield from _recorders(server)
 
 
 @pytest.fixture
-def limited_recorder(limited_server: TritonServer) -> Callable[[str], Recorder]:
-    """``limited_recorder(model)`` of ``limited_server``."""
-    return lambda model: Recorder(limited_server, model)
+def limited_recorder(limited_server: TritonServer) -> Iterator[Callable[[str], Recorder]]:
+    """The same of ``limited_server``."""
+    yield from _recorders(limited_server)
+
+
+def _recorders(server: TritonServer) -> Iterator[Callable[[str], Recorder]]:
+    made: list[Recorder] = []
+
+    def make(model: str) -> Recorder:
+        made.append(Recorder(server, model))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.open_all()

@@ -180,6 +180,7 @@ def write_limited(repository: Path) -> None:
     """The models for the server with a response cache and the rate limiter."""
     write_recorder(repository, "cached", CACHE)
     write_onnx(repository, "onnx_cached", times(7), CACHE)
+    write_recorder(repository, "free")
     for name, (count, priority) in RESOURCES.items():
         write_recorder(repository, name, limited_instance(count, priority))
 

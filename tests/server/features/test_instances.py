@@ -1,9 +1,12 @@
 """Instance groups, and the rate limiter that shares resources between models."""
 
+import itertools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import pytest
 
 from tests.server.client import wait_until
 from tests.server.features.calls import REPLY_S, Caller, Recorder, floats
@@ -36,6 +39,32 @@ def test_two_onnx_instances_execute_at_the_same_time(caller: Caller) -> None:
     assert long.result().value("Y") == LONG
 
 
+@pytest.fixture
+def trickle(limited_caller: Caller) -> Iterator[None]:
+    """A request every tenth of a second to a model that needs no resource.
+
+    Once in some hundred times this server's rate limiter does not notice that a waiting instance
+    could execute, until any other request comes.
+    """
+    done = threading.Event()
+    futures = []
+
+    def send() -> None:
+        for value in itertools.count():
+            if done.wait(0.1):
+                return
+            futures.append(limited_caller.send("free", value))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+    for future in futures:
+        future.result()
+
+
+@pytest.mark.usefixtures("trickle")
 def test_a_resource_keeps_two_models_apart(
     limited_caller: Caller, limited_recorder: RecorderOf
 ) -> None:
@@ -56,6 +85,7 @@ def test_a_resource_keeps_two_models_apart(
     assert after.start >= before.end
 
 
+@pytest.mark.usefixtures("trickle")
 def test_models_that_fit_the_resource_together_run_together(
     limited_caller: Caller, limited_recorder: RecorderOf
 ) -> None:
@@ -74,6 +104,7 @@ def test_models_that_fit_the_resource_together_run_together(
         future.result()
 
 
+@pytest.mark.usefixtures("trickle")
 def test_the_rate_limiter_prefers_the_model_of_higher_priority(
     limited_caller: Caller, limited_recorder: RecorderOf
 ) -> None:

@@ -5,7 +5,7 @@ others queue up.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -34,25 +34,11 @@ class Blocked:
         self.log.open(self._gate)
         self._first.result()
 
-    def open(self) -> None:
-        """Open the gate without waiting."""
-        self.log.open(self._gate)
-
 
 @pytest.fixture
-def block(
-    caller: Caller, recorder: Callable[[str], Recorder]
-) -> Iterator[Callable[[str], Blocked]]:
-    """``block(model)``; whatever happens, the model is released at the end."""
-    made: list[Blocked] = []
-
-    def make(model: str) -> Blocked:
-        made.append(Blocked(caller, recorder(model), model))
-        return made[-1]
-
-    yield make
-    for blocked in made:
-        blocked.open()
+def block(caller: Caller, recorder: Callable[[str], Recorder]) -> Callable[[str], Blocked]:
+    """``block(model)``: the model, busy."""
+    return lambda model: Blocked(caller, recorder(model), model)
 
 
 def _error(future: "Future[Reply]") -> str:
