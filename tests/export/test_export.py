@@ -1,0 +1,261 @@
+"""The whole command: what it writes, what it leaves alone, and what it says."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from typer.testing import CliRunner
+
+from export.__main__ import app
+from export.config_pbtxt import Target, config_text
+from export.errors import CheckError, ExportError, MissingToolError, RecipeError
+from export.onnx_model import Port
+from export.parity import onnx_run
+from export.pipeline import export, plan
+from export.publish import publish
+from export.recipe import Quality
+from tests.export.tiny import pooled, silent
+
+ROOT = Path(__file__).parents[2]
+OWN = """
+import torch
+from torch import nn
+
+def encoder():
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 4))
+    return module, {"input": torch.randn(3, 5, 6)}, {"input": {0: "batch", 1: "time"}}
+
+class Unstable(nn.Module):
+    def forward(self, image):
+        return image + torch.rand_like(image)
+
+def unstable():
+    return Unstable(), torch.rand(3, 4), {"image": {0: "batch"}}
+"""
+
+
+def parsed(folder: Path) -> ModelConfig:
+    text = (folder / "config.pbtxt").read_text(encoding="utf-8")
+    return text_format.Parse(text, ModelConfig())
+
+
+def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(each for each in (str(ROOT), os.environ.get("PYTHONPATH")) if each)
+    return subprocess.run(
+        [sys.executable, "-m", "export", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "200", "NO_COLOR": "1"},
+        check=False,
+    )
+
+
+def test_a_model_of_ones_own_end_to_end(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    result = command("own:encoder", "--onnx", "--int8", "--out", "served", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"served/encoder_int8 .* cosine [01]\.\d+ \(at least 0\.98\)", result.stdout)
+    assert sorted(each.name for each in (tmp_path / "served").iterdir()) == [
+        "encoder",
+        "encoder_int8",
+    ]
+    config = parsed(tmp_path / "served" / "encoder")
+    assert (config.name, config.backend, config.max_batch_size) == ("encoder", "onnxruntime", 8)
+    assert [(each.name, list(each.dims)) for each in config.input] == [("input", [-1, 6])]
+    assert [(each.name, list(each.dims)) for each in config.output] == [("output", [-1, 4])]
+    sys_path = tmp_path / "served" / "encoder" / "1" / "model.onnx"
+    namespace: dict[str, object] = {}
+    exec(OWN, namespace)
+    module, inputs, _ = namespace["encoder"]()  # type: ignore[operator]
+    expected = module(inputs["input"]).detach().numpy()
+    made = onnx_run(sys_path)({"input": inputs["input"].numpy()})["output"]
+    np.testing.assert_allclose(made, expected, atol=1e-5)
+
+    failed = command("own:unstable", "--out", "served", folder=tmp_path)
+    assert failed.returncode == 1
+    assert "error: output 'output' differs at batch=1: at index" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert not (tmp_path / "served" / "unstable").exists()
+
+
+def test_the_configuration_says_what_the_server_needs(tmp_path: Path) -> None:
+    recipe = pooled()
+    (made,) = export(recipe, [Target("pooled", "onnx", "fp32")], tmp_path, silent())
+    config = parsed(tmp_path / "pooled")
+    assert config.default_model_filename == "model.onnx"
+    assert config.max_batch_size == 4
+    kinds = {each.name: (each.data_type, list(each.dims)) for each in config.input}
+    assert kinds["tokens"] == (9, [-1])  # TYPE_INT64
+    assert kinds["scale"] == (11, [1])  # TYPE_FP32, and a row of rank 0 as one value
+    assert [each.HasField("reshape") for each in config.input] == [False, True]
+    assert config.dynamic_batching.max_queue_delay_microseconds == recipe.max_queue_delay_us
+    (group,) = config.instance_group
+    assert (group.kind, group.count) == (ModelInstanceGroup.KIND_AUTO, 1)
+    (accelerator,) = config.optimization.execution_accelerators.gpu_execution_accelerator
+    assert accelerator.name == "tensorrt"
+    assert accelerator.parameters["trt_profile_min_shapes"] == "tokens:1x1,scale:1"
+    assert accelerator.parameters["trt_profile_max_shapes"] == "tokens:4x9,scale:4"
+    assert accelerator.parameters["precision_mode"] == "FP32"
+    assert not config.optimization.execution_accelerators.cpu_execution_accelerator
+    assert [each.batch_size for each in config.model_warmup] == [1, 4]
+    assert config.model_warmup[0].inputs["tokens"].zero_data
+    assert list(config.model_warmup[0].inputs["tokens"].dims) == [6]
+    assert config.model_warmup[1].inputs["scale"].random_data
+    assert made.difference <= recipe.tolerance
+
+
+@pytest.mark.parametrize(
+    ("target", "platform", "kind", "accelerators"),
+    [
+        (Target("pooled_int8", "onnx", "int8"), "", ModelInstanceGroup.KIND_CPU, 0),
+        (Target("pooled_fp16", "onnx", "fp16"), "", ModelInstanceGroup.KIND_AUTO, 1),
+        (
+            Target("pooled", "tensorrt", "fp16"),
+            "tensorrt_plan",
+            ModelInstanceGroup.KIND_AUTO,
+            0,
+        ),
+    ],
+)
+def test_configurations_of_other_targets(
+    target: Target, platform: str, kind: int, accelerators: int
+) -> None:
+    ports = [Port("tokens", "int64", (None, None)), Port("scale", "float32", (None,))]
+    text = config_text(pooled(), target, ports, [Port("scores", "float32", (None, 4))])
+    config = text_format.Parse(text, ModelConfig())
+    assert config.platform == platform
+    assert config.default_model_filename == target.file
+    assert config.instance_group[0].kind == kind
+    given = config.optimization.execution_accelerators.gpu_execution_accelerator
+    assert len(given) == accelerators
+    if accelerators:
+        assert given[0].parameters["precision_mode"] == "FP16"
+
+
+@pytest.mark.parametrize(
+    ("port", "words"),
+    [(Port("x", "bfloat16", (None, 2)), "bfloat16"), (Port("x", "float32", (3, 2)), "the batch")],
+)
+def test_what_no_configuration_can_say(port: Port, words: str) -> None:
+    with pytest.raises(CheckError, match=words):
+        config_text(pooled(), Target("pooled", "onnx", "fp32"), [port], [port])
+
+
+def test_a_failed_check_writes_nothing_and_leaves_what_was(tmp_path: Path) -> None:
+    good = tmp_path / "pooled"
+    (good / "1").mkdir(parents=True)
+    (good / "1" / "model.onnx").write_bytes(b"an earlier model")
+    recipe = pooled(
+        quality=lambda: Quality(
+            "cosine", pooled().make_inputs({"batch": 2, "length": 3}), "scores", {"int8": 1.1}
+        )
+    )
+    targets = [Target("pooled", "onnx", "fp32"), Target("pooled_int8", "onnx", "int8")]
+    with pytest.raises(CheckError, match="int8 loses too much"):
+        export(recipe, targets, tmp_path, silent())
+    assert [each.name for each in tmp_path.iterdir()] == ["pooled"], "the good half as little"
+    assert (good / "1" / "model.onnx").read_bytes() == b"an earlier model"
+    with pytest.raises(CheckError, match="differs"):
+        export(replace(recipe, tolerance=-1.0), targets[:1], tmp_path, silent())
+    assert (good / "1" / "model.onnx").read_bytes() == b"an earlier model"
+
+
+def test_a_new_version_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "model.onnx").write_bytes(b"new")
+    (work / "model.onnx.data").write_bytes(b"weights")
+    served = tmp_path / "repository" / "pooled"
+    for version in ("1", "2"):
+        (served / version).mkdir(parents=True)
+        (served / version / "model.plan").write_bytes(b"old")
+    (served / "labels.txt").write_text("zero\n", encoding="utf-8")
+    publish(work, "name: 'pooled'\n", served)
+    assert {str(each.relative_to(served)) for each in served.rglob("*") if each.is_file()} == {
+        "1/model.onnx",
+        "1/model.onnx.data",
+        "2/model.plan",
+        "labels.txt",
+        "config.pbtxt",
+    }
+    assert [each.name for each in served.parent.iterdir()] == ["pooled"]
+
+
+def test_a_failed_rename_puts_the_earlier_version_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, served = tmp_path / "work", tmp_path / "repository" / "pooled"
+    for folder in (work, served):
+        folder.mkdir(parents=True)
+        (folder / "model.onnx").write_bytes(folder.name.encode())
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == "fresh":
+            raise OSError("no space left")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(ExportError, match=r"pooled cannot be written: no space left"):
+        publish(work, "", served)
+    assert (served / "model.onnx").read_bytes() == b"pooled"
+
+
+def folders(**options: bool) -> list[tuple[str, str, str]]:
+    names = ("onnx", "tensorrt", "int8", "fp16", "bf16")
+    every = {name: options.get(name, False) for name in names}
+    return [(each.folder, each.runtime, each.precision) for each in plan("m", **every)]
+
+
+def test_the_folders_of_the_options() -> None:
+    assert folders() == [("m", "onnx", "fp32")]
+    assert folders(int8=True) == [("m_int8", "onnx", "int8")]
+    assert folders(onnx=True, fp16=True) == [("m", "onnx", "fp32"), ("m_fp16", "onnx", "fp16")]
+    assert folders(tensorrt=True) == [("m", "tensorrt", "fp32")]
+    assert folders(onnx=True, tensorrt=True, bf16=True) == [
+        ("m", "onnx", "fp32"),
+        ("m_tensorrt_bf16", "tensorrt", "bf16"),
+    ]
+    assert folders(tensorrt=True, fp16=True) == [("m_fp16", "tensorrt", "fp16")]
+    for options in ({"bf16": True}, {"tensorrt": True, "fp16": True, "bf16": True}):
+        with pytest.raises(RecipeError):
+            folders(**options)
+
+
+def test_a_missing_tensorrt_is_said_before_anything_is_traced(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("TensorRT may be here")
+    with pytest.raises(MissingToolError, match=r"(?s)TensorRT|tensorrt"):
+        export(pooled(), [Target("pooled", "tensorrt", "fp32")], tmp_path, silent())
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_is_worth_reading() -> None:
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["--help"])
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+    assert all(word in plain for word in ("module:function", "--int8", "--timing-cache", "minilm"))
+
+
+def test_digits_read_held_out_digits(tmp_path: Path) -> None:
+    result = command("digits", "--int8", "--onnx", "--out", str(tmp_path), folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    figure = re.search(r"accuracy on 360 held-out digits: (\d\.\d+)", result.stdout)
+    assert figure is not None
+    assert float(figure[1]) >= 0.98
+    from export.recipes.digits import load_digits
+
+    _, _, images, labels = load_digits()
+    for name in ("digits", "digits_int8"):
+        made = onnx_run(tmp_path / name / "1" / "model.onnx")({"image": images})
+        assert (made["logits"].argmax(-1) == labels).mean() >= 0.97
+        np.testing.assert_allclose(made["probabilities"].sum(-1), 1, atol=1e-5)

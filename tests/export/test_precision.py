@@ -1,0 +1,173 @@
+"""int8 and fp16: that they compute nearly the same, and that losing too much is noticed."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from export.errors import CheckError, RecipeError
+from export.onnx_model import export_onnx, ports
+from export.parity import Run, check_parity, onnx_run, torch_run
+from export.precision import InPrecision, check_quality, quality_of, to_int8
+from export.recipe import Arrays, Quality, Recipe
+from export.smoothing import smooth
+from tests.export.tiny import Pooled, pooled
+
+
+def example(recipe: Recipe) -> Arrays:
+    return {name: recipe.example(name) for name in recipe.inputs}
+
+
+def exported(recipe: Recipe, folder: Path, **options: int) -> Path:
+    path = folder / "source" / "model.onnx"
+    path.parent.mkdir()
+    export_onnx(recipe, recipe.module, path, **options)
+    return path
+
+
+def with_outlier() -> Recipe:
+    """A layer normalization with one channel 400 times the others, as trained encoders have."""
+    module = Pooled().eval()
+    with torch.no_grad():
+        module.norm.weight[3] = 400.0
+        module.mix.weight[:, 3] /= 400.0
+    return pooled(module=module)
+
+
+def cosine(run: Run, recipe: Recipe) -> float:
+    quality = replace(quality_of(recipe), least={"int8": -1.0})
+    return check_quality(recipe, quality, "int8", original=torch_run(recipe), reduced=run).value
+
+
+def operators(path: Path) -> set[str]:
+    return {node.op_type for node in onnx.load(str(path)).graph.node}
+
+
+def test_int8_multiplies_whole_numbers_and_stays_close(tmp_path: Path) -> None:
+    recipe = pooled()
+    source = exported(recipe, tmp_path)
+    plain = ports(source)
+    to_int8(source, tmp_path / "model.onnx", example(recipe))
+    assert "MatMulInteger" in operators(tmp_path / "model.onnx")
+    run = onnx_run(tmp_path / "model.onnx")
+    list(check_parity(recipe, run, runtime="ONNX Runtime", tolerance=None))
+    assert 0.98 < cosine(run, recipe) < 1.0
+    assert ports(tmp_path / "model.onnx") == plain, "clients need not know"
+    with pytest.raises(CheckError, match="output 'scores' differs"):
+        list(check_parity(recipe, run, runtime="ONNX Runtime", tolerance=1e-7))
+
+
+def test_smoothing_changes_nothing_but_the_rounding(tmp_path: Path) -> None:
+    recipe = with_outlier()
+    source = exported(recipe, tmp_path)
+    plain = tmp_path / "plain.onnx"
+    plain.write_bytes(source.read_bytes())
+    assert smooth(source, example(recipe), largest_inline=2**30) == 1
+    found = check_parity(recipe, onnx_run(source), runtime="ONNX Runtime", tolerance=1e-5)
+    assert len(list(found)) == len(recipe.check_sizes())
+    from onnxruntime.quantization import quantize_dynamic
+
+    for path in (plain, source):
+        model = onnx.load(str(path))
+        del model.graph.value_info[:]  # the quantizer changes shapes without changing their notes
+        onnx.save(model, str(path))
+        quantize_dynamic(path, path.with_suffix(".int8"), per_channel=True)
+    rough, smoothed = (
+        cosine(onnx_run(path.with_suffix(".int8")), recipe) for path in (plain, source)
+    )
+    assert 1 - smoothed < (1 - rough) / 4, (rough, smoothed)
+
+
+def test_a_graph_without_normalization_is_not_smoothed(tmp_path: Path) -> None:
+    module = Pooled().eval()
+    module.norm = torch.nn.Identity()  # type: ignore[assignment]
+    recipe = pooled(module=module)
+    source = exported(recipe, tmp_path)
+    before = source.read_bytes()
+    assert smooth(source, example(recipe), largest_inline=2**30) == 0
+    assert source.read_bytes() == before
+
+
+def test_large_weights_stay_beside_an_int8_model(tmp_path: Path) -> None:
+    recipe = pooled()
+    source = exported(recipe, tmp_path, largest_inline=0)
+    made = tmp_path / "made"
+    made.mkdir()
+    to_int8(source, made / "model.onnx", example(recipe), largest_inline=0)
+    assert len(list(made.iterdir())) == 2
+    for each in source.parent.iterdir():
+        os.unlink(each)
+    run = onnx_run(made / "model.onnx")
+    assert cosine(run, recipe) > 0.98
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_keeps_inputs_and_outputs(tmp_path: Path, precision: str) -> None:
+    recipe = pooled()
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    module = InPrecision(recipe.module, dtype)
+    assert recipe.module.head.weight.dtype == torch.float32, "the original is left alone"  # type: ignore[union-attr]
+    path = tmp_path / "model.onnx"
+    export_onnx(recipe, module, path)
+    kinds = {each.data_type for each in onnx.load(str(path)).graph.initializer}
+    assert getattr(onnx.TensorProto, {"fp16": "FLOAT16", "bf16": "BFLOAT16"}[precision]) in kinds
+    inputs, outputs = ports(path)
+    assert [each.type for each in inputs + outputs] == ["int64", "float32", "float32", "int64"]
+    run = onnx_run(path) if precision == "fp16" else torch_run(recipe, module)
+    list(check_parity(recipe, run, runtime="x", tolerance=None))
+    figure = check_quality(
+        recipe, quality_of(recipe), precision, original=torch_run(recipe), reduced=run
+    )
+    assert figure.least <= figure.value < 1.0
+
+
+def test_a_quality_below_its_bound_is_an_error(tmp_path: Path) -> None:
+    recipe = pooled()
+    expected = torch_run(recipe)(example(recipe))
+
+    def distorted(inputs: Arrays) -> dict[str, np.ndarray]:
+        made = torch_run(recipe)(inputs)
+        made["scores"] = made["scores"] + np.abs(made["scores"]).max() * np.eye(3, 4)
+        return made
+
+    for precision in ("int8", "fp16"):
+        with pytest.raises(CheckError, match=f"{precision} loses too much: the cosine of output"):
+            check_quality(
+                recipe,
+                quality_of(recipe),
+                precision,
+                original=torch_run(recipe),
+                reduced=distorted,
+            )
+    labels = expected["scores"].argmax(-1)
+    labels[0] = (labels[0] + 1) % 4
+    quality = Quality("accuracy", example(recipe), "scores", {"int8": 0.9}, labels)
+    with pytest.raises(CheckError, match=r"is 0\.6667, but must be at least 0\.9"):
+        check_quality(
+            recipe, quality, "int8", original=torch_run(recipe), reduced=torch_run(recipe)
+        )
+    zeros = {"scores": np.zeros((3, 4), np.float32)}
+    with pytest.raises(CheckError, match="is nan"):
+        check_quality(
+            recipe,
+            quality_of(recipe),
+            "int8",
+            original=torch_run(recipe),
+            reduced=lambda inputs: zeros,
+        )
+
+
+def test_a_quality_needs_a_bound_and_an_output() -> None:
+    recipe = pooled()
+    run = torch_run(recipe)
+    quality = quality_of(recipe)
+    with pytest.raises(RecipeError, match="states no least cosine for int8"):
+        check_quality(
+            recipe, replace(quality, least={"fp16": 0.9}), "int8", original=run, reduced=run
+        )
+    with pytest.raises(RecipeError, match="measured on 'score', but must be on one of scores"):
+        check_quality(recipe, replace(quality, output="score"), "int8", original=run, reduced=run)
