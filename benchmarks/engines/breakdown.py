@@ -66,6 +66,7 @@ def install() -> Stopwatches:
     for name in ("forward", "activated", "times", "plus"):
         time_calls(PackedLinear, name, "linear layers")
     time_calls(nn.Linear, "forward", "linear layers")
+    time_calls(program.torch, "index_select", "embedding")
     # All of these launch kernels through what this function returns.
     for module, part in (
         (cpu_attention, "attention"),

@@ -90,9 +90,9 @@ def test_a_crowd_of_sequences_is_sampled_in_slices(runner: Runner, monkeypatch) 
     assert len(set(whole.rows[0].token_ids)) > 5
     sizes = []
 
-    def spy(logits, pairs):
+    def spy(logits, *others):
         sizes.append(logits.shape[0])
-        return real(logits, pairs)
+        return real(logits, *others)
 
     real = runner_module.sample
     monkeypatch.setattr(runner_module, "sample", spy)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
-from jitney.execution.attention import build_metadata
+from jitney.execution.attention import BlockTables, build_metadata
 from jitney.execution.fuse import fuse_modules
 from jitney.execution.interface import LayerCache, PagedStep, forward
 from jitney.execution.linear import prepack_linears
@@ -24,7 +24,7 @@ from jitney.execution.machine import available_cores, available_memory
 from jitney.execution.memory import Ledger, estimate_activations, make_layer_caches, plan_memory
 from jitney.execution.models import LoadedModel, load_model, resolve_dtype
 from jitney.execution.probe import check_same, probe_logits
-from jitney.execution.sampler import Sampled, prompt_logprobs, sample
+from jitney.execution.sampler import Sampled, prompt_logprobs, sample, select_greatest
 from jitney.request import Batch, ModelInfo, Row, RowOutput, StepOutput
 from jitney.sampling_params import SamplingParams
 
@@ -45,6 +45,8 @@ class Runner:
         self._module = model.module
         self._device = model.device
         self._caches = caches
+        self._tables = BlockTables()
+        self._greatest = select_greatest(model.device, model.dtype)
 
     def execute(self, batch: Batch) -> StepOutput:
         """Compute one step: copy blocks, write the new K and V, sample.
@@ -56,7 +58,7 @@ class Runner:
             self._copy_blocks(batch.copies)
             if not rows:
                 return StepOutput(rows=[])
-            meta = build_metadata(rows, self.info.block_size, self._device)
+            meta = build_metadata(rows, self.info.block_size, self._device, self._tables)
             ids = self._put([token for row in rows for token in row.token_ids])
             wanted = _Wanted(rows)
             logits = forward(
@@ -115,7 +117,7 @@ class Runner:
                 part = logits[first:last]
             else:
                 part = logits[self._put(places)]
-            sampled += sample(part, pairs[begin : begin + size])
+            sampled += sample(part, pairs[begin : begin + size], self._greatest)
         return sampled
 
     def _put(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
@@ -154,13 +156,14 @@ class _Wanted:
 
 
 def _row_output(row: Row, sampled: list[Sampled]) -> RowOutput:
-    error = next((each.error for each in sampled if each.error is not None), None)
-    if error is not None:
-        return RowOutput(token_ids=[], error=error)
-    output = RowOutput(token_ids=[each.token_id for each in sampled])
-    if row.params.logprobs is not None and sampled:
-        output.logprobs = [each.logprobs or [] for each in sampled]
-    return output
+    tokens = []
+    for each in sampled:
+        if each.error is not None:
+            return RowOutput([], error=each.error)
+        tokens.append(each.token_id)
+    if row.params.logprobs is None or not sampled:
+        return RowOutput(tokens)
+    return RowOutput(tokens, [each.logprobs or [] for each in sampled])
 
 
 def load_runner(config: EngineConfig) -> Runner:

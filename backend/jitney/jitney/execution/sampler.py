@@ -9,6 +9,7 @@ probabilities if asked for, edits of the logits (``constraints``), temperature, 
 ``top_k`` and ``top_p``, and one draw by inverse cumulative distribution in vocabulary order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,11 @@ from jitney.request import Logprob, Row
 _SLICE_FLOATS = 1 << 24
 
 
+Greatest = Callable[[Tensor], tuple[list[int], list[int]]]
+"""Logits [S, V] to the first place of each row's greatest one, where a NaN counts as the greatest,
+and the rows in which that is not a finite number."""
+
+
 @dataclass(slots=True)
 class Sampled:
     """What one sequence drew. ``token_id`` means nothing if ``error`` is set."""
@@ -33,7 +39,27 @@ class Sampled:
     """Why nothing can be drawn for this sequence; the others of the batch are not touched."""
 
 
-def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> list[Sampled]:
+def torch_greatest(logits: Tensor) -> tuple[list[int], list[int]]:
+    """A :data:`Greatest` for any device and type."""
+    best, places = logits.max(dim=-1)
+    return places.tolist(), _not_finite(best)
+
+
+def select_greatest(device: torch.device, dtype: torch.dtype) -> Greatest:
+    """The fastest one for logits of ``dtype``, compiled."""
+    if device.type == "cpu":
+        try:
+            from jitney.execution.greatest import CpuGreatest
+
+            return CpuGreatest(dtype)
+        except (ImportError, KeyError):  # without Numba, or of another type
+            pass
+    return torch_greatest
+
+
+def sample(
+    logits: Tensor, pairs: list[tuple[Row, int]], greatest: Greatest = torch_greatest
+) -> list[Sampled]:
     """Draw the next token of each pair (row, sequence index).
 
     ``logits`` [S, V], any float dtype, is parallel to ``pairs`` and is left as it is. The position
@@ -42,9 +68,9 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> list[Sampled]:
     assert logits.shape[0] == len(pairs)
     if not pairs:
         return []
-    best, chosen = logits.max(dim=-1)  # a NaN wins
+    chosen, not_finite = greatest(logits)
     special = [place for place, (row, _) in enumerate(pairs) if not _plain(row)]
-    broken = dict.fromkeys(_not_finite(best), "the model's logits are not finite numbers")
+    broken = dict.fromkeys(not_finite, "the model's logits are not finite numbers")
     if special:
         places = torch.tensor(special, device=logits.device)
         rows = [pairs[place][0] for place in special]
@@ -54,8 +80,10 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> list[Sampled]:
             left = edited.amax(dim=-1)
             for place in _not_finite(left):
                 broken.setdefault(special[place], "its parameters forbid every token")
-        chosen[places] = draw(edited, [pairs[place] for place in special])
-    results = [Sampled(token_id) for token_id in chosen.tolist()]
+        drawn = draw(edited, [pairs[place] for place in special]).tolist()
+        for place, token_id in zip(special, drawn, strict=True):
+            chosen[place] = token_id
+    results = [Sampled(token_id) for token_id in chosen]
     _attach_logprobs(results, logits, [row for row, _ in pairs], broken)
     for place, error in broken.items():
         results[place] = Sampled(-1, error=error)

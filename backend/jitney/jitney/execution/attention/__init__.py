@@ -11,12 +11,18 @@ import torch
 from torch import Tensor
 
 from jitney.errors import ConfigError
-from jitney.execution.attention.metadata import AttentionMetadata, build_metadata, cache_shape
+from jitney.execution.attention.metadata import (
+    AttentionMetadata,
+    BlockTables,
+    build_metadata,
+    cache_shape,
+)
 from jitney.execution.attention.reference import ReferenceAttention
 
 __all__ = [
     "AttentionFunction",
     "AttentionMetadata",
+    "BlockTables",
     "build_metadata",
     "cache_shape",
     "select",

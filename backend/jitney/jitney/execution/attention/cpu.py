@@ -31,6 +31,10 @@ _log = logging.getLogger(__name__)
 _TAGS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 _PAGE = 4096
 _LAYER = struct.Struct(f"={layout.NUM_LAYER_FIELDS}q")
+# The other fields, in the order of layout.Call: 64-bit integers, then two float32 in the lower
+# halves of as many.
+_STEP = struct.Struct(f"={len(layout.Call._fields) - layout.NUM_LAYER_FIELDS - 2}qf4xf4x")
+_STEP_OFFSET = _LAYER.size
 
 
 def supported_dtypes() -> list[torch.dtype]:
@@ -80,6 +84,8 @@ class CpuAttention:
         self._run = team_runner()
         self._tiles = int(dtype == torch.bfloat16 and host_has_amx() and ask_for_tiles())
         self._scratch = np.empty(0, np.uint8)
+        self._scratch_address = self._scratch_bytes = 0
+        self._scratch_for = (0, 0, 0, 0)
         self._parts = np.empty(0, np.float32)
         self._parts_done = np.zeros(0, np.int64)
 
@@ -177,56 +183,43 @@ class CpuAttention:
         table = meta.block_table
         tokens = meta.slot_mapping.shape[0]
         decode = meta.max_query_len == 1
-        longest = table.shape[1] * meta.block_size
-        scratch, scratch_bytes = self._reserve_scratch(threads, group, padded, longest)
+        width = table.stride(0)
+        longest = width * meta.block_size  # as the kernel has it: it lays the scratch memory out
+        self._reserve_scratch(threads, max(layout.TILE_ROWS, group), padded, longest)
         self._reserve_parts(plan, group, kv_heads, padded)
-        step = {
-            "works": plan.works.ctypes.data,
-            "scratch": scratch,
-            "scratch_bytes": scratch_bytes,
-            "parts": self._parts.ctypes.data,
-            "parts_done": self._parts_done.ctypes.data,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_size": head_size,
-            "padded": padded,
-            "block_size": meta.block_size,
-            "table": table.data_ptr(),
-            "table_width": table.shape[1],
-            "slots": meta.slot_mapping.data_ptr(),
-            "tokens": tokens,
-            "decode": int(decode),
-            "tiles": self._tiles,
-            "window": window or 0,
-            "scale": _float_bits(scale),
-            "softcap": _float_bits(softcap or 0.0),
-        }
         arguments = np.zeros(len(layout.Call._fields), np.int64)
-        arguments[layout.NUM_LAYER_FIELDS :] = [
-            step[name] for name in layout.Call._fields[layout.NUM_LAYER_FIELDS :]
-        ]
+        buffer = arguments.data
+        _STEP.pack_into(
+            buffer, _STEP_OFFSET,
+            plan.works.ctypes.data, self._scratch_address, self._scratch_bytes,
+            self._parts.ctypes.data, self._parts_done.ctypes.data,
+            heads, kv_heads, head_size, padded, meta.block_size,
+            table.data_ptr(), width, meta.slot_mapping.data_ptr(),
+            tokens, decode, self._tiles, window or 0, scale, softcap or 0.0,
+        )  # fmt: skip
         return Prepared(
-            arguments.data,
+            buffer,
             arguments.ctypes.data,
             items=len(plan.works) * kv_heads,
             write_items=0 if decode else -(-tokens // layout.WRITE_TOKENS) * kv_heads,
             threads=threads,
             tokens=tokens,
             block_size=meta.block_size,
-            last_block=int(table.max()),
+            last_block=meta.last_block,
             owned=(plan.works, self._scratch, self._parts, self._parts_done),
         )
 
-    def _reserve_scratch(
-        self, threads: int, group: int, padded: int, longest: int
-    ) -> tuple[int, int]:
-        """Address of ``threads`` scratch areas or more, and bytes of one."""
-        rows = max(layout.TILE_ROWS, group)
+    def _reserve_scratch(self, threads: int, rows: int, padded: int, longest: int) -> None:
+        """A scratch area or more for each of ``threads``, for contexts of ``longest`` tokens."""
+        if self._scratch_for == (threads, rows, padded, longest):
+            return
         need = layout.scratch_bytes(self._dtype.itemsize, rows, padded, longest)
         stride = -(-need // _PAGE) * _PAGE
         if self._scratch.size < (threads + 1) * stride:
             self._scratch = np.empty((threads + 1) * stride, np.uint8)
-        return -(-self._scratch.ctypes.data // _PAGE) * _PAGE, stride
+        self._scratch_address = -(-self._scratch.ctypes.data // _PAGE) * _PAGE
+        self._scratch_bytes = stride
+        self._scratch_for = (threads, rows, padded, longest)
 
     def _reserve_parts(self, plan: Plan, group: int, kv_heads: int, padded: int) -> None:
         """Room for the records of split rows and for their counters."""
@@ -246,11 +239,6 @@ class CpuAttention:
             )
         assert isinstance(plan, Plan)
         return plan
-
-
-def _float_bits(x: float) -> int:
-    """The bits of a float32, to be stored in the lower half of an int64."""
-    return int.from_bytes(struct.pack("<f", x), "little")
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

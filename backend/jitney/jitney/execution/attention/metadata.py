@@ -7,7 +7,6 @@ used inside a block is private to the attention function that writes and reads t
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
@@ -28,8 +27,10 @@ class AttentionMetadata:
     context_len: Tensor
     """int32 [R]: tokens in the cache for row r once this step is written."""
     block_table: Tensor
-    """int32 [R, max_blocks], padded with 0. Position p of row r is in block
+    """int32 [R, max_blocks], padded with 0, its rows perhaps apart. Position p of row r is in block
     ``block_table[r, p // block_size]`` at offset ``p % block_size``."""
+    last_block: int
+    """No block in the table has a higher number."""
     slot_mapping: Tensor
     """int64 [T]: block * block_size + offset of each new token."""
     positions: Tensor
@@ -46,10 +47,43 @@ class AttentionMetadata:
         return self.context_len.shape[0]
 
 
+class BlockTables:
+    """The block tables of steps as one array, kept from step to step: as a rule a row's table is
+    what the same place held a step before, and only a table that differs is written."""
+
+    def __init__(self) -> None:
+        self.last_block = 0
+        """No block that was ever written has a higher number."""
+        self._array = np.zeros((0, 0), np.int32)
+        self._written: list[list[int]] = []
+
+    def fill(self, tables: list[list[int]]) -> np.ndarray:
+        """int32 [tables, longest], padded with 0: a view of what the next call overwrites."""
+        width = max(len(table) for table in tables)
+        rows, columns = self._array.shape
+        if rows < len(tables) or columns < width:
+            shape = max(rows, len(tables)), max(columns, 2 * width)
+            self._array, self._written = np.zeros(shape, np.int32), [[] for _ in range(shape[0])]
+        for place, table in enumerate(tables):
+            if self._written[place] != table:
+                row, count = self._array[place], len(table)
+                row[:count] = table
+                row[count:] = 0
+                self._written[place] = table.copy()
+                self.last_block = max(self.last_block, *table)
+        return self._array[: len(tables), :width]
+
+
 def build_metadata(
-    rows: list[Row], block_size: int, device: torch.device | str = "cpu"
+    rows: list[Row],
+    block_size: int,
+    device: torch.device | str = "cpu",
+    tables: BlockTables | None = None,
 ) -> AttentionMetadata:
-    """Metadata of a batch. Each row holds at least one token and blocks for all of its context."""
+    """Metadata of a batch. Each row holds at least one token and blocks for all of its context.
+
+    With ``tables``, those of the last step, the result is good until the next call with them.
+    """
     # Plain lists where they do: for some dozens of rows each call of NumPy costs more than a loop.
     assert rows, "a batch has at least one row"
     lengths = [len(row.token_ids) for row in rows]
@@ -57,22 +91,21 @@ def build_metadata(
     longest = max(lengths)
     assert min(lengths) > 0, "a row has at least one token"
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-    blocks = [-(-end // block_size) for end in ends]
-    assert all(len(row.block_table) >= n for row, n in zip(rows, blocks, strict=True))
-
-    table = np.zeros((len(rows), max(blocks)), np.int32)
-    # A boolean mask assigns in row-major order: the rows' tables one after the other.
-    used = np.arange(table.shape[1]) < np.array(blocks)[:, None]
-    ids = chain.from_iterable(row.block_table[:n] for row, n in zip(rows, blocks, strict=True))
-    table[used] = np.fromiter(ids, np.int32, sum(blocks))
+    used = []
+    for row, end in zip(rows, ends, strict=True):
+        table, blocks = row.block_table, -(-end // block_size)
+        assert len(table) >= blocks
+        used.append(table if len(table) == blocks else table[:blocks])
+    tables = tables or BlockTables()
+    table_array = tables.fill(used)
 
     if longest == 1:
         query_start = np.arange(len(rows) + 1, dtype=np.int32)
         positions = np.array(starts, np.int64)
         slots = np.array(
             [
-                row.block_table[row.start // block_size] * block_size + row.start % block_size
-                for row in rows
+                table[-1] * block_size + start % block_size
+                for table, start in zip(used, starts, strict=True)
             ],
             np.int64,
         )
@@ -83,15 +116,19 @@ def build_metadata(
         first = np.array(starts, np.int64) - query_start[:-1]
         positions = np.arange(int(query_start[-1])) + first[owner]
         block, offset = np.divmod(positions, block_size)
-        slots = table[owner, block].astype(np.int64) * block_size + offset
+        slots = table_array[owner, block].astype(np.int64) * block_size + offset
+
+    on_host = torch.device(device).type == "cpu"
 
     def put(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return tensor if on_host else tensor.to(device, non_blocking=True)
 
     return AttentionMetadata(
         query_start=put(query_start),
         context_len=put(np.array(ends, np.int32)),
-        block_table=put(table),
+        block_table=put(table_array),
+        last_block=tables.last_block,
         slot_mapping=put(slots),
         positions=put(positions),
         block_size=block_size,
