@@ -135,7 +135,7 @@ def test_a_failed_build_repeats_what_tensorrt_said(model: Path) -> None:
     """The compute capability of the GPU at hand, where there is none."""
     if torch.cuda.is_available():
         pytest.skip("with a GPU there is something to build for")
-    with pytest.raises(ExportError, match="TensorRT could not build the engine: .*cuda"):
+    with pytest.raises(ExportError, match=r"TensorRT could not build the engine: .*cuda"):
         build_engine(trt, model, profiles_of(pooled()), compute_capabilities=["CURRENT"])
 
 
