@@ -36,7 +36,7 @@ def main() -> None:
     texts = encode(_sentences(), _TEXT_TOKENS)
     pair = _subject("minilm", texts), _subject(_INT8, texts)
     with tempfile.TemporaryDirectory(prefix="dynamic-batching-") as folder:
-        repeats, seconds = (1, 0.5) if arguments.quick else (arguments.repeats, 2.0)
+        repeats, seconds = (1, 0.5) if arguments.quick else (arguments.repeats, 1.5)
         bench = figures.Bench(Path(folder), find_binary(), subjects, threads, repeats, seconds)
         with TritonServer(figures.write_repository(bench)) as server:
             bench.url = server.grpc_url

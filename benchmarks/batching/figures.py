@@ -211,8 +211,8 @@ def overhead(bench: Bench) -> str:
         )
         direct, none, dynamic = (statistics.median(run.p50_ms for run in runs) for runs in results)
         lines.append(
-            f"| {name} | {direct:.2f} | {none:.2f} (+{none - direct:.2f}) | "
-            f"{dynamic:.2f} (+{dynamic - direct:.2f}) |"
+            f"| {name} | {direct:.2f} | {none:.2f} ({none - direct:+.2f}) | "
+            f"{dynamic:.2f} ({dynamic - direct:+.2f}) |"
         )
     return "\n".join(lines)
 

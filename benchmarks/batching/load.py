@@ -54,7 +54,8 @@ class Target(Protocol):
 
 @dataclass
 class _Record:
-    latencies: list[float] = field(default_factory=list)
+    latencies: list[tuple[float, float]] = field(default_factory=list)
+    """(when it was due, how long it took)"""
     lateness: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     done: list[float] = field(default_factory=list)
@@ -64,7 +65,7 @@ class _Record:
         self.lateness.append(time.perf_counter() - due)
         reply = await target.send(number)
         now = time.perf_counter()
-        self.latencies.append(now - due)
+        self.latencies.append((due, now - due))
         self.done.append(now)
         self.replies.append(reply)
         if reply.first_at is not None:
@@ -72,7 +73,7 @@ class _Record:
 
     def run(self, began: float, cpu: float, stalled: bool = False) -> Run:
         return Run(
-            latencies=np.array(self.latencies),
+            latencies=np.array([latency for _, latency in sorted(self.latencies)]),
             lateness=np.array(self.lateness),
             seconds=max(self.done) - began,
             cpu_seconds=cpu,

@@ -18,18 +18,11 @@ Predict = Callable[[dict[str, Any]], list[float]]
 
 
 def digits() -> Predict:
-    """The classifier of the export's recipe with the weights of the exported graph: training it
-    again might not give the same ones."""
-    import onnx
-    from onnx import numpy_helper
+    """The classifier of the export's recipe, trained again: on one thread, as it was for the
+    export, so that its weights are the same."""
+    from export.recipes.digits import recipe
 
-    from benchmarks.batching.subjects import built
-    from export.recipes.digits import DigitsClassifier
-
-    graph = onnx.load(str(built("digits") / "1" / "model.onnx")).graph
-    weights = {value.name: numpy_helper.to_array(value).copy() for value in graph.initializer}
-    model = DigitsClassifier().eval()
-    model.load_state_dict({name: torch.from_numpy(weights[name]) for name in model.state_dict()})
+    model = recipe().module.eval()
 
     def predict(row: dict[str, Any]) -> list[float]:
         logits: list[float] = model(torch.tensor([row["image"]]))[0][0].tolist()
@@ -80,8 +73,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     app = make_app(MODELS[arguments.model]())
+    torch.set_num_threads(arguments.threads)
     uvicorn.run(
         app,
         host="127.0.0.1",

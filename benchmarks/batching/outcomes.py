@@ -11,14 +11,19 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 KEEPS_UP = 0.9
-"""A mode that completes a smaller share of what is offered has fallen behind."""
+"""A mode that completes a smaller share of what is offered, counted until its last answer, while
+requests wait longer and longer, has fallen behind."""
+GROWTH = 2.0
+"""Median wait of the last quarter of the requests over that of the first."""
+OWN_SHARE = 0.5
+"""Of the p99: where the generator's lateness is more, the figure is as much its own."""
 
 
 @dataclass(frozen=True)
 class Run:
     """One load on one target, request by request; all in seconds on the generator's clock.
 
-    ``latencies`` count from the *scheduled* arrival, so that a stalled generator or a full
+    ``latencies`` are in the order of the scheduled arrivals and count from the *scheduled* arrival, so that a stalled generator or a full
     connection pool cannot hide a wait (no coordinated omission). ``lateness`` is the generator's
     part of it: from the scheduled arrival until the request was handed to the client library.
     """
@@ -54,6 +59,8 @@ class Summary:
     generator_us: float
     """Processor microseconds of the generator per request."""
     stalled: bool = False
+    growing: bool = True
+    """Whether requests at the end waited far longer than at the beginning."""
     first_p50_ms: float | None = None
     first_p95_ms: float | None = None
     tokens_per_s: float | None = None
@@ -64,7 +71,14 @@ class Summary:
     def behind(self) -> bool:
         """Whether an open loop offered more than the target could do: its latencies then depend on
         how long the run lasted and say no more than that."""
-        return self.load == "rate" and self.throughput < KEEPS_UP * self.level
+        slow = self.throughput < KEEPS_UP * self.level
+        return self.load == "rate" and slow and self.growing
+
+    @property
+    def generator_bound(self) -> bool:
+        """Whether the generator did not get the processor in time, so that the latencies are as
+        much its own as the target's."""
+        return self.late_p99_ms > OWN_SHARE * self.p99_ms
 
     @property
     def mean_batch(self) -> float | None:
@@ -111,11 +125,18 @@ def summarize(
         generator_cores=run.cpu_seconds / run.seconds,
         generator_us=1e6 * run.cpu_seconds / len(run.latencies),
         stalled=run.stalled,
+        growing=_growing(run.latencies),
         first_p50_ms=first[0],
         first_p95_ms=first[1],
         tokens_per_s=None if tokens is None else tokens / run.seconds,
         batches=dict(batches or {}),
     )
+
+
+def _growing(latencies: np.ndarray) -> bool:
+    quarter = -(-len(latencies) // 4)
+    first, last = np.median(latencies[:quarter]), np.median(latencies[-quarter:])
+    return bool(last > GROWTH * first)
 
 
 def percentiles_ms(seconds: np.ndarray, which: Iterable[float]) -> tuple[float, ...]:

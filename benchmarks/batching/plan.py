@@ -25,17 +25,17 @@ class Plan:
 
 
 FULL = Plan(
-    seconds=3.0,
+    seconds=2.5,
     rates=(0.25, 0.5, 0.8, 1.2, 1.8),
     concurrencies=(1, 4, 16, 32),
     sizes=(4, 8, 32),
     windows_us=(0, 1_000, 5_000, 20_000),
     grid_rates=(0.5, 1.2),
-    grid_seconds=2.0,
-    mix_seconds=4.0,
-    language_seconds=10.0,
-    language_rates=(0.4, 0.8, 1.5, 2.2, 3.0),
-    language_concurrencies=(4, 16),
+    grid_seconds=1.5,
+    mix_seconds=3.0,
+    language_seconds=8.0,
+    language_rates=(0.5, 0.9, 1.5, 3.0),
+    language_concurrencies=(16,),
 )
 QUICK = Plan(
     seconds=0.7,

@@ -4,6 +4,7 @@ Owns the inputs of every request and the outputs that they must give, computed o
 one row at a time. A model that is not built yet is built by ``python -m export``.
 """
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -132,16 +133,22 @@ def make(
 
 
 def built(name: str, *options: str, folder_name: str | None = None) -> Path:
-    """The folder of an exported model; exported now if it is not there. ``options`` go to export,
-    which may call the folder otherwise: ``folder_name``.
+    """The folder of an exported model; exported now if it is not there or older than the export's
+    own code. ``options`` go to export, which may call the folder otherwise: ``folder_name``.
 
     Raises RuntimeError with what the export said if that fails.
     """
     target = BUILT / (folder_name or name)
-    if not (target / "1" / "model.onnx").exists():
+    graph = target / "1" / "model.onnx"
+    changed = max(path.stat().st_mtime for path in (ROOT / "export").rglob("*.py"))
+    if not graph.exists() or graph.stat().st_mtime < changed:
         print(f"exporting {name} …", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "export", name, *options, "--out", str(target.parent)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        # One thread: training on another number of threads may give other weights.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
         if done.returncode != 0:
             raise RuntimeError(f"export of {name} failed:\n{(done.stdout + done.stderr)[-2000:]}")
     return target

@@ -59,7 +59,7 @@ def _cell(run: Summary) -> str:
     if run.stalled:
         return "stalls"
     latency = " / ".join(_number(value) for value in (run.p50_ms, run.p95_ms, run.p99_ms))
-    text = f"{_number(run.throughput)} · {latency}"
+    text = f"{_number(run.throughput)} · {latency}" + (" †" if run.generator_bound else "")
     return f"({text})" if run.behind else text
 
 
@@ -123,14 +123,16 @@ def _generator(runs: Sequence[Summary]) -> str:
     """The generator's share, where it was largest."""
     busiest = max(runs, key=lambda run: run.generator_cores)
     latest = max(
-        (run for run in runs if run.load == "rate" and not run.behind),
+        (run for run in runs if run.load == "rate" and not run.generator_bound),
         key=lambda run: run.late_p99_ms,
         default=busiest,
     )
     return (
+        "In brackets: the mode fell behind what was offered, and the wait grew to the run's end. "
+        "†: more than half of the p99 is the generator's own lateness.\n\n"
         f"The load generator: at most {busiest.generator_cores:.2f} of a core ({busiest.mode}, "
-        f"{_number(busiest.throughput)} requests/s, {busiest.generator_us:.0f} µs each); it sent "
-        f"at most {latest.late_p99_ms:.1f} ms late (p99; {latest.mode} at "
+        f"{_number(busiest.throughput)} requests/s, {busiest.generator_us:.0f} µs each); apart "
+        f"from † it sent at most {latest.late_p99_ms:.1f} ms late (p99; {latest.mode} at "
         f"{_number(latest.level)} requests/s)."
     )
 

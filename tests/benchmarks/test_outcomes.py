@@ -52,7 +52,20 @@ def test_a_summary_of_a_run() -> None:
     [("rate", 100, False), ("rate", 112, True), ("concurrency", 1000, False)],
 )
 def test_falling_behind_is_of_open_loops_alone(load: str, level: float, behind: bool) -> None:
-    assert summarize("none", load, level, make_run([0.01] * 100)).behind is behind
+    latencies = np.linspace(0.01, 0.1, 100).tolist()
+    assert summarize("none", load, level, make_run(latencies)).behind is behind
+
+
+def test_a_long_last_answer_is_not_falling_behind() -> None:
+    """Four requests, each of which takes as long as the others, in a run that ends with the last
+    answer: less than offered was completed in that time, and yet nothing piled up."""
+    assert not summarize("static", "rate", 4, make_run([1.0] * 4, seconds=2.0)).behind
+
+
+@pytest.mark.parametrize(("late_s", "bound"), [(0.004, False), (0.006, True)])
+def test_a_late_generator_is_told(late_s: float, bound: bool) -> None:
+    run = Run(np.full(10, 0.01), np.full(10, late_s), 1.0, cpu_seconds=0.1)
+    assert summarize("none", "rate", 10, run).generator_bound is bound
 
 
 def test_no_batches_have_no_mean() -> None:
