@@ -14,6 +14,7 @@ from jitney.errors import InternalError, JitneyError
 from jitney.standin.batch import Arrays, OnDevice, Work
 
 _LOG = logging.getLogger(__name__)
+_FAILED = InternalError("the model failed; the server's log says why")
 
 
 def answer(
@@ -23,16 +24,22 @@ def answer(
     adopt: Callable[[str, Any], OnDevice],
 ) -> list[Any]:
     """One response for each request. Never raises: what is unforeseen is logged in full and sent
-    as an error that tells nothing of this machine. ``adopt`` makes a tensor of a GPU's memory,
-    given with its name, one that ``execute`` understands.
+    as an error that tells nothing of this machine; a request that cannot be read, or whose answer
+    cannot be sent, fails alone. ``adopt`` makes a tensor of a GPU's memory, given with its name,
+    one that ``execute`` understands.
     """
-    answers: Sequence[Arrays | JitneyError]
+    answers: list[Arrays | JitneyError] = [_FAILED] * len(requests)
+    works: dict[int, Work] = {}
+    for index, request in enumerate(requests):
+        try:
+            works[index] = _work(request, adopt)
+        except Exception:
+            _LOG.exception("the inputs of a request cannot be read")
     try:
-        answers = execute([_work(request, adopt) for request in requests])
+        for index, made in zip(works, execute(list(works.values())), strict=True):
+            answers[index] = made
     except Exception:
-        _LOG.exception("a batch of %d requests failed", len(requests))
-        failed = InternalError("the model failed; the server's log says why")
-        answers = [failed for _ in requests]
+        _LOG.exception("a batch of %d requests failed", len(works))
     return [_response(server, made) for made in answers]
 
 
@@ -79,10 +86,14 @@ def _response(server: Any, made: Arrays | JitneyError) -> Any:
     if isinstance(made, JitneyError):
         code = getattr(server.TritonError, made.server_code)
         return server.InferenceResponse(error=server.TritonError(made.client_message, code))
-    tensors = [
-        server.Tensor(name, array)
-        if isinstance(array, np.ndarray)
-        else server.Tensor.from_dlpack(name, array)
-        for name, array in made.items()
-    ]
-    return server.InferenceResponse(output_tensors=tensors)
+    try:
+        tensors = [
+            server.Tensor(name, array)
+            if isinstance(array, np.ndarray)
+            else server.Tensor.from_dlpack(name, array)
+            for name, array in made.items()
+        ]
+        return server.InferenceResponse(output_tensors=tensors)
+    except Exception:
+        _LOG.exception("the outputs of a request cannot be sent")
+        return _response(server, _FAILED)
