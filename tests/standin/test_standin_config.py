@@ -71,12 +71,43 @@ def test_a_tensor_may_leave_out_its_type_and_dims() -> None:
 
 
 def test_controls_of_the_sequence_batcher_are_no_inputs_of_the_client() -> None:
-    both = Signature((X, X._replace(name="start")), (Y,))
     batching = {"control_input": [{"name": "start"}]}
+    both = Signature((X, X._replace(name="start", dims=(-1, 1))), (Y,))
     made = completed(both, max_batch_size=2, sequence_batching=batching)
     assert [entry["name"] for entry in made["input"]] == ["x"]
     batching["control_input"][0]["name"] = "strat"
     with pytest.raises(ConfigError, match=r"no input 'strat' \(did you mean 'start'\?\)"):
+        completed(both, max_batch_size=2, sequence_batching=batching)
+
+
+def control(**values: Any) -> dict[str, Any]:
+    """As the server's JSON has it, with every kind of value."""
+    every = {"int32_false_true": [], "fp32_false_true": [], "bool_false_true": []}
+    return {"kind": "CONTROL_SEQUENCE_START", "data_type": "TYPE_INVALID", **every, **values}
+
+
+@pytest.mark.parametrize(
+    ("dims", "given", "text"),
+    [
+        ((-1, 1), control(fp32_false_true=[0, 1]), ""),
+        ((-1, 1), {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_FP32"}, ""),
+        ((-1, 1), control(int32_false_true=[0, 1]), "configuration has TYPE_INT32, but the model"),
+        (
+            (-1, 1),
+            {"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_UINT64"},
+            "'start': the configuration has TYPE_UINT64, but the model has TYPE_FP32",
+        ),
+        ((-1,), control(fp32_false_true=[0, 1]), "the model has [-1], but a control is [-1, 1]"),
+    ],
+)
+def test_controls_fit_the_model(dims: tuple[int, ...], given: dict[str, Any], text: str) -> None:
+    """As the native backend demands; a wrong one would fail every request."""
+    both = Signature((X, X._replace(name="start", dims=dims)), (Y,))
+    batching = {"control_input": [{"name": "start", "control": [given]}]}
+    if not text:
+        completed(both, max_batch_size=2, sequence_batching=batching)
+        return
+    with pytest.raises(ConfigError, match=re.escape(text)):
         completed(both, max_batch_size=2, sequence_batching=batching)
 
 
@@ -159,6 +190,14 @@ def test_parameters() -> None:
     assert (made.mem_arena, made.mem_pattern) == (False, True)
     assert made.run_entries == {"memory.enable_memory_arena_shrinkage": "cpu:0"}
     assert made.session_entries == {"session.intra_op.allow_spinning": "1"}
+
+
+def test_what_only_the_native_backend_refuses_is_noted() -> None:
+    inputs = [{"name": "x"}, {"name": "b", "optional": True}]
+    assert options.read_options({"input": inputs, "max_batch_size": 0}, None).notes == ()
+    (note,) = options.read_options({"input": inputs, "max_batch_size": 4}, None).notes
+    assert "input b is optional" in note
+    assert "the native backend refuses" in note
 
 
 @pytest.mark.parametrize(("level", "name"), [(-1, "basic"), ("1", "extended"), (2, "none")])

@@ -13,9 +13,11 @@ import pytest
 from jitney import doctor
 from jitney.errors import (
     CheckpointError,
+    ConfigError,
     InstallationError,
     InternalError,
     InvalidArgumentError,
+    LoadError,
     UnsupportedModelError,
 )
 from jitney.standin import onnx_session
@@ -62,6 +64,23 @@ def test_options_reach_the_session(tmp_path: Path) -> None:
     assert made.get_session_config_entry("session.intra_op.allow_spinning") == "0"
 
 
+def test_an_operator_library_that_is_missing(tmp_path: Path) -> None:
+    """While the configuration is completed as well as at the load."""
+    path = models.write_model(tmp_path, "m", models.identity())
+    library = str(tmp_path / "ops.so")
+    with pytest.raises(LoadError, match=r"op_library_filename .*ops\.so"):
+        read_signature(path, [library])
+    config = {"model_operations": {"op_library_filename": [library]}}
+    with pytest.raises(LoadError, match=r"op_library_filename .*ops\.so"):
+        OnnxSession(path, read_options(config, None))
+
+
+def test_a_session_entry_that_is_refused(tmp_path: Path) -> None:
+    config = {"parameters": {"session.x": {"string_value": "y" * 10_000}}}
+    with pytest.raises(ConfigError, match=r"parameter session\.x"):
+        load(tmp_path, models.identity(), config)
+
+
 def test_a_provider_that_is_missing(tmp_path: Path) -> None:
     path = models.write_model(tmp_path, "m", models.identity())
     with pytest.raises(InstallationError, match=r"CUDAExecutionProvider.*onnx-gpu.*KIND_CPU"):
@@ -101,18 +120,20 @@ def test_no_path_in_an_error_for_the_client() -> None:
     error = onnx_session._run_error(
         RuntimeError(
             "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Non-zero status code returned while "
-            "running Add node. /build/onnxruntime/core/math.h:540 shapes 2 by 3/4\n"
+            "running Add node. Name:'/encoder/layer.0/Add' Status Message: "
+            "/build/onnxruntime/core/math.h:540 shapes 2 by 3/4\n"
         )
     )
     assert isinstance(error, InternalError)
     assert "/build" not in str(error)
-    assert "running Add node" in str(error)
+    assert "running Add node. Name:'/encoder/layer.0/Add'" in str(error)
     assert "2 by 3/4" in str(error)
 
 
-def test_where_the_model_file_is(tmp_path: Path) -> None:
-    path = models.write_model(tmp_path, "m", models.identity(), filename="net.onnx/model.onnx")
-    assert model_path(tmp_path / "m/1", "net.onnx") == path
+@pytest.mark.parametrize("folder", ["net.onnx", "net", "net-v1.5"])
+def test_where_the_model_file_is(tmp_path: Path, folder: str) -> None:
+    path = models.write_model(tmp_path, "m", models.identity(), filename=f"{folder}/model.onnx")
+    assert model_path(tmp_path / "m/1", folder) == path
     with pytest.raises(CheckpointError, match=r"m/1/model\.onnx is missing"):
         model_path(tmp_path / "m/1", "model.onnx")
 

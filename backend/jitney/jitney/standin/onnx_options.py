@@ -92,7 +92,11 @@ def read_options(config: Config, device_id: int | None) -> OnnxOptions:
         for name, value in config.get("parameters", {}).items()
     }
     optimization = config.get("optimization", {})
-    notes = [*_parameter_notes(parameters), *_optimization_notes(optimization)]
+    notes = [
+        *_parameter_notes(parameters),
+        *_optimization_notes(optimization),
+        *_input_notes(config),
+    ]
     level = _integer("optimization.graph.level", optimization.get("graph", {}).get("level", 0))
     if level not in GRAPH_LEVELS:
         raise ConfigError.of("optimization.graph.level", level, "-1, 0, 1 or 2")
@@ -142,6 +146,16 @@ def _optimization_notes(optimization: Config) -> list[str]:
         f"optimization.{name} is ignored on the embedded server"
         for name in _IGNORED_OPTIMIZATIONS
         if optimization.get(name) not in (None, {}, 0, False, "PRIORITY_DEFAULT")
+    ]
+
+
+def _input_notes(config: Config) -> list[str]:
+    if config.get("max_batch_size", 0) == 0:
+        return []
+    return [
+        f"input {entry['name']} is optional in a model that batches: the native backend refuses it"
+        for entry in config.get("input", [])
+        if entry.get("optional")
     ]
 
 

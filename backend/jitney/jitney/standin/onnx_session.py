@@ -14,6 +14,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as _OrtValue
 
 from jitney.errors import (
     CheckpointError,
+    ConfigError,
     InstallationError,
     InternalError,
     InvalidArgumentError,
@@ -56,7 +57,8 @@ _MEND = {
     "leave the openvino accelerator out",
 }
 _PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+) : ")
-_PATH = re.compile(r"(?:[A-Za-z]:)?(?:/[\w.+@-]+){2,}(?::\d+)?")
+# A node's name may look like a path (torch names nodes after modules) and is kept.
+_PATH = re.compile(r"(Name:'[^']*')|(?:[A-Za-z]:)?(?:/[\w.+@-]+){2,}(?::\d+)?")
 _ERRORS = 3
 """ONNX Runtime's log level: errors and worse. Its warnings concern the exporter of the model."""
 
@@ -184,8 +186,7 @@ def read_signature(path: Path, op_libraries: Sequence[str] = ()) -> Signature:
     options.log_severity_level = _ERRORS
     options.graph_optimization_level = _GRAPH_LEVELS["none"]
     options.intra_op_num_threads = 1
-    for library in op_libraries:
-        options.register_custom_ops_library(library)
+    _register(options, op_libraries)
     return _signature_of(_load(path, options, [(CPU, {})]))
 
 
@@ -202,13 +203,20 @@ def _session_options(options: OnnxOptions) -> Any:
     if options.mem_pattern is not None:
         made.enable_mem_pattern = options.mem_pattern
     for key, value in options.session_entries.items():
-        made.add_session_config_entry(key, value)
-    for library in options.op_libraries:
         try:
-            made.register_custom_ops_library(library)
+            made.add_session_config_entry(key, value)
+        except Exception as error:  # onnxruntime's share no base but Exception
+            raise ConfigError(f"parameter {key}: {_reason(error)}") from None
+    _register(made, options.op_libraries)
+    return made
+
+
+def _register(options: Any, op_libraries: Sequence[str]) -> None:
+    for library in op_libraries:
+        try:
+            options.register_custom_ops_library(library)
         except Exception as error:  # onnxruntime's share no base but Exception
             raise LoadError(f"op_library_filename {library}: {_reason(error)}") from None
-    return made
 
 
 def _load(path: Path, options: Any, providers: list[Any]) -> Any:
@@ -259,6 +267,6 @@ def _reason(error: Exception) -> str:
 
 
 def _run_error(error: Exception) -> JitneyError:
-    text = " ".join(_PATH.sub("", _reason(error)).split())
+    text = " ".join(_PATH.sub(lambda match: match[1] or "", _reason(error)).split())
     made = InvalidArgumentError if _kind(error) == "INVALID_ARGUMENT" else InternalError
     return made(f"the model failed: {text[:500]}")

@@ -21,7 +21,11 @@ DATA_TYPES = (
 """The server's types that the stand-ins carry: all but BF16, for which neither the server's stub
 nor the native ONNX Runtime backend has an array."""
 
-_CONTROLS = "control_input"
+_CONTROL_VALUES = {
+    "bool_false_true": "TYPE_BOOL",
+    "fp32_false_true": "TYPE_FP32",
+    "int32_false_true": "TYPE_INT32",
+}
 
 
 class TensorInfo(NamedTuple):
@@ -142,8 +146,8 @@ def check_config(config: Config, signature: Signature) -> None:
             )
         _check_tensor(entry, info, batching, exact=False)
         listed.add(name)
-    for name in sorted(listed - known.keys()):
-        _find("input", name, known)  # a control of the sequence batcher that the model lacks
+    for entry in _controls(config):
+        _check_control(entry, _find("input", entry["name"], known), batching)
     if needed - listed:
         names = ", ".join(repr(name) for name in sorted(needed - listed))
         raise ConfigError(f"the model's input {names} is missing from the configuration")
@@ -193,10 +197,33 @@ def _check_tensor(entry: Config, info: TensorInfo, batching: bool, *, exact: boo
         )
 
 
-def _control_names(config: Config) -> Iterator[str]:
+def _controls(config: Config) -> list[Config]:
     """Inputs that the sequence batcher adds to each request."""
-    for control in config.get("sequence_batching", {}).get(_CONTROLS, []):
-        yield control["name"]
+    controls: list[Config] = config.get("sequence_batching", {}).get("control_input", [])
+    return controls
+
+
+def _control_names(config: Config) -> Iterator[str]:
+    return (control["name"] for control in _controls(config))
+
+
+def _check_control(entry: Config, info: TensorInfo, batching: bool) -> None:
+    """A control has one value for each request, of the type that its values are given in."""
+    name = info.name
+    if (info.dims[1:] if batching else info.dims) != (1,):
+        wanted = [-1, 1] if batching else [1]
+        raise ConfigError(
+            f"sequence control {name!r}: the model has {show_dims(info.dims)}, "
+            f"but a control is {show_dims(wanted)}"
+        )
+    for control in entry.get("control", []):
+        given = {data_type for key, data_type in _CONTROL_VALUES.items() if control.get(key)}
+        given = given or {control.get("data_type", info.data_type)}
+        if info.data_type not in given:
+            raise ConfigError(
+                f"sequence control {name!r}: the configuration has {', '.join(sorted(given))}, "
+                f"but the model has {info.data_type}"
+            )
 
 
 def _integers(dims: Iterable[Any]) -> tuple[int, ...]:
