@@ -1,8 +1,10 @@
 """What the repository's Python models compute and refuse, without a server."""
 
 import ast
+import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -180,6 +182,34 @@ def test_wrong_parameters_of_rank(load: Load, value: str) -> None:
         module.read_parameter({"max_requests": {"string_value": value}}, "max_requests")
     with pytest.raises(TritonModelException, match="inner_batch is ''"):
         module.read_parameter({}, "inner_batch")
+
+
+def test_what_is_unforeseen_is_answered_without_its_details(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = load("rank")
+    logged: list[str] = []
+    monkeypatch.setattr(module.pb_utils.Logger, "log_error", logged.append)
+    sent: list[tuple[InferenceResponse, int]] = []
+
+    class Sender:
+        def send(self, response: InferenceResponse, flags: int) -> None:
+            sent.append((response, flags))
+
+    async def fail(request: Request) -> np.ndarray:
+        raise OSError("no room in /dev/shm/secret")
+
+    model = module.TritonPythonModel()
+    model._places = threading.BoundedSemaphore(1)
+    model._places.acquire()
+    monkeypatch.setattr(model, "_score", fail)
+    asyncio.run(model._answer(Request(), Sender()))
+    ((response, flags),) = sent
+    assert flags == module.pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+    assert response.error is not None
+    assert response.error.text == "the ranking failed; the server's log says why"
+    assert "OSError: no room in /dev/shm/secret" in logged[0]
+    assert model._places.acquire(blocking=False), "its place is free again"
 
 
 # --------------------------------------------------------------------------- digit_stream

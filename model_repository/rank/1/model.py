@@ -14,6 +14,7 @@ import asyncio
 import json
 import re
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -75,8 +76,11 @@ class TritonPythonModel:
             response = _failure(str(error), pb_utils.TritonError.INVALID_ARG)
         except InnerError as error:
             response = _failure(f"{EMBED}: {error}", pb_utils.TritonError.UNAVAILABLE)
-        except Exception as error:  # the client must hear of it; the loop goes on
-            response = _failure(f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
+        except Exception:  # the client must hear of it, but not what this machine looks like
+            pb_utils.Logger.log_error(f"a ranking failed: {traceback.format_exc()}")
+            response = _failure(
+                "the ranking failed; the server's log says why", pb_utils.TritonError.INTERNAL
+            )
         finally:
             self._places.release()
         sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
