@@ -123,7 +123,7 @@ def _batch_sizes(results: Results) -> Figure | None:
     for mode, axes in zip(modes, rows, strict=True):
         for level, axis in zip(levels, axes, strict=True):
             run = next((r for r in runs if r.mode == mode and r.level == level), None)
-            axis.set_title(f"{mode} · {level:,.3g}/s", fontsize=8)
+            axis.set_title(f"{mode} · {_rate(level)}/s", fontsize=8)
             if run is None:
                 axis.text(0.5, 0.5, "fell behind earlier", transform=axis.transAxes, ha="center")
                 continue
@@ -138,6 +138,10 @@ def _batch_sizes(results: Results) -> Figure | None:
         axes[0].set_ylabel("% of requests")
     figure.supxlabel("rows in the execution (the server's batch_stats)", fontsize=9)
     return figure
+
+
+def _rate(level: float) -> str:
+    return f"{level:,.0f}" if level >= 10 else f"{level:.2g}"
 
 
 def _grid(results: Results) -> Figure:
@@ -160,7 +164,7 @@ def _grid(results: Results) -> Figure:
         ):
             values = [[getattr(cells[s, w], name) or 0.0 for w in windows] for s in sizes]
             _map(axis, values, sizes, windows, colours)
-            axis.set_title(f"{title} at {level:,.3g} requests/s", fontsize=9)
+            axis.set_title(f"{title} at {_rate(level)} requests/s", fontsize=9)
     return figure
 
 

@@ -99,18 +99,16 @@ async def _measure(chat: Chat, plan: Plan, url: str) -> Results:
             await closed_loop(target, SIZE, 0.1)
         capacity = await _static_capacity(next(iter(targets.values())))
         results = Results("language", capacity)
-        behind: set[str] = set()
         for step, share in enumerate(plan.language_rates):
             arrivals = poisson(share * capacity, plan.language_seconds, SEED + step)
-            for mode in (mode for mode in targets if mode not in behind):
-                before = await targets[mode].batches()
-                run, replies = await open_loop(targets[mode], arrivals)
-                summary = await _sum_up(
-                    mode, "rate", share * capacity, chat, targets[mode], before, run, replies
+            for mode, target in targets.items():
+                before = await target.batches()
+                run, replies = await open_loop(target, arrivals)
+                results.runs.append(
+                    await _sum_up(
+                        mode, "rate", share * capacity, chat, target, before, run, replies
+                    )
                 )
-                results.runs.append(summary)
-                if summary.behind:
-                    behind.add(mode)
         for concurrency in plan.language_concurrencies:
             for mode, target in targets.items():
                 before = await target.batches()

@@ -23,9 +23,9 @@ OWN_SHARE = 0.5
 class Run:
     """One load on one target, request by request; all in seconds on the generator's clock.
 
-    ``latencies`` are in the order of the scheduled arrivals and count from the *scheduled* arrival, so that a stalled generator or a full
-    connection pool cannot hide a wait (no coordinated omission). ``lateness`` is the generator's
-    part of it: from the scheduled arrival until the request was handed to the client library.
+    ``latencies`` are in the order of the scheduled arrivals and count from them, so that a stalled
+    generator or a full connection pool cannot hide a wait (no coordinated omission). ``lateness``
+    is the generator's part of it: until the request was handed to the client library.
     """
 
     latencies: np.ndarray

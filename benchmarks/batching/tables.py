@@ -123,7 +123,7 @@ def _generator(runs: Sequence[Summary]) -> str:
     """The generator's share, where it was largest."""
     busiest = max(runs, key=lambda run: run.generator_cores)
     latest = max(
-        (run for run in runs if run.load == "rate" and not run.generator_bound),
+        (run for run in runs if run.load == "rate" and not (run.behind or run.generator_bound)),
         key=lambda run: run.late_p99_ms,
         default=busiest,
     )
@@ -132,7 +132,7 @@ def _generator(runs: Sequence[Summary]) -> str:
         "†: more than half of the p99 is the generator's own lateness.\n\n"
         f"The load generator: at most {busiest.generator_cores:.2f} of a core ({busiest.mode}, "
         f"{_number(busiest.throughput)} requests/s, {busiest.generator_us:.0f} µs each); apart "
-        f"from † it sent at most {latest.late_p99_ms:.1f} ms late (p99; {latest.mode} at "
+        f"from both it sent at most {latest.late_p99_ms:.1f} ms late (p99; {latest.mode} at "
         f"{_number(latest.level)} requests/s)."
     )
 
