@@ -253,6 +253,7 @@ def test_cuda_options_both_ways() -> None:
     ("config", "text"),
     [
         (parameters(intra_op_thread_count="-1"), "intra_op_thread_count is -1, but must be 0"),
+        (parameters(inter_op_thread_count="50000"), "is 50000, but must be 0 (ONNX Runtime's"),
         (parameters(execution_mode="2"), "execution_mode is '2', but must be one of 0, 1"),
         (parameters(enable_mem_arena="maybe"), "enable_mem_arena is 'maybe'"),
         (parameters(cudnn_conv_algo_search="9"), "cudnn_conv_algo_search is '9'"),

@@ -61,6 +61,8 @@ _NATIVE_SESSION_ENTRY = "session.use_device_allocator_for_initializers"
 _SPINNING = "session.intra_op.allow_spinning"
 """Off unless the model asks for it: between two batches a thread that spins takes the core that the
 server needs to put the next one together. The native backend's threads spin."""
+_MOST_THREADS = 1024
+"""ONNX Runtime makes them all before it returns: with 50,000 a load takes minutes."""
 _IGNORED_OPTIMIZATIONS = (
     *("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching"),
 )
@@ -231,8 +233,8 @@ def _integer(field: str, value: object) -> int:
 
 def _count(parameters: Mapping[str, str], name: str) -> int:
     value = _integer(name, parameters.get(name, 0))
-    if value < 0:
-        raise ConfigError.of(name, value, "0 (ONNX Runtime's default) or more")
+    if not 0 <= value <= _MOST_THREADS:
+        raise ConfigError.of(name, value, f"0 (ONNX Runtime's default) to {_MOST_THREADS}")
     return value
 
 
