@@ -155,6 +155,7 @@ def test_one_call_gives_the_same_bits(tmp_path, name: str, threads: int) -> None
         plain = run(module, fresh())
         report = fuse_modules(module, 8)
         assert report.program
+        assert module.forward._program.has_head
         assert all(isinstance(layer.mlp, GatedPanels) for layer in module.model.layers)
         program = run(module, fresh())
         module.forward._program = None

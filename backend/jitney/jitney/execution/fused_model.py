@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from jitney.execution.interface import PagedFunction, PagedStep
+from jitney.execution.panels import PanelLinear
 from jitney.execution.program import StepProgram
 
 
@@ -34,7 +35,8 @@ class FusedForward:
         self._program: StepProgram | None = None
         if StepProgram.can_run(inner.layers):
             weight = inner.embed_tokens.weight.detach()
-            self._program = StepProgram(weight, self._rotary, inner.layers, self._norm)
+            head = self._head if isinstance(self._head, PanelLinear) else None
+            self._program = StepProgram(weight, self._rotary, inner.layers, self._norm, head)
 
     @property
     def has_program(self) -> bool:
@@ -49,12 +51,17 @@ class FusedForward:
         paged: PagedFunction,
         **unused: object,
     ) -> Output:
-        """``input_ids`` and ``position_ids`` are [1, T], ``logits_to_keep`` indices of T."""
+        """As transformers calls it: ``input_ids`` and ``position_ids`` are [1, T]."""
+        return Output(self.step(input_ids[0], position_ids[0], logits_to_keep, paged).unsqueeze(0))
+
+    def step(self, ids: Tensor, positions: Tensor, wanted: Tensor, paged: PagedFunction) -> Tensor:
+        """``ids`` and ``positions`` are [T], ``wanted`` indices of T. Returns their logits."""
         program = self._program
         if program is not None and isinstance(paged, PagedStep) and program.fits(paged):
-            return Output(logits=self._head(program(input_ids[0], logits_to_keep, paged)))
-        hidden = self._embed(input_ids)
-        cos, sin = self._rotary(hidden, position_ids)
+            out = program(ids, wanted, paged)
+            return out if program.has_head else self._head(out)
+        hidden = self._embed(ids.unsqueeze(0))
+        cos, sin = self._rotary(hidden, positions.unsqueeze(0))
         for run in self._layers:
             hidden = run(hidden, cos, sin, paged)
-        return Output(logits=self._head(self._norm(hidden[:, logits_to_keep])))
+        return self._head(self._norm(hidden[0, wanted]))

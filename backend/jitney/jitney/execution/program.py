@@ -54,6 +54,8 @@ class _Memory:
     """[2 * layers, _WIDTH]"""
     last_norm: np.ndarray
     """[_WIDTH]"""
+    head: np.ndarray
+    """[_WIDTH]: of the product that gives the logits."""
     rotations: np.ndarray
     """[layers, _WIDTH]"""
     products: np.ndarray
@@ -78,7 +80,7 @@ class _Kind:
 
 class StepProgram:
     """The layers of one model, all of whose products are of :class:`panels.PanelLinear`, the
-    embedding before them and the norm behind."""
+    embedding before them, the norm behind, and the head if that is such a product too."""
 
     def __init__(
         self,
@@ -86,12 +88,14 @@ class StepProgram:
         rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         layers: Sequence[FusedDecoderLayer],
         norm: FusedRMSNorm,
+        head: PanelLinear | None = None,
     ) -> None:
         """``embedding`` is [vocabulary, hidden size]; ``rotary`` as of :class:`RotaryTable`."""
         self._embedding = embedding
         self._rotary = RotaryTable(rotary, embedding.dtype)
         self._layers = list(layers)
         self._norm = norm
+        self._head = head
         self._caches: list[LayerCache] | None = None
         self._kinds: list[_Kind] = []
         self._memory: _Memory | None = None
@@ -103,9 +107,10 @@ class StepProgram:
 
         self._function = compile_body(run)  # owns the code
         self._run = team_runner()
-        self._head = np.zeros(program_kernel.ARGUMENTS, np.int64)
-        self._head[program_kernel.TEAM_SIZE] = team_size_address()
-        self._head[program_kernel.YIELD] = yield_address()
+        self._arguments = np.zeros(program_kernel.ARGUMENTS, np.int64)
+        self._address = self._arguments.ctypes.data
+        self._arguments[program_kernel.TEAM_SIZE] = team_size_address()
+        self._arguments[program_kernel.YIELD] = yield_address()
 
     @staticmethod
     def can_run(layers: Sequence[object]) -> bool:
@@ -120,6 +125,11 @@ class StepProgram:
             and layer.form.sinks is None
             for layer in layers
         )
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a step gives logits, and not the states before the head."""
+        return self._head is not None
 
     def fits(self, paged: object) -> bool:
         """Whether ``paged`` is a step over caches that our attention kernel reads and writes."""
@@ -136,8 +146,8 @@ class StepProgram:
 
     def __call__(self, ids: Tensor, wanted: Tensor, paged: PagedStep) -> Tensor:
         """Run a step that :meth:`fits`: ``ids`` are its T tokens, ``wanted`` indices of them, both
-        int64. Returns [1, wanted, hidden size] behind the last norm; the next call overwrites it.
-        """
+        int64. Returns logits [wanted, vocabulary], or without a head [wanted, hidden size] behind
+        the last norm, which the next call overwrites."""
         tokens, meta = ids.shape[0], paged.meta
         memory = self._memory
         if memory is None or memory.tokens < tokens:
@@ -158,13 +168,19 @@ class StepProgram:
             cos.stride(0) * cos.element_size(),
             positions.data_ptr(),
         )
-        memory.last_norm[row_kernels.ROWS] = wanted.shape[0]
+        rows = wanted.shape[0]
+        memory.last_norm[row_kernels.ROWS] = rows
         memory.last_norm[row_kernels.INDEX] = wanted.data_ptr()
+        out = memory.normed[:rows]
+        if self._head is not None:
+            out = torch.empty(rows, self._head.out_features, dtype=out.dtype)
+            memory.head[panel_kernel.ROWS] = rows
+            memory.head[panel_kernel.OUT] = out.data_ptr()
         held = [self._set_attention(kind, memory, meta, tokens) for kind in self._kinds]
-        self._head[program_kernel.ARRIVED] = 0
-        self._run(self._function.address, self._head.ctypes.data, torch.get_num_threads())
+        self._arguments[program_kernel.ARRIVED] = 0
+        self._run(self._function.address, self._address, torch.get_num_threads())
         del held
-        return memory.normed[None, : wanted.shape[0]]
+        return out
 
     @staticmethod
     def _set_attention(
@@ -194,10 +210,10 @@ class StepProgram:
             return torch.empty(tokens, width, dtype=first.dtype)
 
         size = first.qkv.in_features
-        kernels = _KERNELS_PER_LAYER * count + 1
-        arguments = np.zeros((kernels, _WIDTH), np.int64)
-        ends = np.cumsum([2 * count, 1, count, 4 * count, count])
-        norms, last_norm, rotations, products, writes, attends = np.split(arguments, ends)
+        kernels = _KERNELS_PER_LAYER * count + 1 + self.has_head
+        arguments = np.zeros((_KERNELS_PER_LAYER * count + 2, _WIDTH), np.int64)
+        ends = np.cumsum([2 * count, 1, 1, count, 4 * count, count])
+        norms, last_norm, head, rotations, products, writes, attends = np.split(arguments, ends)
         memory = _Memory(
             tokens,
             hidden=rows(size),
@@ -209,6 +225,7 @@ class StepProgram:
             arguments=arguments,
             norms=norms,
             last_norm=last_norm[0],
+            head=head[0],
             rotations=rotations,
             products=products,
             writes=writes,
@@ -221,9 +238,13 @@ class StepProgram:
             memory.kernels[at] = _place(layer, number, self._caches[layer.form.layer], memory)
         self._norm.write_call(memory.last_norm, memory.hidden.data_ptr(), memory.normed.data_ptr())
         memory.last_norm[row_kernels.ROWS_PER_ITEM] = _ROWS_PER_ITEM
-        memory.kernels[-1] = first.kernels.norm, memory.last_norm.ctypes.data
-        self._head[program_kernel.COUNT] = len(memory.kernels)
-        self._head[program_kernel.KERNELS] = memory.kernels.ctypes.data
+        last = _KERNELS_PER_LAYER * count
+        memory.kernels[last] = first.kernels.norm, memory.last_norm.ctypes.data
+        if self._head is not None:
+            self._head.write_call(memory.head, memory.normed.data_ptr(), 0)
+            memory.kernels[last + 1] = self._head.kernel.address, memory.head.ctypes.data
+        self._arguments[program_kernel.COUNT] = len(memory.kernels)
+        self._arguments[program_kernel.KERNELS] = memory.kernels.ctypes.data
         return memory
 
 
