@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from jitney.server_log import explain_failure, failed_models, read_tail, without_traceback
+from jitney.server_log import (
+    explain_failure,
+    failed_models,
+    read_tail,
+    said_once,
+    without_traceback,
+)
 
 # ruff: noqa: E501 - lines of a real log
 LOG = r"""W1120 18:38:58.534160 11501 pinned_memory_manager.cc:273] "Unable to allocate pinned memory"
@@ -39,6 +45,33 @@ def test_without_any_error_line_the_last_lines_speak() -> None:
     assert "ended by SIGKILL" in explain_failure("", -9)
     assert "nothing" in explain_failure("", -9)
     assert explain_failure("one\ntwo", 3).splitlines()[1:] == ["  one", "  two"]
+
+
+# Models that the server does not even try to load, and a warm-up of three requests.
+UNTRIED = r"""E1120 18:38:58.168306 1 model_repository_manager.cc:1460] "Poll failed for model directory 'garbled': failed to read text proto from /srv/garbled/config.pbtxt"
+E1120 18:38:58.186433 1 model_repository_manager.cc:724] "failed to load model 'empty': at least one version must be available under the version policy of model 'empty'"
+E1120 18:38:58.760879 1 model_repository_manager.cc:703] "Invalid argument: ensemble lost contains models that are not available or ambiguous: nowhere"
+E1120 18:38:58.110440 1 model_lifecycle.cc:642] "failed to load 'warm' version 1: Invalid argument: failed to run warmup sample 'w': INVALID_ARGUMENT: idx=9; INVALID_ARGUMENT: idx=9; INVALID_ARGUMENT: idx=9; "
+E1120 18:38:58.861291 1 model_repository_manager.cc:703] "Invalid argument: ensemble 'ens' depends on 'warm' which has no loaded version. Model 'warm' loading failed with error: version 1 is at UNAVAILABLE state: Internal: no\n\nAt:\n  /srv/model.py(3): initialize\n;"
+"""
+
+
+def test_models_that_were_never_tried_have_a_reason_too() -> None:
+    assert failed_models(UNTRIED) == {
+        "garbled": "failed to read text proto from /srv/garbled/config.pbtxt",
+        "empty": "at least one version must be available under the version policy of model 'empty'",
+        "lost": "ensemble lost contains models that are not available or ambiguous: nowhere",
+        "warm": "Invalid argument: failed to run warmup sample 'w': INVALID_ARGUMENT: idx=9",
+        "ens": "ensemble 'ens' depends on 'warm' which has no loaded version. Model 'warm' loading "
+        "failed with error: version 1 is at UNAVAILABLE state: Internal: no",
+    }
+
+
+def test_a_warm_up_says_an_error_once() -> None:
+    assert explain_failure(UNTRIED, 1).count("idx=9") == 1
+    sample = "warmup sample 'w': "
+    assert said_once(f"{sample}a; b; a; b; c") == f"{sample}a; b; c"
+    assert said_once("") == ""
 
 
 def test_a_traceback_is_cut_off() -> None:

@@ -187,16 +187,41 @@ def _stopping(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _states(server: "TritonServer") -> dict[str, tuple[str, str]]:
+    """Model -> (state, reason) of every model that was asked for or that was loaded for another.
+
+    What the server did not even try to load (an ensemble without its parts, a configuration that
+    cannot be read) has no state in its index, or is not there; its log has the reason.
+    """
+    from jitney.server_log import failed_models, read_tail, said_once
+
+    states = server.model_states()
+    wanted = server.models or [
+        folder.name
+        for folder in server.model_repository.iterdir()
+        if folder.is_dir() and not folder.name.startswith(".")
+    ]
+    failures = failed_models(read_tail(server.log_file, 5000)) if server.log_file else {}
+    shown = {name for name, (state, _) in states.items() if state}
+    made = {}
+    for name in shown.union(wanted):
+        state, reason = states.get(name, ("", ""))
+        made[name] = (state, said_once(reason) or failures.get(name, "the log says why"))
+    return made
+
+
 def _print_welcome(server: "TritonServer") -> None:
     """Models, addresses, and one line to try."""
     table = Table("model", "state", box=None, pad_edge=False, header_style="dim")
     speaking = []
-    for name, (state, reason) in sorted(server.model_states().items()):
+    for name, (state, reason) in sorted(_states(server).items()):
         if state == "READY":
             table.add_row(name, "[green]ready[/]")
             if any(tensor["name"] == "text_input" for tensor in server.model_inputs(name)):
                 speaking.append(name)
-        elif state:
+        elif state in ("LOADING", "UNLOADING"):
+            table.add_row(name, state.lower())
+        else:
             table.add_row(name, f"[red]failed[/]: {escape(reason)}")
     out.print(table)
     out.print(f"\nHTTP     http://{server.http_url}\ngRPC     {server.grpc_url}")

@@ -8,9 +8,15 @@ import signal
 from pathlib import Path
 
 # "E1120 18:30:01.123456 4711 model_lifecycle.cc:654] "failed to load 'pylm' version 1: …"
+# and, of models that it does not even try: "failed to load model 'pylm': …", "Poll failed for model
+# directory 'pylm': …".
 _FAILED = re.compile(
-    r"failed to load '(?P<model>[^']+)'(?: version (?P<version>\d+))?: (?P<why>.*)"
+    r"(?:failed to load(?: model)?|Poll failed for model directory) "
+    r"'(?P<model>[^']+)'(?: version \d+)?: (?P<why>.*)"
 )
+# "Invalid argument: ensemble 'embed' depends on 'minilm' which …", "… ensemble embed contains
+# models that are not available …".
+_ENSEMBLE = re.compile(r"(?P<why>ensemble '?(?P<model>[^' ]+)'? (?:depends on|contains) .*)")
 _ERROR = re.compile(r"^[EF]\d{4} [\d:.]+ \d+ \S+\] (?P<text>.*)|^error: (?P<plain>.*)")
 
 
@@ -27,10 +33,10 @@ def failed_models(text: str) -> dict[str, str]:
     """Model -> why it failed to load, without tracebacks, in the order of the log."""
     failures: dict[str, str] = {}
     for line in text.splitlines():
-        match = _FAILED.search(line)
+        match = _FAILED.search(line) or _ENSEMBLE.search(line)
         if match is not None and match["model"] not in failures:
             # One record is one line here: the newlines inside are escaped.
-            reason = without_traceback(match["why"].replace("\\n", "\n"))
+            reason = said_once(without_traceback(match["why"].replace("\\n", "\n")))
             failures[match["model"]] = reason.replace("\n", "\n    ")
     return failures
 
@@ -38,6 +44,18 @@ def failed_models(text: str) -> dict[str, str]:
 def without_traceback(reason: str) -> str:
     """The server's reason for a failed load without the Python frames that it appends."""
     return reason.split("\nAt:\n")[0].rstrip('"; \n')
+
+
+def said_once(reason: str) -> str:
+    """A reason without repetitions: a warm-up that fails gives the error of each of its requests,
+    which are alike as a rule."""
+    first, *others = reason.split("; ")
+    seen = [first]
+    for part in others:
+        # The first one stands behind the name of the warm-up.
+        if not any(before == part or before.endswith(f": {part}") for before in seen):
+            seen.append(part)
+    return "; ".join(seen)
 
 
 def explain_failure(text: str, status: int | None) -> str:
