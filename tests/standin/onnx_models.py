@@ -153,3 +153,16 @@ def write_model(
     if config is not None:
         (repository / name / "config.pbtxt").write_text(config, encoding="utf-8")
     return path
+
+
+# ---------------------------------------------------------------- pieces of config.pbtxt
+
+ONE = "instance_group [{ kind: KIND_CPU count: 1 }]\n"
+
+
+def parameter(name: str, value: str) -> str:
+    return f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
+
+
+def io(kind: str, name: str, data_type: str, dims: str) -> str:
+    return f'{kind} [{{ name: "{name}" data_type: {data_type} dims: {dims} }}]\n'
