@@ -1,7 +1,7 @@
 """The ways to batch, under the same arrivals: tables, and the pictures of docs/batching.md.
 
     python -m benchmarks.batching_modes                       # about ten minutes on two cores
-    python -m benchmarks.batching_modes --quick               # a look, in about a minute
+    python -m benchmarks.batching_modes --quick               # a look, in a minute or two
     python -m benchmarks.batching_modes --parts minilm        # of digits, minilm, language
     python -m benchmarks.batching_modes --again               # print and draw the last results
 
