@@ -47,17 +47,29 @@ def export_onnx(
     ``module`` is the recipe's own, or that in another precision: it has the same inputs and
     outputs. Raises CheckError if the file is invalid.
     """
-    dimensions = {
-        each.name: torch.export.Dim(each.name, min=each.minimum, max=each.maximum)
+    batch = recipe.batch.name
+    # A size of 1 would be taken for a constant, so that the example has at least 2 where it can,
+    # and the batch always: the server knows it as dynamic even if it never exceeds 1.
+    largest = {
+        each.name: max(2, each.maximum) if each.name == batch else each.maximum
         for each in recipe.dimensions.values()
     }
-    shapes = {
-        name: {index: dimensions[symbol] for index, symbol in recipe.dynamic[name].items()}
-        for name in recipe.inputs
-    }
-    # A size of 1 would be taken for a constant, so that the example has at least 2 everywhere.
     sizes = {
-        each.name: min(max(2, each.optimum), each.maximum) for each in recipe.dimensions.values()
+        each.name: min(max(2, each.optimum), largest[each.name])
+        for each in recipe.dimensions.values()
+    }
+    dimensions = {
+        each.name: torch.export.Dim(each.name, min=each.minimum, max=largest[each.name])
+        for each in recipe.dimensions.values()
+        if each.minimum < largest[each.name]  # torch's dimensions vary
+    }
+    shapes = {
+        name: {
+            index: dimensions[symbol]
+            for index, symbol in recipe.dynamic[name].items()
+            if symbol in dimensions
+        }
+        for name in recipe.inputs
     }
     example = {name: torch.from_numpy(array) for name, array in recipe.make_inputs(sizes).items()}
     try:

@@ -74,7 +74,8 @@ class Dimension:
 class Quality:
     """Real inputs, and the figure by which a reduced precision is judged on them.
 
-    ``cosine``: the smallest cosine between a row of ``output`` and the original's row.
+    ``cosine``: the smallest cosine between a row of ``output`` and the original's row; with one
+    number per row, that of all rows together.
     ``accuracy``: the share of rows whose largest value stands at ``labels``.
     ``least`` gives the smallest allowed figure by precision: ``int8``, ``fp16``, ``bf16``.
     """
@@ -181,12 +182,17 @@ def _resized(
     return np.ascontiguousarray(array, dtype=example.dtype)
 
 
-def _check_names(recipe: Recipe) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", recipe.name):
+def check_model_name(name: str) -> None:
+    """Raises RecipeError for what cannot be a folder's name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise RecipeError(
-            f"model name is {show(recipe.name)}, but must be a folder's name: letters, "
-            "digits, '_', '.' and '-'"
+            f"model name is {show(name)}, but must be a folder's name: letters, digits, '_', '.' "
+            "and '-'"
         )
+
+
+def _check_names(recipe: Recipe) -> None:
+    check_model_name(recipe.name)
     if not recipe.inputs:
         raise RecipeError(f"model {recipe.name!r} has no example inputs, but must have one or more")
     for kind, names in (("input", list(recipe.inputs)), ("output", list(recipe.outputs))):
@@ -218,6 +224,11 @@ def _check_dynamic(recipe: Recipe) -> None:
     for name, tensor in recipe.inputs.items():
         dynamic = recipe.dynamic.get(name, {})
         for index, dimension in dynamic.items():
+            if not isinstance(index, int):
+                raise RecipeError(
+                    f"a dynamic dimension of input {name!r} has index {show(index)}, but must have "
+                    "a whole number"
+                )
             if not 0 <= index < tensor.ndim:
                 raise RecipeError(
                     f"input {name!r} has no dimension {index}: its example has {tensor.ndim} "
@@ -239,6 +250,18 @@ def _check_dynamic(recipe: Recipe) -> None:
             f"dimension 0 is called {' and '.join(sorted(batches))}, but must have one name: it is "
             "the batch of every input"
         )
+    if recipe.batch.minimum != 1:
+        raise RecipeError(
+            f"batch dimension {recipe.batch.name!r} has minimum {recipe.batch.minimum}, but must "
+            "have 1: the server runs a request without companions alone"
+        )
+    for name in recipe.inputs:
+        for index, dimension in recipe.dynamic[name].items():
+            if index > 0 and dimension == recipe.batch.name:
+                raise RecipeError(
+                    f"dimension {index} of input {name!r} is called {dimension!r} like the batch, "
+                    "but must have another name: the server joins requests along dimension 0 alone"
+                )
     used = {each for dynamic in recipe.dynamic.values() for each in dynamic.values()}
     for dimension in recipe.dimensions:
         if dimension not in used:

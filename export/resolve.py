@@ -19,11 +19,13 @@ from jitney.errors import nearest, show
 from export import recipes
 from export.errors import RecipeError
 from export.parity import flatten
-from export.recipe import Dimension, Recipe
+from export.recipe import Dimension, Recipe, check_model_name
 
 # What a dynamic dimension given by its name alone gets; other bounds need a Dimension.
 BATCH_OPTIMUM, BATCH_MAXIMUM = 4, 8
 HALF, DOUBLE = 0.5, 2
+# A number of type float16 has three digits, and every runtime loses others of them.
+HALF_TOLERANCE = 1e-2
 
 
 def known_recipes() -> list[str]:
@@ -33,6 +35,8 @@ def known_recipes() -> list[str]:
 
 def resolve(model: str, *, name: str | None = None, max_batch_size: int | None = None) -> Recipe:
     """The recipe of ``model``; ``name`` and ``max_batch_size`` replace its own."""
+    if name is not None:
+        check_model_name(name)
     module_name, colon, function_name = model.partition(":")
     if colon:
         recipe = _from_function(model, module_name, function_name)
@@ -83,6 +87,8 @@ def _from_function(model: str, module_name: str, function_name: str) -> Recipe:
 
 
 def _find(model: str, module_name: str, function_name: str) -> Callable[[], Any]:
+    if not all(part.isidentifier() for part in f"{module_name}.{function_name}".split(".")):
+        raise RecipeError(f"{show(model)} must be module:function, both by their Python names")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -94,8 +100,6 @@ def _find(model: str, module_name: str, function_name: str) -> Callable[[], Any]
         raise RecipeError(
             f"there is no module {show(module_name)} (of {model}) in {here} or installed"
         ) from error
-    except ValueError as error:
-        raise RecipeError(f"{show(model)} must be module:function: {error}") from error
     function: Any = module
     for part in function_name.split("."):
         if not hasattr(function, part):
@@ -135,14 +139,16 @@ def from_parts(name: str, module: Any, inputs: Any, dynamic: Any, *, source: str
             if not isinstance(given, str):
                 dimensions[dimension.name] = before = dimension
             by_input[input_name][index] = before.name
-    module.eval()
+    result = _first_run(module.eval(), named, source)
+    half = any(each.dtype == torch.float16 for each in flatten(result))
     return Recipe(
         name=name,
         module=module,
         inputs=named,
         dynamic=by_input,
         dimensions=dimensions,
-        outputs=_output_names(module, named, source),
+        outputs=_output_names(result),
+        tolerance=HALF_TOLERANCE if half else Recipe.tolerance,
     )
 
 
@@ -200,19 +206,21 @@ def _dimension(given: Any, *, batch: bool, size: int) -> Dimension:
     )
 
 
-def _output_names(
-    module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], source: str
-) -> list[str]:
-    """The keys of a returned dictionary; else ``output``, or ``output_0`` and so on."""
+def _first_run(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor], source: str) -> Any:
+    """What the module returns for its example."""
     try:
         with torch.no_grad():
-            result = module(**inputs)
+            return module(**inputs)
     except Exception as error:
         raise RecipeError(
             f"the module of {source} fails on its own example inputs: "
             f"{type(error).__name__}: {error}"
         ) from error
-    count = len(flatten(result))
-    if isinstance(result, Mapping) and len(result) == count:
+
+
+def _output_names(result: Any) -> list[str]:
+    """The keys of a returned dictionary; else ``output``, or ``output_0`` and so on."""
+    if isinstance(result, Mapping) and all(map(torch.is_tensor, result.values())):
         return [str(name) for name in result]
+    count = len(flatten(result))
     return ["output"] if count == 1 else [f"output_{index}" for index in range(count)]

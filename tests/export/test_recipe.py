@@ -62,6 +62,20 @@ def test_many_combinations_are_thinned_and_keep_the_extremes() -> None:
             lambda: pooled(dynamic={"tokens": {0: "batch"}, "scale": {0: "length"}}),
             "batch and length",
         ),
+        (
+            lambda: pooled(dynamic={"tokens": {0: "batch", "1": "length"}, "scale": {0: "batch"}}),
+            "input 'tokens' has index '1'",
+        ),
+        (
+            lambda: pooled(dynamic={"tokens": {0: "batch", 1: "batch"}, "scale": {0: "batch"}}),
+            "dimension 1 of input 'tokens' is called 'batch' like the batch",
+        ),
+        (
+            lambda: pooled(
+                dimensions={**pooled().dimensions, "batch": Dimension("batch", 2, 2, 4)}
+            ),
+            "batch dimension 'batch' has minimum 2, but must have 1",
+        ),
         (lambda: pooled(outputs=["scores", "scores"]), "'scores' names two"),
         (lambda: pooled(outputs=["scores", "tokens"]), "'tokens' names two"),
         (
@@ -97,6 +111,12 @@ def with_bounds():
     dim = torch.export.Dim
     return Twice(), (torch.rand(2, 3),), {"image": {0: dim("rows", min=1, max=32), 1: "width"}}
 
+def nested():
+    class Nested(Twice):
+        def forward(self, image): return {"a": None, "b": (image.half(), image)}
+    return Nested(), torch.rand(2, 3), {"image": {0: "batch"}}
+
+def text_index(): return Twice(), torch.rand(2, 3), {"image": {"0": "batch"}}
 def nothing(): return None
 def two(): return Twice(), torch.rand(2, 3)
 def no_module(): return "Twice", torch.rand(2, 3), {}
@@ -115,9 +135,10 @@ number = 3
 def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_models.py").write_text(MODULE, encoding="utf-8")
     (tmp_path / "broken_import.py").write_text("import nowhere_at_all\n", encoding="utf-8")
+    (tmp_path / "broken_value.py").write_text("int('x')\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("own_models", "broken_import"):
+    for name in ("own_models", "broken_import", "broken_value"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -128,6 +149,10 @@ def test_a_function_of_ones_own(own_models: Path) -> None:
     assert list(recipe.outputs) == ["doubled", "total"]
     assert recipe.dynamic == {"image": {0: "batch"}}
     assert not recipe.module.training
+    assert recipe.tolerance == 1e-4
+    nested = resolve("own_models:nested")
+    assert list(nested.outputs) == ["output_0", "output_1"]
+    assert nested.tolerance == 1e-2, "of halves"
     bounded = resolve("own_models:with_bounds", name="twice", max_batch_size=16)
     assert bounded.name == "twice"
     assert bounded.batch == Dimension("rows", 1, 2, 16, checks=bounded.batch.checks)
@@ -143,6 +168,10 @@ def test_a_function_of_ones_own(own_models: Path) -> None:
         ("broken_import:good", "nowhere_at_all"),
         ("own_models:goood", "did you mean 'good'"),
         (":good", "module:function"),
+        ("own_models:", "module:function"),
+        ("./own_models.py:good", "module:function"),
+        ("..own_models:good", "module:function"),
+        ("own_models:text_index", "input 'image' has index '0'"),
         ("own_models:number", "is a int, but must be a function"),
         ("own_models:wants", "must take none"),
         ("own_models:nothing", "returned None, but must return"),
@@ -160,6 +189,12 @@ def test_what_cannot_be_resolved(own_models: Path, model: str, words: str) -> No
     with pytest.raises(RecipeError) as caught:
         resolve(model)
     assert words in str(caught.value)
+
+
+def test_an_error_in_ones_own_module_stays_as_it_is(own_models: Path) -> None:
+    """Whoever wrote it needs its line, and not advice on the command's arguments."""
+    with pytest.raises(ValueError, match="invalid literal"):
+        resolve("broken_value:model")
 
 
 def test_the_models_of_the_project_are_known() -> None:
