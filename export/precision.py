@@ -18,7 +18,7 @@ import torch
 
 from export.errors import CheckError, ExportError, RecipeError
 from export.onnx_model import LARGEST_INLINE_BYTES
-from export.parity import Run
+from export.parity import Run, torch_run
 from export.recipe import Arrays, Quality, Recipe
 from export.smoothing import smooth
 
@@ -77,6 +77,7 @@ def to_int8(
     # The quantizer turns a Gemm into a MatMul of the transposed weight and infers shapes anew; the
     # exporter's note of the old shape would then contradict.
     model = onnx.load(str(source), load_external_data=False)
+    _require_products(model.graph)
     del model.graph.value_info[:]
     onnx.save(model, str(source))
     smooth(source, example, largest_inline=largest_inline)
@@ -102,15 +103,33 @@ def to_int8(
         root.setLevel(level)
 
 
+def _require_products(graph: onnx.GraphProto) -> None:
+    """Raises CheckError where int8 would be int8 by name alone, or no valid graph."""
+    kinds = {each.name: each.data_type for each in graph.initializer}
+    found = {
+        onnx.helper.tensor_dtype_to_np_dtype(kinds[node.input[1]]).name
+        for node in graph.node
+        if node.op_type in QUANTIZED_OPERATORS and node.input[1] in kinds
+    }
+    if found != {"float32"}:
+        raise CheckError(
+            f"int8 quantizes {' and '.join(QUANTIZED_OPERATORS)} with constant fp32 weights alone, "
+            f"and the model has {', '.join(sorted(found)) or 'none'} of them"
+        )
+
+
 def quality_of(recipe: Recipe) -> Quality:
-    """The recipe's own, or the cosine of its first output on its example."""
+    """The recipe's own, or the cosine of its first output of real numbers on its example."""
     if recipe.quality is not None:
         return recipe.quality()
-    return Quality(
-        metric="cosine",
-        inputs={name: recipe.example(name) for name in recipe.inputs},
-        output=recipe.outputs[0],
-        least=LEAST_COSINE,
+    inputs = {name: recipe.example(name) for name in recipe.inputs}
+    for name, array in torch_run(recipe)(inputs).items():
+        # The cosine of one number with another is 1, however far they are apart.
+        if np.issubdtype(array.dtype, np.floating) and array.size > 1:
+            return Quality(metric="cosine", inputs=inputs, output=name, least=LEAST_COSINE)
+    raise RecipeError(
+        f"no output of model {recipe.name!r} has several real numbers on its example, whose cosine "
+        "could judge a lower precision: give more rows, or an export.recipe.Recipe with a quality"
     )
 
 
@@ -154,8 +173,13 @@ def _accuracy(scores: np.ndarray, labels: np.ndarray) -> float:
 
 
 def _least_cosine(expected: np.ndarray, actual: np.ndarray) -> float:
-    """The worst row's cosine; NaN if a row has no direction, which no bound accepts."""
+    """The worst row's cosine, or that of all rows where each is one number.
+
+    NaN if a row has no direction, which no bound accepts.
+    """
     rows, others = (each.reshape(len(each), -1).astype(np.float64) for each in (expected, actual))
+    if rows.shape[1] == 1:  # numbers of one sign have cosine 1: what counts is their proportion
+        rows, others = rows.T, others.T
     lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(others, axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = (rows * others).sum(axis=1) / lengths

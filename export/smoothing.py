@@ -79,7 +79,9 @@ def _products(
         if node.op_type != "MatMul" or producers.get(node.input[0]) != "LayerNormalization":
             continue
         weight = weights.get(node.input[1])
-        if weight is not None and len(weight.dims) == 2 and uses[weight.name] == 1:
+        if weight is None or weight.data_type != onnx.TensorProto.FLOAT:
+            continue  # no other type is quantized
+        if len(weight.dims) == 2 and uses[weight.name] == 1:
             groups.setdefault(node.input[0], []).append(node)
     return groups
 

@@ -14,6 +14,7 @@ from export.onnx_model import export_onnx, ports
 from export.parity import Run, check_parity, onnx_run, torch_run
 from export.precision import InPrecision, check_quality, quality_of, to_int8
 from export.recipe import Arrays, Quality, Recipe
+from export.resolve import from_parts
 from export.smoothing import smooth
 from tests.export.tiny import Pooled, pooled
 
@@ -171,3 +172,47 @@ def test_a_quality_needs_a_bound_and_an_output() -> None:
         )
     with pytest.raises(RecipeError, match="measured on 'score', but must be on one of scores"):
         check_quality(recipe, replace(quality, output="score"), "int8", original=run, reduced=run)
+
+
+def of(module: torch.nn.Module, **inputs: torch.Tensor) -> Recipe:
+    return from_parts("own", module, inputs, {name: {0: "batch"} for name in inputs}, source="own")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_int8_of_what_is_not_fp32_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Nothing in it would be whole numbers, whatever the folder's name says."""
+    module = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Linear(6, 4)).to(dtype)
+    recipe = of(module, input=torch.rand(3, 6, dtype=dtype))
+    source = exported(recipe, tmp_path)
+    with pytest.raises(CheckError, match=rf"alone, and the model has {str(dtype)[6:]}"):
+        to_int8(source, tmp_path / "model.onnx", example(recipe))
+
+
+def test_int8_of_a_model_without_products_is_refused(tmp_path: Path) -> None:
+    recipe = of(torch.nn.ReLU(), input=torch.rand(3, 6))
+    source = exported(recipe, tmp_path)
+    with pytest.raises(CheckError, match="the model has none of them"):
+        to_int8(source, tmp_path / "model.onnx", example(recipe))
+
+
+class Counted(torch.nn.Module):
+    """A whole number first, then one real number per row."""
+
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (image > 0).sum(-1), image.sum(-1)
+
+
+def test_one_number_per_row_is_judged_over_the_rows() -> None:
+    recipe = of(Counted(), image=torch.rand(4, 3))
+    assert quality_of(recipe).output == "output_1"
+
+    def distorted(inputs: Arrays) -> dict[str, np.ndarray]:
+        made = torch_run(recipe)(inputs)
+        return {**made, "output_1": made["output_1"] ** 4}
+
+    with pytest.raises(CheckError, match="fp16 loses too much"):
+        check_quality(
+            recipe, quality_of(recipe), "fp16", original=torch_run(recipe), reduced=distorted
+        )
+    with pytest.raises(RecipeError, match="no output of model 'own' has several real numbers"):
+        quality_of(of(Counted(), image=torch.rand(1, 3)))
