@@ -4,6 +4,7 @@ Owns what is printed. Every error that the export raises on purpose is one reada
 status 1; a traceback means a bug of ours.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from export.errors import ExportError
+from export.errors import ExportError, MissingToolError
+
+# What every export imports; torch itself imports onnxscript while it traces.
+LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 out = Console(highlight=False)
@@ -56,6 +60,9 @@ def export(
     timing_cache: Annotated[
         Path, typer.Option(help="Where TensorRT keeps the timings of its kernels between builds.")
     ] = Path("~/.cache/jitney/tensorrt-timings"),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model that no export has written.")
+    ] = False,
 ) -> None:
     """Turn a torch model into one that Triton Inference Server batches by itself.
 
@@ -68,17 +75,27 @@ def export(
         python -m export minilm --onnx --int8
         python -m export my_models:encoder --out my_repository
     """
+    require_libraries()
     from export.pipeline import export as run
-    from export.pipeline import plan
+    from export.pipeline import plan, require
     from export.resolve import resolve
 
+    options = {"onnx": onnx, "tensorrt": tensorrt, "int8": int8, "fp16": fp16, "bf16": bf16}
+    # Before the recipe is made, which may train or load a model: what can be refused without it.
+    require(plan("NAME", **options), out_folder)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err) as progress:
         task = progress.add_task(f"{model}: preparing", total=None)
         recipe = resolve(model, name=name, max_batch_size=max_batch_size)
         progress.update(task, total=1, completed=1)
-        targets = plan(recipe.name, onnx=onnx, tensorrt=tensorrt, int8=int8, fp16=fp16, bf16=bf16)
-        made = run(recipe, targets, out_folder, progress, timing_cache=timing_cache.expanduser())
+        made = run(
+            recipe,
+            plan(recipe.name, **options),
+            out_folder,
+            progress,
+            timing_cache=timing_cache.expanduser(),
+            overwrite=overwrite,
+        )
     if recipe.note:
         out.print(f"{recipe.name}: {recipe.note}", markup=False)
     table = Table("folder", "MB", "largest difference", "quality", "seconds", box=None)
@@ -91,6 +108,15 @@ def export(
             f"{each.seconds:.0f}",
         )
     out.print(table)
+
+
+def require_libraries() -> None:
+    """Raises MissingToolError without the extra ``export``. Imports nothing."""
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingToolError(
+            f"an export needs {', '.join(missing)}: pip install 'triton-jitney[export]'"
+        )
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from export.errors import CheckError
 from export.onnx_model import Port
+from export.publish import MARK
 from export.recipe import SERVER_TYPES, Recipe
 
 Runtime = Literal["onnx", "tensorrt"]
@@ -38,7 +39,7 @@ def config_text(
     """``config.pbtxt`` of one target."""
     kind = 'platform: "tensorrt_plan"' if target.runtime == "tensorrt" else 'backend: "onnxruntime"'
     lines = [
-        f"# Written by python -m export (docs/export.md); precision {target.precision}.",
+        f"{MARK} (docs/export.md); precision {target.precision}.",
         f'name: "{target.folder}"',
         kind,
         f'default_model_filename: "{target.file}"',

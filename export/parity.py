@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from export.errors import CheckError, RecipeError
+from export.errors import CheckError, ExportError, RecipeError
 from export.recipe import Arrays, Recipe, Sizes
 
+# Another batch size takes other kernels, so that the same row is rounded otherwise.
+ROW_TOLERANCE = 1e-4
 Run = Callable[[Arrays], dict[str, np.ndarray]]  # inputs by name -> outputs by name
 
 
@@ -92,7 +94,15 @@ def check_parity(
     reference = torch_run(recipe)
     for sizes in recipe.check_sizes():
         inputs = recipe.make_inputs(sizes)
-        expected = reference(inputs)
+        try:
+            expected = reference(inputs)
+        except ExportError:
+            raise
+        except Exception as error:
+            raise RecipeError(
+                f"model {recipe.name!r} itself fails at {at(sizes)}: {type(error).__name__}: "
+                f"{str(error).strip()}; give its dimensions other bounds or checks"
+            ) from error
         _check_batch(recipe, sizes, expected)
         try:
             actual = run(inputs)
@@ -104,6 +114,31 @@ def check_parity(
             compare(name, expected[name], actual[name], sizes, tolerance, runtime)
             for name in recipe.outputs
         ]
+
+
+def check_rows(recipe: Recipe) -> None:
+    """A row's outputs must not depend on the rows beside it: those are other clients' requests.
+
+    Compares rows in a batch with the same rows alone, both in torch. Raises CheckError.
+    """
+    reference = torch_run(recipe)
+    sizes = {each.name: each.optimum for each in recipe.dimensions.values()}
+    size = sizes[recipe.batch.name] = max(recipe.batch.checks)
+    inputs = recipe.make_inputs(sizes)
+    together = reference(inputs)
+    tolerance = max(recipe.tolerance, ROW_TOLERANCE)
+    for row in sorted({0, size // 2, size - 1}):
+        alone = reference({name: each[row : row + 1] for name, each in inputs.items()})
+        for name in recipe.outputs:
+            beside = together[name][row : row + 1]
+            try:
+                compare(name, alone[name], beside, sizes, tolerance, "in the batch")
+            except CheckError as error:
+                raise CheckError(
+                    f"output {name!r} of a row depends on the rows beside it, which are other "
+                    f"clients' requests in the server: row {row} of {size}, alone and in the "
+                    f"batch: {error}"
+                ) from error
 
 
 def compare(

@@ -18,9 +18,9 @@ from rich.progress import Progress
 from export.config_pbtxt import Precision, Target, config_text
 from export.errors import RecipeError
 from export.onnx_model import export_onnx, ports
-from export.parity import Run, check_parity, onnx_run, torch_run
+from export.parity import Run, check_parity, check_rows, onnx_run, torch_run
 from export.precision import DTYPES, Figure, InPrecision, check_quality, quality_of, to_int8
-from export.publish import publish
+from export.publish import publish, require_place, require_writable
 from export.recipe import Recipe
 from export.tensorrt_engine import build_engine, load_tensorrt, profiles_of
 from export.tensorrt_run import engine_run, require_gpu
@@ -66,6 +66,19 @@ def plan(
     return targets
 
 
+def require(targets: Sequence[Target], repository: Path) -> Any:
+    """What the targets need, so that it is said before minutes are spent.
+
+    Returns the TensorRT module if a target needs it. Raises ExportError.
+    """
+    require_writable(repository)
+    if all(target.runtime == "onnx" for target in targets):
+        return None
+    trt = load_tensorrt()
+    require_gpu()
+    return trt
+
+
 def export(
     recipe: Recipe,
     targets: Sequence[Target],
@@ -73,18 +86,22 @@ def export(
     progress: Progress,
     *,
     timing_cache: Path | None = None,
+    overwrite: bool = False,
 ) -> list[Made]:
-    """Make and check every target, then write all of them. Raises ExportError before writing."""
-    # What is missing is said before minutes are spent.
-    trt = None
-    if any(target.runtime == "tensorrt" for target in targets):
-        trt = load_tensorrt()
-        require_gpu()
+    """Make and check every target, then write all of them. Raises ExportError before writing.
+
+    ``overwrite`` also replaces models that no export has written.
+    """
+    trt = require(targets, repository)
+    for target in targets:
+        require_place(repository / target.folder, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="export-") as work:
         made = [
             _make(recipe, target, Path(work) / target.folder, progress, trt, timing_cache)
             for target in targets
         ]
+        with _step(progress, f"{recipe.name}: comparing rows alone with rows in a batch"):
+            check_rows(recipe)
         for each in made:
             publish(each.folder, each.config, repository / each.target.folder)
     return made

@@ -1,9 +1,12 @@
 """The whole command: what it writes, what it leaves alone, and what it says."""
 
+import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +17,17 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from typer.testing import CliRunner
 
-from export.__main__ import app
+from export.__main__ import app, require_libraries
 from export.config_pbtxt import Target, config_text
 from export.errors import CheckError, ExportError, MissingToolError, RecipeError
 from export.onnx_model import Port
 from export.parity import onnx_run
 from export.pipeline import export, plan
-from export.publish import publish
-from export.recipe import Quality
+from export.publish import MARK, publish
+from export.recipe import Dimension, Quality
+from export.recipes.digits import load_digits, train
 from tests.export.tiny import pooled, silent
+from tests.server.client import wait_until
 
 ROOT = Path(__file__).parents[2]
 OWN = """
@@ -155,6 +160,7 @@ def test_a_failed_check_writes_nothing_and_leaves_what_was(tmp_path: Path) -> No
     good = tmp_path / "pooled"
     (good / "1").mkdir(parents=True)
     (good / "1" / "model.onnx").write_bytes(b"an earlier model")
+    (good / "config.pbtxt").write_text(MARK, encoding="utf-8")
     recipe = pooled(
         quality=lambda: Quality(
             "cosine", pooled().make_inputs({"batch": 2, "length": 3}), "scores", {"int8": 1.1}
@@ -180,6 +186,7 @@ def test_a_new_version_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None
         (served / version).mkdir(parents=True)
         (served / version / "model.plan").write_bytes(b"old")
     (served / "labels.txt").write_text("zero\n", encoding="utf-8")
+    (served / ".built").write_text("of the old one, by make models", encoding="utf-8")
     publish(work, "name: 'pooled'\n", served)
     assert {str(each.relative_to(served)) for each in served.rglob("*") if each.is_file()} == {
         "1/model.onnx",
@@ -209,6 +216,136 @@ def test_a_failed_rename_puts_the_earlier_version_back(
     with pytest.raises(ExportError, match=r"pooled cannot be written: no space left"):
         publish(work, "", served)
     assert (served / "model.onnx").read_bytes() == b"pooled"
+
+
+def test_ctrl_c_between_two_renames_puts_the_earlier_version_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, served = tmp_path / "work", tmp_path / "repository" / "pooled"
+    for folder in (work, served):
+        folder.mkdir(parents=True)
+        (folder / "model.onnx").write_bytes(folder.name.encode())
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name == "fresh":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        publish(work, "", served)
+    assert (served / "model.onnx").read_bytes() == b"pooled"
+    assert [each.name for each in served.parent.iterdir()] == ["pooled"]
+
+
+def test_exports_at_once_end_with_one_whole_version(tmp_path: Path) -> None:
+    served = tmp_path / "repository" / "pooled"
+    works = []
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.onnx").write_text(name, encoding="utf-8")
+        works.append(tmp_path / name)
+
+    def often(work: Path) -> None:
+        for _ in range(30):
+            publish(work, work.name, served)
+
+    served.mkdir(parents=True)
+    (served / "labels.txt").write_text("zero\n", encoding="utf-8")
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(often, works))
+    config = (served / "config.pbtxt").read_text(encoding="utf-8")
+    assert (served / "1" / "model.onnx").read_text(encoding="utf-8") == config
+    assert (served / "labels.txt").is_file()
+    assert [each.name for each in served.parent.iterdir()] == ["pooled"]
+
+
+@pytest.mark.parametrize("config", ['name: "pooled"', None])
+def test_a_model_of_another_hand_is_not_replaced(tmp_path: Path, config: str | None) -> None:
+    written = tmp_path / "pooled" / "1" / "model.py"
+    written.parent.mkdir(parents=True)
+    written.write_text("by hand", encoding="utf-8")
+    if config is not None:
+        (tmp_path / "pooled" / "config.pbtxt").write_text(config, encoding="utf-8")
+    target = Target("pooled", "onnx", "fp32")
+    with pytest.raises(RecipeError, match=r"that no export has written.*--overwrite"):
+        export(pooled(), [target], tmp_path, silent())
+    assert written.read_text(encoding="utf-8") == "by hand"
+    export(pooled(), [target], tmp_path, silent(), overwrite=True)
+    assert not written.exists()
+    export(pooled(), [target], tmp_path, silent())  # what an export has written needs no leave
+
+
+def test_what_can_be_refused_early_is_refused_before_the_recipe(tmp_path: Path) -> None:
+    """The function leaves a trace when it is called."""
+    (tmp_path / "late.py").write_text(
+        "from pathlib import Path\ndef model(): Path('called').touch()\n", encoding="utf-8"
+    )
+    (tmp_path / "file").touch()
+    cases = [
+        (("--bf16",), "add --tensorrt"),
+        (("--name", "a/b"), "model name is 'a/b'"),
+        (("--out", "file"), "file cannot be written: "),
+        (("--out", "file/deeper"), "file/deeper cannot be written: "),
+    ]
+    if importlib.util.find_spec("tensorrt") is None:
+        cases.append((("--tensorrt",), "needs the Python module tensorrt"))
+    for arguments, words in cases:
+        result = command("late:model", *arguments, folder=tmp_path)
+        assert (result.returncode, words in result.stderr) == (1, True), result.stderr
+        assert "Traceback" not in result.stderr
+        assert not (tmp_path / "called").exists()
+
+
+INTERRUPTED = """
+import pathlib, time, torch
+from torch import nn
+from export.recipe import Dimension, Recipe
+
+def inputs_at(sizes):
+    if sizes["batch"] == 8:  # in the comparison, after the tracing
+        pathlib.Path("comparing").touch()
+        time.sleep(60)
+    return {"input": torch.rand(sizes["batch"], 3).numpy()}
+
+def model():
+    return Recipe(
+        "model", nn.Linear(3, 2), {"input": torch.rand(2, 3)}, {"input": {0: "batch"}},
+        {"batch": Dimension("batch", 1, 4, 8)}, ["made"], inputs_at=inputs_at,
+    )
+"""
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED, encoding="utf-8")
+    (tmp_path / "temporary").mkdir()
+    arguments = [sys.executable, "-m", "export", "interrupted:model", "--out", "served"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")}
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_until((tmp_path / "comparing").exists, timeout=120)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "Traceback" not in told
+    assert not (tmp_path / "served").exists()
+    assert not [each for each in (tmp_path / "temporary").iterdir() if "export" in each.name]
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(MissingToolError, match=r"needs onnxscript: pip install .*\[export\]"):
+        require_libraries()
+
+
+def test_a_largest_batch_of_one(tmp_path: Path) -> None:
+    alone = {**pooled().dimensions, "batch": Dimension("batch", 1, 1, 1)}
+    export(pooled(dimensions=alone), [Target("pooled", "onnx", "fp32")], tmp_path, silent())
+    config = parsed(tmp_path / "pooled")
+    assert config.max_batch_size == 1
+    assert [each.batch_size for each in config.model_warmup] == [1]
 
 
 def folders(**options: bool) -> list[tuple[str, str, str]]:
@@ -252,10 +389,25 @@ def test_digits_read_held_out_digits(tmp_path: Path) -> None:
     figure = re.search(r"accuracy on 360 held-out digits: (\d\.\d+)", result.stdout)
     assert figure is not None
     assert float(figure[1]) >= 0.98
-    from export.recipes.digits import load_digits
-
     _, _, images, labels = load_digits()
     for name in ("digits", "digits_int8"):
         made = onnx_run(tmp_path / name / "1" / "model.onnx")({"image": images})
         assert (made["logits"].argmax(-1) == labels).mean() >= 0.97
         np.testing.assert_allclose(made["probabilities"].sum(-1), 1, atol=1e-5)
+
+
+def test_digits_are_trained_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More are slower, above all on a busy machine, and round otherwise."""
+    images, labels, _, _ = load_digits()
+    threads = []
+    monkeypatch.setattr(
+        torch.optim.Adam, "zero_grad", lambda self: threads.append(torch.get_num_threads())
+    )
+    before, torch_seed = torch.get_num_threads(), torch.initial_seed()
+    torch.set_num_threads(2)
+    try:
+        train(images[:64], labels[:64], epochs=1)
+        assert (threads, torch.get_num_threads()) == ([1], 2)
+        assert torch.initial_seed() == torch_seed
+    finally:
+        torch.set_num_threads(before)

@@ -9,11 +9,13 @@ import torch
 from onnx import numpy_helper
 from torch import nn
 
+from export.config_pbtxt import Target
 from export.errors import CheckError, ExportError, RecipeError
 from export.onnx_model import Port, check_onnx, export_onnx, ports
-from export.parity import check_parity, compare, flatten, onnx_run, torch_run
+from export.parity import check_parity, check_rows, compare, flatten, onnx_run, torch_run
+from export.pipeline import export
 from export.recipe import Dimension, Recipe
-from tests.export.tiny import pooled
+from tests.export.tiny import pooled, silent
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,63 @@ def test_a_module_that_fixes_its_batch_is_refused(tmp_path: Path) -> None:
     recipe = of(FixesItsBatch(), image=torch.rand(3, 4))
     with pytest.raises(ExportError, match=r"could not trace model 'own'.*batch"):
         export_onnx(recipe, recipe.module, tmp_path / "model.onnx")
+
+
+class BranchesOnOne(nn.Module):
+    """The tracer takes every batch to be two or more, so that it does not see this branch."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image * 3 if image.shape[0] == 1 else image * 2
+
+
+def test_a_branch_on_the_batch_is_caught(tmp_path: Path) -> None:
+    recipe = of(BranchesOnOne(), image=torch.rand(3, 4))
+    try:
+        export_onnx(recipe, recipe.module, tmp_path / "model.onnx")
+    except ExportError as error:
+        assert "batch" in str(error)  # noqa: PT017 - a refusal to trace is as good
+    else:
+        run = onnx_run(tmp_path / "model.onnx")
+        with pytest.raises(CheckError, match="output 'made' differs at batch=1"):
+            list(check_parity(recipe, run, runtime="ONNX Runtime", tolerance=1e-5))
+
+
+class Centred(nn.Module):
+    """A row minus the mean of its batch."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image - image.mean(0, keepdim=True)
+
+
+class Similarities(nn.Module):
+    """Every row with every other."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image @ image.T
+
+
+@pytest.mark.parametrize("module", [Centred(), Similarities()])
+def test_rows_that_depend_on_their_neighbours_are_refused(
+    module: nn.Module, tmp_path: Path
+) -> None:
+    """Torch and the export agree on them; the server's clients would not."""
+    recipe = of(module, image=torch.rand(3, 4))
+    with pytest.raises(CheckError, match="output 'made' of a row depends on the rows beside it"):
+        export(recipe, [Target("own", "onnx", "fp32")], tmp_path, silent())
+    assert not list(tmp_path.iterdir())
+    check_rows(pooled())
+
+
+def test_a_module_that_fails_at_some_size_is_named() -> None:
+    class Refuses(nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            if len(image) == 4:
+                raise ValueError("too many")
+            return image
+
+    recipe = of(Refuses(), image=torch.rand(3, 4))
+    with pytest.raises(RecipeError, match=r"itself fails at batch=4: ValueError: too many"):
+        list(check_parity(recipe, torch_run(recipe), runtime="torch", tolerance=0.0))
 
 
 def test_an_output_without_a_batch_is_refused() -> None:
