@@ -48,10 +48,14 @@ class InferenceResponse:
 
 
 class Request:
-    """Input arrays by name."""
+    """Input arrays by name, and the sequence that it is part of."""
 
-    def __init__(self, **tensors: np.ndarray) -> None:
+    def __init__(self, sequence: int | str = 0, **tensors: np.ndarray) -> None:
         self.tensors = tensors
+        self.sequence = sequence
+
+    def correlation_id(self) -> int | str:
+        return self.sequence
 
 
 class Logger:

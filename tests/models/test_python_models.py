@@ -242,10 +242,10 @@ def test_the_ledger_forgets_silent_sequences(load: Load) -> None:
     assert len(ledger) == 0
 
 
-def stream_request(sequence: int, value: float = 0.0, **flags: int) -> Request:
-    controls = {"START": 0, "END": 0, "CORRID": sequence, **flags}
+def stream_request(sequence: int | str, value: float = 0.0, **flags: int) -> Request:
+    controls = {"START": 0, "END": 0, **flags}
     arrays = {name: np.array([[value]]) for name, value in controls.items()}
-    return Request(image=np.full((1, 1, 8, 8), value, np.float32), **arrays)
+    return Request(sequence, image=np.full((1, 1, 8, 8), value, np.float32), **arrays)
 
 
 def test_one_inner_request_for_a_batch_of_sequences(
@@ -266,7 +266,7 @@ def test_one_inner_request_for_a_batch_of_sequences(
     batch = [
         stream_request(1, 4.0, START=1),
         stream_request(2, float("nan"), START=1),
-        stream_request(3, 9.0, START=1),
+        stream_request("1", 9.0, START=1),
     ]
     made: list[InferenceResponse] = model.execute(batch)
     assert seen == [2]

@@ -4,10 +4,11 @@ Views of one digit are independent evidence: the classifier's log-probabilities 
 softmax is the answer so far (a uniform prior over the ten digits). The views of a batch, each of
 another sequence, are classified by one inner request to `digits`.
 
-Owns the evidence, by correlation id. The server's sequence batcher sees to the order within a
-sequence and refuses one without a start. It does not say when a sequence ended by falling silent,
-so evidence that was not touched for twice the idle limit is dropped here: by then the server has
-forgotten the sequence and takes no more views of it.
+Owns the evidence, by the request's own correlation id, a number or a text. (The batcher's control
+input for it holds a number: texts that differ may come as the same one.) The server's sequence
+batcher sees to the order within a sequence and refuses one without a start. It does not say when a
+sequence ended by falling silent, so evidence that was not touched for twice the idle limit is
+dropped here: by then the server has forgotten the sequence and takes no more views of it.
 """
 
 import json
@@ -49,19 +50,19 @@ class Ledger:
 
     def __init__(self, forget_after_s: float) -> None:
         self._forget_after_s = forget_after_s
-        self._entries: dict[int, Evidence] = {}
+        self._entries: dict[int | str, Evidence] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._entries)
 
-    def begin(self, sequence: int) -> None:
+    def begin(self, sequence: int | str) -> None:
         """Start from nothing, whatever was there."""
         with self._lock:
             self._entries[sequence] = Evidence()
 
-    def touch(self, sequence: int) -> Evidence | None:
+    def touch(self, sequence: int | str) -> Evidence | None:
         """Of a sequence that has begun, else None."""
         with self._lock:
             evidence = self._entries.get(sequence)
@@ -69,7 +70,7 @@ class Ledger:
                 evidence.touched = time.monotonic()
             return evidence
 
-    def end(self, sequence: int) -> None:
+    def end(self, sequence: int | str) -> None:
         """Forget it."""
         with self._lock:
             self._entries.pop(sequence, None)
@@ -86,7 +87,7 @@ class Ledger:
 class View:
     """One request: which sequence, its flags, and the image, or why that is no image."""
 
-    sequence: int
+    sequence: int | str
     start: bool
     end: bool
     image: np.ndarray
@@ -175,7 +176,7 @@ def read_view(request: Any) -> View:
         return int(pb_utils.get_input_tensor_by_name(request, name).as_numpy().reshape(-1)[0])
 
     image = pb_utils.get_input_tensor_by_name(request, "image").as_numpy()[0]
-    view = View(control("CORRID"), bool(control("START")), bool(control("END")), image)
+    view = View(request.correlation_id(), bool(control("START")), bool(control("END")), image)
     if not np.isfinite(image).all():
         _, row, column = np.argwhere(~np.isfinite(image))[0]
         view.refusal = (
