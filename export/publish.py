@@ -91,19 +91,27 @@ def _raced(error: OSError) -> bool:
 def _swap(fresh: Path, destination: Path, earlier: Path) -> None:
     replaced = destination.exists()
     if replaced:
-        for each in destination.iterdir():
-            if each.name in (VERSION, "config.pbtxt", STAMP):
-                continue
-            if each.is_dir():
-                shutil.copytree(each, fresh / each.name, dirs_exist_ok=True)
-            else:
-                shutil.copy2(each, fresh / each.name)
+        _keep(destination, fresh)  # which may be much, so that it is done beside
     try:
         if replaced:
             destination.rename(earlier)
+            # Another export's version may have come between, and is now this one's to keep.
+            _keep(earlier, fresh)
         fresh.rename(destination)
     except BaseException:  # Ctrl-C too must not cost the earlier version
         if earlier.exists():
             with contextlib.suppress(OSError):  # another export's version stands there by now
                 earlier.rename(destination)
         raise
+
+
+def _keep(folder: Path, fresh: Path) -> None:
+    """Copy into ``fresh`` what it lacks and an export does not write. Each entry whole or not."""
+    for each in folder.iterdir():
+        kept = fresh / each.name
+        if each.name in (VERSION, "config.pbtxt", STAMP) or kept.exists():
+            continue
+        with tempfile.TemporaryDirectory(dir=fresh.parent) as partial:
+            copy = shutil.copytree if each.is_dir() else shutil.copy2
+            copy(each, Path(partial) / each.name)
+            (Path(partial) / each.name).rename(kept)

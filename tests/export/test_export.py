@@ -239,6 +239,24 @@ def test_ctrl_c_between_two_renames_puts_the_earlier_version_back(
     assert [each.name for each in served.parent.iterdir()] == ["pooled"]
 
 
+def test_what_came_between_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another export publishes while this one has already looked what there is to keep."""
+    work, served = tmp_path / "work", tmp_path / "repository" / "pooled"
+    for folder in (work, served):
+        folder.mkdir(parents=True)
+    rename = Path.rename
+
+    def late(self: Path, target: Path) -> Path:
+        if self == served and not (served / "2").exists():
+            (served / "2").mkdir()
+            (served / "2" / "model.onnx").write_bytes(b"second")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    publish(work, "", served)
+    assert (served / "2" / "model.onnx").read_bytes() == b"second"
+
+
 def test_exports_at_once_end_with_one_whole_version(tmp_path: Path) -> None:
     served = tmp_path / "repository" / "pooled"
     works = []
