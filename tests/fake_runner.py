@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 
+from jitney.errors import InternalError
 from jitney.request import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput, Submit
 
 VOCAB_SIZE = 50
@@ -131,7 +132,7 @@ class FakeRunner:
 
     def _serve(self, row: Row) -> RowOutput:
         if row.key in self.bad_keys:
-            return RowOutput([], error="the logits are not finite")
+            return RowOutput([], error=InternalError("the logits are not finite"))
         vocab_size = self.info.vocab_size
         tokens = []
         if row.sample:

@@ -204,12 +204,21 @@ def test_a_row_that_cannot_be_served(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
     def broken(batch: object) -> object:
         output = execute(batch)
-        output.rows[0] = RowOutput(token_ids=[], error="its logits are not finite")
+        output.rows[0] = RowOutput(token_ids=[], error=InternalError("its logits are not finite"))
         return output
 
     monkeypatch.setattr(llm._runner, "execute", broken)
     (result,) = llm.generate("the bus", GREEDY, progress=False)
     assert isinstance(result.error, InternalError)
+
+
+def test_parameters_that_forbid_every_token_are_the_requests_fault(llm: LLM) -> None:
+    """Which is known only with the logits at hand."""
+    (only,) = llm.tokenizer.encode("x")
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(only,), bad_words=("x",))
+    (result,) = llm.generate("the bus", params, progress=False)
+    assert isinstance(result.error, InvalidArgumentError)
+    assert "allowed_token_ids" in str(result.error)
 
 
 def test_an_interrupt_aborts_what_is_open(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jitney.errors import InternalError, InvalidArgumentError
 from jitney.execution import sampler
 from jitney.execution.constraints import constrain
 from jitney.execution.draw import _weights
@@ -59,7 +60,8 @@ def test_broken_logits_fail_their_row_alone(value: float, temperature: float) ->
     expected = sample(logits, [(make_row(temperature=temperature, top_p=0.9, logprobs=1), 0)] * 3)
     logits[1, 30] = value
     got = sample(logits, [(make_row(temperature=temperature, top_p=0.9, logprobs=1), 0)] * 3)
-    assert "not finite" in got[1].error
+    assert isinstance(got[1].error, InternalError)
+    assert "not finite" in str(got[1].error)
     assert got[0] == expected[0]
     assert got[2] == expected[2]
 
@@ -67,7 +69,8 @@ def test_broken_logits_fail_their_row_alone(value: float, temperature: float) ->
 def test_everything_forbidden_is_an_error_of_the_row() -> None:
     row = make_row(allowed_token_ids=(3,), bad_words_ids=[[3]])
     (got,) = sample(logits_of(1, 10), [(row, 0)])
-    assert "forbid every token" in got.error
+    assert isinstance(got.error, InvalidArgumentError), "the request is at fault"
+    assert "forbid every token" in str(got.error)
 
 
 # ------------------------------------------------------------------------------- constraints

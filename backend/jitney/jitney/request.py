@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from jitney.errors import JitneyError
 from jitney.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "deadline"]
@@ -231,8 +232,9 @@ class RowOutput:
     prompt_logprobs: list[list[Logprob]] | None = None
     """If ``params.prompt_logprobs`` is set and the row computed prompt tokens: one entry per prompt
     position q with start < q <= end, q < len(prompt): the candidates for prompt[q]."""
-    error: str | None = None
-    """This row alone could not be served (logits that are not finite, say): fail its request."""
+    error: JitneyError | None = None
+    """Why this row alone could not be served (its logits are not finite, say): the end of its
+    request."""
 
 
 @dataclass(slots=True)

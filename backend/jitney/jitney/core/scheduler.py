@@ -30,7 +30,6 @@ from jitney.core.outcome import last_word, take_in
 from jitney.core.sequence import Request, Sequence, State
 from jitney.errors import (
     DeadlineExceededError,
-    InternalError,
     InvalidArgumentError,
     JitneyError,
     UnavailableError,
@@ -338,7 +337,7 @@ class Scheduler:
             if row.key not in live.requests:
                 continue  # another row of this step made the request fail
             if result.error is not None:
-                events += self.fail(row.key, InternalError(result.error))
+                events += self.fail(row.key, result.error)
                 continue
             events += take_in(live, row, result, now, caching)
             self._plan.generated_tokens += len(row.sample)

@@ -15,12 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jitney.errors import InternalError, InvalidArgumentError, JitneyError
 from jitney.execution.constraints import constrain, constrains
 from jitney.execution.draw import draw
 from jitney.request import Logprob, Row
 
 # Floats of one slice of log-probabilities: bounds the extra memory of a long prompt's.
 _SLICE_FLOATS = 1 << 24
+_ALL_FORBIDDEN = (
+    "the sampling parameters forbid every token: see allowed_token_ids, bad_words, logit_bias, "
+    "min_tokens"
+)
 
 
 Greatest = Callable[[Tensor], tuple[list[int], list[int]]]
@@ -35,7 +40,7 @@ class Sampled:
     token_id: int
     logprobs: list[Logprob] | None = None
     """If ``params.logprobs`` is set: the chosen token, then the best ones, none twice."""
-    error: str | None = None
+    error: JitneyError | None = None
     """Why nothing can be drawn for this sequence; the others of the batch are not touched."""
 
 
@@ -70,7 +75,9 @@ def sample(
         return []
     chosen, not_finite = greatest(logits)
     special = [place for place, (row, _) in enumerate(pairs) if not _plain(row)]
-    broken = dict.fromkeys(not_finite, "the model's logits are not finite numbers")
+    broken: dict[int, JitneyError] = {
+        place: InternalError("the model's logits are not finite numbers") for place in not_finite
+    }
     if special:
         places = torch.tensor(special, device=logits.device)
         rows = [pairs[place][0] for place in special]
@@ -79,7 +86,7 @@ def sample(
             constrain(edited, rows)
             left = edited.amax(dim=-1)
             for place in _not_finite(left):
-                broken.setdefault(special[place], "its parameters forbid every token")
+                broken.setdefault(special[place], InvalidArgumentError(_ALL_FORBIDDEN))
         drawn = draw(edited, [pairs[place] for place in special]).tolist()
         for place, token_id in zip(special, drawn, strict=True):
             chosen[place] = token_id
@@ -110,7 +117,7 @@ def _not_finite(best: Tensor) -> list[int]:
 
 
 def _attach_logprobs(
-    results: list[Sampled], logits: Tensor, rows: list[Row], broken: dict[int, str]
+    results: list[Sampled], logits: Tensor, rows: list[Row], broken: dict[int, JitneyError]
 ) -> None:
     """Fill ``logprobs`` of those that asked: of the model's own distribution, before any edit."""
     places, counts = [], []
