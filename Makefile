@@ -52,10 +52,12 @@ check: env ## linter, formatter (as a check) and type checker
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
 
-bench: env ## the benchmarks whose figures stand in docs/benchmarks.md (about half an hour)
+bench: env ## the benchmarks whose figures stand in docs/benchmarks.md (about an hour)
 	@$(VENV)/python -m benchmarks.scheduler
 	@$(VENV)/python -m benchmarks.engine
 	@$(VENV)/python -m benchmarks.served
+	@$(VENV)/python -m benchmarks.dynamic_batching
+	@$(VENV)/python -m benchmarks.batching_modes
 
 clean: ## remove caches and build outputs
 	@rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
