@@ -212,6 +212,29 @@ def test_what_is_unforeseen_is_answered_without_its_details(
     assert model._places.acquire(blocking=False), "its place is free again"
 
 
+@pytest.mark.parametrize(
+    ("name", "method"), [("minilm_tokenizer", "_encode"), ("digit_stream", "_take_in")]
+)
+def test_what_is_unforeseen_in_a_batch_fails_its_requests_without_details(
+    load: Load, monkeypatch: pytest.MonkeyPatch, name: str, method: str
+) -> None:
+    module = load(name)
+    logged: list[str] = []
+    monkeypatch.setattr(module.pb_utils.Logger, "log_error", logged.append)
+
+    def fail(requests: list[Request]) -> list[InferenceResponse]:
+        raise OSError("no room in /dev/shm/secret")
+
+    model = module.TritonPythonModel()
+    monkeypatch.setattr(model, method, fail)
+    responses = model.execute([Request(), Request()])
+    assert len(responses) == 2
+    for response in responses:
+        assert response.error.text.endswith("failed; the server's log says why")
+        assert response.error.code == module.pb_utils.TritonError.INTERNAL
+    assert "OSError: no room in /dev/shm/secret" in logged[0]
+
+
 # --------------------------------------------------------------------------- digit_stream
 
 

@@ -14,6 +14,7 @@ dropped here: by then the server has forgotten the sequence and takes no more vi
 import json
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,14 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request, in order."""
+        try:
+            return self._take_in(requests)
+        except Exception:  # the clients must hear of it, but not what this machine looks like
+            pb_utils.Logger.log_error(f"a batch of views failed: {traceback.format_exc()}")
+            text = "the recognition failed; the server's log says why"
+            return [_failure(text, pb_utils.TritonError.INTERNAL) for _ in requests]
+
+    def _take_in(self, requests: Sequence[Any]) -> list[Any]:
         views = [read_view(request) for request in requests]
         for view in views:
             if view.start:

@@ -13,6 +13,7 @@ whose `max_seq_length` is that longest input.
 """
 
 import json
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request, in order."""
+        try:
+            return self._encode(requests)
+        except Exception:  # the clients must hear of it, but not what this machine looks like
+            pb_utils.Logger.log_error(f"an encoding failed: {traceback.format_exc()}")
+            error = pb_utils.TritonError(
+                "the encoding failed; the server's log says why", pb_utils.TritonError.INTERNAL
+            )
+            return [pb_utils.InferenceResponse(error=error) for _ in requests]
+
+    def _encode(self, requests: Sequence[Any]) -> list[Any]:
         texts: list[str] = []
         spans: list[tuple[int, int] | TextError] = []  # [begin, end) in ``texts``
         for request in requests:
