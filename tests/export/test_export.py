@@ -28,6 +28,7 @@ from export.recipe import Dimension, Quality
 from export.recipes.digits import load_digits, train
 from tests.export.tiny import pooled, silent
 from tests.server.client import wait_until
+from tests.signals import heed_signals
 
 ROOT = Path(__file__).parents[2]
 OWN = """
@@ -341,7 +342,12 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "export", "interrupted:model", "--out", "served"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")}
     with subprocess.Popen(
-        arguments, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        arguments,
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_signals,
     ) as process:
         wait_until((tmp_path / "comparing").exists, timeout=120)
         process.send_signal(signal.SIGINT)

@@ -15,6 +15,8 @@ from jitney.doctor import Finding
 from jitney.errors import InvalidArgumentError
 from typer.testing import CliRunner
 
+from tests.signals import heed_signals
+
 JITNEY = Path(sys.executable).parent / "jitney"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -168,14 +170,8 @@ def start(repository: Path, output: Path, *options: str) -> subprocess.Popen[byt
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
-            preexec_fn=_heed_signals,
+            preexec_fn=heed_signals,
         )
-
-
-def _heed_signals() -> None:
-    """Whatever runs the tests, in the background or under nohup, may have them ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.server
