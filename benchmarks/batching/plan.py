@@ -35,7 +35,7 @@ FULL = Plan(
     mix_seconds=3.0,
     language_seconds=8.0,
     language_rates=(0.5, 0.9, 1.5, 3.0),
-    language_concurrencies=(16,),
+    language_concurrencies=(4, 16),
 )
 QUICK = Plan(
     seconds=0.7,
