@@ -12,14 +12,14 @@ import pytest
 import torch
 from jitney.errors import ConfigError
 from jitney.execution import attention
-from jitney.execution.attention import build_metadata, cache_shape, reference
+from jitney.execution.attention import BlockTables, build_metadata, cache_shape, reference
 from jitney.execution.attention.reference import ReferenceAttention
-from jitney.request import Row
-from jitney.sampling_params import SamplingParams
 
 pytest.importorskip("numba")
 from jitney.execution.attention.cpu import CpuAttention
 from numba.core.registry import cpu_target
+
+from tests.attention.rows import row
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 NAN = float("nan")
@@ -65,6 +65,7 @@ class Paged:
         need = [-(-n // case.block_size) for n in lengths]
         # Some blocks belong to nobody, block 0 among them: tables are padded with it.
         ids = (np.random.RandomState(case.seed).permutation(sum(need) + 2) + 1).tolist()
+        self.block_tables = BlockTables()  # kept between steps, as in service
         self.tables = [[ids.pop() for _ in range(n)] for n in need]
         self.spare = [0, *ids]
         shape = cache_shape(sum(need) + 3, case.block_size, case.kv_heads, case.head_size)
@@ -75,7 +76,7 @@ class Paged:
     def step(self, spans: list[tuple[int, int, int]]) -> list[torch.Tensor]:
         """One batch of (sequence, start, end); returns a row's output each."""
         rows = [row(self.tables[i], start, end) for i, start, end in spans]
-        meta = build_metadata(rows, self.case.block_size)
+        meta = build_metadata(rows, self.case.block_size, tables=self.block_tables)
         q, k, v = (
             torch.cat([self.inputs[i][x][start:end] for i, start, end in spans]) for x in range(3)
         )
@@ -83,22 +84,6 @@ class Paged:
         assert out.dtype == self.case.dtype
         assert out.shape == q.shape
         return list(out.split([end - start for _, start, end in spans]))
-
-
-def row(table: list[int], start: int, end: int) -> Row:
-    return Row(
-        key=0,
-        index=0,
-        token_ids=[1] * (end - start),
-        start=start,
-        block_table=table,
-        sample=(),
-        params=SamplingParams(),
-        prompt=[],
-        output=[],
-        stop_ids=frozenset(),
-        bad_words_ids=[],
-    )
 
 
 def naive(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -130,28 +115,6 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 def kernels() -> dict[torch.dtype, CpuAttention]:
     """Compiled once: a second object of a dtype takes its code from Numba's cache."""
     return {dtype: CpuAttention(dtype) for dtype in TOLERANCE}
-
-
-# --------------------------------------------------------------------------- metadata
-
-
-def test_metadata_of_a_mixed_batch():
-    rows = [row([7, 3], 0, 5), row([9, 2, 4], 8, 9), row([1], 2, 4)]
-    meta = build_metadata(rows, 4)
-    assert meta.query_start.tolist() == [0, 5, 6, 8]
-    assert meta.context_len.tolist() == [5, 9, 4]
-    assert meta.block_table.tolist() == [[7, 3, 0], [9, 2, 4], [1, 0, 0]]
-    assert meta.positions.tolist() == [0, 1, 2, 3, 4, 8, 2, 3]
-    assert meta.slot_mapping.tolist() == [28, 29, 30, 31, 12, 16, 6, 7]
-    assert (meta.max_query_len, meta.max_context_len, meta.num_rows) == (5, 9, 3)
-    assert [x.dtype for x in (meta.query_start, meta.context_len, meta.block_table)] == [
-        torch.int32
-    ] * 3
-    assert meta.slot_mapping.dtype == torch.int64
-
-
-def test_metadata_leaves_out_blocks_held_in_reserve():
-    assert build_metadata([row([7, 3, 5], 0, 4)], 4).block_table.tolist() == [[7]]
 
 
 # --------------------------------------------------------------------------- the reference

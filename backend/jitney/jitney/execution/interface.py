@@ -10,7 +10,7 @@ position p sees what the block table holds up to p.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,14 +77,6 @@ class PagedStep:
         )
 
 
-@runtime_checkable
-class StepForward(Protocol):
-    """A module's ``forward`` that also takes a step as it is."""
-
-    def step(self, ids: Tensor, positions: Tensor, wanted: Tensor, paged: PagedFunction) -> Tensor:
-        """As :func:`forward`."""
-
-
 def register() -> None:
     """Make ``attn_implementation="jitney"`` known to transformers. Idempotent: the registry belongs
     to the process, and every load registers the same stateless function."""
@@ -136,8 +128,10 @@ def forward(
     ids and positions are int64 [T], rows int64 indices into them, at least one.
     """
     with torch.inference_mode():
-        if isinstance(module.forward, StepForward):  # less around it than a call of the module
-            return module.forward.step(ids, positions, rows, paged)
+        step = getattr(module.forward, "step", None)  # a fused_model.FusedForward's
+        if step is not None:  # with less around it than a call of the module
+            logits: Tensor = step(ids, positions, rows, paged)
+            return logits
         output = module(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
