@@ -113,7 +113,7 @@ def build(torch_index: str) -> None:
         run([*pip, *index, pinned[0]])
         CONSTRAINTS.write_text(pin_torch(constraints, torch_of(python)), encoding="utf-8")
     print("Installing Jitney and what it needs", flush=True)
-    run([*pip, "--quiet", "--editable", f"{ROOT}[server,cpu,export,bench,dev]"])
+    run([*pip, "--quiet", "--editable", f"{ROOT}[server,cpu,gpu,quantization,export,bench,dev]"])
     remove_leftovers(python)
     ensure_libpython(python)
 

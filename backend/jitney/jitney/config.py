@@ -16,7 +16,10 @@ from jitney.errors import ConfigError, nearest
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Eviction = Literal["never", "preempt"]
-AttentionName = Literal["auto", "reference", "cpu"]
+AttentionName = Literal["auto", "reference", "cpu", "gpu", "flashinfer"]
+CacheDtype = Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3"]
+GraphCapture = Literal["lazy", "load", "never"]
+Quantization = Literal["none", "fp8", "int8", "int4"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,13 +33,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     attention: AttentionName = "auto"
-    """``auto``: the fast kernel of the device, if it can be built. ``reference``: plain torch."""
+    """``auto``: the fast kernel of the device, if it can be built. ``reference``: plain torch.
+    ``flashinfer``: that library's kernels, if it is installed."""
     threads: int | None = None
     """CPU threads of one instance. None: the cores this process may use."""
     prepack: bool = True
     """Prepack linear layers for the CPU, where the operators for it exist."""
     fuse: bool = True
-    """Replace norms and gated activations by fused CPU kernels, where they fit."""
+    """Replace norms, projections and gated activations by fused kernels, where they fit."""
+    quantization: Quantization = "none"
+    """Quantize the linear layers while loading. ``fp8``: weights and activations; ``int8`` and
+    ``int4``: weights alone."""
     instances: int = 1
     """Instances that share this device: the default cache size is divided by it."""
 
@@ -48,6 +55,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: int | None = None
     """Token budget of one step. None: 512 on a CPU, 8,192 on a GPU."""
 
+    # -- the step on a GPU
+    overlap: bool = True
+    """Plan and launch a step while the one before it still runs."""
+    cuda_graphs: GraphCapture = "lazy"
+    """When decode steps are captured as CUDA graphs: at their first use, while loading, or not."""
+    cuda_graph_sizes: tuple[int, ...] | None = None
+    """Numbers of rows that decode steps are padded to. None: powers of two and steps of 16 or 32."""
+    batch_invariant: bool = False
+    """Fixed tiles and split sizes: a request's logits are bitwise the same in every batch."""
+    compile: bool = False
+    """Run the modules through ``torch.compile``. Loading then takes minutes."""
+
     # -- the KV cache
     block_size: int = 16
     """Tokens in a block."""
@@ -55,8 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Size of the cache. None: a share of the free memory, by the next option."""
     kv_cache_fraction: float | None = None
     """Of the memory left after loading. None: 0.9 on a GPU; a quarter, at most 4 GiB, on a CPU."""
-    kv_cache_dtype: Dtype = "auto"
-    """``auto``: the dtype of the activations."""
+    kv_cache_dtype: CacheDtype = "auto"
+    """``auto``: the dtype of the activations. ``float8_e4m3``, with a scale per head: on a GPU."""
     prefix_caching: bool = True
     """Reuse the blocks of a prompt's beginning that was computed before."""
     eviction: Eviction = "preempt"
