@@ -61,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graphs: GraphCapture = "lazy"
     """When decode steps are captured as CUDA graphs: at their first use, while loading, or not."""
     cuda_graph_sizes: tuple[int, ...] | None = None
-    """Numbers of rows that decode steps are padded to. None: powers of two and steps of 16 or 32."""
+    """Numbers of rows that decode steps are padded to. None: powers of two, then steps of 16."""
     batch_invariant: bool = False
     """Fixed tiles and split sizes: a request's logits are bitwise the same in every batch."""
     compile: bool = False
