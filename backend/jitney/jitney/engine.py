@@ -51,6 +51,24 @@ class Runner(Protocol):
         made, and its rows are executed again, with the same slots."""
 
 
+class Pending(Protocol):
+    """A step on its way."""
+
+    def wait(self) -> StepOutput:
+        """Wait until the step is over and give its output. Called once. May raise anything: the
+        step counts as not made. In any case nothing of it still runs afterwards."""
+
+
+class OverlappingRunner(Runner, Protocol):
+    """A runner with ``info.overlap``: a step can be launched while the one before it still runs."""
+
+    def launch(self, batch: Batch) -> Pending:
+        """Begin a step and return without waiting for its end. Steps run in the order in which
+        they are launched; at most two are under way. ``batch`` and the lists of its rows may change
+        once this returns. May raise anything: then nothing of the step is under way. After a
+        failure of any step, the engine waits for the other one, and calls :meth:`execute` next."""
+
+
 class Outbox(Protocol):
     """Where reports go: a queue, or a front's responder."""
 

@@ -174,6 +174,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     max_num_batched_tokens: int = 512
     """The token budget of a step: the option, or the device's default."""
+    overlap: bool = False
+    """Whether the runner has ``launch``: a step may be planned while the one before it runs."""
 
 
 # --------------------------------------------------------------------------- scheduler <-> runner
@@ -184,7 +186,8 @@ class Row:
     """One sequence's share of a step: the tokens at positions [start, start + len(token_ids)).
 
     ``block_table``, ``prompt`` and ``output`` are the scheduler's own lists: the runner reads them
-    during ``execute`` and neither keeps nor changes them.
+    during ``execute`` or ``launch`` and never changes them. Afterwards they may be behind or ahead
+    of the step; only the identity and length of ``block_table`` may be remembered.
     """
 
     key: int
@@ -192,20 +195,26 @@ class Row:
     token_ids: list[int]
     start: int
     block_table: list[int]
-    """Position p lives in block ``block_table[p // block_size]`` at offset ``p % block_size``."""
+    """Position p lives in block ``block_table[p // block_size]`` at offset ``p % block_size``. A
+    list only grows while the same object is in use; after a preemption there is a new one."""
     sample: tuple[int, ...]
     """Indices of the sequences to sample from the last row's logits: empty in the middle of a
     prompt, ``(index,)`` as a rule, ``range(n)`` when the prompt of a request with n > 1 is done."""
     params: SamplingParams
     prompt: list[int]
     output: list[int]
-    """Tokens made so far (empty when ``sample`` has more than one index)."""
+    """Tokens made so far (empty when ``sample`` has more than one index). If ``carried`` is set, the
+    last one is still missing: ``end - len(prompt)`` counts right in every case."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
+    carried: int | None = None
+    """Set if the row's one token is still being sampled by the step before, which is in flight: its
+    place among that step's samples, numbered through its rows and, within a row, its ``sample``.
+    ``token_ids`` is ``[0]`` then, to be replaced on the device, and ``output`` lacks the token."""
 
     @property
     def end(self) -> int:
-        """Context length after this step."""
+        """Context length after this step. Outputs before its sample: ``end - len(prompt)``."""
         return self.start + len(self.token_ids)
 
 
