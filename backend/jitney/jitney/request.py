@@ -203,8 +203,8 @@ class Row:
     params: SamplingParams
     prompt: list[int]
     output: list[int]
-    """Tokens made so far (empty when ``sample`` has more than one index). If ``carried`` is set, the
-    last one is still missing: ``end - len(prompt)`` counts right in every case."""
+    """Tokens made so far (empty when ``sample`` has more than one index). The last one is missing
+    if ``carried`` is set: their number is ``end - len(prompt)`` in every case."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     carried: int | None = None
