@@ -1,0 +1,86 @@
+"""The GPU benchmark's supervisor: failing, dying and hanging parts cost themselves alone."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.device.report import Report, Row, table
+from benchmarks.device.supervise import Part, supervise
+
+WHERE = "tests.benchmarks.parts_of_a_run"
+
+
+def run(names: dict[str, str], path: Path, *, seconds: float = 60, limit: float = 30) -> Report:
+    """Run parts name -> function and return the report."""
+    report = Report(list(names), path)
+    parts = [Part(name, f"{WHERE}:{what}", limit, least=0.5) for name, what in names.items()]
+    supervise(parts, report, seconds)
+    return report
+
+
+def test_every_part_has_its_turn_whatever_the_others_do(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    names = {
+        "a": "fine", "b": "raises", "c": "dies", "d": "reads_facts", "e": "cases", "f": "nothing",
+    }  # fmt: skip
+    report = run(names, path)
+    assert {name: state.status for name, state in report.parts.items()} == {
+        "a": "done", "b": "failed", "c": "died", "d": "done", "e": "done", "f": "failed",
+    }  # fmt: skip
+    assert report.parts["b"].error == "ValueError: a bound was broken"
+    assert "-9" in str(report.parts["c"].error)
+    rows = {(row.part, row.name): row for row in report.rows}
+    assert ("b", "before") in rows
+    assert ("c", "last words") in rows
+    told, process = rows["d", "told"].value, rows["d", "process"].value
+    assert told == report.facts["seen by"], "facts outlive the process that found them"
+    assert told != process, "a fresh process took over"
+    assert "ZeroDivisionError" in str(rows["e", "bad"].error)
+    assert "skipped" in rows["e", "long"].note
+    assert rows["e", "after"].value == 2.0
+    assert not report.ok
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["name"] for row in stored["rows"]] == [row.name for row in report.rows]
+    assert stored["parts"]["c"]["status"] == "died"
+    assert [row["met"] for row in stored["rows"][:2]] == [True, False]
+
+
+def test_a_part_that_hangs_is_killed_and_a_late_one_is_not_begun(tmp_path: Path) -> None:
+    report = run({"a": "hangs", "b": "fine"}, tmp_path / "x.json", limit=1.5)
+    assert report.parts["a"].status == "late"
+    assert report.parts["b"].status == "done"
+    report = run({"a": "hangs", "b": "fine"}, tmp_path / "y.json", seconds=1.5)
+    assert [state.status for state in report.parts.values()] == ["late", "skipped"]
+    assert not report.ok
+
+
+def test_a_failed_check_makes_the_timings_it_guards_worthless(tmp_path: Path) -> None:
+    names = {"check-attention": "wrong", "attention": "fine"}
+    report = run(names, tmp_path / "x.json")
+    assert report.worthless() == {"attention": "check-attention: error of the kernel"}
+    assert not report.ok
+    text = table(report)
+    assert "attention: WORTHLESS" in text
+    assert "0 of 1 checks hold" in text
+    fine = run({"check-attention": "fine", "attention": "fine"}, tmp_path / "y.json")
+    assert fine.worthless() == {"attention": "check-attention: second"}
+
+
+def test_missed_bars_of_speed_are_shown_and_fail_nothing(tmp_path: Path) -> None:
+    report = run({"attention": "fine"}, tmp_path / "x.json")
+    assert report.ok
+    text = table(report)
+    assert "≥ 0.8 met" in text
+    assert "≥ 0.8 MISSED" in text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "at_most", "met"),
+    [(0.8, False, True), (0.79, False, False), (0.8, True, True), (0.81, True, False),
+     (None, False, False), (math.nan, False, False), (math.nan, True, False)],
+)  # fmt: skip
+def test_bars(ratio: float | None, at_most: bool, met: bool) -> None:
+    assert Row("p", "n", ratio=ratio, bar=0.8, at_most=at_most).met is met
+    assert Row("p", "n", ratio=ratio).met is None
