@@ -111,7 +111,7 @@ class WaitWatch:
         for owner in (torch.cuda.Event, torch.cuda.Stream):
             plain = owner.synchronize
             self._restore.append((owner, "synchronize", plain))
-            owner.synchronize = self._timed(plain)
+            owner.synchronize = self._timed(plain)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:

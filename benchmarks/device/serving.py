@@ -1,0 +1,109 @@
+"""Jitney in-process over random weights: an engine without a checkpoint, and runs through it."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from unittest import mock
+
+import torch
+from jitney.config import EngineConfig, make_config
+from jitney.engine import Engine
+from jitney.execution import interface
+from jitney.execution import runner as runner_module
+from jitney.execution.models import LoadedModel
+from jitney.execution.probe import record_layers
+from jitney.execution.support import layer_windows
+from jitney.request import Failed, Submit, Tokens
+from jitney.sampling_params import SamplingParams
+
+from benchmarks.device.shapes import Shape, make_module
+from benchmarks.device.supervise import Bench
+from benchmarks.workloads import Workload
+
+_keys: Iterator[int] = count()
+
+
+def engine_options(bench: Bench, shape: Shape, **options: object) -> dict[str, object]:
+    """Options of the GPU path; in a rehearsal, of the same path in the kernels' interpreter."""
+    chosen: dict[str, object] = {
+        "model": "random weights",
+        "device": "cpu" if bench.tiny else "cuda",
+        "attention": "gpu",
+        "dtype": "bfloat16" if shape.itemsize == 2 else "float32",
+        "prefix_caching": False,  # random prompts share nothing; hashing them would be for nothing
+    }
+    if bench.tiny:
+        chosen |= {"kv_cache_bytes": 8 << 20, "max_num_batched_tokens": 64}
+    return chosen | options
+
+
+def random_model(shape: Shape, device: torch.device, config: EngineConfig) -> LoadedModel:
+    """What ``load_model`` would give for a checkpoint of ``shape``, drawn on the device."""
+    interface.register()
+    module = make_module(shape, device, interface.NAME)
+    weights = list(module.parameters())
+    return LoadedModel(
+        module=module,
+        config=module.config,
+        dtype=weights[0].dtype,
+        device=device,
+        layers=record_layers(module, layer_windows(module.config)),
+        eos_ids=frozenset(),
+        max_model_len=config.max_model_len or shape.positions,
+        vocab_size=shape.vocab,
+        num_parameters=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(t.numel() * t.element_size() for t in [*weights, *module.buffers()]),
+    )
+
+
+def make_engine(bench: Bench, shape: Shape, device: torch.device, **options: object) -> Engine:
+    """An engine over random weights. All that a load does beside reading files is done."""
+    config = make_config(engine_options(bench, shape, **options))
+    model = random_model(shape, device, config)
+    with mock.patch.object(runner_module, "load_model", return_value=model):
+        return Engine(config, runner_module.load_runner(config))
+
+
+@dataclass
+class Served:
+    """What came of a run. Seconds count from the moment the requests were handed over."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    outputs: list[list[int]]
+    first_token_s: float
+
+
+def submit(engine: Engine, prompt: list[int], length: int, **params: object) -> int:
+    """Hand a greedy request of exactly ``length`` tokens to the engine; returns its key."""
+    key = next(_keys)
+    fields = {"temperature": 0.0, "max_tokens": length, "ignore_eos": True, "seed": key}
+    chosen = SamplingParams(**{**fields, **params})  # type: ignore[arg-type]
+    engine.send(Submit(key=key, prompt=prompt, params=chosen, arrival=time.monotonic()))
+    return key
+
+
+def serve(engine: Engine, workload: Workload, **params: object) -> Served:
+    """Run a workload to its end. Raises RuntimeError if a request fails or has another length."""
+    began = time.perf_counter()
+    outputs: dict[int, list[int]] = {}
+    pairs = zip(workload.prompts, workload.output_lengths, strict=True)
+    for prompt, length in pairs:
+        outputs[submit(engine, prompt, length, **params)] = []
+    steps, first = 0, 0.0
+    while engine.has_work:
+        report = engine.step()
+        steps += 1
+        for event in report.events if report else ():
+            if isinstance(event, Failed):
+                raise RuntimeError(f"{event.code}: {event.message}")
+            if isinstance(event, Tokens):
+                first = first or time.perf_counter() - began
+                outputs[event.key] += event.ids
+    seconds = time.perf_counter() - began
+    made = list(outputs.values())
+    if [len(tokens) for tokens in made] != workload.output_lengths:
+        raise RuntimeError("a request ended with another number of tokens than it asked for")
+    return Served(seconds, sum(map(len, made)), steps, made, first)
