@@ -7,7 +7,7 @@ module has what such passes share: predicates, recording of calls, comparison, s
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,7 +222,7 @@ def children(
                 yield parent, name, child
 
 
-def refuse_bounds(config: Any, known: Sequence[str] = ()) -> None:
+def refuse_bounds(config: Any, known: Container[str] = ()) -> None:
     """Raise Misfit if the configuration bounds values by options other than those ``known``."""
     for name, value in vars(config).items():
         if value is None or name in known:
