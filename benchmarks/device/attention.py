@@ -1,0 +1,172 @@
+"""Part ``attention``: time of the paged attention kernels against what the device can do.
+
+Decode reads K and V once: its bar is a share of the copy bandwidth. A chunk of a prompt computes:
+its bar is a share of the rate of matrix products. A call is the whole of a layer's: the write of
+the new tokens and the attention. Several caches take turns, so that L2 serves none of them.
+"""
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from jitney.execution.attention import select
+from jitney.execution.attention.gpu import GpuAttention
+
+from benchmarks.device.environment import device_of
+from benchmarks.device.paged import Batch, Case, make_batch
+from benchmarks.device.supervise import Bench
+from benchmarks.device.timing import Timing, time_calls
+
+DECODE_BAR, CHUNK_BAR = 0.85, 0.5
+_ROTATED = 512 << 20  # bytes of caches in turn: many times L2
+
+DECODES = [
+    (Case("decode 64 x 2,048", [(2047, 1)] * 64), DECODE_BAR),
+    (Case("decode 64 x 8,192", [(8191, 1)] * 64), DECODE_BAR),
+    (Case("decode 256 x 1,024", [(1023, 1)] * 256), None),
+    (Case("decode 1 x 8,192", [(8191, 1)]), None),
+    (Case("decode 4 x 8,192", [(8191, 1)] * 4), None),
+    (Case("decode 1 x 32,768", [(32767, 1)]), None),
+    (Case("decode 64 x 8,192, float8", [(8191, 1)] * 64, cache_dtype=torch.float8_e4m3fn), None),
+]
+CHUNKS = [
+    (Case("chunk of 2,048 after 0", [(0, 2048)]), CHUNK_BAR),
+    (Case("chunk of 2,048 after 6,144", [(6144, 2048)]), CHUNK_BAR),
+    (Case("4 chunks of 2,048 after 0", [(0, 2048)] * 4), None),
+    (Case("63 decodes x 2,048, chunk of 2,048", [(2047, 1)] * 63 + [(0, 2048)]), None),
+]
+TINY_DECODES = [(Case("decode 2 x 40", [(39, 1)] * 2, (4, 2, 16), torch.float32), DECODE_BAR)]
+TINY_CHUNKS = [(Case("chunk of 24 after 8", [(8, 24)], (4, 2, 16), torch.float32), CHUNK_BAR)]
+
+# Fields of gpu_tiles.Tiles that are tried beside the table's line.
+DECODE_TILES: list[dict[str, int]] = [
+    {"block_n": 32}, {"block_n": 128}, {"block_n": 128, "stages": 2}, {"stages": 2}, {"stages": 4},
+    {"warps": 2}, {"warps": 8}, {"block_n": 128, "warps": 8}, {"block_n": 32, "stages": 4},
+]  # fmt: skip
+PART_TILES: list[dict[str, int]] = [
+    {"programs": 2 * 132},
+    {"programs": 8 * 132},
+    {"least_part": 128},
+    {"least_part": 512},
+]
+CHUNK_TILES: list[dict[str, int]] = [
+    {"chunk_rows": 128, "warps": 8}, {"chunk_rows": 128, "warps": 4},
+    {"chunk_rows": 128, "block_n": 128, "warps": 8},
+    {"chunk_rows": 128, "warps": 8, "stages": 2}, {"chunk_rows": 64, "stages": 2},
+    {"chunk_rows": 64, "block_n": 128}, {"chunk_rows": 256, "warps": 8},
+]  # fmt: skip
+
+
+def run(bench: Bench) -> None:
+    """The table's tiles first, then FlashInfer, then other tiles as long as there is time."""
+    device = device_of(bench)
+    decodes = TINY_DECODES if bench.tiny else DECODES
+    chunks = TINY_CHUNKS if bench.tiny else CHUNKS
+    for case, bar in decodes:
+        bench.case(case.name, partial(_decode, bench, case, bar, device), seconds=5)
+    for case, bar in chunks:
+        bench.case(case.name, partial(_chunk, bench, case, bar, device), seconds=5)
+    if find_spec("flashinfer") is not None and not bench.tiny:
+        for case, _ in (decodes[0], decodes[1], chunks[0], chunks[1]):
+            name = f"FlashInfer: {case.name}"
+            bench.case(name, partial(_flashinfer, bench, case, name, device), seconds=10)
+    small = decodes[0][0] if bench.tiny else decodes[3][0]
+    for case, variants in (
+        (decodes[0][0], DECODE_TILES),
+        (chunks[0][0], CHUNK_TILES),
+        (small, PART_TILES),
+    ):
+        variants = variants[:1] if bench.tiny else variants
+        name = f"tiles: {case.name}"
+        bench.case(name, partial(_variants, bench, case, variants, name, device), seconds=8)
+
+
+def _function(case: Case, device: torch.device) -> GpuAttention:
+    heads, kv_heads, size = case.heads
+    return GpuAttention(device, case.cache_dtype or case.dtype, size, heads, kv_heads)
+
+
+def _batches(bench: Bench, case: Case, device: torch.device) -> list[Batch]:
+    """Equal batches over as many caches as keep L2 out of it."""
+    first = make_batch(case, device)
+    size = 2 * first.keys.numel() * first.keys.element_size()
+    count = 2 if bench.tiny else max(2, min(64, -(-_ROTATED // size)))
+    others = [
+        Batch(
+            case, first.q, first.k, first.v, first.keys.clone(), first.values.clone(), first.meta,
+            first.options,
+        )
+        for _ in range(count - 1)
+    ]  # fmt: skip
+    return [first, *others]
+
+
+def _time(batches: list[Batch], attend: Any, device: torch.device, seconds: float) -> Timing:
+    return time_calls([partial(batch.run, attend) for batch in batches], device, seconds)
+
+
+def _decode(bench: Bench, case: Case, bar: float | None, device: torch.device) -> None:
+    batches = _batches(bench, case, device)
+    timing = _time(batches, _function(case, device), device, 0.1 if bench.tiny else 0.5)
+    bandwidth = bench.facts.get("bandwidth")
+    floor = case.kv_bytes() / bandwidth if bandwidth else None
+    bench.add(
+        case.name, value=1e6 * timing.seconds, unit="µs", bar=bar,
+        floor=1e6 * floor if floor else None,
+        ratio=floor / timing.seconds if floor else None,
+        note="" if timing.graphed else "not graphed",
+        details={**timing.details, "GB/s": case.kv_bytes() / timing.seconds / 1e9},
+    )  # fmt: skip
+
+
+def _chunk(bench: Bench, case: Case, bar: float | None, device: torch.device) -> None:
+    batches = _batches(bench, case, device)
+    timing = _time(batches, _function(case, device), device, 0.1 if bench.tiny else 0.5)
+    rate = bench.facts.get("matrix_rate")
+    floor = case.operations() / rate if rate else None
+    bench.add(
+        case.name, value=1e6 * timing.seconds, unit="µs", bar=bar,
+        floor=1e6 * floor if floor else None,
+        ratio=floor / timing.seconds if floor else None,
+        note="" if timing.graphed else "not graphed",
+        details={**timing.details, "TFLOP/s": case.operations() / timing.seconds / 1e12},
+    )  # fmt: skip
+
+
+def _flashinfer(bench: Bench, case: Case, name: str, device: torch.device) -> None:
+    heads, kv_heads, size = case.heads
+    attend = select("flashinfer", device, case.dtype, size, heads, kv_heads)
+    timing = _time(_batches(bench, case, device), attend, device, 0.5)
+    bench.add(name, value=1e6 * timing.seconds, unit="µs", details=timing.details)
+
+
+def _variants(
+    bench: Bench, case: Case, variants: list[dict[str, int]], name: str, device: torch.device
+) -> None:
+    """Times of other tiles than the table's, the best in the table, all in the file."""
+    batches = _batches(bench, case, device)
+    usual = _function(case, device)
+    heads, kv_heads, size = case.heads
+    seconds = 0.05 if bench.tiny else 0.2
+    times = {"table": 1e6 * _time(batches, usual, device, seconds).seconds}
+    failed: dict[str, str] = {}
+    for fields in variants:
+        if bench.left < 6:
+            break
+        label = ", ".join(f"{key}={value}" for key, value in fields.items())
+        try:
+            attend = GpuAttention(
+                device, case.cache_dtype or case.dtype, size, heads, kv_heads,
+                tiles=usual.tiles._replace(**fields),
+            )  # fmt: skip
+            times[label] = 1e6 * _time(batches, attend, device, seconds).seconds
+        except Exception as error:  # too much shared memory, say: the others are of interest
+            failed[label] = f"{type(error).__name__}: {error}"
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+    best = min(times, key=lambda label: times[label])
+    bench.add(
+        name, value=times[best], unit="µs", ratio=times["table"] / times[best],
+        note=f"best of {len(times)}: {best}", details={"µs": times, "failed": failed},
+    )  # fmt: skip
