@@ -6,14 +6,20 @@ model's K and V depend on everything before. A next token is a hash of all slots
 the block table. So a block that is stale, shared by mistake, reused too soon or never copied
 changes every token after it, and :func:`solo_stream`, which needs no memory, tells what the tokens
 should have been.
+
+With ``overlap`` it is a device beside the host as well: steps are launched, run later and in order,
+with block tables and known tokens as they were at the launch, and carried tokens out of the step
+before. What a device would not notice, or not always, it notes in ``violations``.
 """
 
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from jitney.errors import InternalError
 from jitney.request import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput, Submit
+from jitney.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
 Slot = tuple[int, bytes]  # a token and the digest of the context that ends in it
@@ -35,8 +41,15 @@ def context(token_ids: Sequence[int]) -> list[Slot]:
     return slots
 
 
-def _pick(slots: Sequence[Slot], seed: int | None, index: int, vocab_size: int) -> int:
-    return int.from_bytes(_digest(list(slots), seed, index), "little") % vocab_size
+def _pick(slots: Sequence[Slot], params: SamplingParams, index: int, *more: object) -> int:
+    """A hash of everything, to be taken modulo the size of the vocabulary."""
+    return int.from_bytes(_digest(list(slots), params.seed, index, *more), "little")
+
+
+def _penalizes(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    )
 
 
 def candidates(token: int, position: int, vocab_size: int) -> list[Logprob]:
@@ -52,18 +65,54 @@ def solo_stream(
     most = min(params.max_tokens, max_model_len - len(submit.prompt))
     output: list[int] = []
     while len(output) < most:
-        token = _pick(context(submit.prompt + output), params.seed, index, vocab_size)
+        history = [sorted(output)] if _penalizes(params) or submit.bad_words_ids else []
+        slots = context(submit.prompt + output)
+        token = _pick(slots, params, index, *history) % vocab_size
         output.append(token)
         if token in submit.stop_ids and len(output) > params.min_tokens:
             break
     return output
 
 
+class FakePending:
+    """A step in flight, and what came of it once the device has run it."""
+
+    def __init__(self, runner: "FakeRunner", batch: Batch, before: "FakePending | None") -> None:
+        self.batch = batch
+        self.before = before
+        self.output: StepOutput | None = None
+        self.error: Exception | None = None
+        self._runner = runner
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the device has run it."""
+        return self.output is not None or self.error is not None
+
+    def wait(self) -> StepOutput:
+        """See ``Pending``."""
+        return self._runner.wait_for(self)
+
+    def samples(self) -> list[tuple[tuple[int, int], int]]:
+        """((key, index), token) by place; a step or row that failed left zeros behind."""
+        made: list[tuple[tuple[int, int], int]] = []
+        for at, row in enumerate(self.batch.rows):
+            tokens = self.output.rows[at].token_ids if self.output is not None else []
+            tokens = tokens or [0] * len(row.sample)
+            made += [
+                ((row.key, index), token) for index, token in zip(row.sample, tokens, strict=True)
+            ]
+        return made
+
+
 class FakeRunner:
     """Serves batches as the real runner does. ``choose`` may replace the hash by tokens of a test's
     own: it gets the row and the sequence index. ``faults(batch, written)`` is called before a step
     touches the memory and again after it has written, and may raise; rows of requests in
-    ``bad_keys`` come back with an error. ``step_seconds`` is slept in every step."""
+    ``bad_keys`` come back with an error. ``step_seconds`` is slept in every step.
+
+    With ``overlap``, ``launch_faults(batch)`` may raise at a launch, and ``device()`` is asked now
+    and then whether the device runs one more step by now; else it does so when waited for."""
 
     def __init__(
         self,
@@ -76,6 +125,9 @@ class FakeRunner:
         choose: Callable[[Row, int], int] | None = None,
         faults: Callable[[Batch, bool], None] | None = None,
         step_seconds: float = 0.0,
+        overlap: bool = False,
+        launch_faults: Callable[[Batch], None] | None = None,
+        device: Callable[[], bool] | None = None,
     ) -> None:
         self.info = ModelInfo(
             vocab_size=vocab_size,
@@ -88,16 +140,32 @@ class FakeRunner:
             attention="fake",
             num_parameters=0,
             max_num_batched_tokens=max_num_batched_tokens,
+            overlap=overlap,
         )
         self.memory: list[Slot | None] = [None] * (num_blocks * block_size)
         self.bad_keys: set[int] = set()
         self.batches = 0
+        self.in_flight: list[FakePending] = []
+        """Launched and not yet waited for, the oldest first."""
+        self.violations: list[str] = []
+        """What was asked of the runner that must never be: tests assert that there is none."""
         self._choose = choose
         self._faults = faults
         self._step_seconds = step_seconds
+        self._launch_faults = launch_faults
+        self._device = device
+
+    # ------------------------------------------------------------------ one step
 
     def execute(self, batch: Batch) -> StepOutput:
         """Copies, then all writes, then all reads: the order of a layer on a device."""
+        self._check(not self.in_flight, "a step is executed while another is in flight")
+        self._check(
+            all(row.carried is None for row in batch.rows), "a token is carried from nobody"
+        )
+        return self._execute(batch)
+
+    def _execute(self, batch: Batch) -> StepOutput:
         self.batches += 1
         if self._faults is not None:
             self._faults(batch, False)
@@ -112,6 +180,101 @@ class FakeRunner:
         if self._faults is not None:
             self._faults(batch, True)
         return StepOutput([self._serve(row) for row in batch.rows])
+
+    def _check(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.violations.append(otherwise)
+
+    # ------------------------------------------------------------------ steps in flight
+
+    def launch(self, batch: Batch) -> FakePending:
+        """Note the step as it is now; the device runs it later."""
+        self._get_on()
+        if self._launch_faults is not None:
+            self._launch_faults(batch)
+        self._check(len(self.in_flight) < 2, "a third step is launched")
+        rows = [
+            replace(
+                row,
+                token_ids=row.token_ids.copy(),
+                block_table=row.block_table.copy(),
+                output=row.output.copy(),
+            )
+            for row in batch.rows
+        ]
+        taken = Batch(rows, batch.copies.copy())
+        for other in self.in_flight:
+            self._check_apart(other.batch, taken)
+        before = self.in_flight[-1] if self.in_flight else None
+        pending = FakePending(self, taken, before)
+        self.in_flight.append(pending)
+        self._get_on()
+        return pending
+
+    def wait_for(self, pending: FakePending) -> StepOutput:
+        """Run whatever was launched up to this step. Later ones run by now, or later."""
+        self._check(self.in_flight[:1] == [pending], "it is not the oldest step that is waited for")
+        while not pending.is_over:
+            self._run_one()
+        self._get_on()
+        self.in_flight.remove(pending)
+        pending.before = None
+        if pending.error is not None:
+            raise pending.error
+        assert pending.output is not None
+        return pending.output
+
+    def _get_on(self) -> None:
+        while self._device is not None and self._device() and self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        """Run the oldest step that has not been run. False if there is none."""
+        for pending in self.in_flight:
+            if not pending.is_over:
+                self._run(pending)
+                return True
+        return False
+
+    def _run(self, pending: FakePending) -> None:
+        samples = pending.before.samples() if pending.before is not None else []
+        for row in pending.batch.rows:
+            if row.carried is None:
+                continue
+            owner, token = samples[row.carried] if row.carried < len(samples) else (None, 0)
+            self._check(owner == (row.key, row.index), "the token of another row is carried")
+            self._check(row.token_ids == [0], "a carried token is given as well")
+            row.token_ids = [token]
+            row.output.append(token)
+        try:
+            pending.output = self._execute(pending.batch)
+        except Exception as error:
+            pending.error = error
+
+    def _check_apart(self, first: Batch, second: Batch) -> None:
+        """What one step in flight writes, nobody else touches in the other. The block of a copy is
+        begun by the copy: a sequence that begins it anew got it too soon."""
+        copied = {block for copy in first.copies for block in copy}
+        for one, writes, reads in self._blocks(second):
+            for other, their_writes, their_reads in self._blocks(first):
+                if one != other:
+                    shared = (writes & (their_writes | their_reads)) | (reads & their_writes)
+                    self._check(not shared, f"steps in flight share the blocks {sorted(shared)}")
+        for row in second.rows:
+            size = self.info.block_size
+            begun = {row.block_table[p // size] for p in range(row.start, row.end) if p % size == 0}
+            self._check(not begun & copied, "a block is handed out that a step in flight copies")
+
+    def _blocks(self, batch: Batch) -> list[tuple[tuple[int, int], set[int], set[int]]]:
+        """Of each row: whose it is, the blocks it writes, the blocks it reads."""
+        size = self.info.block_size
+        found = []
+        for row in batch.rows:
+            used = row.block_table[: -(-row.end // size)]
+            found.append(((row.key, row.index), set(used[row.start // size :]), set(used)))
+        return found
+
+    # ------------------------------------------------------------------ memory
 
     def block(self, number: int) -> list[Slot | None]:
         """What a block holds."""
@@ -137,11 +300,13 @@ class FakeRunner:
         tokens = []
         if row.sample:
             slots = [self.memory[self._slot(row, position)] for position in range(row.end)]
+            history = self._history(row)
             for index in row.sample:
                 if self._choose is not None:
                     tokens.append(self._choose(row, index))
                 else:
-                    tokens.append(_pick(slots, row.params.seed, index, vocab_size))  # type: ignore[arg-type]
+                    picked = _pick(slots, row.params, index, *history)  # type: ignore[arg-type]
+                    tokens.append(picked % vocab_size)
         output = RowOutput(tokens)
         if row.params.logprobs is not None:
             output.logprobs = [candidates(token, row.end, vocab_size) for token in tokens]
@@ -152,3 +317,10 @@ class FakeRunner:
                 for position in range(row.start + 1, last + 1)
             ]
         return output
+
+    def _history(self, row: Row) -> list[list[int]]:
+        """The output so far, if sampling reads it: the host must have had it at the launch."""
+        reads = _penalizes(row.params) or bool(row.bad_words_ids)
+        if reads or row.params.prompt_logprobs is not None:
+            self._check(row.carried is None, "a row that needs its last token carries it")
+        return [sorted(row.output)] if reads else []

@@ -19,11 +19,20 @@ from jitney.sampling_params import SamplingParams
 
 from tests.fake_runner import FakeRunner, solo_stream
 
-_RUNNER = ("max_model_len", "max_num_batched_tokens", "choose", "faults")
+_RUNNER = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "choose",
+    "faults",
+    "launch_faults",
+    "overlap",
+    "device",
+)
 
 
 class Play:
-    """One engine, its batches and its requests by key. Time stands still unless ``now`` is set."""
+    """One engine, its batches and its requests by key. Time stands still unless ``now`` is set.
+    ``overlap`` gives it the runner that can."""
 
     def __init__(self, *, num_blocks: int = 64, block_size: int = 4, **options: Any) -> None:
         runner_options = {name: options.pop(name) for name in _RUNNER if name in options}
@@ -39,8 +48,9 @@ class Play:
         self.order: list[int] = []  # keys, as they first got a token
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         self.batches: list[Batch] = []
-        self._execute = self.runner.execute
-        self.runner.execute = self._note_batch  # type: ignore[method-assign]
+        self._execute, self._launch = self.runner.execute, self.runner.launch
+        self.runner.execute = self._note_execute  # type: ignore[method-assign]
+        self.runner.launch = self._note_launch  # type: ignore[method-assign]
 
     def submit(
         self,
@@ -48,6 +58,7 @@ class Play:
         *,
         deadline: float | None = None,
         stop_ids: frozenset[int] = frozenset(),
+        bad_words_ids: list[list[int]] | None = None,
         **params: Any,
     ) -> int:
         """Send a request; its key."""
@@ -57,6 +68,7 @@ class Play:
             prompt=prompt,
             params=SamplingParams(seed=key, **params),
             stop_ids=stop_ids,
+            bad_words_ids=bad_words_ids or [],
             arrival=self.now,
             deadline=deadline,
         )
@@ -69,6 +81,7 @@ class Play:
         for _ in range(times):
             report = self.engine.step()
             self.scheduler.check_integrity()
+            assert self.runner.violations == []
             for event in report.events if report else []:
                 self._take(event)
         return report
@@ -95,9 +108,13 @@ class Play:
         """(key, index, start, end) of the rows of a batch."""
         return [(row.key, row.index, row.start, row.end) for row in self.batches[which].rows]
 
-    def _note_batch(self, batch: Batch) -> Any:
+    def _note_execute(self, batch: Batch) -> Any:
         self.batches.append(batch)
         return self._execute(batch)
+
+    def _note_launch(self, batch: Batch) -> Any:
+        self.batches.append(batch)
+        return self._launch(batch)
 
     def _take(self, event: Event) -> None:
         assert event.key not in self.ends, "an event after the end"

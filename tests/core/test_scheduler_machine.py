@@ -3,10 +3,12 @@
 A hypothesis state machine drives the real engine over the arithmetic fake runner, whose tokens
 depend on every slot read back through the block table. After every rule all invariants hold; at the
 end everything drains within a computed number of steps, every request has had exactly one terminal
-event, and every stream is what the request would have got alone.
+event, and every stream is what the request would have got alone. Half of the runs overlap: the
+runner is asynchronous then, and its device runs a step at a moment drawn by chance.
 """
 
 import logging
+import random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -47,19 +49,21 @@ WISHES = st.fixed_dictionaries(
     {
         "shared": st.integers(0, len(TRUNK)),
         "tail": st.lists(st.integers(0, 2), max_size=4),
-        "n": st.sampled_from([1, 1, 2, 3]),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
         "max_tokens": st.integers(1, 12),
         "priority": st.integers(-2, 2),
         "patience": st.sampled_from([None, None, None, None, 0.02, 3.0]),
         "salt": st.sampled_from([None, None, "tenant"]),
         "stop_ids": st.sampled_from([(), (), tuple(range(0, VOCAB_SIZE, 7))]),
         "logprobs": st.sampled_from([None, 0]),
-        "prompt_logprobs": st.sampled_from([None, None, 1]),
+        "prompt_logprobs": st.sampled_from(5 * [None] + [1]),
+        "penalty": st.sampled_from(6 * [1.0] + [1.3]),
+        "bad_words_ids": st.sampled_from(6 * [[]] + [[[1, 2]]]),
     }
 )
 
 
-DISTURBANCES = ["cancel", "finish", "raise", "raise late"]
+FAULTS = ["raise", "raise late", "raise at launch"]
 
 
 class Expected:
@@ -92,10 +96,23 @@ class Traffic(RuleBasedStateMachine):
         max_queued=st.sampled_from([0, 3, 100, 100]),
         caching=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
+        overlap=st.booleans(),
+        pace=st.tuples(st.integers(0, 7), st.sampled_from([0.0, 0.3, 0.7])),
     )
     def start(
-        self, num_blocks, block_size, eviction, budget, seats, max_queued, caching, watermark
+        self,
+        num_blocks,
+        block_size,
+        eviction,
+        budget,
+        seats,
+        max_queued,
+        caching,
+        watermark,
+        overlap,
+        pace,
     ) -> None:
+        chance = random.Random(pace[0])
         options = {
             "model": "fake",
             "block_size": block_size,
@@ -112,12 +129,15 @@ class Traffic(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=budget,
             faults=self._maybe_raise,
+            overlap=overlap,
+            launch_faults=self._maybe_raise_at_launch,
+            device=lambda: chance.random() < pace[1],
         )
         self.now = 100.0
         self.engine = Engine(make_config(options), self.runner, clock=lambda: self.now)
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()
-        self.raise_once: bool | None = None
+        self.raise_once: str | None = None
         self.known_blocks: dict[bytes, list] = {}
 
     # ------------------------------------------------------------------ rules
@@ -145,6 +165,8 @@ class Traffic(RuleBasedStateMachine):
         stop_ids,
         logprobs,
         prompt_logprobs,
+        penalty,
+        bad_words_ids,
     ) -> None:
         key = len(self.requests)
         params = SamplingParams(
@@ -156,12 +178,14 @@ class Traffic(RuleBasedStateMachine):
             cache_salt=salt,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            repetition_penalty=penalty,
         )
         message = Submit(
             key=key,
             prompt=TRUNK[:shared] + tail or [7],
             params=params,
             stop_ids=frozenset(stop_ids),
+            bad_words_ids=bad_words_ids,
             arrival=self.now,
             deadline=None if patience is None else self.now + patience,
         )
@@ -191,7 +215,12 @@ class Traffic(RuleBasedStateMachine):
         keys = sorted(self.requests)
         return data.draw(st.sampled_from(4 * live + keys[:2]))
 
-    @rule(data=st.data(), wish=WISHES, n=st.integers(2, 3), then=st.sampled_from(DISTURBANCES))
+    @rule(
+        data=st.data(),
+        wish=WISHES,
+        n=st.integers(2, 3),
+        then=st.sampled_from(["cancel", "finish", *FAULTS]),
+    )
     def disturb_fork(self, data, wish, n, then) -> None:
         """Go on until a sequence has just been copied from another, which lasts one step only."""
         self._submit(**wish | {"n": n, "max_tokens": 4, "patience": None})
@@ -204,7 +233,7 @@ class Traffic(RuleBasedStateMachine):
         else:
             return
         if then.startswith("raise"):
-            self.raise_once = then == "raise late"
+            self.raise_once = then
         else:
             key, index = data.draw(st.sampled_from(self._owners_of_copies()))
             self.requests[key].cancelled |= then == "cancel"
@@ -233,9 +262,9 @@ class Traffic(RuleBasedStateMachine):
         self.requests[key].stopped.add(index)
         self.engine.send(Finish(key, index))
 
-    @rule(written=st.booleans())
-    def raise_in_next_step(self, written) -> None:
-        self.raise_once = written
+    @rule(fault=st.sampled_from(FAULTS))
+    def raise_in_next_step(self, fault) -> None:
+        self.raise_once = fault
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), raises=st.booleans())
@@ -256,6 +285,8 @@ class Traffic(RuleBasedStateMachine):
             kv = self.engine.scheduler.kv
             for key, block in kv._block_of.items():
                 assert self.runner.block(block) == self.known_blocks[key], "wrong content"
+            assert self.runner.violations == []
+            assert len(self.engine._in_flight) == len(self.runner.in_flight) <= 1
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -266,7 +297,7 @@ class Traffic(RuleBasedStateMachine):
         # tokens of prompts and recomputations, all of which are there at once in the worst case.
         to_make = sum(one.most * one.submit.params.n for one in live)
         to_compute = sum((len(one.submit.prompt) + one.most) * one.submit.params.n for one in live)
-        bound = (to_make + 1) * (to_compute + 1)
+        bound = 2 * (to_make + 1) * (to_compute + 1)  # twice: some only land the step before
         steps = 0
         while self.engine.has_work:
             report = self.engine.step()
@@ -279,6 +310,7 @@ class Traffic(RuleBasedStateMachine):
             assert steps <= bound, "the engine does not drain"
         assert all(one.terminal is not None for one in self.requests.values())
         assert self.engine.scheduler.kv.num_used == 0, "a block leaked"
+        assert self.runner.in_flight == []
         assert self.engine.step() is None
 
     # ------------------------------------------------------------------ checks
@@ -373,14 +405,21 @@ class Traffic(RuleBasedStateMachine):
             self.known_blocks[key] = slots[start : start + size]
 
     def _maybe_raise(self, batch: Batch, written: bool) -> None:
-        if self.raise_once is written:
+        if self.raise_once == ("raise late" if written else "raise"):
             self.raise_once = None
-            if len(batch.rows) == 1:
+            if len(batch.rows) == 1 and not self.runner.in_flight:  # in flight it is tried again
                 self.requests[batch.rows[0].key].may_break = True
             raise RuntimeError("a passing fault")
         for row in batch.rows:
             if row.key in self.poisoned and written == bool(row.key % 2):
                 raise RuntimeError("a fault of one request")
+
+    def _maybe_raise_at_launch(self, batch: Batch) -> None:
+        if self.raise_once == "raise at launch":
+            self.raise_once = None
+            raise RuntimeError("a passing fault")
+        if any(row.key in self.poisoned and row.key % 3 == 0 for row in batch.rows):
+            raise RuntimeError("a fault of one request")
 
 
 _checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]

@@ -53,6 +53,7 @@ def drive(
         now = float(driven.steps)
         while waiting and waiting[0].key * stagger <= driven.steps:
             driven.events += scheduler.submit(waiting.pop(0), now)
+        scheduler.reset_counts()
         batch = scheduler.schedule(now)
         if batch.rows:
             driven.events += scheduler.update(batch, runner.execute(batch), now)

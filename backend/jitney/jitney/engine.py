@@ -5,16 +5,21 @@ A front sends messages from any thread (:meth:`Engine.send`); one thread makes t
 :class:`StepReport` per step. Nothing else is shared, so the engine may as well live in a process of
 its own.
 
+With a runner that can (``info.overlap``, and the option ``overlap``), a step is planned and
+launched while the one before it still runs, and that one is taken in afterwards: *landed*. So one
+step is in flight from the end of :meth:`Engine.step` to the next call.
+
 Failures, from the small to the large: a row that could not be served fails its request; a step that
-raises is run again in halves until the request at fault stands alone; a fault of the loop itself
-(our bug) ends every open request with Failed and goes on with a fresh scheduler.
+raises is run again in halves, with nothing else in flight, until the request at fault stands alone;
+a fault of the loop itself (our bug) ends every open request with Failed and goes on with a fresh
+scheduler.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
@@ -28,6 +33,7 @@ from jitney.request import (
     Finish,
     Message,
     ModelInfo,
+    Row,
     StepOutput,
     StepReport,
     Submit,
@@ -55,8 +61,9 @@ class Pending(Protocol):
     """A step on its way."""
 
     def wait(self) -> StepOutput:
-        """Wait until the step is over and give its output. Called once. May raise anything: the
-        step counts as not made. In any case nothing of it still runs afterwards."""
+        """Wait until the step is over and give its output. May raise anything: the step counts as
+        not made. In either case nothing of it still runs afterwards. Called once, and once more if
+        that call was interrupted (KeyboardInterrupt)."""
 
 
 class OverlappingRunner(Runner, Protocol):
@@ -88,6 +95,9 @@ class Engine:
         self.config = config
         self.runner = runner
         self._clock = clock
+        overlaps = config.overlap and runner.info.overlap
+        self._launcher = cast(OverlappingRunner, runner) if overlaps else None
+        self._in_flight: list[tuple[Batch, Pending]] = []  # the oldest first: two for a moment
         self.scheduler = self._make_scheduler()
         self._open: set[int] = set()  # keys whose terminal event has not been reported
         self._woken = threading.Condition()
@@ -122,20 +132,42 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would find anything to do. The engine's thread asks."""
-        return self.scheduler.has_work or bool(self._inbox)
+        return self.scheduler.has_work or bool(self._in_flight or self._inbox)
 
     def step(self) -> StepReport | None:
-        """Make one step: inbox, deadlines, schedule, execute, update. None: nothing to do."""
+        """Make one step: inbox, deadlines, schedule, execute, update. None: nothing to do, and
+        nothing is in flight.
+
+        With overlap the update is that of the step before, and nothing may come of the first one.
+        ``step_seconds`` is the time of this call: in steady state what a step on the device takes,
+        because the call waits for the end of one.
+        """
         started = self._clock()
+        self.scheduler.reset_counts()
         events = self._read_inbox(started)
         events += self.scheduler.expire(started)
+        flew = bool(self._in_flight)
+        if flew and not self.scheduler.can_plan_ahead:
+            events += self._land()
         batch = self.scheduler.schedule(started)
         if batch.rows:
-            events += self._execute(batch)
-        elif not events:
+            events += self._launch(batch) if self._launcher else self._execute(batch)
+        elif self._in_flight:
+            events += self._land()
+        elif not events and not flew:
             return None
         stats = self.scheduler.stats(step_seconds=self._clock() - started)
         return self._report(StepReport(events, stats))
+
+    def abandon(self) -> None:
+        """Wait until nothing is in flight, and drop what comes of it: for whoever gives up this
+        engine, or its scheduler, but not the runner."""
+        for _, pending in self._in_flight:
+            try:
+                pending.wait()
+            except Exception:
+                log.warning("a step that is dropped raised", exc_info=True)
+        self._in_flight.clear()
 
     def run(self, outbox: Outbox) -> None:
         """Make steps until :meth:`stop`, putting each report into ``outbox``; sleep while there is
@@ -148,6 +180,7 @@ class Engine:
                 else:
                     self._wait()
         finally:
+            self.abandon()
             with self._woken:
                 self._closed = True
                 left = [one.key for one in self._inbox if isinstance(one, Submit)]
@@ -186,6 +219,10 @@ class Engine:
         rows = batch.rows
         if len(rows) == 1:
             return self.scheduler.fail(rows[0].key, InternalError("the request failed in a step"))
+        return self._execute_again(rows)
+
+    def _execute_again(self, rows: list[Row]) -> list[Event]:
+        """Execute the rows of a reverted step in halves. A single one gets its second chance."""
         events: list[Event] = []
         middle = len(rows) // 2
         for half in (rows[:middle], rows[middle:]):
@@ -193,6 +230,37 @@ class Engine:
             if part.rows:
                 events += self._execute(part)
         return events
+
+    def _launch(self, batch: Batch) -> list[Event]:
+        """Launch a step, then land the one before it, which ran while this one was planned."""
+        assert self._launcher is not None
+        try:
+            pending = self._launcher.launch(batch)
+        except Exception:
+            log.exception("the launch of a step of %d rows raised", len(batch.rows))
+            self.scheduler.revert(batch)
+            events = self._land() if self._in_flight else []
+            return events + self._execute_again(batch.rows)
+        self._in_flight.append((batch, pending))
+        return self._land() if len(self._in_flight) == 2 else []
+
+    def _land(self) -> list[Event]:
+        """Wait for the oldest step in flight and update. If it failed, the later one, which took
+        its tokens, is dropped: the scheduler will plan that anew."""
+        batch, pending = self._in_flight[0]
+        try:
+            output = pending.wait()
+        except Exception:
+            log.exception("a step of %d rows raised in flight", len(batch.rows))
+            dropped = [later for later, _ in self._in_flight[1:]]
+            del self._in_flight[0]
+            self.abandon()
+            for later in reversed(dropped):
+                self.scheduler.revert(later)
+            self.scheduler.revert(batch)
+            return self._execute_again(batch.rows)
+        del self._in_flight[0]
+        return self.scheduler.update(batch, output, self._clock())
 
     def _report(self, report: StepReport) -> StepReport:
         """Note which requests end with this report."""
@@ -214,6 +282,7 @@ class Engine:
 
     def _fail_open(self, error: JitneyError) -> StepReport:
         """End every open request and begin with an empty scheduler."""
+        self.abandon()
         self.scheduler = self._make_scheduler()
         events: list[Event] = [Failed(key, error.code, str(error)) for key in sorted(self._open)]
         return self._report(StepReport(events, self.scheduler.stats()))

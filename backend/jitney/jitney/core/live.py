@@ -7,15 +7,18 @@
                      preempt           (a waiting sequence may end, too)
 
 Owned by the scheduler. Whoever plans a step or takes in its result moves sequences through these
-methods, so that queues, block tables and counters cannot part ways.
+methods, so that queues, block tables and counters cannot part ways. Steps in flight are noted here
+too, because blocks that these still use are given back only when they are over.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 
+from jitney.core.flight import Flight
 from jitney.core.kv_cache import KvCache
 from jitney.core.queue import LazyHeap
 from jitney.core.sequence import Request, Sequence, State
-from jitney.request import Finished
+from jitney.request import Batch, Finished, Row
 
 
 def _rank(sequence: Sequence) -> tuple[float, int, int]:
@@ -39,6 +42,10 @@ class LiveRequests:
         """Blocks set aside for the seated requests (``eviction: never``)."""
         self.preemptions = 0
         """Ever."""
+        self.flights: list[Flight] = []
+        """Steps in flight, the oldest first: one, or two from a plan ahead to the next update."""
+
+    # ------------------------------------------------------------------ requests and sequences
 
     def add(self, request: Request) -> None:
         """A new request: its first sequence waits."""
@@ -56,7 +63,7 @@ class LiveRequests:
         assert sequence.state is State.WAITING
         self.waiting.discard(sequence)
         sequence.table = table
-        sequence.num_computed = num_computed
+        sequence.num_computed = sequence.num_planned = num_computed
         sequence.num_published = num_computed // self.kv.block_size
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=_rank)
@@ -68,12 +75,12 @@ class LiveRequests:
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the queue without blocks (a new fork: for want of them). It will recompute prompt
-        and output, less what is still cached by then."""
+        and output, less what is still cached by then. Never happens to a sequence in flight."""
+        assert sequence.num_planned == sequence.num_computed, "a step in flight computes it"
         if sequence.state is State.RUNNING:
             self._leave_running(sequence)
-        self.kv.release(sequence.table)
-        sequence.table = []
-        sequence.num_computed = sequence.num_published = 0
+        self._give_up_table(sequence)
+        sequence.num_computed = sequence.num_planned = sequence.num_published = 0
         sequence.request.preemptions += 1
         self.preemptions += 1
         sequence.state = State.WAITING
@@ -86,8 +93,7 @@ class LiveRequests:
             self._leave_running(sequence)
         else:
             self.waiting.discard(sequence)
-        self.kv.release(sequence.table)
-        sequence.table = []
+        self._give_up_table(sequence)
         sequence.state = State.ENDED
         sequence.request.live -= 1
 
@@ -114,11 +120,58 @@ class LiveRequests:
         position = bisect_left(self.running, sequence.rank, key=_rank)
         assert self.running.pop(position) is sequence
 
+    def _give_up_table(self, sequence: Sequence) -> None:
+        """Give the blocks back: behind the fence, if a step in flight uses them. A copy may be made
+        for a sequence that is not itself in the step."""
+        table = sequence.table
+        sequence.table = []
+        latest = self.flights[-1] if self.flights else None
+        in_use = sequence.num_planned > sequence.num_computed
+        if latest is not None and (in_use or latest.batch.copies):
+            latest.fenced.append((table, sequence.num_computed))
+        else:
+            self.kv.release(table)
+
+    # ------------------------------------------------------------------ steps in flight
+
+    def sequence_of(self, row: Row) -> Sequence | None:
+        """Whose step this row is. None if the sequence has ended meanwhile: the row is surplus."""
+        request = self.requests.get(row.key)
+        if request is None:
+            return None
+        sequence = request.sequences[row.index]
+        return sequence if sequence.table is row.block_table else None
+
+    def land(self, batch: Batch) -> None:
+        """The oldest step in flight is over: its copies are made, its fence falls."""
+        assert self.flights, "no step is in flight"
+        flight = self.flights.pop(0)
+        assert flight.batch is batch, "this step is not the oldest in flight"
+        self.kv.settle(batch.copies)
+        for table, _ in flight.fenced:
+            self.kv.release(table)
+
+    def revert(self, batch: Batch) -> None:
+        """The latest step in flight counts as not made, and nothing of it runs any more. Its copies
+        are still owed."""
+        assert self.flights, "no step is in flight"
+        flight = self.flights.pop()
+        assert flight.batch is batch, "this step is not the latest in flight"
+        for row in batch.rows:
+            sequence = self.sequence_of(row)
+            if sequence is not None:
+                sequence.num_planned -= len(row.token_ids)
+        if self.flights:  # which may use the same tables
+            self.flights[-1].fenced += flight.fenced
+            return
+        for table, _ in flight.fenced:
+            self.kv.release(table)
+
     # ------------------------------------------------------------------ integrity
 
     def check_integrity(self) -> None:
-        """Assert that each request is in exactly one state, and every invariant of queues and
-        blocks. Its cost is that of all requests and blocks."""
+        """Assert that each request is in exactly one state, and every invariant of queues, steps in
+        flight and blocks. Its cost is that of all requests and blocks."""
         seated: list[Sequence] = []
         queued = promised = waiting = 0
         for key, request in self.requests.items():
@@ -143,18 +196,47 @@ class LiveRequests:
         assert all(key in self.requests for key in self.deadlines.members())
         self.waiting.check_integrity()
         self.deadlines.check_integrity()
-        self.kv.check_integrity((one.table, one.num_computed) for one in self.running)
+        self._check_flights()
+        tables = [(one.table, one.num_computed) for one in self.running]
+        self.kv.check_integrity(tables + [one for each in self.flights for one in each.fenced])
+
+    def _check_flights(self) -> None:
+        """What is planned beyond the computed tokens is what the steps in flight compute."""
+        tokens: Counter[tuple[int, int]] = Counter()
+        samples: Counter[tuple[int, int]] = Counter()
+        for flight in self.flights:
+            for row in flight.batch.rows:
+                if self.sequence_of(row) is not None:
+                    tokens[row.key, row.index] += len(row.token_ids)
+                    samples[row.key, row.index] += bool(row.sample)
+        for sequence in self.running:
+            key = (sequence.request.message.key, sequence.index)
+            ahead = sequence.num_planned - sequence.num_computed
+            assert ahead == tokens[key], f"{ahead} tokens are planned, {tokens[key]} in flight"
+            pending = max(sequence.num_planned + 1 - sequence.num_tokens, 0)
+            assert pending == samples[key], f"{pending} samples pend, {samples[key]} are in flight"
+        owed = set(self.kv.owed_copies())
+        for flight in self.flights:
+            assert owed.issuperset(flight.batch.copies), "a copy in flight is not owed any more"
+            owed.difference_update(flight.batch.copies)
+        assert not self.flights or not owed, "a copy is owed, and no step in flight makes it"
 
     def _check_sequence(self, sequence: Sequence) -> None:
         size, capacity = sequence.num_tokens, len(sequence.table) * self.kv.block_size
         assert size == len(sequence.prompt) + len(sequence.output)
         assert (sequence in self.waiting) == (sequence.state is State.WAITING)
         if sequence.state is State.RUNNING:
+            planned = sequence.num_planned
             assert sequence.num_computed < size, "nothing is left to compute"
-            assert sequence.num_computed <= capacity, "tokens were computed into no block"
-            assert len(sequence.table) <= self.kv.blocks_for(size), "a block is not needed"
+            assert planned <= sequence.limit, "more is planned than can come of it"
+            assert planned <= capacity, "tokens were planned into no block"
+            assert len(sequence.table) <= self.kv.blocks_for(max(size, planned)), (
+                "a block is not needed"
+            )
             assert sequence.num_published <= sequence.num_computed // self.kv.block_size
         else:
             assert not sequence.table, "a sequence that does not run holds blocks"
         if sequence.state is State.WAITING:
-            assert sequence.num_computed == 0, "a sequence without blocks has nothing computed"
+            assert sequence.num_computed == sequence.num_planned == 0, (
+                "a sequence without blocks has nothing computed"
+            )

@@ -18,11 +18,15 @@ from jitney.request import (
 
 
 def take_in(
-    live: LiveRequests, row: Row, result: RowOutput, now: float, caching: bool
+    live: LiveRequests,
+    sequence: Sequence,
+    row: Row,
+    result: RowOutput,
+    now: float,
+    caching: bool,
 ) -> list[Event]:
-    """Advance one row's sequence by what was computed and say what came of it, in order."""
-    request = live.requests[row.key]
-    sequence = request.sequences[row.index]
+    """Advance a row's sequence by what was computed and say what came of it, in order."""
+    request = sequence.request
     count = len(row.token_ids)
     sequence.num_computed += count
     if caching:

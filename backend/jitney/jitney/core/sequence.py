@@ -33,6 +33,7 @@ class Request:
         "preemptions",
         "promised",
         "prompt_logprobs",
+        "reads_output",
         "root",
         "sequences",
     )
@@ -49,6 +50,7 @@ class Request:
         """Blocks set aside for all its sequences (``eviction: never``); else 0."""
         self.live = message.params.n
         """Sequences that have not ended, those not yet made included."""
+        self.reads_output = _reads_output(message)
         self.root = root_hash(message.params.cache_salt)
         self.prompt_logprobs: list[list[Logprob] | None] = [None]
         """One entry per prompt position as far as known; nothing precedes the first."""
@@ -78,21 +80,41 @@ class Request:
         )
 
 
+def _reads_output(message: Submit) -> bool:
+    """Whether the host must know a token before the next one can be sampled."""
+    params = message.params
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.prompt_logprobs is not None
+        or message.bad_words_ids
+    )
+
+
 class Sequence:
     """One stream of tokens over one block table.
 
-    Invariant between steps: K and V of the positions [0, num_computed) are written, and
-    ``num_computed < num_tokens`` while the sequence lives: its last token is yet to be computed.
+    K and V of the positions [0, num_computed) are written, those of [num_computed, num_planned) are
+    being written by steps in flight. ``num_computed < num_tokens`` while the sequence lives: its
+    last token is yet to be computed.
+
+    A step that computes the last known token samples the next one. So while ``num_planned`` is at
+    least ``num_tokens``, ``num_planned + 1 - num_tokens`` samples are in flight: *pending*. The one
+    to compute next, at position ``num_planned``, is the last of them.
     """
 
     __slots__ = (
         "cumulative_logprob",
         "hashes",
         "index",
+        "limit",
         "num_computed",
+        "num_planned",
         "num_published",
         "num_tokens",
         "output",
+        "place",
         "prompt",
         "rank",
         "request",
@@ -111,6 +133,12 @@ class Sequence:
         """Of its leading full blocks, as far as computed: they depend on the tokens alone."""
         self.num_tokens = len(self.prompt)
         self.num_computed = 0
+        self.num_planned = 0
+        """``num_computed`` and what steps in flight add to it."""
+        self.limit = self.num_tokens + request.max_output - 1
+        """Positions [0, limit) are all that is ever computed: the last token never is."""
+        self.place = 0
+        """Of its latest sample, among all samples of that step."""
         self.num_published = 0
         """Leading blocks of the table that have been offered to the prefix cache."""
         self.cumulative_logprob = 0.0

@@ -1,0 +1,209 @@
+"""The plan of one step: which sequence computes which tokens in it. Called by the scheduler alone.
+
+There are no phases: a sequence has ``num_tokens`` tokens of which ``num_planned`` are in the cache
+or about to be, and a step computes some more of them under one token budget. It takes, in this
+order,
+
+1. running sequences with one token to compute (decodes),
+2. running sequences with more (chunks of a prompt, or of a recomputation),
+3. waiting sequences, as far as seats, blocks and budget go,
+
+each by *rank*: ``priority * aging_s + arrival``, lower first.
+
+A plan *ahead* is made while a step is in flight. It is the same but for three things. A token that
+this step is still sampling is *carried*: the row names its place among the samples instead of the
+token. A sequence whose pending token is its last by length gets no row. And nothing is preempted:
+:meth:`Planner.can_plan_ahead` has said that blocks suffice.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from jitney.config import EngineConfig
+from jitney.core.flight import Counts, Flight
+from jitney.core.live import LiveRequests
+from jitney.core.sequence import Sequence, State
+from jitney.request import Batch, Row
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step in the making."""
+
+    tokens_left: int
+    rows_left: int
+    ahead: bool
+    rows: list[Row] = field(default_factory=list)
+    num_samples: int = 0
+    lands_first: bool = False
+
+
+class Planner:
+    """Fills steps from the live requests. Changes their tables, and who runs and who waits."""
+
+    def __init__(self, config: EngineConfig, live: LiveRequests, max_num_batched_tokens: int):
+        self._live = live
+        self._kv = live.kv
+        self._block_size = config.block_size
+        self._caching = config.prefix_caching
+        self._preempts = config.eviction == "preempt"
+        self._watermark = math.ceil(config.watermark * live.kv.num_blocks) if self._preempts else 0
+        self._max_rows = config.max_num_seqs
+        self._max_tokens = max_num_batched_tokens
+
+    @property
+    def can_plan_ahead(self) -> bool:
+        """Whether a plan may be made now although a step may be in flight: nothing of the next one
+        depends on a token's value, and there is a block for every decode that needs one."""
+        live, size = self._live, self._block_size
+        if not live.flights:
+            return True
+        if live.flights[-1].lands_first:
+            return False
+        free = self._kv.num_free
+        return free >= len(live.running) or free >= sum(
+            one.num_planned == len(one.table) * size and one.num_planned < one.limit
+            for one in live.running
+        )
+
+    def make(self, now: float, counts: Counts) -> Flight:
+        """Plan a step. What it looks up in the prefix cache is added to ``counts``."""
+        live = self._live
+        plan = _Plan(self._max_tokens, self._max_rows, ahead=bool(live.flights))
+        preemptions = live.preemptions
+        for sequence in self._plan_decodes(plan):
+            if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
+                self._plan_chunk(plan, sequence)
+        if live.preemptions == preemptions:  # else blocks are short as it is
+            self._admit(plan, now, counts)
+        assert plan.tokens_left >= 0, "the step is over its budget"
+        # Forks are made with nothing else in flight: what is owed now, that step copies already.
+        copies = [] if plan.ahead else self._kv.owed_copies()
+        return Flight(Batch(plan.rows, copies), plan.lands_first)
+
+    # ------------------------------------------------------------------ running sequences
+
+    def _plan_decodes(self, plan: _Plan) -> list[Sequence]:
+        """Plan every running sequence that has one token to compute, making room by preemption.
+        Returns the other running sequences, by rank."""
+        running, block_size = self._live.running, self._block_size
+        others = []
+        position = 0
+        # Victims leave from the end of `running`. Being of a higher rank than the sequence in hand,
+        # none of them has a row yet, and no sequence changes its position.
+        while position < len(running):
+            sequence = running[position]
+            position += 1
+            start = sequence.num_planned
+            left = sequence.num_tokens - start
+            if left > 1 or (left == 1 and not sequence.output):
+                others.append(sequence)
+            elif plan.tokens_left and plan.rows_left and start < sequence.limit:
+                full = start == len(sequence.table) * block_size
+                if full and not self._make_room(plan, sequence):
+                    continue
+                if left == 1:
+                    self._add_row(plan, sequence, [sequence.output[-1]], (sequence.index,), None)
+                else:  # that token is pending
+                    self._add_row(plan, sequence, [0], (sequence.index,), sequence.place)
+        return others
+
+    def _make_room(self, plan: _Plan, sequence: Sequence) -> bool:
+        """Give ``sequence`` one more block, preempting from the end of ``running`` if need be.
+        False if that came to ``sequence`` itself."""
+        while not self._kv.grow(sequence.table):
+            assert self._preempts, "a promised block is not there"
+            assert not plan.ahead, "blocks are short, and a step is in flight"
+            victim = self._live.running[-1]
+            self._live.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _plan_chunk(self, plan: _Plan, sequence: Sequence) -> None:
+        """Plan as many tokens of a prompt or recomputation as the budget allows. Its blocks were
+        all allocated at admission."""
+        start, end = sequence.num_planned, sequence.num_tokens
+        count = min(end - start, plan.tokens_left)
+        if not count or not plan.rows_left:
+            return
+        sample: tuple[int, ...] = ()
+        if start + count == end:
+            n = sequence.request.message.params.n
+            sample = (sequence.index,) if sequence.output else tuple(range(n))
+        self._add_row(plan, sequence, sequence.tokens(start, start + count), sample, None)
+
+    def _add_row(
+        self,
+        plan: _Plan,
+        sequence: Sequence,
+        token_ids: list[int],
+        sample: tuple[int, ...],
+        carried: int | None,
+    ) -> None:
+        request = sequence.request
+        message = request.message
+        count = len(token_ids)
+        plan.tokens_left -= count
+        plan.rows_left -= 1
+        plan.rows.append(
+            Row(
+                message.key,
+                sequence.index,
+                token_ids,
+                sequence.num_planned,
+                sequence.table,
+                sample,
+                message.params,
+                sequence.prompt,
+                sequence.output,
+                message.stop_ids,
+                message.bad_words_ids,
+                carried,
+            )
+        )
+        sequence.num_planned += count
+        if sample:
+            sequence.place = plan.num_samples
+            plan.num_samples += len(sample)
+            if request.reads_output or len(sample) > 1:
+                plan.lands_first |= sequence.num_planned < sequence.limit
+
+    # ------------------------------------------------------------------ waiting sequences
+
+    def _admit(self, plan: _Plan, now: float, counts: Counts) -> None:
+        """Seat waiting sequences by rank until one does not fit. None is passed over: a large
+        request would starve behind small ones."""
+        live = self._live
+        while plan.tokens_left and plan.rows_left and len(live.running) < self._max_rows:
+            sequence = live.waiting.first()
+            if sequence is None or not self._seat(plan, sequence, now, counts):
+                return
+            self._plan_chunk(plan, sequence)
+
+    def _seat(self, plan: _Plan, sequence: Sequence, now: float, counts: Counts) -> bool:
+        """Give a waiting sequence the blocks of all its tokens, cached ones where there are any.
+        False, and nothing changed, if there are not enough."""
+        request, kv = sequence.request, self._kv
+        fresh = request.first_scheduled is None
+        if fresh and self._live.promised + request.promised > kv.num_blocks:
+            return False
+        hits: list[int] = []
+        reads = self._caching and request.reads_cache
+        if reads:  # at least one token must be computed, to have logits to sample from
+            usable = (sequence.num_tokens - 1) // kv.block_size
+            hits = kv.find(sequence.hash_blocks(usable, kv.block_size))
+        num_new = kv.blocks_for(sequence.num_tokens) - len(hits)
+        # With nothing running there is nobody to leave room for, and waiting would never end.
+        table = kv.open(hits, num_new, spare=self._watermark if self._live.running else 0)
+        if table is None:
+            assert self._preempts or plan.ahead, "a promised block is not there"
+            return False
+        num_cached = len(hits) * kv.block_size
+        self._live.seat(sequence, table, num_cached, now)
+        if not sequence.output:
+            request.cached_prompt_tokens, request.computed_prompt_tokens = num_cached, 0
+        if reads:
+            counts.query_tokens += sequence.num_tokens
+            counts.hit_tokens += num_cached
+        return True
