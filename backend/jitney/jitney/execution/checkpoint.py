@@ -44,6 +44,8 @@ class Checkpoint:
     """Name of the safetensors dtype that most values have, such as ``BF16``."""
     num_values: int
     """In all tensors together."""
+    num_bytes: int
+    """Likewise, as they are stored."""
 
 
 def resolve_folder(model: str) -> Path:
@@ -88,7 +90,17 @@ def check_checkpoint(folder: Path) -> Checkpoint:
     if not counts:
         raise CheckpointError(f"{files[0]} holds no tensors")
     dtype = counts.most_common(1)[0][0]
-    return Checkpoint(folder, config, generation_config, files, dtype, counts.total())
+    size = sum(count * _BITS.get(name, 8) for name, count in counts.items()) // 8
+    return Checkpoint(folder, config, generation_config, files, dtype, counts.total(), size)
+
+
+def tensor_entries(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Every tensor of the weight files: name -> {dtype, shape, data_offsets, file}."""
+    return {
+        name: {**entry, "file": file}
+        for file in checkpoint.weight_files
+        for name, entry in read_header(checkpoint.folder / file).items()
+    }
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -4,25 +4,40 @@ Owns the load: files (``checkpoint``), configuration (``support``), dtype and de
 the proof that the module works on a paged cache (``probe``). Called once by ``runner.load_runner``.
 """
 
+import logging
 import re
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import logging as hf_logging
 
-from jitney.config import EngineConfig
+from jitney.config import EngineConfig, Quantization
 from jitney.errors import CheckpointError, ConfigError, LoadError, show
-from jitney.execution import interface
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, resolve_folder
 from jitney.execution.machine import available_memory
 from jitney.execution.memory import LayerSpec
 from jitney.execution.probe import compare_with_eager, embedding_weight, record_layers
+from jitney.execution.quantize import (
+    check_option,
+    count_bytes,
+    count_parameters,
+    quantize_linears,
+    quantized_bytes,
+)
+from jitney.execution.quantize_checkpoint import (
+    Stored,
+    cache_scales,
+    find_stored,
+    finish,
+    prepare,
+)
 from jitney.execution.support import check_config, check_raw_config, layer_windows, refuse
+from jitney.execution.weights import first_line, move, read_weights, weights_name
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -45,6 +60,9 @@ class LoadedModel:
     num_parameters: int
     """Values of all weights; tied ones count once."""
     weight_bytes: int
+    cache_scales: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By layer, what a float8 cache's keys and values are multiplied by when they are read, as the
+    checkpoint states it: float32 [KV heads], on the device. Empty if it does not."""
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -60,13 +78,18 @@ def load_model(config: EngineConfig) -> LoadedModel:
     check_config(hf_config)
     max_model_len = _context_length(config, hf_config)
     dtype = resolve_dtype(config.dtype, _stored_dtype(checkpoint), device)
-
-    _check_fits(checkpoint.num_values * dtype.itemsize, device)
-    module = _load_weights(checkpoint, hf_config, dtype)
-    module.to(device=device).eval()  # type: ignore[call-arg]
-    layers = _prove(module, hf_config, _weights_name(checkpoint))
+    stored = find_stored(checkpoint, dtype, device)
+    if stored is not None and config.quantization != "none":
+        raise ConfigError.of(
+            "quantization", config.quantization, f"'none' for weights quantized by {stored.method}"
+        )
+    check_option(config.quantization, dtype, device)
+    _check_fits(
+        _needed_bytes(checkpoint, hf_config, config.quantization, stored, dtype, device), device
+    )
+    module = _load(checkpoint, hf_config, config.quantization, stored, dtype, device)
+    layers = _prove(module, hf_config, weights_name(checkpoint))
     vocab_size = embedding_weight(module).shape[0]
-    parameters = list(module.parameters())
     return LoadedModel(
         module=module,
         config=hf_config,
@@ -76,8 +99,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         eos_ids=_eos_ids(checkpoint, vocab_size),
         max_model_len=max_model_len,
         vocab_size=vocab_size,
-        num_parameters=sum(p.numel() for p in parameters),
-        weight_bytes=sum(t.numel() * t.element_size() for t in [*parameters, *module.buffers()]),
+        num_parameters=count_parameters(module),
+        weight_bytes=count_bytes(module),
+        cache_scales=_cache_scales(checkpoint, layers, device),
     )
 
 
@@ -130,7 +154,7 @@ def _parse_config(checkpoint: Checkpoint) -> transformers.PreTrainedConfig:
             checkpoint.folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # validation errors come in many classes
-        reason = _first_line(error, checkpoint.folder)
+        reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"config.json cannot be used: {reason}") from error
 
 
@@ -153,7 +177,11 @@ def _context_length(config: EngineConfig, hf_config: transformers.PreTrainedConf
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype most of the weights are stored in. Raises UnsupportedModelError for 8 bits."""
+    """The dtype most of the weights are stored in, or were before they were quantized. Raises
+    UnsupportedModelError for 8 bits that are not said to be quantized."""
+    if checkpoint.config.get("quantization_config"):
+        name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+        return _DTYPES.get(str(name), torch.bfloat16)
     try:
         return _CHECKPOINT_DTYPES[checkpoint.weights_dtype]
     except KeyError:
@@ -162,6 +190,29 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
             f"its weights are stored as {checkpoint.weights_dtype}, and only F32, BF16 and F16 are "
             "read",
         ) from None
+
+
+def _needed_bytes(
+    checkpoint: Checkpoint,
+    hf_config: transformers.PreTrainedConfig,
+    quantization: Quantization,
+    stored: Stored | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """The most that the weights will take on ``device`` while they are loaded."""
+    if stored is not None and stored.way != "decompress":
+        return checkpoint.num_bytes
+    if stored is None:
+        whole = checkpoint.num_values * dtype.itemsize
+        # On a CPU, a cast makes a copy of all weights, which the quantized ones then replace.
+        if quantization == "none" or (device.type == "cpu" and dtype != _stored_dtype(checkpoint)):
+            return whole
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+    if quantization == "none":
+        return count_bytes(skeleton)
+    return quantized_bytes(skeleton, quantization, device)
 
 
 def _check_fits(weights: int, device: torch.device) -> None:
@@ -173,49 +224,28 @@ def _check_fits(weights: int, device: torch.device) -> None:
         )
 
 
-def _load_weights(
-    checkpoint: Checkpoint, hf_config: transformers.PreTrainedConfig, dtype: torch.dtype
+def _load(
+    checkpoint: Checkpoint,
+    hf_config: transformers.PreTrainedConfig,
+    quantization: Quantization,
+    stored: Stored | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> PreTrainedModel:
-    """Read the weights. A tensor the model needs and the files lack is an error: transformers would
-    draw it at random."""
-    interface.register()
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # a server's log is no terminal
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=interface.NAME,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # shapes that do not fit, headers newer than the library, …
-        name, reason = _weights_name(checkpoint), _first_line(error, checkpoint.folder)
-        raise CheckpointError(f"{name} cannot be loaded: {reason}") from error
-    finally:
-        if bars:
-            hf_logging.enable_progress_bar()
-    module, report = loaded
-    _check_complete(_weights_name(checkpoint), report)
-    return module
-
-
-def _weights_name(checkpoint: Checkpoint) -> str:
-    """The weight file, or the first of several, for an error message."""
-    first, *others = checkpoint.weight_files
-    return f"{first} (or one of {len(others)} more)" if others else first
-
-
-def _check_complete(name: str, report: dict[str, Any]) -> None:
-    """Raise CheckpointError if tensors were missing or of another shape."""
-    for kind, verb in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape of")):
-        keys = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[kind])
-        if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            raise CheckpointError(f"{name} {verb} {', '.join(keys[:3])}{more}")
+    """The module on the device, in eval mode, its linear layers as they are to be."""
+    if stored is not None:
+        prepare(hf_config, stored)
+    # Weights that are quantized here come from the mapped files one by one: on the device there is
+    # never room needed for all of them as they were.
+    direct = None if quantization != "none" else device
+    module = read_weights(checkpoint, hf_config, dtype, direct)
+    if stored is not None:
+        finish(module, stored, dtype)
+    if quantization != "none":
+        report = quantize_linears(module, quantization, device)
+        _log.info("quantized to %s: %s", quantization, report)
+    move(module, device)
+    return module.eval()
 
 
 def _prove(
@@ -229,9 +259,23 @@ def _prove(
         raise
     except Exception as error:
         raise refuse(
-            hf_config.model_type, f"a trial step over a paged cache failed ({_first_line(error)})"
+            hf_config.model_type, f"a trial step over a paged cache failed ({first_line(error)})"
         ) from error
     return specs
+
+
+def _cache_scales(
+    checkpoint: Checkpoint, layers: list[LayerSpec], device: torch.device
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Those of the checkpoint, one per KV head. Raises CheckpointError if there are others."""
+    scales = {}
+    for layer, pair in cache_scales(checkpoint).items():
+        heads = layers[layer].num_kv_heads if layer < len(layers) else 0
+        if any(len(scale) not in (1, heads) for scale in pair):
+            raise CheckpointError(f"the cache scales of layer {layer} are not one, or one per head")
+        key, value = (scale.to(device).expand(heads).contiguous() for scale in pair)
+        scales[layer] = (key, value)
+    return scales
 
 
 def _eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
@@ -246,12 +290,3 @@ def _eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
             if 0 <= item < vocab_size:  # some configurations carry -1 for none
                 ids.add(item)
     return frozenset(ids)
-
-
-def _first_line(error: Exception, folder: Path | None = None) -> str:
-    """The gist of a foreign error, without the folder's path or a multi-line report."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-    if folder is not None:
-        text = text.replace(str(folder), "the checkpoint")
-    return text if len(text) <= 200 else text[:200] + "…"

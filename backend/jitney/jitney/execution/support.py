@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from jitney.errors import CheckpointError, UnsupportedModelError, show
+from jitney.errors import CheckpointError, UnsupportedModelError
 
 # Rotary scalings whose factors depend on the longest sequence of the whole batch: what a request
 # gets would depend on its neighbours, and keys cached before a change would be wrong after it.
@@ -36,10 +36,6 @@ def check_raw_config(config: dict[str, Any], known_types: set[str]) -> None:
                 "config.json asks for code from the checkpoint (auto_map), and none is ever run",
             )
         raise refuse(model_type, "this version of transformers does not know it")
-    if config.get("quantization_config"):
-        method = config["quantization_config"]
-        name = method.get("quant_method") if isinstance(method, dict) else method
-        raise refuse(model_type, f"its weights are quantized ({show(name)}); use unquantized ones")
 
 
 def check_config(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -1,0 +1,237 @@
+"""Checkpoints whose weights are stored quantized: torchao's and compressed-tensors'.
+
+Linear layers end up as those of ``quantize``. Which way a checkpoint takes is :func:`find_stored`'s
+to say:
+
+- compressed-tensors in e4m3, with a scale per output channel or per tensor and quantized
+  activations, is read by a small quantizer of ours (transformers' interface for that), and its
+  bytes become ``quantize_fp8`` layers as they are. A static scale of the activations is not used:
+  one per token is closer.
+- every other form of compressed-tensors is decompressed to the model's dtype by that library.
+- torchao's tensors are put together by transformers and torchao, and multiply through torchao.
+
+Called by ``models.load_model``.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from jitney.errors import ConfigError, show
+from jitney.execution import quantize_fp8
+from jitney.execution.checkpoint import Checkpoint, tensor_entries
+from jitney.execution.quantize import check_option
+from jitney.execution.quantize_fp8 import ALIGNMENT, Fp8Linear
+from jitney.execution.quantize_torchao import TorchaoLinear, is_torchao
+from jitney.execution.support import refuse
+from jitney.execution.weights import missing_package
+
+_log = logging.getLogger(__name__)
+
+METHODS = ("torchao", "compressed-tensors")
+_NAME = "jitney_fp8"  # of the quantizer, in transformers' registry
+_CACHE_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.([kv])_scale$")
+
+Way = Literal["fp8", "decompress", "torchao"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a checkpoint's weights are quantized, and which way it is read."""
+
+    method: str
+    """Its ``quant_method``."""
+    way: Way
+    scales: dict[str, list[int]]
+    """Way ``fp8``: name of a linear layer -> shape of its weight's scale."""
+
+    def __str__(self) -> str:
+        what = {
+            "fp8": f"{len(self.scales)} linear layers in e4m3",
+            "decompress": "decompressed while loading",
+            "torchao": "through torchao",
+        }
+        return f"{self.method}, {what[self.way]}"
+
+
+def find_stored(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Stored | None:
+    """How the weights are quantized; None if they are not.
+
+    Raises UnsupportedModelError, naming what is read, for every other method and for a package that
+    is missing.
+    """
+    config = checkpoint.config.get("quantization_config")
+    if not config:
+        return None
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    model_type = str(checkpoint.config["model_type"])
+    if method not in METHODS:
+        raise refuse(
+            model_type,
+            f"its weights are quantized by {show(method)}, and only {' and '.join(METHODS)} are "
+            "read; or quantize unquantized ones with the option quantization",
+        )
+    if method == "compressed-tensors":
+        scales = _fp8_scales(config, checkpoint)
+        if scales and _runs_fp8(dtype, device):
+            return Stored(method, "fp8", scales)
+    if (obstacle := missing_package(method)) is not None:
+        raise refuse(model_type, f"its weights are quantized by {method}: {obstacle}")
+    return Stored(method, "torchao" if method == "torchao" else "decompress", {})
+
+
+def prepare(hf_config: PreTrainedConfig, stored: Stored) -> None:
+    """Tell transformers, by the configuration that it will load with, which way to read."""
+    if stored.way == "fp8":
+        _register()
+        hf_config.quantization_config = {"quant_method": _NAME, "scales": stored.scales}
+    elif stored.way == "decompress":
+        hf_config.quantization_config = {**hf_config.quantization_config, "dequantize": True}
+
+
+def finish(module: PreTrainedModel, stored: Stored, dtype: torch.dtype) -> None:
+    """Replace what was loaded by layers of ours, and take the marks of transformers off."""
+    for parent in list(module.modules()):
+        for name, child in list(parent._modules.items()):
+            if not isinstance(child, nn.Linear):
+                continue
+            weight = child.weight
+            if weight.dtype == quantize_fp8.DTYPE:
+                setattr(parent, name, _fp8_linear(child, dtype))
+            elif is_torchao(weight):
+                setattr(parent, name, TorchaoLinear(weight, child.bias))
+            elif hasattr(child, "quantization_scheme"):  # its forward is the library's
+                setattr(parent, name, _plain(child))
+    # They keep a module from being moved or cast, and its configuration from being written.
+    for holder, mark in (
+        (module, "hf_quantizer"),
+        (module, "quantization_method"),
+        (module.config, "quantization_config"),
+        (module.config, "_is_quantized"),
+    ):
+        vars(holder).pop(mark, None)
+    vars(module).pop("is_quantized", None)
+    _log.info("the checkpoint is quantized: %s", stored)
+
+
+def cache_scales(checkpoint: Checkpoint) -> dict[int, tuple[Tensor, Tensor]]:
+    """By layer, the scales of a float8 cache of keys and of values, where the checkpoint has both:
+    float32, of one value or one per KV head. A cached value times its scale is the value."""
+    found: dict[tuple[int, str], Tensor] = {}
+    for name, entry in tensor_entries(checkpoint).items():
+        if (match := _CACHE_SCALE.search(name)) is None:
+            continue
+        with safe_open(str(checkpoint.folder / entry["file"]), framework="pt") as file:
+            found[int(match[1]), match[2]] = file.get_tensor(name).float().flatten()
+    layers = sorted({layer for layer, _ in found})
+    return {
+        layer: (found[layer, "k"], found[layer, "v"])
+        for layer in layers
+        if (layer, "k") in found and (layer, "v") in found
+    }
+
+
+def _fp8_scales(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Linear layers that can become e4m3 layers of ours, and the shapes of their scales. Empty if
+    that does not hold for all that are quantized."""
+    if not all(map(_is_plain_fp8, (config.get("config_groups") or {}).values())):
+        return {}
+    entries = tensor_entries(checkpoint)
+    scales = {}
+    for name, entry in entries.items():
+        layer, _, kind = name.rpartition(".")
+        if kind != "weight_scale":
+            continue
+        weight = entries.get(f"{layer}.weight")
+        if weight is None or weight["dtype"] != "F8_E4M3" or len(weight["shape"]) != 2:
+            return {}
+        out_features, in_features = weight["shape"]
+        if entry["shape"] not in ([], [1], [1, 1], [out_features], [out_features, 1]):
+            return {}  # a scale per block or group
+        # Experts are merged into one tensor, which is no linear layer.
+        if ".experts." in layer or out_features % ALIGNMENT or in_features % ALIGNMENT:
+            return {}
+        scales[layer] = list(entry["shape"])
+    return scales
+
+
+def _is_plain_fp8(group: Any) -> bool:
+    """Whether a group of layers has symmetric 8-bit floats in weights and activations."""
+    parts = [group.get(name) for name in ("weights", "input_activations")]
+    return all(
+        part and part.get("type") == "float" and part.get("num_bits") == 8
+        and part.get("symmetric", True)
+        for part in parts
+    )  # fmt: skip
+
+
+def _runs_fp8(dtype: torch.dtype, device: torch.device) -> bool:
+    try:
+        check_option("fp8", dtype, device)
+    except ConfigError as error:
+        _log.info("e4m3 weights are decompressed: %s", error)
+        return False
+    return True
+
+
+def _fp8_linear(linear: Any, dtype: torch.dtype) -> Fp8Linear:
+    scale = linear.weight_scale.detach().float().reshape(1, -1).expand(1, linear.out_features)
+    return Fp8Linear(linear.weight.detach(), scale, linear.bias, dtype)
+
+
+def _plain(linear: Any) -> nn.Linear:
+    """The same layer without what a library hung on to it."""
+    plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    plain.weight = nn.Parameter(linear.weight.detach(), requires_grad=False)
+    plain.bias = linear.bias
+    return plain
+
+
+class _Fp8Config(QuantizationConfigMixin):
+    """What :func:`prepare` hands to :class:`_Fp8Quantizer` through transformers."""
+
+    def __init__(self, scales: dict[str, list[int]], **_: Any) -> None:
+        self.quant_method = _NAME  # type: ignore[assignment]
+        self.scales = scales
+
+
+class _Fp8Quantizer(HfQuantizer):
+    """Makes room for e4m3 weights and their scales before they are read, so that they are read as
+    they are stored. transformers makes it and calls it."""
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        scales: dict[str, list[int]] = self.quantization_config.scales  # type: ignore[attr-defined]
+        for name, shape in scales.items():
+            linear: Any = model.get_submodule(name)
+            if type(linear) is not nn.Linear:
+                raise TypeError(f"{name} is no linear layer")
+            weight = torch.empty_like(linear.weight, dtype=quantize_fp8.DTYPE)
+            scale = torch.empty(shape, dtype=torch.float32, device=weight.device)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            linear.weight_scale = nn.Parameter(scale, requires_grad=False)
+        return model
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def _register() -> None:
+    """Idempotent: the registry belongs to the process, and the class keeps no state."""
+    if _NAME not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(_NAME)(_Fp8Config)
+        register_quantizer(_NAME)(_Fp8Quantizer)

@@ -1,0 +1,166 @@
+"""Linear layers whose weights are torchao's tensors: int8 or int4 weights, 16- or 32-bit inputs.
+
+torchao chooses the scales, packs the weights and multiplies; this module is the only one that
+imports it. Made by ``quantize`` (options ``int8`` and ``int4``) and ``quantize_checkpoint``
+(checkpoints that torchao wrote).
+
+int8 has one scale per output channel. int4 has a scale and a zero point per group of :data:`GROUPS`
+inputs; on a GPU it is packed for torch's own int4 product, eight to a word. torchao has no such
+packing for a CPU: there each 4-bit value takes a byte, and is for tests.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Kind = Literal["int8", "int4"]
+
+GROUPS = (128, 64, 32)
+"""Inputs that share an int4 scale: the first of these that divides a layer's."""
+
+# Class of tensor -> along which dimension each of its parts holds output channels.
+_CHANNELS: dict[str, dict[str, int]] = {
+    "Int8Tensor": {"qdata": 0, "scale": 0, "zero_point": 0},
+    "IntxUnpackedToInt8Tensor": {"qdata": 0, "scale": 0, "zero_point": 0},
+    "Int4TilePackedTo4dTensor": {"qdata": 0, "scale_and_zero": 1},
+}
+# Output channels and inputs of one tile of the packed int4 weight; what is not full is padded.
+_TILE, _DEPTH = 8, 1024
+
+
+class TorchaoLinear(nn.Module):
+    """``x @ weight.T + bias``; x is [..., in_features] and the result [..., out_features]."""
+
+    weight: Tensor
+    """A tensor of torchao's, [out_features, in_features] in what shape and dtype it reports."""
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight.detach())
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, kind: Kind) -> "TorchaoLinear":
+        """Quantize a weight [out_features, in_features] on its device."""
+        from torchao.quantization import quantize_
+
+        out_features, in_features = weight.shape
+        linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        quantize_(linear, _recipe(kind, in_features, weight.device))
+        return cls(linear.weight, bias)
+
+    @staticmethod
+    def merge(linears: Sequence[nn.Module]) -> "TorchaoLinear | None":
+        """One layer that gives the results of all, one after the other, for the same input. None
+        if torchao's tensors are of a kind that cannot be put together without rounding again."""
+        each = [linear for linear in linears if isinstance(linear, TorchaoLinear)]
+        if len(each) != len(linears) or not each:
+            return None
+        if len({linear.bias is None for linear in each}) > 1:
+            return None
+        weight = _join([linear.weight for linear in each])
+        if weight is None:
+            return None
+        biases = [linear.bias for linear in each if linear.bias is not None]
+        return TorchaoLinear(weight, torch.cat(biases) if biases else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        kind = type(self.weight).__name__
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
+
+
+def is_torchao(weight: object) -> bool:
+    """Whether a weight is one of torchao's tensors; does not import it."""
+    return isinstance(weight, Tensor) and any(
+        base.__name__ == "TorchAOBaseTensor" for base in type(weight).__mro__
+    )
+
+
+def group_size(in_features: int) -> int | None:
+    """Inputs that share a scale; None if no size of :data:`GROUPS` divides them."""
+    return next((size for size in GROUPS if in_features % size == 0), None)
+
+
+def packed_bytes(
+    out_features: int, in_features: int, kind: Kind, dtype: torch.dtype, device: torch.device
+) -> int:
+    """What a weight of ``dtype`` takes once it is quantized on ``device``."""
+    if kind == "int8":
+        return out_features * (in_features + 5)  # a scale of 4 bytes and a zero point of one
+    size = group_size(in_features)
+    assert size is not None, "such layers are not chosen"
+    if device.type != "cuda":
+        return out_features * (in_features + in_features // size * (dtype.itemsize + 1))
+    rows = -(-out_features // _TILE) * _TILE
+    columns = -(-in_features // _DEPTH) * _DEPTH
+    return rows * columns // 2 + rows * (columns // size) * 2 * dtype.itemsize
+
+
+def _recipe(kind: Kind, in_features: int, device: torch.device) -> Any:
+    """torchao's configuration. ``set_inductor_config`` would change options of the process."""
+    from torchao.quantization import (
+        Int4WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+    )
+    from torchao.quantization.quant_primitives import MappingType
+
+    if kind == "int8":
+        return Int8WeightOnlyConfig(set_inductor_config=False)
+    size = group_size(in_features)
+    assert size is not None, "such layers are not chosen"
+    if device.type == "cuda":
+        return Int4WeightOnlyConfig(
+            group_size=size, set_inductor_config=False, int4_packing_format="tile_packed_to_4d"
+        )
+    return IntxWeightOnlyConfig(
+        weight_dtype=torch.int4,  # type: ignore[attr-defined]
+        granularity=PerGroup(size),
+        mapping_type=MappingType.ASYMMETRIC,
+    )
+
+
+def _join(weights: list[Tensor]) -> Tensor | None:
+    """Weights of one input, one after the other. torchao implements no ``cat``."""
+    first: Any = weights[0]
+    kind = type(first)
+    channels = _CHANNELS.get(kind.__name__)
+    if channels is None or any(type(each) is not kind for each in weights):
+        return None
+    parts = [_parts(each) for each in weights]
+    names, context = parts[0]
+    if any(part != (names, context) for part in parts) or not set(names) <= set(channels):
+        return None
+    if kind.__name__ == "Int4TilePackedTo4dTensor" and any(len(w) % _TILE for w in weights):
+        return None
+    inner = {}
+    for name in names:
+        pieces: list[Tensor] = [getattr(each, name) for each in weights]
+        if name != "qdata" and any(
+            piece.shape[channels[name]] != len(weight)  # one scale for the whole weight
+            for piece, weight in zip(pieces, weights, strict=True)
+        ):
+            return None
+        inner[name] = torch.cat(pieces, channels[name])
+    shape = torch.Size([sum(len(each) for each in weights), first.shape[1]])
+    _, attributes = first.__tensor_flatten__()
+    if "shape" in attributes:
+        attributes = {**attributes, "shape": shape}
+    joined: Tensor = kind.__tensor_unflatten__(inner, attributes, shape, (shape[1], 1))
+    return joined
+
+
+def _parts(weight: Any) -> tuple[list[str], dict[str, Any]]:
+    """Names of the tensors inside, and what else must agree for two weights to be joined."""
+    names, attributes = weight.__tensor_flatten__()
+    return names, {key: value for key, value in attributes.items() if key != "shape"}

@@ -1,0 +1,155 @@
+"""Weights on their way from the checkpoint's files to the device, and what they take there.
+
+transformers reads the files: it knows every rename and merge between a checkpoint and its modules.
+What it reads for a CPU in the stored dtype are views of the mapped files, so nothing is copied
+until :func:`stream` sends a tensor from the page cache to the device, a few at a time.
+"""
+
+import importlib.util
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from jitney.errors import CheckpointError
+from jitney.execution import interface
+from jitney.execution.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
+
+# A copy from pageable memory is bound by one core's page faults and memory copies. More threads
+# than this contend for the address space.
+_THREADS = 4
+# As the extra ``quantization`` of the distribution has them.
+_PACKAGES = {"torchao": (0, 17), "compressed-tensors": (0, 18)}
+# Tensors on their way at once: bounds what the device holds beside the module.
+_AHEAD = 6
+
+
+def read_weights(
+    checkpoint: Checkpoint,
+    hf_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """The module of ``checkpoint`` in ``dtype``, on ``device`` if it is given and transformers can
+    place it there as it reads; else on the CPU, for the caller to move.
+
+    A tensor the model needs and the files lack is a CheckpointError: transformers would draw it at
+    random.
+    """
+    interface.register()
+    options: dict[str, Any] = {}
+    if device is not None and device.type != "cpu":
+        if importlib.util.find_spec("accelerate") is not None:
+            options["device_map"] = {"": device}
+        else:
+            _log.info("accelerate is missing: weights are merged on the CPU where they need to be")
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # a server's log is no terminal
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=interface.NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:  # shapes that do not fit, headers newer than the library, …
+        reason = first_line(error, checkpoint.folder)
+        raise CheckpointError(f"{weights_name(checkpoint)} cannot be loaded: {reason}") from error
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
+    module, report = loaded
+    _check_complete(weights_name(checkpoint), report)
+    return module
+
+
+def weights_name(checkpoint: Checkpoint) -> str:
+    """The weight file, or the first of several, for an error message."""
+    first, *others = checkpoint.weight_files
+    return f"{first} (or one of {len(others)} more)" if others else first
+
+
+def first_line(error: Exception, folder: Path | None = None) -> str:
+    """The gist of a foreign error, without the folder's path or a multi-line report."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    if folder is not None:
+        text = text.replace(str(folder), "the checkpoint")
+    return text if len(text) <= 200 else text[:200] + "…"
+
+
+def stream(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Each tensor on ``device``, in order, the next few already on their way. Those that are there
+    already come back as they are."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as pool:
+        waiting: deque[Future[Tensor] | Tensor] = deque()
+        for tensor in tensors:
+            there = tensor.device == device
+            waiting.append(tensor if there else pool.submit(_copy, tensor, device))
+            del tensor
+            if len(waiting) > _AHEAD:
+                yield _landed(waiting.popleft())
+        while waiting:
+            yield _landed(waiting.popleft())
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Move what is not on ``device`` yet. Parameters stay the objects they are, so that tied ones
+    stay tied."""
+    left = [p for p in module.parameters() if p.device != device and type(p) is nn.Parameter]
+    for parameter, moved in zip(left, stream((p.data for p in left), device), strict=True):
+        parameter.data = moved
+    module.to(device)  # buffers, and tensors of other classes
+
+
+def missing_package(name: str) -> str | None:
+    """Why package ``name`` cannot be used, with the version that is needed; None if it can."""
+    least = _PACKAGES[name]
+    needed = f"{name}>={least[0]}.{least[1]}"
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"{needed} is not installed"
+    found = tuple(int(part) for part in version.split(".")[:2])
+    return None if found >= least else f"{needed} is needed, and {version} is installed"
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor; of one that is made of others (torchao's), those of its parts."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(stored_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device)
+
+
+def _landed(waiting: "Future[Tensor] | Tensor") -> Tensor:
+    return waiting if isinstance(waiting, Tensor) else waiting.result()
+
+
+def _check_complete(name: str, report: dict[str, Any]) -> None:
+    """Raise CheckpointError if tensors were missing or of another shape."""
+    for kind, verb in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape of")):
+        keys = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[kind])
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise CheckpointError(f"{name} {verb} {', '.join(keys[:3])}{more}")
