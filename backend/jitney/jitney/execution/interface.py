@@ -51,6 +51,9 @@ class LayerCache(NamedTuple):
     keys: Tensor
     values: Tensor
     attend: AttentionFunction
+    key_scale: Tensor | None = None
+    """float32 [KV heads] of a float8 cache: an element stands for itself times its head's scale."""
+    value_scale: Tensor | None = None
 
 
 class PagedStep:
@@ -62,18 +65,22 @@ class PagedStep:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Returns [T, heads, head size]."""
-        keys, values, attend = self.layers[call.layer]
-        return attend(
+        cache = self.layers[call.layer]
+        scales: dict[str, Any] = {}
+        if cache.key_scale is not None:  # a function without float8 caches need not know the names
+            scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
+        return cache.attend(
             call.query,
             call.key,
             call.value,
-            keys,
-            values,
+            cache.keys,
+            cache.values,
             self.meta,
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,
             sinks=call.sinks,
+            **scales,
         )
 
 

@@ -5,7 +5,7 @@ the selected function with it.
 """
 
 import logging
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,18 @@ class AttentionFunction(Protocol):
     ) -> Tensor: ...
 
 
+class Layer(NamedTuple):
+    """What the choice of a layer's attention function depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """The cache's."""
+    head_size: int
+    num_heads: int
+    num_kv_heads: int
+    batch_invariant: bool
+
+
 def select(
     name: str,
     device: torch.device,
@@ -66,38 +78,77 @@ def select(
     head_size: int,
     num_heads: int,
     num_kv_heads: int,
+    *,
+    batch_invariant: bool = False,
 ) -> AttentionFunction:
     """The attention function of option ``attention``, compiled and ready to be called.
 
     ``dtype`` is the cache's. Each call makes an object of its own: two engines share none. ``auto``
     takes the fast kernel of the device and falls back to the reference, saying why in the log.
-    Raises ConfigError if a kernel asked for by name cannot run.
+    Raises ConfigError if a kernel asked for by name cannot run, or if ``batch_invariant`` is asked
+    of another than ``gpu``.
     """
-    if name not in ("auto", "reference", "cpu"):
-        raise ConfigError.of("attention", name, "auto, reference or cpu")
-    if name == "reference":
-        return ReferenceAttention()
-    reason = _why_not_cpu(device, dtype)
-    if reason is None:
-        from jitney.execution.attention.cpu import CpuAttention
-
-        return CpuAttention(dtype)
-    if name == "cpu":
-        raise ConfigError(f"option attention is 'cpu', but {reason}")
-    _log.warning("attention runs in plain torch, which is slow: %s", reason)
+    makers = {"cpu": _cpu, "gpu": _gpu}
+    if name not in ("auto", "reference", *makers):
+        raise ConfigError.of("attention", name, "auto, reference, cpu or gpu")
+    layer = Layer(device, dtype, head_size, num_heads, num_kv_heads, batch_invariant)
+    wanted = name
+    if name == "auto":
+        wanted = "cpu" if device.type == "cpu" else "gpu"
+    reason: str | None = None
+    if wanted != "reference":
+        made = makers[wanted](layer)
+        if not isinstance(made, str):
+            return made
+        reason = made
+        if name != "auto":
+            raise ConfigError(f"option attention is {name!r}, but {reason}")
+    if batch_invariant:
+        raise ConfigError(f"option batch_invariant needs the attention kernels of a GPU: {reason}")
+    if reason is not None:
+        _log.warning("attention runs in plain torch, which is slow: %s", reason)
     return ReferenceAttention()
 
 
-def _why_not_cpu(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the CPU kernel cannot run, or None if it can."""
-    if device.type != "cpu":
-        return f"the CPU kernel does not run on {device.type}"
+def _cpu(layer: Layer) -> AttentionFunction | str:
+    """The CPU kernel, or why it cannot run."""
+    if layer.device.type != "cpu":
+        return f"the CPU kernel does not run on {layer.device.type}"
+    if layer.batch_invariant:
+        return "option batch_invariant needs the attention kernels of a GPU"
     try:
-        from jitney.execution.attention.cpu import supported_dtypes
+        from jitney.execution.attention.cpu import CpuAttention, supported_dtypes
     except ImportError as error:
         return f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
     known = supported_dtypes()
-    if dtype not in known:
-        names = ", ".join(str(d).removeprefix("torch.") for d in known)
-        return f"the CPU kernel has caches of {names}, not {str(dtype).removeprefix('torch.')}"
-    return None
+    if layer.dtype not in known:
+        names = ", ".join(map(_short, known))
+        return f"the CPU kernel has caches of {names}, not {_short(layer.dtype)}"
+    return CpuAttention(layer.dtype)
+
+
+def _gpu(layer: Layer) -> AttentionFunction | str:
+    """The GPU's kernels, or why they cannot run."""
+    try:
+        import triton
+    except ImportError as error:
+        return (
+            "the GPU's kernels need the Triton language "
+            f"(pip install 'triton-jitney[gpu]'): {error}"
+        )
+    if layer.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"the GPU's kernels need a CUDA device, not {layer.device.type}"
+    from jitney.execution.attention.gpu import GpuAttention
+    from jitney.execution.attention.gpu_tiles import why_not
+
+    device, dtype, head_size, num_heads, num_kv_heads, batch_invariant = layer
+    reason = why_not(device, dtype, head_size, num_heads, num_kv_heads)
+    if reason is not None:
+        return reason
+    return GpuAttention(
+        device, dtype, head_size, num_heads, num_kv_heads, batch_invariant=batch_invariant
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

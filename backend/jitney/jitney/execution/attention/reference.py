@@ -31,19 +31,20 @@ class ReferenceAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
     ) -> Tensor:
         """Write K and V to their slots, then attend; scores and sums in float32."""
         head_size = q.shape[-1]
-        _write(k, key_cache, meta)
-        _write(v, value_cache, meta)
+        _write(k, key_cache, meta, key_scale)
+        _write(v, value_cache, meta, value_scale)
         out = torch.empty_like(q)
         bounds = meta.query_start.tolist()
         for r, context in enumerate(meta.context_len.tolist()):
             blocks = meta.block_table[r, : -(-context // meta.block_size)].long()
             keys, values = (
-                # [blocks, KV heads, tokens, head] -> [KV heads, context, head]
-                cache[blocks].transpose(0, 1).flatten(1, 2)[:, :context, :head_size].float()
-                for cache in (key_cache, value_cache)
+                _gather(cache, blocks, scale)[:, :context, :head_size]
+                for cache, scale in ((key_cache, key_scale), (value_cache, value_scale))
             )
             shift = context - bounds[r + 1]  # from a place among the T to a position
             size = max(1, _SLICE_SCORES // (q.shape[1] * context))
@@ -63,12 +64,21 @@ class ReferenceAttention:
         return out
 
 
-def _write(new: Tensor, cache: Tensor, meta: AttentionMetadata) -> None:
+def _write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | None) -> None:
     """Put ``new`` [T, KV heads, head] into its slots."""
     block = torch.div(meta.slot_mapping, meta.block_size, rounding_mode="floor")
     offset = meta.slot_mapping % meta.block_size
     view = cache[..., : new.shape[-1]]
+    if scale is not None:
+        most = torch.finfo(cache.dtype).max
+        new = (new.float() / scale[None, :, None]).clamp(-most, most)
     view[block, :, offset] = new.to(cache.dtype)
+
+
+def _gather(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
+    """float32 [KV heads, tokens of all blocks, head] of blocks [KV heads, tokens, head]."""
+    gathered = cache[blocks].transpose(0, 1).flatten(1, 2).float()
+    return gathered if scale is None else gathered * scale[:, None, None]
 
 
 def _attend(

@@ -1,0 +1,253 @@
+"""Paged attention for the GPU: plans a step and launches the kernels of ``gpu_kernels``.
+
+Imported only where the Triton language is (``attention.select``), as its kernels are compiled or
+interpreted by what is true at import. A :class:`GpuAttention` keeps no state of a step: all that a
+launch depends on beside the tensors' shapes is its :class:`Plan`, which the host makes without
+looking at the device. So a CUDA graph that has captured a call is right for every step of the same
+shapes and plan, or of shorter contexts.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jitney.execution.attention.gpu_kernels import attention_kernel, reduction_kernel
+from jitney.execution.attention.gpu_tiles import Tiles, tiles_for
+from jitney.execution.attention.gpu_write import write_kernel
+from jitney.execution.attention.metadata import AttentionMetadata
+
+LOG2_E = 1.4426950408889634
+SEGMENT = 1024
+"""Keys of a part where results must not depend on the batch."""
+_MOST_PARTS = 64
+_MOST_PART_BYTES = 256 << 20
+_HEADS_PER_PROGRAM = 8
+_OPERANDS = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+class Plan(NamedTuple):
+    """What a step's kernels bake in beside the shapes of its tensors."""
+
+    only_decodes: bool
+    """Each of the T tokens is its own row."""
+    parts: int
+    """Most parts that a row of one token is cut into."""
+
+
+class GpuAttention:
+    """The attention function ``gpu``; see :class:`attention.AttentionFunction`.
+
+    With ``batch_invariant``, a row's output does not depend on the other rows of the step nor on
+    their number: bitwise.
+    """
+
+    name = "gpu"
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        batch_invariant: bool = False,
+        tiles: Tiles | None = None,
+    ) -> None:
+        """For caches of ``dtype`` on ``device``. ``tiles``: other sizes than the table's."""
+        self.batch_invariant = batch_invariant
+        self._dtype = dtype
+        self._group = num_heads // num_kv_heads
+        self._shape = num_heads, num_kv_heads, head_size
+        self.tiles = tiles or tiles_for(device, dtype, head_size, self._group, batch_invariant)
+
+    def plan(
+        self, num_rows: int, num_tokens: int, max_query_len: int, max_context_len: int
+    ) -> Plan:
+        """The plan of a step of at most these lengths. Asks nothing of the device."""
+        only_decodes = max_query_len == 1 and num_rows == num_tokens
+        return Plan(only_decodes, self._parts(num_rows, max_context_len))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write K and V to their slots, then attend: products in the cache's dtype (for float8, in
+        q's), all else in float32."""
+        self._check(q, k, v, key_cache, value_cache)
+        self._write(None, q, k, v, key_cache, value_cache, meta, key_scale, value_scale)
+        return self._attend(
+            q, key_cache, value_cache, meta, scale, window, softcap, sinks, key_scale, value_scale
+        )
+
+    def fused(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        norm_epsilon: float = 0.0,
+        key_scale: Tensor | None = None,
+        value_scale: Tensor | None = None,
+    ) -> Tensor:
+        """From one projection's output [T, (num_heads + 2 num_kv_heads) * head size]: per-head RMS
+        norm with weights ``q_norm`` and ``k_norm`` [head size] if given, rotary embedding of the
+        first R elements of each head (cos and sin [T, R]; elements d and d + R/2 are a pair), the
+        write, and the attention. Returns [T, num_heads, head size]."""
+        tokens = qkv.shape[0]
+        head_size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+        heads = qkv.view(tokens, num_heads + 2 * num_kv_heads, head_size)
+        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        self._check(q, k, v, key_cache, value_cache)
+        rotated = torch.empty((tokens, num_heads, head_size), dtype=qkv.dtype, device=qkv.device)
+        self._write(
+            rotated, q, k, v, key_cache, value_cache, meta, key_scale, value_scale,
+            cos, sin, q_norm, k_norm, norm_epsilon,
+        )  # fmt: skip
+        return self._attend(
+            rotated, key_cache, value_cache, meta, scale, window, softcap, sinks,
+            key_scale, value_scale,
+        )  # fmt: skip
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+        """The kernels trust addresses: what they point to is checked here."""
+        assert keys.dtype == values.dtype == self._dtype
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        assert keys.shape == values.shape
+        heads, kv_heads, head_size = self._shape
+        assert q.shape[1:] == (heads, head_size)
+        assert k.shape == v.shape == (q.shape[0], kv_heads, head_size)
+        assert keys.shape[1] == kv_heads
+
+    def _parts(self, rows: int, context: int) -> int:
+        """Most parts of a row."""
+        heads, kv_heads, head_size = self._shape
+        if self.batch_invariant:
+            # Where the parts would need too much memory, one program computes a row's one after
+            # another, which gives the same bits.
+            parts = triton.cdiv(context, SEGMENT) + 1  # a window may begin inside a segment
+            needed = rows * heads * parts * head_size * 4
+            return parts if needed <= _MOST_PART_BYTES and context > SEGMENT else 1
+        tiles = self.tiles
+        most = min(_MOST_PARTS, triton.cdiv(context, tiles.least_part))
+        wanted = triton.cdiv(tiles.programs, rows * kv_heads)
+        return max(1, min(most, wanted))
+
+    def _write(
+        self,
+        rotated: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        epsilon: float = 0.0,
+    ) -> None:
+        heads, kv_heads, head_size = self._shape
+        q, k, v = _dense(q), _dense(k), _dense(v)
+        rotary = 0 if cos is None else cos.shape[1]
+        per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(kv_heads))
+        programs = triton.cdiv(kv_heads, per_program)
+        if rotated is not None:
+            programs += triton.cdiv(heads, per_program)
+        write_kernel[(q.shape[0], programs)](
+            rotated, q, k, v, key_cache, value_cache, meta.slot_mapping, cos, sin,
+            q_norm, k_norm, epsilon, key_scale, value_scale,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            0 if cos is None else cos.stride(0), 0 if sin is None else sin.stride(0),
+            heads, kv_heads, head_size, key_cache.shape[3], triton.next_power_of_2(head_size),
+            meta.block_size, rotary, per_program,
+        )  # fmt: skip
+
+    def _attend(
+        self,
+        q: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+    ) -> Tensor:
+        heads, kv_heads, head_size = self._shape
+        q, tiles, rows = _dense(q), self.tiles, meta.num_rows
+        tokens = q.shape[0]
+        plan = self.plan(rows, tokens, meta.max_query_len, meta.max_context_len)
+        out = torch.empty((tokens, heads, head_size), dtype=q.dtype, device=q.device)
+        in_parts = plan.parts > 1
+        size = rows * heads * plan.parts if in_parts else 0
+        floats = torch.empty(size * (head_size + 2), dtype=torch.float32, device=q.device)
+        results, tops, totals = floats.split([size * head_size, size, size])
+        operand = self._dtype if self._dtype in _OPERANDS else q.dtype
+        if operand == torch.float32 and self._dtype not in _OPERANDS:
+            operand = torch.bfloat16
+        segment = SEGMENT if self.batch_invariant else 0
+        head_tile = triton.next_power_of_2(head_size)
+        programs = rows * plan.parts
+        if not plan.only_decodes:
+            programs += tokens // (tiles.chunk_rows // self._group) + rows
+        attention_kernel[(programs, kv_heads)](
+            out, results, tops, totals,
+            q, key_cache, value_cache, key_scale, value_scale, sinks,
+            meta.block_table, meta.context_len, meta.query_start,
+            scale * LOG2_E, softcap, window, rows, plan.parts,
+            q.stride(0), q.stride(1), meta.block_table.stride(0),
+            kv_heads, self._group, head_size, key_cache.shape[3], head_tile, meta.block_size,
+            _OPERANDS[operand], tiles.decode_rows, tiles.chunk_rows, tiles.block_n,
+            tiles.least_part, segment, plan.only_decodes, in_parts,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        if in_parts:
+            reduction_kernel[(rows, heads)](
+                out, results, tops, totals, value_scale, sinks, meta.context_len,
+                meta.query_start, window, plan.parts,
+                kv_heads, self._group, head_size, head_tile, tiles.block_n, tiles.least_part,
+                segment, plan.only_decodes, triton.next_power_of_2(plan.parts),
+            )  # fmt: skip
+        return out
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With the elements of a head side by side, as the kernels read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
