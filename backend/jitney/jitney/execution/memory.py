@@ -12,7 +12,7 @@ import torch
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
-from jitney.execution.attention import cache_shape, select
+from jitney.execution.attention import AttentionFunction, cache_shape, select
 from jitney.execution.interface import LayerCache
 
 # Defaults of the cache: a share of what is free after loading, and at most so much on a CPU.
@@ -37,20 +37,23 @@ class Ledger:
     weights: int
     cache: int
     activations: int
-    """An estimate of the most that one step needs beside weights and cache."""
+    """The most that one step needs beside weights and cache: measured on a GPU, else estimated."""
     free: int
     """What is left when all of these are in use."""
     num_blocks: int
     block_size: int
     block_bytes: int
+    graphs: int = 0
+    """The most that CUDA graphs are expected to need, once all are captured."""
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
+        graphs = f"graphs at most about {_mib(self.graphs)}, " if self.graphs else ""
         return (
             f"memory: weights {_mib(self.weights)}, KV cache {_mib(self.cache)} "
             f"({self.num_blocks:,} blocks of {self.block_size}: {tokens:,} tokens, "
             f"{self.block_bytes // self.block_size:,} bytes each), activations at most about "
-            f"{_mib(self.activations)}, left {_mib(self.free)}"
+            f"{_mib(self.activations)}, {graphs}left {_mib(self.free)}"
         )
 
 
@@ -64,6 +67,7 @@ def plan_memory(
     activations: int,
     available: int,
     max_model_len: int,
+    graphs: int = 0,
 ) -> Ledger:
     """Size the cache. ``dtype`` is the cache's; ``available`` what is free once the weights are in.
 
@@ -72,14 +76,15 @@ def plan_memory(
     enough for one block.
     """
     per_block = block_bytes(layers, config.block_size, dtype)
-    room = max(0, available - activations)
+    step = activations + graphs
+    room = max(0, available - step)
     key: str
     value: float
     if config.kv_cache_bytes is not None:
         key, value, size = "kv_cache_bytes", config.kv_cache_bytes, config.kv_cache_bytes
         if size > room:
             raise ConfigError.of(
-                key, value, f"at most {room:,}, the free memory less {activations:,} for a step"
+                key, value, f"at most {room:,}, the free memory less {step:,} for a step"
             )
     elif config.kv_cache_fraction is not None:
         key, value = "kv_cache_fraction", config.kv_cache_fraction
@@ -100,10 +105,11 @@ def plan_memory(
         weights=weights,
         cache=cache,
         activations=activations,
-        free=available - cache - activations,
+        free=available - cache - step,
         num_blocks=num_blocks,
         block_size=config.block_size,
         block_bytes=per_block,
+        graphs=graphs,
     )
 
 
@@ -125,6 +131,23 @@ def estimate_activations(
     return widest + min(tokens, logits_rows) * vocab * (itemsize + 4)
 
 
+def select_attention(
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    batch_invariant: bool = False,
+) -> list[AttentionFunction]:
+    """Each layer's attention function: one for all layers of the same heads."""
+    shapes = [(spec.num_heads, spec.num_kv_heads, spec.head_size) for spec in layers]
+    more = {"batch_invariant": True} if batch_invariant else {}
+    functions = {
+        (heads, kv_heads, size): select(attention, device, dtype, size, heads, kv_heads, **more)
+        for heads, kv_heads, size in dict.fromkeys(shapes)
+    }
+    return [functions[shape] for shape in shapes]
+
+
 def make_layer_caches(
     layers: Sequence[LayerSpec],
     num_blocks: int,
@@ -132,21 +155,18 @@ def make_layer_caches(
     dtype: torch.dtype,
     device: torch.device,
     attention: str,
+    *,
+    batch_invariant: bool = False,
 ) -> list[LayerCache]:
     """Empty caches, by layer, and each layer's attention function.
 
     Raises OSError, MemoryError or RuntimeError, by device, if the memory cannot be had.
     """
-    shapes = {(s.num_heads, s.num_kv_heads, s.head_size) for s in layers}
-    functions = {
-        (heads, kv_heads, size): select(attention, device, dtype, size, heads, kv_heads)
-        for heads, kv_heads, size in shapes
-    }
+    functions = select_attention(layers, dtype, device, attention, batch_invariant)
     caches = []
-    for spec in layers:
+    for spec, attend in zip(layers, functions, strict=True):
         shape = cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size)
         keys, values = (_zeros(shape, dtype, device) for _ in range(2))
-        attend = functions[spec.num_heads, spec.num_kv_heads, spec.head_size]
         caches.append(LayerCache(keys, values, attend))
     return caches
 

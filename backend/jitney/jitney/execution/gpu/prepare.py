@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 """The kernel that unpacks a step's inputs on the device. Called by ``step``.
 
 One host-to-device copy brings everything about a step as 32-bit numbers (``step`` says how they are

@@ -1,0 +1,65 @@
+"""Scales of an 8-bit KV cache: called once, while a GPU's runner loads.
+
+A float8_e4m3 reaches from 2^-9 to 448. Each KV head of a layer gets one scale for its keys and one
+for its values, so that what it holds lies in that range: a cached number times the scale is the
+number. They are found by running some hundred tokens over a cache of the model's own dtype and
+noting the greatest magnitudes.
+"""
+
+import torch
+from torch import Tensor
+
+from jitney.config import EngineConfig
+from jitney.execution.attention import build_metadata
+from jitney.execution.interface import AttentionCall, LayerCache, PagedStep, forward
+from jitney.execution.load import dummy_row
+from jitney.execution.memory import make_layer_caches
+from jitney.execution.models import LoadedModel
+from jitney.sampling_params import SamplingParams
+
+_TOKENS = 256
+# Other texts may go beyond what was seen; what lies below loses no precision by it.
+_MARGIN = 2.0
+_LARGEST = 448.0
+# A head that gave only zeros keeps a scale that divides.
+_SMALLEST = 1e-6
+
+
+class _Magnitudes:
+    """Passes calls on to a step and notes the greatest magnitudes of keys and values, by layer."""
+
+    def __init__(self, step: PagedStep, layers: int) -> None:
+        self._step = step
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        self.keys[call.layer] = call.key.float().abs().amax((0, 2))
+        self.values[call.layer] = call.value.float().abs().amax((0, 2))
+        return self._step(call)
+
+
+def calibrate(config: EngineConfig, model: LoadedModel) -> list[tuple[Tensor, Tensor]]:
+    """(key scale, value scale) of every layer, float32 [KV heads] on the model's device."""
+    count = min(_TOKENS, model.max_model_len)
+    blocks = -(-count // config.block_size)
+    caches: list[LayerCache] = make_layer_caches(
+        model.layers, blocks, config.block_size, model.dtype, model.device, config.attention
+    )
+    row = dummy_row(count, 0, list(range(blocks)), SamplingParams())
+    meta = build_metadata([row], config.block_size, model.device)
+    # Far apart in the vocabulary, each another one.
+    step = 7919 if model.vocab_size % 7919 else 1
+    ids = (torch.arange(count, device=model.device) * step + 1) % model.vocab_size
+    noted = _Magnitudes(PagedStep(caches, meta), len(caches))
+    forward(model.module, ids, meta.positions, torch.tensor([count - 1], device=ids.device), noted)
+    return [
+        (_scale(keys, spec.num_kv_heads, ids.device), _scale(values, spec.num_kv_heads, ids.device))
+        for keys, values, spec in zip(noted.keys, noted.values, model.layers, strict=True)
+    ]
+
+
+def _scale(greatest: Tensor | None, heads: int, device: torch.device) -> Tensor:
+    assert greatest is not None, "a layer did not attend"
+    assert greatest.shape == (heads,)
+    return (greatest * (_MARGIN / _LARGEST)).clamp_(min=_SMALLEST).to(device)
