@@ -149,7 +149,7 @@ def prepack_linears(module: nn.Module, rows: int) -> PrepackReport:
         (parent, name, child)
         for parent in module.modules()
         for name, child in parent._modules.items()  # named_children leaves out repeated ones
-        if _weight_of(child) is not None
+        if weight_of(child) is not None
     ]
     if not found:
         return PrepackReport(0, "it has no linear layers", 0)
@@ -159,7 +159,7 @@ def prepack_linears(module: nn.Module, rows: int) -> PrepackReport:
     added = 0
     while found:  # popped, so that each plain weight goes before the next one is packed
         parent, name, child = found.pop()
-        weight = _weight_of(child)
+        weight = weight_of(child)
         assert weight is not None
         if reasons[weight.dtype] is not None:
             continue
@@ -172,7 +172,7 @@ def prepack_linears(module: nn.Module, rows: int) -> PrepackReport:
     return PrepackReport(len(packed), reason, added)
 
 
-def _weight_of(module: Any) -> Tensor | None:
+def weight_of(module: Any) -> Tensor | None:
     """[out, in] of a linear layer, None of anything else."""
     if type(module) is nn.Linear:
         return module.weight

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from jitney.config import EngineConfig
 from jitney.execution.gpu.forward import FusedForward, RotaryTable
+from jitney.execution.gpu.invariant import check_invariant, make_invariant
 from jitney.execution.gpu.layers import (
     AttentionForm,
     FusedAttention,
@@ -75,7 +76,13 @@ def fuse_for_gpu(module: PreTrainedModel, config: EngineConfig) -> FuseReport:
         work = _Pass(module, config, report)
         if config.fuse:
             work.swap_parts()
+        if config.batch_invariant:
+            work.swap_norms()
+            make_invariant(module, config, report)
+        if config.fuse:
             work.swap_forward()
+        if config.batch_invariant:
+            check_invariant(module)
     if module.device.type == "cuda":
         torch.cuda.empty_cache()  # unmerged weights have left gaps that nothing else fits into
     return report
@@ -119,8 +126,13 @@ class _Pass:
             module, "attention", is_attention, self._fused_attention, report
         )
         report.mlps = swap_children(module, "gated MLP", is_gated_mlp, self._fused_mlp, report)
-        report.norms = swap_children(module, "norm", is_norm, self._fused_norm, report)
+        self.swap_norms()
         self._calls = {}
+
+    def swap_norms(self) -> None:
+        """Those that are left."""
+        found = swap_children(self._module, "norm", is_norm, self._fused_norm, self._report)
+        self._report.norms += found
 
     def swap_forward(self) -> None:
         """The whole model, if all of it is fused."""

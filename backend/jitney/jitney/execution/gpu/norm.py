@@ -45,6 +45,8 @@ class RmsNorm(nn.Module):
 class LayerNorm(nn.Module):
     """What ``nn.LayerNorm`` over one dimension gives, in a kernel that takes each row alone."""
 
+    MOST = _MOST_IN_REGISTERS
+    """Widest row."""
     weight: Tensor
     bias: Tensor
 
