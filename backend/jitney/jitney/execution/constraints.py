@@ -27,8 +27,8 @@ def constrains(row: Row) -> bool:
         params.allowed_token_ids is not None
         or row.bad_words_ids
         or params.logit_bias
-        or _ends_too_early(row)
-        or _penalizes(row)
+        or ends_too_early(row)
+        or penalizes(row)
     )
 
 
@@ -40,11 +40,14 @@ def constrain(logits: Tensor, rows: list[Row]) -> None:
     _penalize(logits, rows)
 
 
-def _ends_too_early(row: Row) -> bool:
-    return bool(row.stop_ids) and len(row.output) < row.params.min_tokens
+def ends_too_early(row: Row) -> bool:
+    """Whether the next token may not be a stop id yet."""
+    # Not len(row.output): that is one behind while the step before is in flight.
+    return bool(row.stop_ids) and row.end - len(row.prompt) < row.params.min_tokens
 
 
-def _penalizes(row: Row) -> bool:
+def penalizes(row: Row) -> bool:
+    """Whether the row's context changes its logits."""
     params = row.params
     return bool(
         params.repetition_penalty != 1.0
@@ -66,14 +69,14 @@ def _forbid(logits: Tensor, rows: list[Row]) -> None:
     time."""
     places = _Places()
     for place, row in enumerate(rows):
-        places.add(place, _bad_endings(row.bad_words_ids, row.output))
-        if _ends_too_early(row):
+        places.add(place, bad_endings(row.bad_words_ids, row.output))
+        if ends_too_early(row):
             places.add(place, row.stop_ids)
     if places:
         logits[places.on(logits)] = _FORBIDDEN
 
 
-def _bad_endings(bad_words: list[list[int]], output: list[int]) -> list[int]:
+def bad_endings(bad_words: list[list[int]], output: list[int]) -> list[int]:
     """Last ids of the bad words whose other ids are the end of ``output``."""
     endings = []
     for word in bad_words:

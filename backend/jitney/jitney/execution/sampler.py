@@ -22,10 +22,11 @@ from jitney.request import Logprob, Row
 
 # Floats of one slice of log-probabilities: bounds the extra memory of a long prompt's.
 _SLICE_FLOATS = 1 << 24
-_ALL_FORBIDDEN = (
+ALL_FORBIDDEN = (
     "the sampling parameters forbid every token: see allowed_token_ids, bad_words, logit_bias, "
     "min_tokens"
 )
+NOT_FINITE = "the model's logits are not finite numbers"
 
 
 Greatest = Callable[[Tensor], tuple[list[int], list[int]]]
@@ -75,9 +76,7 @@ def sample(
         return []
     chosen, not_finite = greatest(logits)
     special = [place for place, (row, _) in enumerate(pairs) if not _plain(row)]
-    broken: dict[int, JitneyError] = {
-        place: InternalError("the model's logits are not finite numbers") for place in not_finite
-    }
+    broken: dict[int, JitneyError] = {place: InternalError(NOT_FINITE) for place in not_finite}
     if special:
         places = torch.tensor(special, device=logits.device)
         rows = [pairs[place][0] for place in special]
@@ -86,7 +85,7 @@ def sample(
             constrain(edited, rows)
             left = edited.amax(dim=-1)
             for place in _not_finite(left):
-                broken.setdefault(special[place], InvalidArgumentError(_ALL_FORBIDDEN))
+                broken.setdefault(special[place], InvalidArgumentError(ALL_FORBIDDEN))
         drawn = draw(edited, [pairs[place] for place in special]).tolist()
         for place, token_id in zip(special, drawn, strict=True):
             chosen[place] = token_id
@@ -149,19 +148,41 @@ def _candidates(logits: Tensor, chosen: list[int], counts: list[int]) -> list[li
 def _candidates_of_slice(
     logits: Tensor, chosen: list[int], counts: list[int]
 ) -> list[list[Logprob]]:
+    ids = torch.tensor(chosen, device=logits.device)
+    own, ranks, best, best_ids = measure(logits, ids, max(counts))
+    return name_candidates(
+        chosen, counts, own.tolist(), ranks.tolist(), best.tolist(), best_ids.tolist()
+    )
+
+
+def measure(logits: Tensor, chosen: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row of ``logits`` [R, V]: its chosen token's log-probability [R] and rank [R], then
+    the ``width`` best ones' log-probabilities and ids [R, at most ``width``], best first."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    ids = torch.tensor(chosen, device=logits.device).unsqueeze(1)
-    own = logprobs.gather(1, ids)
-    ranks = (logprobs >= own).sum(dim=-1).tolist()
-    width = min(max(counts), logits.shape[1])
-    best, best_ids = (part.tolist() for part in logprobs.topk(width, dim=-1))
+    own = logprobs.gather(1, chosen.unsqueeze(1))
+    ranks = (logprobs >= own).sum(dim=-1)
+    best, best_ids = logprobs.topk(min(width, logits.shape[1]), dim=-1)
+    return own.squeeze(1), ranks, best, best_ids
+
+
+def name_candidates(
+    chosen: list[int],
+    counts: list[int],
+    own: list[float],
+    ranks: list[int],
+    best: list[list[float]],
+    best_ids: list[list[int]],
+) -> list[list[Logprob]]:
+    """What :func:`measure` found, as each row asked for it."""
     result = []
-    for place, (token, value) in enumerate(zip(chosen, own.flatten().tolist(), strict=True)):
+    for place, (token, count) in enumerate(zip(chosen, counts, strict=True)):
         top = [
-            Logprob(best_ids[place][k], best[place][k], k + 1)
-            for k in range(min(counts[place], width))
+            Logprob(token_id, value, k + 1)
+            for k, (token_id, value) in enumerate(
+                zip(best_ids[place][:count], best[place][:count], strict=True)
+            )
         ]
         first = next((each for each in top if each.token_id == token), None)
-        first = first or Logprob(token, value, ranks[place])
+        first = first or Logprob(token, own[place], ranks[place])
         result.append([first, *(each for each in top if each.token_id != token)])
     return result
