@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 METHODS = ("torchao", "compressed-tensors")
 _NAME = "jitney_fp8"  # of the quantizer, in transformers' registry
 _CACHE_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.([kv])_scale$")
+# Scales beside those of weights: of a cache, and static ones of activations.
+_SPARE = r"(\.[kv]_scale|put_scale)$"
 
 Way = Literal["fp8", "decompress", "torchao"]
 
@@ -212,6 +214,7 @@ class _Fp8Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         scales: dict[str, list[int]] = self.quantization_config.scales  # type: ignore[attr-defined]
+        model._keys_to_ignore_on_load_unexpected = {_SPARE}  # else it logs a table of them
         for name, shape in scales.items():
             linear: Any = model.get_submodule(name)
             if type(linear) is not nn.Linear:
