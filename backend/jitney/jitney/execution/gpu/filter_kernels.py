@@ -66,20 +66,11 @@ def _within(distance, bound, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _total(partial):
-    return tl.sum(tl.sum(partial.to(tl.float64), axis=1), axis=0)
-
-
-@triton.jit
 def _amounts(
-    source, scale, lists, count, bits1, bits2, bits3, bits4, EDITED: tl.constexpr,
+    source, scale, lists, count, bound1, bound2, bound3, bound4, EDITED: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """What lies within each of four bounds (f64), in one pass over the listed chunks."""
-    bound1 = bits1.to(tl.float32, bitcast=True)
-    bound2 = bits2.to(tl.float32, bitcast=True)
-    bound3 = bits3.to(tl.float32, bitcast=True)
-    bound4 = bits4.to(tl.float32, bitcast=True)
+    """What lies within each of four bounds: f64 [4], in one pass over the listed chunks."""
     sum1 = tl.zeros([_GROUP, _CHUNK // 8], tl.float32)
     sum2 = tl.zeros([_GROUP, _CHUNK // 8], tl.float32)
     sum3 = tl.zeros([_GROUP, _CHUNK // 8], tl.float32)
@@ -90,20 +81,14 @@ def _amounts(
         sum2 += _within(distance, bound2, COUNT)
         sum3 += _within(distance, bound3, COUNT)
         sum4 += _within(distance, bound4, COUNT)
-    return _total(sum1), _total(sum2), _total(sum3), _total(sum4)
+    sums = tl.reshape(_four(sum1, sum2, sum3, sum4), [_GROUP * _CHUNK // 8, 4])
+    return tl.sum(sums.to(tl.float64), axis=0)
 
 
 @triton.jit
-def _kept_weight(source, scale, lists, kept, count, bound, EDITED: tl.constexpr):
-    """Store in ``kept`` what each listed chunk holds within ``bound``; return the whole (f64)."""
-    total = tl.zeros([_GROUP], tl.float64)
-    for begin in range(0, count, _GROUP):
-        distance = _distances(source, scale, lists, begin, count, EDITED)
-        weights = tl.sum(tl.where(distance <= bound, tl.exp(-distance), 0.0), axis=1)
-        entries = begin + tl.arange(0, _GROUP)
-        tl.store(kept + entries, weights, mask=entries < count)
-        total += weights.to(tl.float64)
-    return tl.sum(total, axis=0)
+def _four(a, b, c, d):
+    """[..., 2, 2], in an order that is always the same."""
+    return tl.join(tl.join(a, b), tl.join(c, d))
 
 
 @triton.jit
@@ -117,15 +102,16 @@ def _between(low, high, number: tl.constexpr, even):
 
 
 @triton.jit
-def _raise(low, within_low, bound, within, need):
-    short = within < need
-    return tl.where(short, bound, low), tl.where(short, within, within_low)
-
-
-@triton.jit
-def _lower(high, within_high, bound, within, need):
-    enough = within >= need
-    return tl.where(enough, bound, high), tl.where(enough, within, within_high)
+def _kept_weight(source, scale, lists, kept, count, bound, EDITED: tl.constexpr):
+    """Store in ``kept`` what each listed chunk holds within ``bound``; return the whole (f64)."""
+    total = tl.zeros([_GROUP], tl.float64)
+    for begin in range(0, count, _GROUP):
+        distance = _distances(source, scale, lists, begin, count, EDITED)
+        weights = tl.sum(tl.where(distance <= bound, tl.exp(-distance), 0.0), axis=1)
+        entries = begin + tl.arange(0, _GROUP)
+        tl.store(kept + entries, weights, mask=entries < count)
+        total += weights.to(tl.float64)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -150,17 +136,18 @@ def _least_bound(
         bits2 = _between(low, high, 2, even)
         bits3 = _between(low, high, 3, even)
         bits4 = _between(low, high, 4, even)
-        within1, within2, within3, within4 = _amounts(
-            source, scale, lists, count, bits1, bits2, bits3, bits4, EDITED, COUNT
-        )
-        low, within_low = _raise(low, within_low, bits1, within1, need)
-        low, within_low = _raise(low, within_low, bits2, within2, need)
-        low, within_low = _raise(low, within_low, bits3, within3, need)
-        low, within_low = _raise(low, within_low, bits4, within4, need)
-        high, within_high = _lower(high, within_high, bits4, within4, need)
-        high, within_high = _lower(high, within_high, bits3, within3, need)
-        high, within_high = _lower(high, within_high, bits2, within2, need)
-        high, within_high = _lower(high, within_high, bits1, within1, need)
+        within = _amounts(
+            source, scale, lists, count, bits1.to(tl.float32, bitcast=True),
+            bits2.to(tl.float32, bitcast=True), bits3.to(tl.float32, bitcast=True),
+            bits4.to(tl.float32, bitcast=True), EDITED, COUNT,
+        )  # fmt: skip
+        bits = tl.reshape(_four(bits1, bits2, bits3, bits4), [4])
+        # More is within a greater bound, so the closest ones are extremes on either side.
+        short = within < need
+        low = tl.maximum(low, tl.max(tl.where(short, bits, -1), axis=0))
+        high = tl.minimum(high, tl.min(tl.where(short, high, bits), axis=0))
+        within_low = tl.maximum(within_low, tl.max(tl.where(short, within, 0.0), axis=0))
+        within_high = tl.minimum(within_high, tl.min(tl.where(short, 1e300, within), axis=0))
         if not COUNT:
             one = tl.exp(-high.to(tl.float32, bitcast=True)).to(tl.float64)
         passes += 1
