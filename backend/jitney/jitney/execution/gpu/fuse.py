@@ -57,6 +57,8 @@ from jitney.execution.structure import (
 
 _ATTENTION_SCALES = (1.0, 2.0**8)
 """An attention that clips its projections shows it only where they are large."""
+_SURPLUS = 64
+"""Positions behind the longest sequence that a step launched before its end was known may have."""
 # Options that bound values: of the logits, which the whole model does; of attention's scores, which
 # a call of attention carries; and of what happens inside of MLPs, by words in their names.
 _HEAD_BOUND = "final_logit_softcapping"
@@ -72,6 +74,7 @@ def fuse_for_gpu(module: PreTrainedModel, config: EngineConfig) -> FuseReport:
     ``batch_invariant`` is set and the model cannot be made so.
     """
     report = FuseReport()
+    _silence_padding(module)
     with torch.inference_mode():
         work = _Pass(module, config, report)
         if config.fuse:
@@ -192,6 +195,8 @@ class _Pass:
         length = self._config.max_model_len or getattr(
             self._module.config, "max_position_embeddings", None
         )
+        if length is not None:
+            length += _SURPLUS
         tables: list[RotaryTable] = []
         places: dict[tuple[int, bool], int] = {}
         for layer in layers:
@@ -285,9 +290,8 @@ class _Pass:
         norms = None
         if hasattr(attention, "q_norm"):
             query, key = self._fused_norm(attention.q_norm), self._fused_norm(attention.k_norm)
-            if {query.scale.numel(), key.scale.numel()} != {head_size}:
-                raise Misfit("it norms queries or keys over all heads")
-            if query.epsilon != key.epsilon:
+            widths = query.scale.numel() // head_size, key.scale.numel() // head_size
+            if widths not in ((1, 1), (query_heads, key_heads)) or query.epsilon != key.epsilon:
                 raise Misfit("its query and key norms differ")
             norms = (query, key)
         form = AttentionForm(
@@ -326,6 +330,18 @@ class _Pass:
         mlps = {name for name in names if any(word in name for word in _MLP_WORDS)}
         known = set(names) - mlps if of_mlps else mlps | {_HEAD_BOUND, _SCORE_BOUND}
         refuse_bounds(self._module.config, known)
+
+
+def _silence_padding(module: nn.Module) -> None:
+    """Some models look for padding among the ids in each call, to warn of it, which makes the host
+    wait for the device. There is no padding here."""
+    for each in module.modules():
+        if hasattr(each, "warn_if_padding_and_no_attention_mask"):
+            vars(each)["warn_if_padding_and_no_attention_mask"] = _nothing
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def _joined(products: list[nn.Module]) -> nn.Module:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from jitney.execution.gpu.norm import RmsNorm, add_norm, gate
+from jitney.execution.gpu.norm import RmsNorm, add_norm, gate, norm_in_place
 from jitney.execution.interface import AttentionCall, PagedFunction, PagedStep
 from jitney.execution.linear import Activation
 
@@ -74,14 +74,18 @@ class FusedAttention(nn.Module):
         output: nn.Module,
         half_rotary: bool,
     ) -> None:
-        """``norms`` are those of query and key heads, of one epsilon. With ``half_rotary``, cos and
-        sin have one column for each pair of values that is rotated."""
+        """``norms`` are those of query and key: of each head, with one epsilon, or of all heads
+        together. With ``half_rotary``, cos and sin have one column for each pair of values that is
+        rotated."""
         super().__init__()
         self.form, self.qkv, self.output = form, qkv, output
         self.query_norm: RmsNorm | None = None
         self.key_norm: RmsNorm | None = None
-        if norms is not None:
+        self._wide_norms: tuple[RmsNorm, ...] = ()
+        if norms is not None and norms[0].scale.numel() == form.head_size:
             self.query_norm, self.key_norm = norms
+        elif norms is not None:
+            self._wide_norms = norms
         self.half_rotary = half_rotary
         self._parts = [form.query_heads, form.key_heads, form.key_heads]
 
@@ -100,6 +104,10 @@ class FusedAttention(nn.Module):
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
         """x is [T, hidden size], cos and sin are [T, R]."""
         qkv = self.qkv(x)
+        if self._wide_norms:
+            query, key, _ = qkv.split([n * self.form.head_size for n in self._parts], 1)
+            for part, norm in zip((query, key), self._wide_norms, strict=True):
+                norm_in_place(part, norm)
         attended = self._attend_in_place(qkv, cos, sin, paged)
         if attended is None:
             attended = self._attend_apart(qkv, cos, sin, paged)

@@ -93,23 +93,43 @@ def add_norm(
     order. The sum is rounded to the dtype of its parts before it is normed.
     """
     assert residual is not None or (norm is not None and branch_norm is None)
-    rows = branch.shape[0] if wanted is None else wanted.shape[0]
-    width = branch.shape[1]
-    shape = (rows, width)
+    shape = (branch.shape[0] if wanted is None else wanted.shape[0], branch.shape[1])
     sums = branch if residual is None else branch.new_empty(shape)
     out = sums if norm is None else branch.new_empty(shape)
+    _launch(out, sums, branch, residual, branch_norm, norm, wanted)
+    return out, sums
+
+
+def norm_in_place(x: Tensor, norm: RmsNorm) -> None:
+    """Norm each row of x [T, width], a part of the columns of a larger tensor, say."""
+    _launch(x, x, x, None, None, norm, None)
+
+
+def _launch(
+    out: Tensor,
+    sums: Tensor,
+    branch: Tensor,
+    residual: Tensor | None,
+    branch_norm: RmsNorm | None,
+    norm: RmsNorm | None,
+    wanted: Tensor | None,
+) -> None:
+    rows, width = out.shape
+    assert branch.stride(1) == 1
+    assert residual is None or residual.stride(1) == 1
     block, kernel = triton.next_power_of_2(width), norm_kernels.add_norm_kernel
     if block > _MOST_IN_REGISTERS:
         block, kernel = _WIDE_BLOCK, norm_kernels.wide_add_norm_kernel
-    any_scale = branch if norm is None else norm.scale  # in the place of what is not read
+    unread = branch  # in the place of what there is not
     kernel[(rows,)](
         out,
         sums,
         branch,
-        branch if residual is None else residual,
-        branch if wanted is None else wanted.contiguous(),
-        any_scale if branch_norm is None else branch_norm.scale,
-        any_scale,
+        unread if residual is None else residual,
+        unread if wanted is None else wanted.contiguous(),
+        unread if branch_norm is None else branch_norm.scale,
+        unread if norm is None else norm.scale,
+        out.stride(0),
         branch.stride(0),
         0 if residual is None else residual.stride(0),
         0.0 if branch_norm is None else branch_norm.epsilon,
@@ -122,7 +142,6 @@ def add_norm(
         NORM=norm is not None,
         num_warps=warps(block),
     )
-    return out, sums
 
 
 def gate(x: Tensor, activation: Activation) -> Tensor:

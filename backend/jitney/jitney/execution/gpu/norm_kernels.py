@@ -23,13 +23,14 @@ def _root_mean_square(x, width, epsilon):
 
 @triton.jit
 def add_norm_kernel(
-    out,  # [rows, WIDTH]: the norm of the sum; not written without NORM
+    out,  # [rows, WIDTH], rows out_stride apart: the norm of the sum; not written without NORM
     sums,  # [rows, WIDTH]: branch + residual; not written without ADD
     branch,  # [T, WIDTH], rows branch_stride apart
     residual,  # [T, WIDTH], rows residual_stride apart; not read without ADD
     wanted,  # int64 [rows]: which of the T, with GATHER
     branch_scale,  # float32 [WIDTH]: the branch is normed before it is added, with NORM_BRANCH
     scale,  # float32 [WIDTH]
+    out_stride,
     branch_stride,
     residual_stride,
     branch_epsilon,
@@ -41,7 +42,7 @@ def add_norm_kernel(
     NORM_BRANCH: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """A row that fits into the registers of one program: read once."""
+    """A row that fits into the registers of one program: read once, before anything is written."""
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(wanted + row) if GATHER else row
     columns = tl.arange(0, BLOCK)
@@ -59,7 +60,7 @@ def add_norm_kernel(
     if NORM:
         y = x * _root_mean_square(x, WIDTH, epsilon)
         y *= tl.load(scale + columns, mask=inside, other=0.0)
-        tl.store(out + row * WIDTH + columns, y.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + row * out_stride + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -82,6 +83,7 @@ def wide_add_norm_kernel(
     wanted,
     branch_scale,
     scale,
+    out_stride,
     branch_stride,
     residual_stride,
     branch_epsilon,
@@ -128,7 +130,7 @@ def wide_add_norm_kernel(
             else:
                 part = tl.load(x + columns, mask=inside, other=0.0)
             y = part.to(tl.float32) * factor * tl.load(scale + columns, mask=inside, other=0.0)
-            tl.store(out + row * WIDTH + columns, y.to(out.dtype.element_ty), mask=inside)
+            tl.store(out + row * out_stride + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
