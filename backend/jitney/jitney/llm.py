@@ -262,6 +262,7 @@ class LLM:
         try:
             report = self._engine.step()
         except BaseException:
+            self._engine.abandon()
             self._engine = Engine(self.config, self._runner)
             for key, completion in self._open.items():
                 completion.feed(Failed(key, InternalError.code, "the engine was interrupted"))

@@ -1,0 +1,463 @@
+"""The overlapped step: planned and launched while the one before it is still in flight."""
+
+import logging
+import random
+
+import pytest
+from jitney.config import make_config
+from jitney.engine import Engine
+from jitney.errors import InternalError
+from jitney.request import Batch, Cancel, Cancelled, Failed, Finish, Finished, StepReport
+
+from tests.core.play import Play
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def overlapped(**options) -> Play:
+    return Play(overlap=True, **options)
+
+
+def carried(play: Play, which: int = -1) -> list[int | None]:
+    return [row.carried for row in play.batches[which].rows]
+
+
+def check_streams(play: Play, *keys: int) -> None:
+    for key in keys:
+        assert play.got(key) == play.run_alone(key)
+        assert isinstance(play.ends[key], Finished)
+
+
+# ---------------------------------------------------------------------- the plan ahead
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_landed() -> None:
+    play = overlapped()
+    key = play.submit([1, 2, 3], max_tokens=4)
+    first = play.step()
+    assert first is not None
+    assert first.events == []
+    assert len(play.runner.in_flight) == 1
+    second = play.step()
+    assert len(play.batches) == 2
+    assert second is not None
+    assert [event.ids for event in second.events] == [play.run_alone(key)[0][:1]]
+    assert len(play.runner.in_flight) == 1
+    play.drain()
+    check_streams(play, key)
+    assert play.step() is None
+
+
+def test_a_pending_token_is_carried_by_its_place_among_all_samples() -> None:
+    play = overlapped()
+    three = play.submit([9, 9], n=3, max_tokens=1)  # ends with this step: nobody waits for it
+    keys = [play.submit([key, 2, 3], max_tokens=5) for key in range(2)]
+    play.step(2)
+    assert play.rows() == [(key, 0, 3, 4) for key in keys]
+    assert carried(play) == [3, 4]
+    assert [row.token_ids for row in play.batches[-1].rows] == [[0], [0]]
+    play.step()
+    assert carried(play) == [0, 1]
+    play.drain()
+    check_streams(play, three, *keys)
+
+
+def test_chunks_of_a_prompt_follow_each_other_without_landing() -> None:
+    play = overlapped(max_num_batched_tokens=5)
+    key = play.submit(list(range(12)), max_tokens=2)
+    play.step(4)
+    assert [play.rows(which) for which in range(4)] == [
+        [(key, 0, 0, 5)],
+        [(key, 0, 5, 10)],
+        [(key, 0, 10, 12)],
+        [(key, 0, 12, 13)],
+    ]
+    assert [carried(play, which) for which in range(4)] == [[None], [None], [None], [0]]
+    play.drain()
+    check_streams(play, key)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 99])
+def test_what_ends_by_length_has_no_surplus(max_tokens: int) -> None:
+    play = overlapped(max_model_len=8)
+    key = play.submit([1, 2, 3], max_tokens=max_tokens)
+    reports = []
+    while play.engine.has_work:
+        reports.append(play.step())
+    made = min(max_tokens, 5)
+    assert sum(batch.num_tokens for batch in play.batches) == 3 + made - 1
+    assert len(play.got(key)[0]) == made
+    assert play.reasons[key, 0] == "length"
+
+
+def test_a_block_is_found_only_after_the_step_that_filled_it_has_landed() -> None:
+    play = overlapped(block_size=4)
+    first = play.submit([1] * 9, max_tokens=3)
+    play.step()
+    twin = play.submit([1] * 9, max_tokens=3)
+    play.step()  # planned while the first step is in flight
+    assert play.rows()[-1] == (twin, 0, 0, 9)
+    third = play.submit([1] * 9, max_tokens=3)
+    play.step()
+    assert play.rows()[-1] == (third, 0, 8, 9)
+    play.drain()
+    check_streams(play, first, twin, third)
+
+
+@pytest.mark.parametrize(("can", "may"), [(True, False), (False, True)])
+def test_without_the_runner_or_the_option_each_step_is_executed(can: bool, may: bool) -> None:
+    play = Play(overlap=can)
+    config = make_config({"model": "fake", "block_size": 4, "overlap": may})
+    play.engine = Engine(config, play.runner, clock=lambda: 0.0)
+    play.scheduler = play.engine.scheduler
+    play.runner.launch = None  # type: ignore[method-assign, assignment]
+    key = play.submit([1, 2, 3], max_tokens=3)
+    report = play.step()
+    assert report is not None
+    assert len(report.events) == 1
+    play.drain()
+    check_streams(play, key)
+
+
+# ---------------------------------------------------------------------- landing first
+
+NEEDS = [
+    {"repetition_penalty": 1.2},
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": 0.5},
+    {"bad_words_ids": [[4, 5]]},
+    {"prompt_logprobs": 1},
+]
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: next(iter(needs)))
+def test_a_token_that_the_host_must_know_is_landed_first(needs: dict) -> None:
+    play = overlapped()
+    plain = play.submit([1, 2, 3], max_tokens=9)
+    play.step(2)
+    assert carried(play) == [0]
+    key = play.submit([4, 5, 6], max_tokens=4, **needs)
+    while key not in play.ends:
+        play.step()
+    rows = [row for batch in play.batches for row in batch.rows if row.key == key]
+    assert len(rows) == 4
+    assert all(row.carried is None for row in rows)
+    play.step()
+    assert carried(play) == [0]  # and then it is as before
+    play.drain()
+    check_streams(play, plain, key)
+
+
+def test_a_fork_is_landed_first_and_its_copies_are_made_once() -> None:
+    play = overlapped(block_size=4)
+    key = play.submit([1] * 6, n=3, max_tokens=5)
+    play.step()
+    assert len(play.batches) == 1
+    play.step()  # lands the fork, then goes on with three sequences
+    assert carried(play) == [None] * 3
+    copies = play.batches[1].copies
+    assert len(copies) == 2
+    assert play.scheduler.kv.owed_copies() == copies
+    play.step()
+    assert carried(play) == [0, 1, 2]
+    assert play.batches[2].copies == []
+    assert play.scheduler.kv.owed_copies() == []
+    play.drain()
+    check_streams(play, key)
+
+
+def test_blocks_are_taken_from_others_only_with_nothing_in_flight(monkeypatch) -> None:
+    play = overlapped(num_blocks=9, block_size=2, max_num_batched_tokens=7)
+    preempt = play.scheduler.live.preempt
+
+    def checked(sequence):
+        # A new fork that finds no block is a victim, too; it was never in flight.
+        assert not play.runner.in_flight
+        assert not play.scheduler.live.flights
+        preempt(sequence)
+
+    monkeypatch.setattr(play.scheduler.live, "preempt", checked)
+    keys = [play.submit([key, 5, 6], n=1 + key % 2, max_tokens=12) for key in range(8)]
+    play.drain()
+    assert play.scheduler.live.preemptions > 5
+    check_streams(play, *keys)
+
+
+def test_promised_blocks_behind_the_fence_are_waited_for() -> None:
+    play = overlapped(num_blocks=3, block_size=4, eviction="never")
+    first = play.submit([1] * 5, max_tokens=8)
+    play.step(3)
+    play.engine.send(Cancel(first))
+    second = play.submit([2] * 5, max_tokens=8)  # its promise holds from now on
+    play.drain()
+    assert play.ends[first] == Cancelled(first)
+    check_streams(play, second)
+
+
+# ---------------------------------------------------------------------- ends found late
+
+
+def totals(reports: list[StepReport]) -> tuple[int, int]:
+    """Tokens emitted, and generated tokens counted."""
+    emitted = sum(
+        len(event.ids) for one in reports for event in one.events if hasattr(event, "ids")
+    )
+    return emitted, sum(one.stats.generated_tokens for one in reports)
+
+
+@pytest.mark.parametrize("how", ["stop id", "finish", "cancel", "deadline", "row"])
+def test_the_surplus_of_an_ended_sequence_is_dropped_and_not_counted(how: str) -> None:
+    play = overlapped(choose=lambda row, index: row.end)
+    stop_ids = frozenset({6} if how == "stop id" else ())
+    deadline = 5.0 if how == "deadline" else None
+    key = play.submit([1, 2, 3], max_tokens=50, stop_ids=stop_ids, deadline=deadline)
+    other = play.submit([1, 2], max_tokens=9)
+    reports = [play.step() for _ in range(3)]
+    assert play.got(key) == [[3, 4]]  # and the step that makes the third is in flight
+    if how == "finish":
+        play.engine.send(Finish(key, 0))
+    elif how == "cancel":
+        play.engine.send(Cancel(key))
+    elif how == "deadline":
+        play.now = 6.0
+    elif how == "row":
+        play.runner.bad_keys.add(key)
+    while play.engine.has_work:
+        reports.append(play.step())
+    got = {"stop id": [3, 4, 5, 6]}.get(how, [3, 4])
+    assert play.got(key) == [got]
+    assert play.got(other) == [list(range(2, 11))]
+    emitted, counted = totals([one for one in reports if one is not None])
+    assert emitted == counted == len(got) + 9
+    surplus = [row for batch in play.batches for row in batch.rows if row.key == key]
+    assert len(surplus) == len(got) + 1 + (how == "row")
+    assert play.scheduler.kv.num_used == 0
+    end = play.ends[key]
+    kinds = {"cancel": Cancelled, "row": Failed}
+    assert isinstance(end, kinds.get(how, Finished))
+    assert play.reasons.get((key, 0)) == {
+        "stop id": "stop",
+        "finish": "stop",
+        "deadline": "deadline",
+    }.get(how)
+
+
+def test_blocks_of_an_ended_sequence_are_fenced_until_its_step_has_landed() -> None:
+    play = overlapped(num_blocks=3, block_size=4, watermark=0.0, prefix_caching=False)
+    first = play.submit([1] * 9, max_tokens=3)
+    play.step()
+    play.engine.send(Cancel(first))
+    second = play.submit([2] * 9, max_tokens=3)
+    play.step()  # the first one's blocks are still being written
+    assert play.ends[first] == Cancelled(first)
+    assert len(play.batches) == 1
+    assert not play.runner.in_flight
+    play.step()
+    assert play.rows() == [(second, 0, 0, 9)]
+    play.drain()
+    check_streams(play, second)
+
+
+def test_the_fence_of_a_surplus_row_stands_until_that_row_is_over() -> None:
+    play = overlapped(
+        num_blocks=4, block_size=4, watermark=0.0, choose=lambda row, index: row.end % 50
+    )
+    first = play.submit([1] * 6, max_tokens=10, stop_ids=frozenset({7}))
+    play.step(3)  # its end by the token 7 has landed, its surplus row is in flight
+    assert isinstance(play.ends[first], Finished)
+    assert play.scheduler.kv.num_used == 2
+    second = play.submit([2] * 13, max_tokens=2)  # wants all four
+    play.step()
+    assert play.rows()[0][0] == first
+    assert play.scheduler.kv.num_used == 0
+    play.step()
+    assert play.rows() == [(second, 0, 0, 13)]
+    play.drain()
+
+
+def test_the_block_of_a_copy_in_flight_is_fenced_though_its_sequence_is_not() -> None:
+    play = overlapped(num_blocks=4, block_size=4, max_num_seqs=2, watermark=0.0)
+    key = play.submit(
+        [1] * 6, n=3, max_tokens=9
+    )  # the third finds no seat in the step of the copies
+    play.step(2)
+    assert [row.index for row in play.batches[-1].rows] == [0, 1]
+    assert len(play.batches[-1].copies) == 2
+    play.engine.send(Finish(key, 2))
+    play.step()
+    assert play.reasons == {(key, 2): "stop"}
+    assert len(play.batches[-1].rows) == 2
+    play.drain()
+    assert play.got(key)[:2] == play.run_alone(key)[:2]
+
+
+# ---------------------------------------------------------------------- faults
+
+
+class Once:
+    """A fault that passes: raises at the call of that number."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, batch: Batch, written: bool = True) -> None:
+        if written:
+            self.calls += 1
+            if self.calls == self.at:
+                raise RuntimeError("passing")
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize("where", ["faults", "launch_faults"])
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("pace", [0.0, 1.0])
+def test_a_passing_fault_loses_and_repeats_nothing(
+    at: int, where: str, requests: int, pace: float
+) -> None:
+    once = Once(at)
+    play = overlapped(**{where: once}, device=lambda: pace == 1.0)
+    keys = [play.submit([key, 1, 2], max_tokens=8) for key in range(requests)]
+    play.drain()
+    assert once.calls >= at
+    check_streams(play, *keys)
+    assert not play.scheduler.live.flights
+    assert play.scheduler.kv.num_used == 0
+
+
+def test_a_failed_step_is_executed_in_halves_with_known_tokens() -> None:
+    play = overlapped(faults=Once(3))
+    keys = [play.submit([key, 1, 2], max_tokens=8) for key in range(4)]
+    play.step(3)
+    assert carried(play, 2) == [0, 1, 2, 3]  # it will fail; a fourth is launched before that shows
+    play.step()
+    failed, dropped, *halves = play.batches[2:]
+    assert carried(play, 3) == [0, 1, 2, 3]
+    assert [len(half.rows) for half in halves] == [2, 2]
+    again = [row for half in halves for row in half.rows]
+    assert all(row.carried is None for row in again)
+    assert [row.token_ids[0] for row in again] == [play.run_alone(key)[0][1] for key in keys]
+    assert [row.start for row in again] == [row.start for row in failed.rows] == [4] * 4
+    assert not play.runner.in_flight
+    play.step()
+    assert [row.start for row in play.batches[-1].rows] == [row.start for row in dropped.rows]
+    play.drain()
+    check_streams(play, *keys)
+
+
+def test_a_launch_that_fails_lets_the_step_before_it_land() -> None:
+    play = overlapped(launch_faults=Once(3))
+    keys = [play.submit([key, 1, 2], max_tokens=8) for key in range(2)]
+    play.step(2)
+    report = play.step()
+    assert report is not None
+    assert report.stats.generated_tokens == 4  # the step before, and this one again in halves
+    assert len(play.batches) == 5
+    assert not play.runner.in_flight
+    play.drain()
+    check_streams(play, *keys)
+
+
+@pytest.mark.parametrize("culprit", range(5))
+@pytest.mark.parametrize("at_launch", [False, True])
+def test_a_raising_request_fails_alone(culprit: int, at_launch: bool) -> None:
+    def faults(batch: Batch, written: bool = True) -> None:
+        if written and any(row.key == culprit and row.end > 8 for row in batch.rows):
+            raise RuntimeError("of one request")
+
+    options = {"faults": faults} | ({"launch_faults": faults} if at_launch else {})
+    play = overlapped(**options)
+    keys = [play.submit([key, 1, 2, 3, 4], n=1 + key % 2, max_tokens=9) for key in range(5)]
+    play.drain()
+    end = play.ends[culprit]
+    assert isinstance(end, Failed)
+    assert end.code == "INTERNAL"
+    assert play.got(culprit)[0] == play.run_alone(culprit)[0][:4]
+    check_streams(play, *(key for key in keys if key != culprit))
+
+
+def test_a_fault_of_the_loop_leaves_nothing_in_flight() -> None:
+    play = overlapped()
+    key = play.submit([1, 2, 3], max_tokens=9)
+    play.step(2)
+    play.scheduler.update = None  # type: ignore[method-assign, assignment]
+    report = play.engine._step_or_recover()
+    assert report is not None
+    assert report.events == [Failed(key, "INTERNAL", str(InternalError("the engine failed")))]
+    assert not play.runner.in_flight
+    play.scheduler = play.engine.scheduler
+    later = play.submit([1, 2, 3], max_tokens=9)
+    play.drain()
+    check_streams(play, later)
+
+
+def test_an_interrupted_wait_leaves_a_step_that_can_be_abandoned(monkeypatch) -> None:
+    play = overlapped()
+    play.submit([1, 2, 3], max_tokens=9)
+    play.step()
+
+    def interrupted(pending):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(play.runner, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            play.engine.step()
+    assert len(play.runner.in_flight) == 2
+    play.engine.abandon()
+    assert not play.runner.in_flight
+    assert play.runner.violations == []
+
+
+# ---------------------------------------------------------------------- both modes
+
+
+class Script:
+    """Traffic drawn once: what happens before which step."""
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed)
+        self.submits: list[tuple[int, list[int], dict]] = []
+        self.cuts: dict[int, tuple[str, int, int]] = {}
+        for at in range(0, 120, 2):
+            params: dict = {"n": chance.choice([1, 1, 1, 2]), "max_tokens": chance.randrange(1, 14)}
+            params["repetition_penalty"] = chance.choice([1.0] * 9 + [1.2])
+            params["stop_ids"] = frozenset(chance.sample(range(50), chance.choice([0, 4])))
+            prompt = [chance.randrange(3) for _ in range(chance.randrange(1, 12))]
+            self.submits.append((at, prompt, params))
+        for at in range(5, 120, 9):
+            self.cuts[at] = chance.choice(["cancel", "finish"]), chance.randrange(at // 2), 0
+
+    def play(self, **options) -> Play:
+        play = Play(num_blocks=10, max_num_batched_tokens=9, max_num_seqs=8, **options)
+        for step in range(120):
+            for at, prompt, params in self.submits:
+                if at == step:
+                    play.submit(prompt, **params)
+            if step in self.cuts:
+                how, key, index = self.cuts[step]
+                play.engine.send(Cancel(key) if how == "cancel" else Finish(key, index))
+            play.step()
+        play.drain()
+        return play
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_modes_give_the_same_tokens(seed: int) -> None:
+    """Under cancels, stops and preemptions. Who is cut off may have got a token more or less."""
+    script = Script(seed)
+    chance = random.Random(seed)
+    one, other = script.play(), script.play(overlap=True, device=lambda: chance.random() < 0.4)
+    assert one.scheduler.live.preemptions > 0 < other.scheduler.live.preemptions
+    assert any(row.carried is not None for batch in other.batches for row in batch.rows)
+    cut = {key for _, key, _ in script.cuts.values()}
+    assert one.ends.keys() == other.ends.keys() == one.submits.keys()
+    for key in one.submits:
+        for mine, theirs in zip(one.got(key), other.got(key), strict=True):
+            shorter = min(len(mine), len(theirs))
+            assert mine[:shorter] == theirs[:shorter]
+            assert key in cut or len(mine) == len(theirs)
