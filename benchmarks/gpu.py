@@ -13,6 +13,7 @@ docs/gpu.md has the command with what must be installed, docs/benchmarks.md the 
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,8 +44,10 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     parts = [part for part in PARTS if part.always or part.name in arguments.only]
+    if arguments.tiny:  # limits are for a GPU
+        parts = [replace(part, seconds=10 * part.seconds) for part in parts]
     report = Report([part.name for part in parts], arguments.json)
-    supervise(parts, report, arguments.seconds, arguments.tiny)
+    supervise(parts, report, arguments.seconds or (1800 if arguments.tiny else 540), arguments.tiny)
     print("\n" + table(report))
     if arguments.tiny:
         print("--tiny: the kernels ran in an interpreter; none of these figures means anything")
@@ -60,7 +63,9 @@ def _parse() -> argparse.Namespace:
         "--only", type=lambda text: text.split(","), default=names, metavar="PART,PART",
         help=f"of {', '.join(names)}; the first is always run",
     )  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=540, help="the deadline of the whole run")
+    parser.add_argument(
+        "--seconds", type=float, help="the deadline of the whole run; 540, or 1,800 with --tiny"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every result, as it comes")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
     arguments = parser.parse_args()

@@ -36,7 +36,7 @@ def run(bench: Bench) -> None:
     """Ours first; each engine's memory is given back before the next."""
     device = device_of(bench)
     shape = TINY if bench.tiny else LLAMA_8B
-    workload = w_gpu(shape.vocab, *((8, 32) if bench.tiny else ()))
+    workload = w_gpu(shape.vocab, *((3, 64) if bench.tiny else ()))
     rates: dict[str, float] = {}
     bench.case("Jitney", lambda: _ours(bench, shape, device, workload, rates))
     ours = rates.get("ours")
@@ -62,7 +62,7 @@ def run(bench: Bench) -> None:
         ),
         seconds=10,
     )
-    for sequences in (2, 4) if bench.tiny else (FEWER_SEQUENCES, SEQUENCES):
+    for sequences in (2,) if bench.tiny else (FEWER_SEQUENCES, SEQUENCES):
         name = f"transformers continuous batching, {sequences}"
         bench.case(
             name,
@@ -80,17 +80,18 @@ def _ours(
 ) -> None:
     engine = make_engine(
         bench, shape, device,
-        max_num_seqs=4 if bench.tiny else SEQUENCES,
+        max_num_seqs=2 if bench.tiny else SEQUENCES,
         max_model_len=workload.max_length,
         **({} if bench.tiny else {"cuda_graphs": "load"}),
     )  # fmt: skip
-    warm_up = Workload("warm-up", workload.prompts, [4] * len(workload.prompts), "output")
-    serve(engine, warm_up.head(2 if bench.tiny else 300))
+    lengths = [min(4, length) for length in workload.output_lengths]
+    warm_up = Workload("warm-up", workload.prompts, lengths, "output")
+    serve(engine, warm_up.head(1 if bench.tiny else 300))
     served = serve(engine, workload)
     rates["ours"] = served.tokens / served.seconds
     least = _least_seconds(bench, shape, workload)
     bench.add(
-        "Jitney, 512 requests", value=rates["ours"], unit="tok/s",
+        f"Jitney, {len(workload.prompts)} requests", value=rates["ours"], unit="tok/s",
         floor=served.tokens / least if least else None,
         ratio=least / served.seconds if least else None,
         note=f"{served.steps} steps in {served.seconds:.1f} s",

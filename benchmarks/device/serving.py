@@ -12,7 +12,8 @@ from jitney.engine import Engine
 from jitney.execution import interface
 from jitney.execution import runner as runner_module
 from jitney.execution.models import LoadedModel
-from jitney.execution.probe import record_layers
+from jitney.execution.probe import embedding_weight, record_layers
+from jitney.execution.quantize import count_bytes, count_parameters, quantize_linears
 from jitney.execution.support import layer_windows
 from jitney.request import Failed, Submit, Tokens
 from jitney.sampling_params import SamplingParams
@@ -42,18 +43,20 @@ def random_model(shape: Shape, device: torch.device, config: EngineConfig) -> Lo
     """What ``load_model`` would give for a checkpoint of ``shape``, drawn on the device."""
     interface.register()
     module = make_module(shape, device, interface.NAME)
-    weights = list(module.parameters())
+    dtype = embedding_weight(module).dtype
+    if config.quantization != "none":
+        quantize_linears(module, config.quantization, device)
     return LoadedModel(
         module=module,
         config=module.config,
-        dtype=weights[0].dtype,
+        dtype=dtype,
         device=device,
         layers=record_layers(module, layer_windows(module.config)),
         eos_ids=frozenset(),
         max_model_len=config.max_model_len or shape.positions,
         vocab_size=shape.vocab,
-        num_parameters=sum(weight.numel() for weight in weights),
-        weight_bytes=sum(t.numel() * t.element_size() for t in [*weights, *module.buffers()]),
+        num_parameters=count_parameters(module),
+        weight_bytes=count_bytes(module),
     )
 
 

@@ -45,7 +45,7 @@ def time_calls(
             turn, graphed = replay, True
     clock = _event_time if device.type == "cuda" else _wall_time
     clock(turn)
-    least = 3 if device.type == "cpu" else 10
+    least = 2 if device.type == "cpu" else 10
     samples: list[float] = []
     end = time.perf_counter() + seconds
     while len(samples) < least or time.perf_counter() < end:

@@ -1,0 +1,154 @@
+"""Part ``check-runner``: whole engines over one small random model give the same tokens.
+
+In float32 the paths differ by rounding alone, so greedy tokens are equal: the GPU path with graphs
+and overlap, the same without either, and plain modules with the attention in plain torch. Some
+requests sample, some end by a stop id, more than fit wait. Batch invariance is judged in bfloat16
+by log-probabilities, to the bit.
+"""
+
+import gc
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from jitney.request import Finished, Tokens
+
+from benchmarks.device.environment import device_of
+from benchmarks.device.serving import Served, make_engine, serve, submit
+from benchmarks.device.shapes import TINY, Shape
+from benchmarks.device.supervise import Bench
+from benchmarks.workloads import Workload
+
+SMALL = Shape(
+    hidden=512, layers=4, heads=8, kv_heads=2, head_size=64, intermediate=1024, vocab=4096,
+    positions=4096, itemsize=4,
+)  # fmt: skip
+
+# name -> what differs from the plainest path
+PATHS: dict[str, dict[str, object]] = {
+    "eager, synchronous": {"cuda_graphs": "never", "overlap": False},
+    "graphs, synchronous": {"cuda_graphs": "lazy", "overlap": False},
+    "eager, overlapped": {"cuda_graphs": "never", "overlap": True},
+    "graphs, overlapped": {"cuda_graphs": "lazy", "overlap": True},
+    "batch invariant": {"batch_invariant": True},
+}
+TINY_PATHS = ("graphs, overlapped",)
+PLAINEST: dict[str, object] = {
+    "attention": "reference", "fuse": False, "cuda_graphs": "never", "overlap": False,
+}  # fmt: skip
+
+
+def run(bench: Bench) -> None:
+    """The plainest path is the reference of the others."""
+    device = device_of(bench)
+    shape = TINY if bench.tiny else SMALL
+    workloads = _workloads(bench, shape)
+    references: list[Served] = []
+    bench.case(
+        "plain modules and attention",
+        lambda: references.extend(_run(bench, shape, device, workloads, PLAINEST)),
+        seconds=5,
+    )
+    if not references:
+        return
+    for name in TINY_PATHS if bench.tiny else PATHS:
+        bench.case(
+            name, partial(_same, bench, name, shape, device, workloads, references), seconds=5
+        )
+    bench.case("invariance", partial(_invariance, bench, shape, device), seconds=5)
+
+
+def _workloads(bench: Bench, shape: Shape) -> list[tuple[Workload, dict[str, object]]]:
+    """Many short requests, greedy and drawn, and a long one that outgrows a graph's context."""
+    random = np.random.RandomState(5)
+
+    def requests(count: int, prompt: int, output: int) -> Workload:
+        prompts = [
+            random.randint(10, shape.vocab - 10, random.randint(1, prompt)).tolist()
+            for _ in range(count)
+        ]
+        lengths = random.randint(1, output, count).tolist()
+        return Workload("check", prompts, lengths, "output")
+
+    if bench.tiny:
+        return [(requests(2, 12, 4), {}), (requests(1, 5, 3), {"temperature": 0.9})]
+    long = Workload("long", [random.randint(10, 4000, 480).tolist()], [700], "output")
+    return [
+        (requests(40, 300, 60), {}),
+        (requests(40, 300, 60), {"temperature": 0.9, "top_p": 0.95}),
+        (long, {}),
+    ]
+
+
+def _run(
+    bench: Bench, shape: Shape, device: torch.device,
+    workloads: list[tuple[Workload, dict[str, object]]], options: dict[str, object],
+) -> list[Served]:  # fmt: skip
+    seats = 2 if bench.tiny else 24
+    engine = make_engine(bench, shape, device, **{
+        "max_num_seqs": seats, "max_num_batched_tokens": 32 if bench.tiny else 512,
+        "kv_cache_bytes": 1 << (20 if bench.tiny else 28),
+        **options,
+    })  # fmt: skip
+    served = []
+    for workload, fields in workloads:
+        seeds = {"seed": 7, **fields}  # of each request the same: keys differ between the paths
+        served.append(serve(engine, workload, **seeds))
+    engine.scheduler.check_integrity()
+    engine.runner.close()  # type: ignore[attr-defined]
+    del engine
+    gc.collect()
+    return served
+
+
+def _same(
+    bench: Bench, name: str, shape: Shape, device: torch.device,
+    workloads: list[tuple[Workload, dict[str, object]]], references: list[Served],
+) -> None:  # fmt: skip
+    made = _run(bench, shape, device, workloads, PATHS[name])
+    different = sum(
+        got != right
+        for one, other in zip(made, references, strict=True)
+        for got, right in zip(one.outputs, other.outputs, strict=True)
+    )
+    bench.add(
+        name, value=different, unit="differ", ratio=different, bar=0, at_most=True,
+        details={"steps": [one.steps for one in made]},
+    )  # fmt: skip
+
+
+def _invariance(bench: Bench, shape: Shape, device: torch.device) -> None:
+    """Log-probabilities of one request, alone and among others, bitwise."""
+    if not bench.tiny:
+        shape = replace(shape, itemsize=2)
+    engine = make_engine(
+        bench, shape, device, batch_invariant=True, max_num_seqs=16,
+        kv_cache_bytes=1 << (20 if bench.tiny else 28),
+    )  # fmt: skip
+    random = np.random.RandomState(9)
+    count, length = (2, 2) if bench.tiny else (11, 40)
+    prompts = [
+        random.randint(10, shape.vocab - 10, 4 + (3 if bench.tiny else 17) * i).tolist()
+        for i in range(count)
+    ]
+
+    def logprobs(prompts: list[list[int]]) -> list[tuple[int, float]]:
+        """Of the first request."""
+        keys = [submit(engine, prompt, length, seed=3, logprobs=3) for prompt in prompts]
+        found: list[tuple[int, float]] = []
+        ended = 0
+        while engine.has_work:
+            report = engine.step()
+            for event in report.events if report else ():
+                if isinstance(event, Tokens) and event.key == keys[0]:
+                    assert event.logprobs is not None
+                    found += [(best.token_id, best.logprob) for (best, *_) in event.logprobs]
+                ended += isinstance(event, Finished)
+        assert ended == len(prompts)
+        return found
+
+    alone, among = logprobs(prompts[:1]), logprobs(prompts)
+    differ = sum(a != b for a, b in zip(alone, among, strict=True))
+    bench.add("invariance: tokens that differ", value=differ, ratio=differ, bar=0, at_most=True)
+    engine.runner.close()  # type: ignore[attr-defined]
