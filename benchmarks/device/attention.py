@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from jitney.execution.attention import select
 from jitney.execution.attention.gpu import GpuAttention
+from jitney.execution.attention.gpu_tiles import Tiles
 
 from benchmarks.device.environment import device_of
 from benchmarks.device.paged import Batch, Case, make_batch
@@ -39,22 +40,17 @@ CHUNKS = [
 TINY_DECODES = [(Case("decode 2 x 40", [(39, 1)] * 2, (4, 2, 16), torch.float32), DECODE_BAR)]
 TINY_CHUNKS = [(Case("chunk of 24 after 8", [(8, 24)], (4, 2, 16), torch.float32), CHUNK_BAR)]
 
-# Fields of gpu_tiles.Tiles that are tried beside the table's line.
+# Fields of gpu_tiles.Tiles that are tried in place of the table's, each list for one kind of step.
 DECODE_TILES: list[dict[str, int]] = [
     {"block_n": 32}, {"block_n": 128}, {"block_n": 128, "stages": 2}, {"stages": 2}, {"stages": 4},
     {"warps": 2}, {"warps": 8}, {"block_n": 128, "warps": 8}, {"block_n": 32, "stages": 4},
 ]  # fmt: skip
 PART_TILES: list[dict[str, int]] = [
-    {"programs": 2 * 132},
-    {"programs": 8 * 132},
-    {"least_part": 128},
-    {"least_part": 512},
-]
+    {"programs": 132}, {"programs": 4 * 132}, {"programs": 8 * 132}, {"least_part": 128},
+]  # fmt: skip
 CHUNK_TILES: list[dict[str, int]] = [
-    {"chunk_rows": 128, "warps": 8}, {"chunk_rows": 128, "warps": 4},
-    {"chunk_rows": 128, "block_n": 128, "warps": 8},
-    {"chunk_rows": 128, "warps": 8, "stages": 2}, {"chunk_rows": 64, "stages": 2},
-    {"chunk_rows": 64, "block_n": 128}, {"chunk_rows": 256, "warps": 8},
+    {"stages": 2}, {"block_n": 128, "stages": 2}, {"block_n": 128}, {"chunk_rows": 64, "warps": 4},
+    {"stages": 4}, {"warps": 4}, {"chunk_rows": 256},
 ]  # fmt: skip
 
 
@@ -170,5 +166,6 @@ def _variants(
     best = min(times, key=lambda label: times[label])
     bench.add(
         name, value=times[best], unit="µs", ratio=times["table"] / times[best],
-        note=f"best of {len(times)}: {best}", details={"µs": times, "failed": failed},
+        note=f"best of {len(times)}: {best}",
+        details={"µs": times, "failed": failed, "table": tiles._asdict()},
     )  # fmt: skip
