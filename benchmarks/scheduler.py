@@ -5,7 +5,8 @@
 Every step decodes one token for each running sequence; the runner is one that answers at once with
 a constant. Prompts have 64 to 79 tokens and blocks 16, so that in each step every 16th sequence
 fills a block. The figures are medians over the steps, in milliseconds; the last column compares
-with the row without waiting requests, and should be about 1.
+with the row without waiting requests, and should be about 1. In rows marked ``ahead`` each step is
+planned while the one before it is in flight, as with ``overlap``.
 """
 
 import argparse
@@ -53,14 +54,18 @@ def make_scheduler(running: int, waiting: int, steps: int) -> Scheduler:
             return scheduler
 
 
-def measure(running: int, waiting: int, steps: int) -> tuple[float, float]:
-    """Median seconds of ``schedule`` and of ``update``."""
+def measure(running: int, waiting: int, steps: int, ahead: bool) -> tuple[float, float]:
+    """Median seconds of ``schedule`` and of ``update``. With ``ahead`` the first includes the
+    question whether it may be, and the second is that of the step before."""
     scheduler = make_scheduler(running, waiting, steps)
     times: list[tuple[float, float]] = []
+    in_flight = [scheduler.schedule(0.0)] if ahead else []
     for _ in range(steps):
         started = time.perf_counter()
-        batch = scheduler.schedule(0.0)
+        assert scheduler.can_plan_ahead
+        in_flight.append(scheduler.schedule(0.0))
         scheduled = time.perf_counter()
+        batch = in_flight.pop(0)
         output = answer(batch)
         computed = time.perf_counter()
         events = scheduler.update(batch, output, 0.0)
@@ -75,15 +80,19 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 10_000])
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
-    print(f"{'running':>8} {'waiting':>8} {'schedule':>9} {'update':>9} {'sum ms':>9} {'ratio':>6}")
+    head = f"{'schedule':>9} {'update':>9} {'sum ms':>9} {'ratio':>6}"
+    print(f"{'running':>8} {'waiting':>8} {'planned':>8} {head}")
     for running in arguments.running:
-        first = None
-        for waiting in arguments.waiting:
-            planned, taken = (1e3 * s for s in measure(running, waiting, arguments.steps))
-            total = planned + taken
-            first = first or total
-            figures = f"{planned:9.3f} {taken:9.3f} {total:9.3f} {total / first:6.2f}"
-            print(f"{running:8,} {waiting:8,} {figures}")
+        for ahead in (False, True):
+            first = None
+            for waiting in arguments.waiting:
+                seconds = measure(running, waiting, arguments.steps, ahead)
+                planned, taken = (1e3 * s for s in seconds)
+                total = planned + taken
+                first = first or total
+                mode = "ahead" if ahead else "after"
+                figures = f"{planned:9.3f} {taken:9.3f} {total:9.3f} {total / first:6.2f}"
+                print(f"{running:8,} {waiting:8,} {mode:>8} {figures}")
 
 
 if __name__ == "__main__":

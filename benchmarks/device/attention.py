@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from jitney.execution.attention import select
 from jitney.execution.attention.gpu import GpuAttention
-from jitney.execution.attention.gpu_tiles import Tiles
 
 from benchmarks.device.environment import device_of
 from benchmarks.device.paged import Batch, Case, make_batch
-from benchmarks.device.supervise import Bench
+from benchmarks.device.supervise import Bench, device_is_gone
 from benchmarks.device.timing import Timing, time_calls
 
 DECODE_BAR, CHUNK_BAR = 0.85, 0.5
@@ -161,11 +160,11 @@ def _variants(
             times[label] = 1e6 * _time(batches, attend, device, seconds).seconds
         except Exception as error:  # too much shared memory, say: the others are of interest
             failed[label] = f"{type(error).__name__}: {error}"
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            if device_is_gone():
+                break
     best = min(times, key=lambda label: times[label])
     bench.add(
         name, value=times[best], unit="µs", ratio=times["table"] / times[best],
         note=f"best of {len(times)}: {best}",
-        details={"µs": times, "failed": failed, "table": tiles._asdict()},
+        details={"µs": times, "failed": failed, "table": base._asdict()},
     )  # fmt: skip
