@@ -1,0 +1,39 @@
+#!/bin/sh
+# Makes the secrets that are missing in a folder (deploy/secrets): a certificate of its own for the
+# names given, one API key, and Grafana's password. What is there is left alone.
+#
+#   deploy/secrets.sh [HOST …]        the names that clients will use; default: localhost
+#   SECRETS=FOLDER deploy/secrets.sh
+set -eu
+umask 077
+folder=${SECRETS:-$(dirname "$0")/secrets}
+mkdir -p "$folder"
+cd "$folder"
+# The folder keeps others of this machine out. The files must be readable: the containers' user,
+# which is not this one, reads them through mounts of their own.
+chmod 700 .
+
+random() { openssl rand -base64 48 | tr -dc 'A-Za-z0-9' | cut -c1-"$1"; }
+
+if [ ! -e tls_certificate ] && [ ! -e tls_key ]; then
+    names="DNS:localhost,IP:127.0.0.1"
+    for host in "$@"; do
+        case $host in
+            *[!0-9.]*) names="$names,DNS:$host" ;;
+            *) names="$names,IP:$host" ;;
+        esac
+    done
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 365 \
+        -subj "/CN=${1:-localhost}" -addext "subjectAltName=$names" \
+        -keyout tls_key -out tls_certificate 2>/dev/null
+    echo "made a certificate that signs itself ($names): clients need $folder/tls_certificate"
+fi
+if [ ! -e api_keys ]; then
+    printf '# NAME:KEY, one a line; the name stands in the log.\nfirst:%s\n' "$(random 43)" >api_keys
+    echo "made the API key 'first' in $folder/api_keys"
+fi
+if [ ! -e grafana_password ]; then
+    random 24 >grafana_password
+    echo "made the password of Grafana's user admin in $folder/grafana_password"
+fi
+chmod 644 tls_certificate tls_key api_keys grafana_password
