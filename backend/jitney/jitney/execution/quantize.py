@@ -104,7 +104,8 @@ def quantize_linears(
             setattr(parent, name, quantized)
         each.layer.weight = None
         report.before += weight.numel() * weight.element_size()
-        report.after += sum(stored_bytes(t) for t in quantized.buffers())
+        parts = quantized.named_buffers()
+        report.after += sum(stored_bytes(each) for part, each in parts if part != "bias")
     return report
 
 

@@ -28,7 +28,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from jitney.errors import ConfigError, show
+from jitney.errors import CheckpointError, ConfigError, show
 from jitney.execution import quantize_fp8
 from jitney.execution.checkpoint import Checkpoint, tensor_entries
 from jitney.execution.quantize import check_option
@@ -71,7 +71,7 @@ def find_stored(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
     """How the weights are quantized; None if they are not.
 
     Raises UnsupportedModelError, naming what is read, for every other method and for a package that
-    is missing.
+    is missing, and CheckpointError for a scale that is.
     """
     config = checkpoint.config.get("quantization_config")
     if not config:
@@ -146,10 +146,13 @@ def cache_scales(checkpoint: Checkpoint) -> dict[int, tuple[Tensor, Tensor]]:
 
 def _fp8_scales(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, list[int]]:
     """Linear layers that can become e4m3 layers of ours, and the shapes of their scales. Empty if
-    that does not hold for all that are quantized."""
+    that does not hold for all that are quantized. Raises CheckpointError if a scale is missing."""
+    entries = tensor_entries(checkpoint)
+    for name, entry in entries.items():
+        if entry["dtype"] == "F8_E4M3" and f"{name}_scale" not in entries:
+            raise CheckpointError(f"{entry['file']} lacks {name}_scale")  # or it would count as 1
     if not all(map(_is_plain_fp8, (config.get("config_groups") or {}).values())):
         return {}
-    entries = tensor_entries(checkpoint)
     scales = {}
     for name, entry in entries.items():
         layer, _, kind = name.rpartition(".")

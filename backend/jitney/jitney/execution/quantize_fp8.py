@@ -9,10 +9,12 @@ The error of rounding one value to e4m3 is at most 2⁻⁴ of it where it is nor
 2⁻¹⁰ · scale below 2⁻⁶ · scale; :data:`MAX` times the scale is the largest value of its row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 DTYPE = torch.float8_e4m3fn
 MAX = torch.finfo(DTYPE).max  # 448
@@ -65,6 +67,7 @@ class Fp8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
         self._rows = rows or _rows_for(weight.device)
+        self._exact = False
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale.contiguous())
         self.register_buffer("bias", None if bias is None else bias.detach().to(dtype))
@@ -100,6 +103,8 @@ class Fp8Linear(nn.Module):
         return self.weight.float() * self.scale.t()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._exact:
+            return functional.linear(x, self.dequantized().to(self.dtype), self.bias)
         quantized, scale = self._rows(x.reshape(-1, self.in_features))
         y: Tensor = torch._scaled_mm(
             quantized,
@@ -114,6 +119,20 @@ class Fp8Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, e4m3"
+
+
+@contextmanager
+def exact_products(module: nn.Module) -> Iterator[list[Fp8Linear]]:
+    """For a while, the layers below ``module`` (which this gives) round no activations: a small
+    change of the input is then a small change of the output, as without quantization."""
+    layers = [each for each in module.modules() if isinstance(each, Fp8Linear)]
+    for each in layers:
+        each._exact = True
+    try:
+        yield layers
+    finally:
+        for each in layers:
+            each._exact = False
 
 
 def _rows_for(device: torch.device) -> QuantizeRows:
