@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 
+class CaptureError(Exception):
+    """Work that runs cannot be captured: it waits for the device, say."""
+
+
 class Event(Protocol):
     """A point in the device's work."""
 
@@ -45,8 +49,8 @@ class Device(Protocol):
         """A new event, not set."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        """Capture what ``run`` launches. Raises whatever ``run`` does, or a RuntimeError for what
-        cannot be captured."""
+        """Run it once, then capture what it launches. Raises CaptureError, or whatever the first
+        run raises."""
 
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
@@ -89,10 +93,13 @@ class CudaDevice:
             run()
         current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
-        ):
-            run()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+            ):
+                run()
+        except Exception as error:
+            raise CaptureError(*str(error).splitlines()[:1]) from error
         return graph
 
     def synchronize(self) -> None:
@@ -134,7 +141,7 @@ class HostDevice:
 
     def capture(self, run: Callable[[], None]) -> Replay:
         """Never called, as ``can_capture`` says."""
-        raise RuntimeError("a CPU has no graphs")
+        raise CaptureError("a CPU has no graphs")
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from jitney.execution.gpu.device import Device, Replay
+from jitney.execution.gpu.device import CaptureError, Device, Replay
 
 _log = logging.getLogger(__name__)
 
@@ -127,10 +127,9 @@ class DecodeGraphs:
         begin = time.monotonic()
         try:
             replay = self._device.capture(lambda: run(key))
-        except Exception as error:
+        except CaptureError as error:
             self._usable = False
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            _log.warning("decode steps run without CUDA graphs: %s", reason)
+            _log.warning("decode steps run without CUDA graphs: %s", error)
             return None
         captured = self._graphs[key] = _Captured(key, replay)
         _log.debug(

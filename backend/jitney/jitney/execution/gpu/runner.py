@@ -40,7 +40,7 @@ class PendingStep:
         self,
         runner: "GpuRunner",
         rows: list[Row],
-        samples: LaunchedSamples | None,
+        samples: list[LaunchedSamples],
         prompt: _PromptLogprobs,
     ) -> None:
         self._runner = runner
@@ -51,7 +51,7 @@ class PendingStep:
     def wait(self) -> StepOutput:
         """The step's output, once the device has it. Raises whatever the device raises."""
         try:
-            sampled = [] if self._samples is None else self._samples.wait()
+            sampled = [each for samples in self._samples for each in samples.wait()]
         except BaseException:
             self._runner.recover()
             raise
@@ -103,7 +103,8 @@ class GpuRunner:
         self._graphs = DecodeGraphs(device, sizes, info.max_model_len, self._plan)
         self._most_padded = max(sizes, default=0)
         self._logits: Tensor | None = None  # of graphs: [most padded rows, vocabulary]
-        self._sampler = DeviceSampler(device.torch_device, info.vocab_size)
+        self._sampler: DeviceSampler | None = None  # made for the width of the first logits
+        self._most_sampled = max(max_rows, _LOGITS_FLOATS // info.vocab_size)
         self._sampled: Tensor | None = None  # of the step launched last, by place
 
     # ------------------------------------------------------------------ the engine's calls
@@ -182,7 +183,7 @@ class GpuRunner:
         if batch.copies:
             self._copy_blocks(self._inputs.copies())
         if not rows:
-            return PendingStep(self, rows, None, {})
+            return PendingStep(self, rows, [], {})
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         shape = Shape(len(rows), sum(lengths), max(lengths), max(ends))
         prompt: _PromptLogprobs = {}
@@ -190,17 +191,26 @@ class GpuRunner:
             logits = self._run_decode(shape)
         elif wanted.prompt:
             logits, prompt = self._run_prompts(rows, shape, wanted)
-            sources = None
         else:
             logits = self._run_mixed(shape)
-        self._sampled = None
-        if not pairs:
-            return PendingStep(self, rows, None, prompt)
-        if sources is not None:
-            logits = logits.index_select(0, self._inputs.sources())
-        samples = self._sampler.launch(logits[: len(pairs)], pairs)
-        self._sampled = samples.token_ids
+        samples = self._sample(logits, pairs, sources is None)
         return PendingStep(self, rows, samples, prompt)
+
+    def _sample(
+        self, logits: Tensor, pairs: list[tuple[Row, int]], direct: bool
+    ) -> list[LaunchedSamples]:
+        """Draw for all pairs; ``direct``: pair i's logits are at i. In slices: prompts of n > 1
+        that end in one step can give a hundred times as many sequences as rows."""
+        if self._sampler is None:
+            self._sampler = DeviceSampler(self._device.torch_device, logits.shape[1])
+        samples = []
+        for begin in range(0, len(pairs), self._most_sampled):
+            part = slice(begin, min(begin + self._most_sampled, len(pairs)))
+            chosen = logits[part] if direct else logits[self._inputs.sources()[part]]
+            samples.append(self._sampler.launch(chosen, pairs[part]))
+        drawn = [each.token_ids for each in samples]
+        self._sampled = torch.cat(drawn) if len(drawn) > 1 else drawn[0] if drawn else None
+        return samples
 
     def _run_decode(self, shape: Shape) -> Tensor:
         """A token each: logits [R or more, vocabulary]."""
@@ -230,7 +240,7 @@ class GpuRunner:
     def _run_prompts(
         self, rows: list[Row], shape: Shape, wanted: Wanted
     ) -> tuple[Tensor, _PromptLogprobs]:
-        """A step with prompt logprobs: the logits to sample from, a row per pair, and those.
+        """A step with prompt logprobs: the logits of the places that are sampled from, and those.
 
         As many times as its logits do not fit at once: a step writes the same K and V again.
         """
@@ -249,7 +259,7 @@ class GpuRunner:
                     assert k is not None
                     part = logits[low - begin : high - begin]
                     prompt[r] += prompt_logprobs(part, targets[low - first : high - first], k)
-            places = [place - begin for place in wanted.sampled_of_pairs if begin <= place < end]
+            places = [place - begin for place in _distinct(wanted) if begin <= place < end]
             if places or not kept:
                 kept.append(logits[torch.tensor(places, dtype=torch.int64, device=logits.device)])
         return torch.cat(kept), prompt
@@ -286,13 +296,21 @@ def _want_prompt_logprobs(rows: list[Row]) -> bool:
     return False
 
 
+def _distinct(wanted: Wanted) -> list[int]:
+    """Places among the wanted logits that are sampled from."""
+    return sorted(set(wanted.sampled_of_pairs))
+
+
 def _sources(
     rows: list[Row], pairs: list[tuple[Row, int]], wanted: Wanted | None
 ) -> list[int] | None:
     """For each pair the place of its logits among those computed; None: pair i's are at i."""
     if wanted is not None:
-        direct = wanted.sampled_of_pairs == list(range(len(pairs)))
-        return None if direct else wanted.sampled_of_pairs
+        places = wanted.sampled_of_pairs
+        if wanted.prompt:  # then only these are kept
+            rank = {place: i for i, place in enumerate(_distinct(wanted))}
+            places = [rank[place] for place in places]
+        return None if places == list(range(len(pairs))) else places
     if len(pairs) == len(rows) and all(len(row.sample) == 1 for row in rows):
         return None
     return [r for r, row in enumerate(rows) for _ in row.sample]
