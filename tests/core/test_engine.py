@@ -101,8 +101,9 @@ class Loop:
         assert not self.thread.is_alive()
 
 
-def test_the_loop_serves_sleeps_and_stops() -> None:
-    play = Play()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_loop_serves_sleeps_and_stops(overlap: bool) -> None:
+    play = Play(overlap=overlap)
     loop = Loop(play)
     for key in range(3):
         loop.submit(key, max_tokens=5)
@@ -119,13 +120,16 @@ def test_the_loop_serves_sleeps_and_stops() -> None:
     loop.engine.send(Cancel(4))
 
 
-def test_stopping_ends_what_is_open() -> None:
-    play = Play(num_blocks=4096)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stopping_ends_what_is_open(overlap: bool) -> None:
+    play = Play(num_blocks=4096, overlap=overlap)
     loop = Loop(play)
     loop.submit(0, max_tokens=10_000)
     loop.submit(1, max_tokens=10_000)
     loop.reports.get(timeout=5)
     loop.stop()
+    assert play.runner.in_flight == []
+    assert play.runner.violations == []
     ends = []
     while not loop.reports.empty():
         ends += [one for one in loop.reports.get().events if isinstance(one, Failed)]

@@ -146,6 +146,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._open.clear()
+            self._engine.abandon()
             self._runner.close()
 
     def __enter__(self) -> "LLM":
@@ -279,11 +280,12 @@ class LLM:
                 del self._open[event.key]
 
     def _abort(self, keys: list[int]) -> None:
-        """Cancel what of ``keys`` is still open; if nothing else is, see that it takes effect."""
+        """Cancel what of ``keys`` is still open. If nothing else is, see that it takes effect, and
+        that the device comes to rest: a step of ended requests may still be in flight."""
         left = [key for key in keys if self._open.pop(key, None) is not None]
         for key in left:
             self._engine.send(Cancel(key))
-        if left and not self._open:
+        while not self._open and not self._closed and self._engine.has_work:
             self._step()
 
     def _check_open(self) -> None:

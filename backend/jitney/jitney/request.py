@@ -131,7 +131,8 @@ TERMINAL = (Finished, Cancelled, Failed)
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges after a step and counts within it. The front adds them up."""
+    """Gauges after a step of the engine and counts within it. The front adds them up. Rows and
+    tokens count in the step that took in their results, which with overlap is the one after."""
 
     waiting: int = 0
     running: int = 0
@@ -142,7 +143,10 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks_cached: int = 0
     """Not referenced, content still findable by its hash."""
     step_seconds: float = 0.0
+    """From the inbox to the events. With overlap that is launching one step on the device and
+    waiting for the end of the one before: in steady state, the time of one."""
     batch_sequences: int = 0
+    """0 if no result was taken in."""
     batch_tokens: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
