@@ -114,6 +114,19 @@ def test_min_tokens_forbids_stop_ids_until_they_are_made() -> None:
     assert possible(2) == set(range(6))
 
 
+def test_min_tokens_counts_a_token_that_is_still_in_flight() -> None:
+    """A row whose one token the step before samples: ``output`` is one behind."""
+    row = make_row(
+        temperature=0, output=[5, 5], min_tokens=2, stop_ids=frozenset({0, 3}), max_tokens=9
+    )
+    row.output.pop()
+    row.token_ids, row.carried = [0], 0
+    assert row.end - len(row.prompt) == 2
+    assert allowed(logits_of(1, 6), row) == set(range(6))
+    row.params = make_row(temperature=0, min_tokens=3, max_tokens=9).params
+    assert allowed(logits_of(1, 6), row) == {1, 2, 4, 5}
+
+
 def test_a_repeated_token_is_penalized_once_and_by_its_own_row() -> None:
     logits = torch.tensor([[2.0, -2.0, 3.0, 4.0]] * 3)
     rows = [
