@@ -296,7 +296,32 @@ def test_the_block_of_a_copy_in_flight_is_fenced_though_its_sequence_is_not() ->
     assert play.got(key)[:2] == play.run_alone(key)[:2]
 
 
+def test_without_the_fence_the_fake_device_would_notice(monkeypatch) -> None:
+    play = overlapped(num_blocks=3, block_size=4, watermark=0.0, prefix_caching=False)
+    first = play.submit([1] * 9, max_tokens=3)
+    play.step()
+    live = play.scheduler.live
+    monkeypatch.setattr(live, "_give_up_table", lambda sequence: live.kv.release(sequence.table))
+    play.engine.send(Cancel(first))
+    play.submit([2] * 9, max_tokens=3)
+    play.engine.step()
+    assert play.runner.violations == ["steps in flight share the blocks [0, 1, 2]"]
+
+
 # ---------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(("where", "at"), [("faults", 2), ("launch_faults", 3)])
+def test_a_fault_lifts_the_fence(where: str, at: int) -> None:
+    play = overlapped(num_blocks=6, **{where: Once(at)})
+    keys = [play.submit([key] * 6, max_tokens=6) for key in range(2)]
+    play.step(2)
+    play.engine.send(Cancel(keys[0]))  # while the step is in flight that will fail, or land alone
+    play.step(2)
+    assert play.scheduler.kv.num_used <= 3
+    play.drain()
+    check_streams(play, keys[1])
+    assert play.scheduler.kv.num_used == 0
 
 
 class Once:
