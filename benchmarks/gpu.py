@@ -29,10 +29,11 @@ PARTS = [
     Part("check-attention", "benchmarks.device.check_attention:run", 110),
     Part("check-sampling", "benchmarks.device.check_sampling:run", 40),
     Part("check-runner", "benchmarks.device.check_runner:run", 90),
-    Part("attention", "benchmarks.device.attention:run", 70),
+    Part("attention", "benchmarks.device.attention:run", 50),
     Part("decode", "benchmarks.device.decode:run", 90, least=20),
-    Part("offline", "benchmarks.device.offline:run", 170, least=30),
-    Part("load", "benchmarks.device.load:run", 120, least=40),
+    Part("offline", "benchmarks.device.offline:run", 140, least=30),
+    Part("load", "benchmarks.device.load:run", 140, least=40),
+    Part("tiles", "benchmarks.device.tiles:run", 80, least=15),
     Part("options", "benchmarks.device.options:run", 120, least=20),
 ]
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from jitney.execution.attention import select
-from jitney.execution.attention.gpu import GpuAttention
 
 from benchmarks.device.environment import device_of
-from benchmarks.device.paged import Batch, Case, make_batch
-from benchmarks.device.supervise import Bench, device_is_gone
+from benchmarks.device.paged import Batch, Case, function_of, make_batch
+from benchmarks.device.supervise import Bench
 from benchmarks.device.timing import Timing, time_calls
 
 DECODE_BAR, CHUNK_BAR = 0.85, 0.5
@@ -39,22 +38,9 @@ CHUNKS = [
 TINY_DECODES = [(Case("decode 2 x 40", [(39, 1)] * 2, (4, 2, 16), torch.float32), DECODE_BAR)]
 TINY_CHUNKS = [(Case("chunk of 24 after 8", [(8, 24)], (4, 2, 16), torch.float32), CHUNK_BAR)]
 
-# Fields of gpu_tiles.Tiles that are tried in place of the table's, each list for one kind of step.
-DECODE_TILES: list[dict[str, int]] = [
-    {"block_n": 32}, {"block_n": 128}, {"block_n": 128, "stages": 2}, {"stages": 2}, {"stages": 4},
-    {"warps": 2}, {"warps": 8}, {"block_n": 128, "warps": 8}, {"block_n": 32, "stages": 4},
-]  # fmt: skip
-PART_TILES: list[dict[str, int]] = [
-    {"programs": 132}, {"programs": 4 * 132}, {"programs": 8 * 132}, {"least_part": 128},
-]  # fmt: skip
-CHUNK_TILES: list[dict[str, int]] = [
-    {"stages": 2}, {"block_n": 128, "stages": 2}, {"block_n": 128}, {"chunk_rows": 64, "warps": 4},
-    {"stages": 4}, {"warps": 4}, {"chunk_rows": 256},
-]  # fmt: skip
-
 
 def run(bench: Bench) -> None:
-    """The table's tiles first, then FlashInfer, then other tiles as long as there is time."""
+    """Ours, then FlashInfer if it is installed."""
     device = device_of(bench)
     decodes = TINY_DECODES if bench.tiny else DECODES
     chunks = TINY_CHUNKS if bench.tiny else CHUNKS
@@ -66,23 +52,9 @@ def run(bench: Bench) -> None:
         for case, _ in (decodes[0], decodes[1], chunks[0], chunks[1]):
             name = f"FlashInfer: {case.name}"
             bench.case(name, partial(_flashinfer, bench, case, name, device), seconds=10)
-    small = decodes[0][0] if bench.tiny else decodes[3][0]
-    for case, variants in (
-        (decodes[0][0], DECODE_TILES),
-        (chunks[0][0], CHUNK_TILES),
-        (small, PART_TILES),
-    ):
-        variants = variants[:1] if bench.tiny else variants
-        name = f"tiles: {case.name}"
-        bench.case(name, partial(_variants, bench, case, variants, name, device), seconds=8)
 
 
-def _function(case: Case, device: torch.device) -> GpuAttention:
-    heads, kv_heads, size = case.heads
-    return GpuAttention(device, case.cache_dtype or case.dtype, size, heads, kv_heads)
-
-
-def _batches(bench: Bench, case: Case, device: torch.device) -> list[Batch]:
+def rotated(bench: Bench, case: Case, device: torch.device) -> list[Batch]:
     """Equal batches over as many caches as keep L2 out of it."""
     first = make_batch(case, device)
     size = 2 * first.keys.numel() * first.keys.element_size()
@@ -97,13 +69,14 @@ def _batches(bench: Bench, case: Case, device: torch.device) -> list[Batch]:
     return [first, *others]
 
 
-def _time(batches: list[Batch], attend: Any, device: torch.device, seconds: float) -> Timing:
+def time_batches(batches: list[Batch], attend: Any, device: torch.device, seconds: float) -> Timing:
+    """Of one call over one of the batches."""
     return time_calls([partial(batch.run, attend) for batch in batches], device, seconds)
 
 
 def _decode(bench: Bench, case: Case, bar: float | None, device: torch.device) -> None:
-    batches = _batches(bench, case, device)
-    timing = _time(batches, _function(case, device), device, 0.0 if bench.tiny else 0.5)
+    batches = rotated(bench, case, device)
+    timing = time_batches(batches, function_of(case, device), device, 0.0 if bench.tiny else 0.5)
     bandwidth = bench.facts.get("bandwidth")
     floor = case.kv_bytes() / bandwidth if bandwidth else None
     bench.add(
@@ -116,8 +89,8 @@ def _decode(bench: Bench, case: Case, bar: float | None, device: torch.device) -
 
 
 def _chunk(bench: Bench, case: Case, bar: float | None, device: torch.device) -> None:
-    batches = _batches(bench, case, device)
-    timing = _time(batches, _function(case, device), device, 0.0 if bench.tiny else 0.5)
+    batches = rotated(bench, case, device)
+    timing = time_batches(batches, function_of(case, device), device, 0.0 if bench.tiny else 0.5)
     rate = bench.facts.get("matrix_rate")
     floor = case.operations() / rate if rate else None
     bench.add(
@@ -132,39 +105,5 @@ def _chunk(bench: Bench, case: Case, bar: float | None, device: torch.device) ->
 def _flashinfer(bench: Bench, case: Case, name: str, device: torch.device) -> None:
     heads, kv_heads, size = case.heads
     attend = select("flashinfer", device, case.dtype, size, heads, kv_heads)
-    timing = _time(_batches(bench, case, device), attend, device, 0.5)
+    timing = time_batches(rotated(bench, case, device), attend, device, 0.5)
     bench.add(name, value=1e6 * timing.seconds, unit="µs", details=timing.details)
-
-
-def _variants(
-    bench: Bench, case: Case, variants: list[dict[str, int]], name: str, device: torch.device
-) -> None:
-    """Times of other tiles than the table's, the best in the table, all in the file."""
-    batches = _batches(bench, case, device)
-    usual = _function(case, device)
-    one_each = case.tokens == len(case.spans)
-    base = usual.tiles.decodes if one_each else usual.tiles.mixed
-    heads, kv_heads, size = case.heads
-    seconds = 0.0 if bench.tiny else 0.2
-    times = {"table": 1e6 * _time(batches, usual, device, seconds).seconds}
-    failed: dict[str, str] = {}
-    for fields in variants:
-        if bench.left < 6:
-            break
-        label = ", ".join(f"{key}={value}" for key, value in fields.items())
-        try:
-            attend = GpuAttention(
-                device, case.cache_dtype or case.dtype, size, heads, kv_heads,
-                tiles=base._replace(**fields),
-            )  # fmt: skip
-            times[label] = 1e6 * _time(batches, attend, device, seconds).seconds
-        except Exception as error:  # too much shared memory, say: the others are of interest
-            failed[label] = f"{type(error).__name__}: {error}"
-            if device_is_gone():
-                break
-    best = min(times, key=lambda label: times[label])
-    bench.add(
-        name, value=times[best], unit="µs", ratio=times["table"] / times[best],
-        note=f"best of {len(times)}: {best}",
-        details={"µs": times, "failed": failed, "table": base._asdict()},
-    )  # fmt: skip

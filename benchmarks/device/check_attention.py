@@ -7,10 +7,9 @@ from functools import partial
 
 import torch
 from jitney.execution.attention import AttentionMetadata
-from jitney.execution.attention.gpu import GpuAttention
 
 from benchmarks.device.environment import device_of
-from benchmarks.device.paged import Batch, Case, distance, expected, make_batch
+from benchmarks.device.paged import Batch, Case, distance, expected, function_of, make_batch
 from benchmarks.device.supervise import Bench
 
 F8 = torch.float8_e4m3fn
@@ -53,13 +52,6 @@ def run(bench: Bench) -> None:
     bench.case("batch invariance", partial(_invariance, bench, device), seconds=4)
     if not bench.tiny:
         bench.case(FAR.name, partial(_far, bench, device), seconds=8)
-
-
-def function_of(case: Case, device: torch.device, batch_invariant: bool = False) -> GpuAttention:
-    """The attention function for a case."""
-    heads, kv_heads, size = case.heads
-    dtype = case.cache_dtype or case.dtype
-    return GpuAttention(device, dtype, size, heads, kv_heads, batch_invariant=batch_invariant)
 
 
 def _against_float64(bench: Bench, case: Case, device: torch.device) -> None:

@@ -108,7 +108,7 @@ def _least_seconds(bench: Bench, shape: Shape, workload: Workload) -> float | No
     bandwidth, rate = bench.facts.get("bandwidth"), bench.facts.get("matrix_rate")
     if not bandwidth or not rate:
         return None
-    prefill = shape.step_operations(1) * workload.prompt_tokens / rate
+    prefill = 2 * shape.prompt_values * workload.prompt_tokens / rate
     pairs = zip(workload.prompts, workload.output_lengths, strict=True)
     contexts = sum(len(prompt) * n + n * (n + 1) // 2 for prompt, n in pairs)
     steps = workload.output_tokens / SEQUENCES

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from jitney.execution.attention import AttentionMetadata, build_metadata, cache_shape
+from jitney.execution.attention.gpu import GpuAttention
+from jitney.execution.attention.gpu_tiles import Tiles
 from jitney.request import Row
 from jitney.sampling_params import SamplingParams
 from torch import Tensor
@@ -128,6 +130,17 @@ def make_batch(case: Case, device: torch.device, seed: int = 0) -> Batch:
         options["value_scale"] = torch.linspace(1.25, 0.75, kv_heads, device=device)
     meta = build_metadata(rows, case.block_size, device)
     return Batch(case, q, k, v, caches[0], caches[1], meta, options)
+
+
+def function_of(
+    case: Case, device: torch.device, *, batch_invariant: bool = False, tiles: Tiles | None = None
+) -> GpuAttention:
+    """The attention function for a case; ``tiles`` in place of the table's."""
+    heads, kv_heads, size = case.heads
+    return GpuAttention(
+        device, case.cache_dtype or case.dtype, size, heads, kv_heads,
+        batch_invariant=batch_invariant, tiles=tiles,
+    )  # fmt: skip
 
 
 def expected(batch: Batch) -> Tensor:

@@ -117,6 +117,7 @@ class Report:
 # Whose figures a failed check makes worthless.
 GUARDED_BY: dict[str, tuple[str, ...]] = {
     "attention": ("check-attention",),
+    "tiles": ("check-attention",),
     "decode": ("check-attention", "check-runner"),
     "offline": ("check-attention", "check-runner"),
     "load": ("check-attention", "check-runner"),

@@ -33,6 +33,11 @@ class Shape:
         return self.layers * layer + self.hidden + self.vocab * self.hidden
 
     @property
+    def prompt_values(self) -> int:
+        """Weights that each token of a prompt is multiplied with: the head sees the last alone."""
+        return self.step_values - self.vocab * self.hidden
+
+    @property
     def kv_bytes(self) -> int:
         """Of K and V, all layers, for one token."""
         return 2 * self.layers * self.kv_heads * self.head_size * self.itemsize

@@ -26,7 +26,7 @@ from benchmarks.device.timing import time_calls
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("environment", "check-attention", "check-sampling", "check-runner", "attention", "decode",
-         "offline", "load", "options")  # fmt: skip
+         "offline", "load", "tiles", "options")  # fmt: skip
 
 
 def rehearse(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

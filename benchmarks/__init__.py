@@ -1,0 +1,1 @@
+"""Benchmarks. A package with a file of its own, so that no installed namesake takes its place."""

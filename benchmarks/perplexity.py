@@ -1,0 +1,91 @@
+"""What quantized weights cost in quality: the perplexity of held-out text, before and after.
+
+    python -m benchmarks.perplexity                                   # the demo model
+    python -m benchmarks.perplexity --model FOLDER --text FILE --quantization none fp8
+
+Each model is served by the engine as a request would be (``prompt_logprobs``), so the figures are
+of the very layers that serve. Text is cut into windows as long as the context allows; every token
+but the first of a window is scored once. Without ``--text`` it is what the demo model was not
+trained on: a share of the files of this Python's standard library (docs/demo-model.md).
+"""
+
+import argparse
+import math
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jitney.llm import LLM
+from jitney.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "model_repository/pylm/1/checkpoint"
+KINDS = ("none", "fp8", "int8", "int4")
+
+
+def held_out_ids(llm: LLM) -> list[int]:
+    """The demo model's held-out files, each ended by the end-of-text token as in training."""
+    from scripts.train_demo_model import EOS, read_corpus
+
+    corpus = read_corpus(Path(sysconfig.get_paths()["stdlib"]))
+    return [token for text in corpus.held_out for token in llm.tokenizer.encode(text + EOS)]
+
+
+def nats_per_token(llm: LLM, ids: Sequence[int]) -> tuple[float, int]:
+    """Mean negative log-likelihood of ``ids``, and over how many of them it was taken."""
+    window = llm.info.max_model_len - 1
+    # Windows overlap in one token: the last of one is the first of the next, which is not scored.
+    prompts = [list(ids[begin : begin + window]) for begin in range(0, len(ids) - 1, window - 1)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    total, count = 0.0, 0
+    for done in llm.generate(prompts, params, progress=False):
+        if done.error is not None:
+            raise done.error
+        assert done.prompt_logprobs is not None
+        for token, entries in zip(done.prompt_ids, done.prompt_logprobs, strict=True):
+            if entries is not None:  # the first token has nothing before it
+                assert entries[0].token_id == token
+                total -= entries[0].logprob
+                count += 1
+    return total / count, count
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=DEMO, help="folder of a checkpoint")
+    parser.add_argument("--text", type=Path, help="a file; default: the demo model's held-out text")
+    parser.add_argument("--quantization", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--tokens", type=int, help="score only so many")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32", help="of weights before and of activations")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print a row of the table as soon as it is known."""
+    options = parse_options()
+    print("| quantization | tokens | nats/token | perplexity | change | seconds |")
+    print("|---|---|---|---|---|---|")
+    first = None
+    for kind in options.quantization:
+        begin = time.monotonic()
+        with LLM(
+            options.model, device=options.device, dtype=options.dtype, quantization=kind
+        ) as llm:
+            if options.text is None:
+                ids = held_out_ids(llm)
+            else:
+                ids = llm.tokenizer.encode(options.text.read_text(encoding="utf-8"))
+            nats, count = nats_per_token(llm, ids[: options.tokens])
+        first = nats if first is None else first
+        change = math.exp(nats - first) - 1
+        print(
+            f"| {kind} | {count:,} | {nats:.4f} | {math.exp(nats):.3f} | {change:+.2%} | "
+            f"{time.monotonic() - begin:.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
