@@ -23,6 +23,7 @@ TYPES = dict(
     stride="i32", edited="*fp32", slots="*i32", raw_maxima="*fp32", words="*i64", maxima="*fp32",
     sums="*fp32", lists="*i32", kept="*fp32", out="*i64", num_rows="i32", delta="i32", vocab="i32",
     headers="*i64", tokens="*i32", values="*fp32", pool="*i32",
+    contexts="*i32",
 )
 chip, logits, aligned = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "aligned"
 

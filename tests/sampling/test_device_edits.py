@@ -115,6 +115,30 @@ def test_a_step_sends_what_is_new() -> None:
     assert sent == [40, 1, 1]
 
 
+def test_what_rows_name_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    gather = Edits._gather
+    monkeypatch.setattr(
+        Edits, "_gather", lambda self, *parts: made.append(parts[-1]) or gather(self, *parts)
+    )
+    edits = Edits(CPU, 50)
+    kinds = [
+        {"logit_bias": {3: 1.0}, "bad_words_ids": [[4, 9]]},
+        {"min_tokens": 3, "max_tokens": 9, "stop_ids": frozenset({7}), "logit_bias": {7: 1.0}},
+    ]
+    pairs = make_pairs(kinds)
+    logits = make_logits("normal", 2, 50)
+    for step, token in enumerate([1, 1, 4, 5, 1, 1]):
+        check(edits, logits, pairs)
+        # At step 3 min_tokens is reached and a bad word begins, which is over at step 4.
+        assert len(made) == (1, 1, 1, 2, 3, 3)[step]
+        for row, _ in pairs:
+            row.output.append(token)
+            row.start += 1
+    check(edits, logits.flip(0), pairs[::-1])
+    assert len(made) == 4
+
+
 def test_sequences_of_one_request_are_apart() -> None:
     edits = Edits(CPU, 50)
     first, second = (make_row(frequency_penalty=1.0, output=[token]) for token in (7, 8))

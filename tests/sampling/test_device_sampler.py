@@ -81,6 +81,14 @@ def test_the_first_of_the_greatest() -> None:
     assert [each.token_id for each in launched.wait()] == [600, 300, 0]
 
 
+def test_warming_up_changes_nothing() -> None:
+    sampler = DeviceSampler(CPU, 300)
+    sampler.warm_up(torch.bfloat16)
+    pairs = make_pairs([KINDS[name] for name in ("greedy", "top_p", "bias", "penalties")])
+    logits = make_logits("normal", len(pairs), 300)
+    assert sampler.launch(logits, pairs).wait() == sample(logits, pairs)
+
+
 def test_no_pairs() -> None:
     launched = DeviceSampler(CPU, 10).launch(torch.empty(0, 10), [])
     assert launched.token_ids.shape == (0,)

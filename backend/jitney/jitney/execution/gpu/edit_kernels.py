@@ -12,11 +12,10 @@ import triton.language as tl
 from jitney.execution.gpu.filter_kernels import CHUNK, GROUP
 
 TILE = CHUNK * GROUP
-HEADER = 8
+HEADER = 7
 """64-bit words for each edited row: its place among the logits; begin and end (i32, low and high
-half) of its allowed ids (none: all are), of its forbidden ones and of its biased ones; where its
-context begins in the pool and how many tokens that has (i32 halves); repetition penalty (f32, low
-half); frequency and presence penalties (f64)."""
+half) of its allowed ids (none: all are), of its forbidden ones and of its biased ones; repetition
+penalty (f32, low half); frequency and presence penalties (f64)."""
 
 _TILE = tl.constexpr(TILE)
 _HEADER = tl.constexpr(HEADER)
@@ -31,9 +30,12 @@ def _span(address):
 
 
 @triton.jit
-def edit(logits, stride, headers, tokens, values, pool, edited, raw_maxima, vocab,
-         RAW: tl.constexpr):  # fmt: skip
+def edit(
+    logits, stride, headers, tokens, values, contexts, pool, edited, raw_maxima, vocab,
+    RAW: tl.constexpr,
+):  # fmt: skip
     """Program (e, tile): copy a tile of a row's logits to ``edited[e]`` (f32) and edit it there.
+    ``contexts`` [E, 2] i32: where in ``pool`` the row's context begins, and its tokens there.
     ``raw_maxima`` [E, RAW] gets its greatest logit, +inf for what is no number."""
     e = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -73,19 +75,19 @@ def edit(logits, stride, headers, tokens, values, pool, edited, raw_maxima, voca
         bias = tl.load(values + index, mask=here, other=0.0)
         tl.store(edited + token, tl.load(edited + token, mask=here, other=0.0) + bias, mask=here)
     tl.debug_barrier()
-    _penalize(headers, pool, edited, first, end)
+    _penalize(headers, contexts + 2 * e, pool, edited, first, end)
 
 
 @triton.jit
-def _penalize(headers, pool, edited, first, end):
+def _penalize(headers, context, pool, edited, first, end):
     """By the row's context: each of its tokens once, with how often it was made (0: it is of the
     prompt alone)."""
-    begin, count = _span(headers + 4)
-    factor, _ = _span(headers + 5)
+    count = tl.load(context + 1)
+    factor, _ = _span(headers + 4)
     factor = factor.to(tl.float32, bitcast=True)
-    frequency = tl.load(headers + 6).to(tl.float64, bitcast=True)
-    presence = tl.load(headers + 7).to(tl.float64, bitcast=True)
-    pool += begin.to(tl.int64) * 2
+    frequency = tl.load(headers + 5).to(tl.float64, bitcast=True)
+    presence = tl.load(headers + 6).to(tl.float64, bitcast=True)
+    pool += tl.load(context).to(tl.int64) * 2
     for at in range(0, count, _BLOCK):
         index = at + tl.arange(0, _BLOCK)
         token = tl.load(pool + 2 * index, mask=index < count, other=-1)

@@ -1,7 +1,8 @@
 """A step's edits of logits on the device: gathered from the rows, sent at once, one kernel.
 
 Owned by ``sampler``. Does what ``execution.constraints`` does, for the rows that ask for it, on a
-copy of their logits in f32. What a request's parameters say is put into arrays once.
+copy of their logits in f32. What the rows name is sent when it is not what they named in the last
+step; of penalized contexts a step sends what is new.
 """
 
 from dataclasses import dataclass
@@ -36,8 +37,20 @@ class Edited:
 
 
 @dataclass(slots=True)
+class _Named:
+    """What the rows of a step name, on the device: valid for any step with the same key."""
+
+    key: tuple[object, ...]
+    headers: Tensor
+    """[E, HEADER] i64."""
+    slots: Tensor
+    tokens: Tensor
+    values: Tensor
+
+
+@dataclass(slots=True)
 class _Lists:
-    """What one request's parameters say of tokens. They are held so that their ids stay theirs."""
+    """What one request's parameters say of tokens."""
 
     params: SamplingParams
     stop_ids: frozenset[int]
@@ -57,10 +70,12 @@ class Edits:
         self.raw = 1 << (self._tiles - 1).bit_length()
         """Tiles, to a power of two: the width of ``Edited.raw_maxima``."""
         self._lists: dict[int, _Lists] = {}
+        self._named: _Named | None = None
         self._contexts = Contexts(device)
 
     def forget(self) -> None:
         """After a step that failed midway."""
+        self._named = None
         self._contexts.forget()
 
     def launch(
@@ -68,45 +83,80 @@ class Edits:
     ) -> Edited:
         """Queue the edits of the ``constrained`` places of ``pairs``."""
         count = len(constrained)
-        tokens, values, spans = _Sequence(), [], np.zeros((count, HEADER), dtype=np.int64)
-        self._contexts.begin()
-        contexts: list[tuple[int, int]] = []
-        for e, place in enumerate(constrained):
-            row, index = pairs[place]
-            lists = self._lists_of(row)
-            header = spans[e]
-            header[0] = place
-            header[1] = tokens.add(lists.allowed)
-            forbidden = bad_endings(row.bad_words_ids, row.output) if row.bad_words_ids else ()
-            first = tokens.add(np.array(forbidden, dtype=np.int32))
-            last = tokens.add(lists.stops if ends_too_early(row) else _NO_IDS)
-            header[2] = (first & 0xFFFF_FFFF) | (last >> 32 << 32)
-            header[3] = tokens.add(lists.biased)
-            values.append((int(header[3]) & 0xFFFF_FFFF, lists.biases))
-            contexts.append(self._contexts.update(row, index) if penalizes(row) else (0, 0))
-            _put_penalties(header, row.params)
-        changed, changes = self._contexts.changes()
-        for header, (slot, size) in zip(spans, contexts, strict=True):
-            header[4] = _halves(slot * self._contexts.width, size)
-        slots = np.full(len(pairs), -1, dtype=np.int32)
-        slots[constrained] = np.arange(count, dtype=np.int32)
-        biases = np.zeros(tokens.size, dtype=np.float32)
-        for begin, part in values:
-            biases[begin : begin + len(part)] = part
-        on_device = self._send([spans, changed, changes, slots, tokens.whole(), biases])
-        return self._run(logits, on_device, count)
-
-    def _run(self, logits: Tensor, sent: list[Tensor], count: int) -> Edited:
-        spans, changed, changes, slots, tokens, biases = sent
-        if changed.numel():
-            self._contexts.apply(changed, changes.view(-1, 2))
+        rows = [pairs[place][0] for place in constrained]
+        named = self._name(constrained, rows, len(pairs))
+        contexts = self._follow([pairs[place] for place in constrained])
         edited = torch.empty((count, self._vocab_size), dtype=torch.float32, device=self._device)
         raw = torch.empty((count, self.raw), dtype=torch.float32, device=self._device)
         edit[(count, self._tiles)](
-            logits, logits.stride(0), spans, tokens, biases, self._contexts.pool, edited, raw,
-            self._vocab_size, RAW=self.raw, num_warps=8,
+            logits, logits.stride(0), named.headers, named.tokens, named.values, contexts,
+            self._contexts.pool, edited, raw, self._vocab_size, RAW=self.raw, num_warps=8,
         )  # fmt: skip
-        return Edited(edited, slots, raw)
+        return Edited(edited, named.slots, raw)
+
+    def _follow(self, pairs: list[tuple[Row, int]]) -> Tensor:
+        """[E, 2] i32: where in the pool each row's context begins, and how many tokens it has."""
+        self._contexts.begin()
+        spans = np.zeros((len(pairs), 2), dtype=np.int32)
+        for e, (row, index) in enumerate(pairs):
+            if penalizes(row):
+                spans[e] = self._contexts.update(row, index)
+        changed, changes = self._contexts.changes()
+        spans[:, 0] *= self._contexts.width
+        sent, places, values = self._send([spans, changed, changes])
+        if len(changed):
+            self._contexts.apply(places, values.view(-1, 2))
+        return sent
+
+    def _name(self, constrained: list[int], rows: list[Row], count: int) -> _Named:
+        """Headers and lists, as they are from the last step if nothing of them is new."""
+        early = [row.params.min_tokens > 0 and ends_too_early(row) for row in rows]
+        endings = [
+            bad_endings(row.bad_words_ids, row.output) if row.bad_words_ids else [] for row in rows
+        ]
+        asked = [row.params for row in rows], [row.stop_ids for row in rows]
+        key = (count, constrained, early, endings, *asked)
+        if self._named is None or self._named.key != key:
+            arrays = self._gather(constrained, rows, early, endings, count)
+            self._named = _Named(key, *self._send(arrays))
+        return self._named
+
+    def _gather(
+        self,
+        constrained: list[int],
+        rows: list[Row],
+        early: list[bool],
+        endings: list[list[int]],
+        count: int,
+    ) -> list[npt.NDArray]:
+        """As the fields of ``_Named``."""
+        headers = np.zeros((len(rows), HEADER), dtype=np.int64)
+        floats, doubles = headers.view(np.float32), headers.view(np.float64)
+        tokens: list[_Ids] = []
+        biases: list[npt.NDArray[np.float32]] = []
+        size = 0
+        for e, row in enumerate(rows):
+            lists = self._lists_of(row)
+            stops = lists.stops if early[e] else _NO_IDS
+            forbidden = np.array(endings[e], dtype=np.int32) if endings[e] else _NO_IDS
+            begin_forbidden = size + lists.allowed.size
+            begin_biased = begin_forbidden + forbidden.size + stops.size
+            end = begin_biased + lists.biased.size
+            headers[e, :4] = (
+                constrained[e],
+                _span(size, begin_forbidden),
+                _span(begin_forbidden, begin_biased),
+                _span(begin_biased, end),
+            )
+            params = row.params
+            floats[e, 8] = params.repetition_penalty
+            doubles[e, 5:] = params.frequency_penalty, params.presence_penalty
+            tokens += (lists.allowed, forbidden, stops, lists.biased)
+            biases += (np.zeros(begin_biased - size, dtype=np.float32), lists.biases)
+            size = end
+        slots = np.full(count, -1, dtype=np.int32)
+        slots[constrained] = np.arange(len(rows), dtype=np.int32)
+        return [headers, slots, np.concatenate(tokens), np.concatenate(biases)]
 
     def _lists_of(self, row: Row) -> _Lists:
         lists = self._lists.get(row.key)
@@ -125,9 +175,7 @@ class Edits:
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         buffer = host.numpy()
         for begin, array in zip(begins, arrays, strict=True):
-            buffer[begin : begin + array.nbytes] = (
-                np.ascontiguousarray(array).view(np.uint8).ravel()
-            )
+            buffer[begin : begin + array.nbytes] = array.view(np.uint8).ravel()
         # The allocator of pinned memory gives this out again only when the copy is done.
         device = host.to(self._device, non_blocking=True)
         return [
@@ -139,33 +187,9 @@ class Edits:
 _TYPES = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
 
 
-class _Sequence:
-    """Lists of ids, one after the other."""
-
-    def __init__(self) -> None:
-        self._parts: list[_Ids] = []
-        self.size = 0
-
-    def add(self, ids: _Ids) -> int:
-        """Append; returns begin and end as the halves of a word."""
-        begin = self.size
-        if ids.size:
-            self._parts.append(ids)
-            self.size += ids.size
-        return _halves(begin, self.size)
-
-    def whole(self) -> _Ids:
-        return np.concatenate(self._parts) if self._parts else _NO_IDS
-
-
-def _halves(low: int, high: int) -> int:
+def _span(begin: int, end: int) -> int:
     """A word of two numbers from 0 to 2³¹ − 1."""
-    return low | high << 32
-
-
-def _put_penalties(header: npt.NDArray[np.int64], params: SamplingParams) -> None:
-    header.view(np.float32)[10] = params.repetition_penalty
-    header.view(np.float64)[6:] = params.frequency_penalty, params.presence_penalty
+    return begin | end << 32
 
 
 def _make_lists(row: Row) -> _Lists:

@@ -44,8 +44,10 @@ class _Asked:
     """Parameters and bad words of each pair: where they are equal, so is the rest."""
     draws: bool
     """Whether any row is not greedy."""
+    edited: list[int]
+    """Places of rows whose logits are edited in every step."""
     watched: list[int]
-    """Places of rows whose logits may have to be edited."""
+    """Places of rows whose logits are edited in some steps."""
     measured: list[int]
     """Places of rows that want log-probabilities."""
     counts: list[int]
@@ -148,6 +150,15 @@ class DeviceSampler:
             self._edits.forget()
             raise
 
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what steps with logits of this type may launch, some seconds' work in all, and
+        wait for it."""
+        logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
+        for temperature in (0.0, 1.0):
+            for bias in (None, {0: 1.0}):
+                params = SamplingParams(temperature=temperature, top_p=0.5, seed=0, logit_bias=bias)
+                self.launch(logits, [(_dummy_row(params), 0)]).wait()
+
     def _launch(self, logits: Tensor, pairs: list[tuple[Row, int]]) -> LaunchedSamples:
         asked = self._ask(pairs)
         out = torch.empty((2, len(pairs)), dtype=torch.int64, device=self._device)
@@ -172,7 +183,10 @@ class DeviceSampler:
     ) -> None:
         """Launch the kernels."""
         rows = len(pairs)
-        constrained = [place for place in asked.watched if constrains(pairs[place][0])]
+        constrained = asked.edited
+        if asked.watched:
+            now = [place for place in asked.watched if constrains(pairs[place][0])]
+            constrained = sorted(constrained + now)
         words, delta = self._place(asked, pairs) if asked.draws else (out, 0)
         shape = (4 if asked.draws else 1, rows, self._chunks)
         work = torch.empty(shape, dtype=torch.float32, device=self._device)
@@ -211,7 +225,12 @@ class DeviceSampler:
         asked = _Asked(
             key=key,
             draws=not all(row.params.greedy for row in rows),
-            watched=[place for place, row in enumerate(rows) if _may_constrain(row)],
+            edited=[place for place, row in enumerate(rows) if _always_edits(row)],
+            watched=[
+                place
+                for place, row in enumerate(rows)
+                if _sometimes_edits(row) and not _always_edits(row)
+            ],
             measured=measured,
             counts=counts,
         )
@@ -271,6 +290,22 @@ class DeviceSampler:
         return host.pin_memory().to(self._device, non_blocking=True) if self._pinned else host
 
 
+def _dummy_row(params: SamplingParams) -> Row:
+    return Row(
+        key=-1,  # the engine's are not negative
+        index=0,
+        token_ids=[0],
+        start=0,
+        block_table=[],
+        sample=(0,),
+        params=params,
+        prompt=[0],
+        output=[],
+        stop_ids=frozenset(),
+        bad_words_ids=[],
+    )
+
+
 def _pack(params: SamplingParams, vocab_size: int) -> bytes:
     assert params.seed is not None, "a request gets its seed at submission"
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
@@ -280,18 +315,21 @@ def _pack(params: SamplingParams, vocab_size: int) -> bytes:
     return _RECORD.pack(params.seed, params.top_p, params.temperature, distance, top_k, kind)
 
 
-def _may_constrain(row: Row) -> bool:
-    """Whether there are steps in which ``constrains`` holds for this row's sequence."""
+def _always_edits(row: Row) -> bool:
+    """Whether ``constrains`` holds for this row's sequence in every step."""
     params = row.params
     return bool(
         params.allowed_token_ids is not None
         or row.bad_words_ids
         or params.logit_bias
-        or params.min_tokens
         or params.repetition_penalty != 1.0
-        or params.frequency_penalty
-        or params.presence_penalty
     )
+
+
+def _sometimes_edits(row: Row) -> bool:
+    """Whether it may hold in some step."""
+    params = row.params
+    return bool(params.min_tokens or params.frequency_penalty or params.presence_penalty)
 
 
 def _error(status: int) -> InternalError | InvalidArgumentError:
