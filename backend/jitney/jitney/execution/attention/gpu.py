@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jitney.execution.attention.gpu_kernels import attention_kernel, reduction_kernel
-from jitney.execution.attention.gpu_tiles import Tiles, tiles_for
+from jitney.execution.attention.gpu_tiles import Tiles, TileTable, tiles_for
 from jitney.execution.attention.gpu_write import write_kernel
 from jitney.execution.attention.metadata import AttentionMetadata
 
@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     """Each of the T tokens is its own row."""
     parts: int
     """Most parts that a row of one token is cut into."""
+    tiles: Tiles
 
 
 class GpuAttention:
@@ -61,19 +62,22 @@ class GpuAttention:
         batch_invariant: bool = False,
         tiles: Tiles | None = None,
     ) -> None:
-        """For caches of ``dtype`` on ``device``. ``tiles``: other sizes than the table's."""
+        """For caches of ``dtype`` on ``device``. ``tiles``: in place of the table's."""
         self.batch_invariant = batch_invariant
         self._dtype = dtype
         self._group = num_heads // num_kv_heads
         self._shape = num_heads, num_kv_heads, head_size
-        self.tiles = tiles or tiles_for(device, dtype, head_size, self._group, batch_invariant)
+        table = tiles_for(device, dtype, head_size, self._group, batch_invariant)
+        self.tiles = table if tiles is None else TileTable(tiles, tiles)
 
     def plan(
         self, num_rows: int, num_tokens: int, max_query_len: int, max_context_len: int
     ) -> Plan:
         """The plan of a step of at most these lengths. Asks nothing of the device."""
-        only_decodes = max_query_len == 1 and num_rows == num_tokens
-        return Plan(only_decodes, self._parts(num_rows, max_context_len))
+        # Where bits must not change, neither may the kernel.
+        only_decodes = max_query_len == 1 and num_rows == num_tokens and not self.batch_invariant
+        tiles = self.tiles.decodes if only_decodes else self.tiles.mixed
+        return Plan(only_decodes, self._parts(num_rows, max_context_len, tiles), tiles)
 
     def __call__(
         self,
@@ -93,7 +97,7 @@ class GpuAttention:
     ) -> Tensor:
         """Write K and V to their slots, then attend: products in the cache's dtype (for float8, in
         q's), all else in float32."""
-        self._check(q, k, v, key_cache, value_cache)
+        self._check(q, k, v, key_cache, value_cache, meta)
         self._write(None, q, k, v, key_cache, value_cache, meta, key_scale, value_scale)
         return self._attend(
             q, key_cache, value_cache, meta, scale, window, softcap, sinks, key_scale, value_scale
@@ -128,7 +132,7 @@ class GpuAttention:
         head_size = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
         heads = qkv.view(tokens, num_heads + 2 * num_kv_heads, head_size)
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
-        self._check(q, k, v, key_cache, value_cache)
+        self._check(q, k, v, key_cache, value_cache, meta)
         rotated = torch.empty((tokens, num_heads, head_size), dtype=qkv.dtype, device=qkv.device)
         self._write(
             rotated, q, k, v, key_cache, value_cache, meta, key_scale, value_scale,
@@ -139,29 +143,34 @@ class GpuAttention:
             key_scale, value_scale,
         )  # fmt: skip
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, meta: AttentionMetadata
+    ) -> None:
         """The kernels trust addresses: what they point to is checked here."""
         assert keys.dtype == values.dtype == self._dtype
         assert keys.is_contiguous()
         assert values.is_contiguous()
         assert keys.shape == values.shape
         heads, kv_heads, head_size = self._shape
-        assert q.shape[1:] == (heads, head_size)
-        assert k.shape == v.shape == (q.shape[0], kv_heads, head_size)
-        assert keys.shape[1] == kv_heads
+        tokens = meta.slot_mapping.shape[0]
+        assert q.shape == (tokens, heads, head_size)
+        assert k.shape == v.shape == (tokens, kv_heads, head_size)
+        blocks, cache_heads, block_size, padded = keys.shape
+        assert (cache_heads, block_size) == (kv_heads, meta.block_size)
+        assert padded >= head_size
+        assert meta.last_block < blocks
 
-    def _parts(self, rows: int, context: int) -> int:
+    def _parts(self, rows: int, context: int, tiles: Tiles) -> int:
         """Most parts of a row."""
         heads, kv_heads, head_size = self._shape
         if self.batch_invariant:
             # Where the parts would need too much memory, one program computes a row's one after
             # another, which gives the same bits.
-            parts = triton.cdiv(context, SEGMENT) + 1  # a window may begin inside a segment
+            parts = triton.cdiv(context, SEGMENT)
             needed = rows * heads * parts * head_size * 4
-            return parts if needed <= _MOST_PART_BYTES and context > SEGMENT else 1
-        tiles = self.tiles
+            return parts if needed <= _MOST_PART_BYTES else 1
         most = min(_MOST_PARTS, triton.cdiv(context, tiles.least_part))
-        wanted = triton.cdiv(tiles.programs, rows * kv_heads)
+        wanted = round(tiles.programs / (rows * kv_heads))
         return max(1, min(most, wanted))
 
     def _write(
@@ -211,9 +220,9 @@ class GpuAttention:
         value_scale: Tensor | None,
     ) -> Tensor:
         heads, kv_heads, head_size = self._shape
-        q, tiles, rows = _dense(q), self.tiles, meta.num_rows
-        tokens = q.shape[0]
+        q, tokens, rows = _dense(q), q.shape[0], meta.num_rows
         plan = self.plan(rows, tokens, meta.max_query_len, meta.max_context_len)
+        tiles = plan.tiles
         out = torch.empty((tokens, heads, head_size), dtype=q.dtype, device=q.device)
         in_parts = plan.parts > 1
         size = rows * heads * plan.parts if in_parts else 0

@@ -84,25 +84,29 @@ def _attend(
     MASKED: some are before ``first`` (and may never have been written) or hidden from a query.
     """
     element = tl.arange(0, HEAD_TILE)
+    # The block numbers of a tile are loaded while the tile before it is computed: the pipeliner
+    # then sees loads of K and V whose addresses are known, and keeps its stages for them.
+    place = begin + tl.arange(0, BLOCK_N)
+    block = tl.load(table + place // BLOCK_SIZE, (place >= first) & (place < end), other=0)
     for start in tl.range(begin, end, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = (place >= first) & (place < end)
-            block = tl.load(table + place // BLOCK_SIZE, mask=inside, other=0)
-        else:
-            block = tl.load(table + place // BLOCK_SIZE)
+        inside = (place >= first) & (place < end)
+        following = place + BLOCK_N
+        next_block = tl.load(table + following // BLOCK_SIZE, following < end, other=0)
         row = row_offset(block, head, place % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE, PADDED)
         offset = row[:, None] + element[None, :]
-        if MASKED:
-            wanted = inside[:, None] & (element[None, :] < HEAD_SIZE)
+        if MASKED or HEAD_SIZE < HEAD_TILE:
+            if HEAD_SIZE == HEAD_TILE:
+                wanted = inside[:, None]
+            elif MASKED:
+                wanted = inside[:, None] & (element < HEAD_SIZE)[None, :]
+            else:
+                wanted = (element < HEAD_SIZE)[None, :]
             k = tl.load(keys + offset, mask=wanted, other=0.0)
             v = tl.load(values + offset, mask=wanted, other=0.0)
-        elif HEAD_SIZE == HEAD_TILE:
+        else:
             k = tl.load(keys + offset)
             v = tl.load(values + offset)
-        else:
-            k = tl.load(keys + offset, mask=element[None, :] < HEAD_SIZE, other=0.0)
-            v = tl.load(values + offset, mask=element[None, :] < HEAD_SIZE, other=0.0)
         k, v = k.to(query.dtype), v.to(query.dtype)
         if INTERPRETED:
             scores = tl.dot(query.to(tl.float32), k.to(tl.float32).T, input_precision="ieee")
@@ -124,14 +128,14 @@ def _attend(
             safe = tl.where(largest == float("-inf"), 0.0, largest)
         weight = tl.exp2(tl.fma(scores, factor, -safe[:, None]))
         shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(weight, 1)
+        total = tl.fma(total, shrink, tl.sum(weight, 1))
         result = result * shrink[:, None]
         weight = weight.to(query.dtype)
         if INTERPRETED:
             result += tl.dot(weight.to(tl.float32), v.to(tl.float32), input_precision="ieee")
         else:
             result = tl.dot(weight, v, result, input_precision="ieee")
-        top = largest
+        top, block = largest, next_block
     return top, total, result
 
 
@@ -174,6 +178,7 @@ def _attend_segments(
     scale, softcap, window,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_attend_span`; with SEGMENT, one after another the very parts that other programs
     may compute, merged as :func:`reduction_kernel` does: bitwise the same."""
@@ -194,7 +199,7 @@ def _attend_segments(
         top, total, result = _attend_span(
             query, keys, values, table, head, begin, end, first, position, first_position,
             scale, softcap, window,
-            KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, False,
+            KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, ALWAYS_MASKED,
         )  # fmt: skip
     return top, total, result
 
@@ -231,7 +236,7 @@ def _decode(
         top, total, result = _attend_segments(
             q, keys, values, table, head, begin, end, low, position, context - 1,
             scale, softcap, window,
-            KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, SEGMENT,
+            KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, SEGMENT, True,
         )  # fmt: skip
         if IN_PARTS and parts > 1:
             heads: tl.constexpr = KV_HEADS * GROUP
@@ -276,7 +281,7 @@ def _chunk(
     top, total, result = _attend_segments(
         q, keys, values, table, head, low // unit * unit, end, low, context - length + nth,
         first_position, scale, softcap, window,
-        KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, SEGMENT,
+        KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, SEGMENT, False,
     )  # fmt: skip
     sink = None
     if sinks is not None:

@@ -1,4 +1,6 @@
-"""Tile sizes of the attention kernels: a small table by device, dtype and head size."""
+"""What the GPU's attention kernels can do, and their tile sizes: a small table by device, dtype and
+head size. There is no tuning at run time: a step's speed does not depend on what came before it.
+"""
 
 from typing import NamedTuple
 
@@ -6,6 +8,8 @@ import torch
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 _LARGEST_GROUP = 128
+_LARGE = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities with at least 163 KiB of shared memory for a program; others have 99."""
 
 
 class Tiles(NamedTuple):
@@ -19,11 +23,20 @@ class Tiles(NamedTuple):
     """Keys of a tile."""
     warps: int
     stages: int
-    """Tiles of K and V under way at once."""
+    """Tiles of K and V under way at once, the one in use among them."""
     least_part: int
     """A part of a context has at least so many keys."""
     programs: int
-    """Programs that fill the device."""
+    """Programs that keep the device busy; contexts are cut in parts where there are fewer."""
+
+
+class TileTable(NamedTuple):
+    """Tiles by kind of step."""
+
+    decodes: Tiles
+    """For steps of one token per row."""
+    mixed: Tiles
+    """For all others."""
 
 
 def why_not(
@@ -55,14 +68,48 @@ def why_not(
 
 def tiles_for(
     device: torch.device, dtype: torch.dtype, head_size: int, group: int, batch_invariant: bool
-) -> Tiles:
-    """The table's line."""
-    padded = 16
-    while padded < group:
-        padded *= 2
-    processors = 132
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if dtype == torch.float32:
-        return Tiles(padded, max(32, padded), 32, 4, 2, 256, 4 * processors)
-    return Tiles(padded, max(64, padded), 64, 4, 3, 256, 4 * processors)
+) -> TileTable:
+    """The table's line for a device; the interpreter takes that of compute capability 9.0."""
+    if device.type != "cuda":
+        return look_up((9, 0), 132, dtype, head_size, group, batch_invariant)
+    capability = torch.cuda.get_device_capability(device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return look_up(capability, processors, dtype, head_size, group, batch_invariant)
+
+
+def look_up(
+    capability: tuple[int, int],
+    processors: int,
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    batch_invariant: bool,
+) -> TileTable:
+    """The table. ``dtype`` is the cache's, ``group`` the query heads per KV head.
+
+    A tile of K and one of V of 64 keys by 128 elements of 16 bits are 32 KiB. In a step of decodes
+    three programs of two such stages share a processor: some 100 to 190 KiB are on their way, three
+    times what latency times bandwidth asks for. In a mixed step one program of 8 warps computes 128
+    rows, so that each K and V that comes from L2 is used 128 times.
+    """
+    wide = max(64, 1 << (head_size - 1).bit_length())
+    decode_rows = max(16, 1 << (group - 1).bit_length())
+    keys = max(16, 64 * 128 // wide)
+    least, programs = 256, 2 * processors
+    if dtype == torch.float32:  # without matrix units: products in registers
+        keys, warps = (32, 4) if wide <= 64 else (16, 8)
+        rows = max(32 if wide <= 128 else 16, decode_rows)
+        decodes = mixed = Tiles(decode_rows, rows, keys, warps, 2, least, programs)
+    else:
+        decodes = Tiles(decode_rows, decode_rows, keys, 4, 3, least, programs)
+        mixed = Tiles(decode_rows, 128, min(keys, 64), 8, 3, least, programs)
+        if wide == 256 and capability < (9, 0):  # the sums of 128 rows would not fit the registers
+            mixed = mixed._replace(chunk_rows=max(64, decode_rows))
+        if capability not in _LARGE:
+            mixed = mixed._replace(chunk_rows=max(64, decode_rows), block_n=keys // 2, stages=2)
+    if batch_invariant:
+        # One token or many: the same tiles, so the same instructions in the same order.
+        rows = max(mixed.chunk_rows // 2, decode_rows)
+        mixed = mixed._replace(decode_rows=rows, chunk_rows=rows)
+        return TileTable(mixed, mixed)
+    return TileTable(decodes, mixed)

@@ -10,7 +10,7 @@ float32; each value is rounded once, when it is stored.
 import triton
 import triton.language as tl
 
-from jitney.execution.attention.gpu_kernels import row_offset
+from jitney.execution.attention.gpu_kernels import INTERPRETED, row_offset
 
 LARGEST_E4M3 = tl.constexpr(448.0)
 
@@ -44,11 +44,23 @@ def _rotated(
 
 
 @triton.jit
+def _on_e4m3_grid(x):
+    """``x`` rounded to nearest even among the values of e4m3. The interpreter's own conversion
+    loses the carry into the exponent; of what needs no rounding it makes the right bits."""
+    exponent = ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+    step = tl.exp2((tl.maximum(exponent, -6) - 3).to(tl.float32))
+    magic = 12582912.0  # 1.5 * 2**23: the sum has no bits below 1
+    return (x / step + magic - magic) * step
+
+
+@triton.jit
 def _store(cache, offset, x, real, scale, head, inside):
     """Into the cache, divided by the head's scale if there is one, and held to e4m3's range."""
     if scale is not None:
         x = x / tl.load(scale + head, inside, other=1.0)[:, None]
         x = tl.clamp(x, -LARGEST_E4M3, LARGEST_E4M3)
+        if INTERPRETED:
+            x = _on_e4m3_grid(x)
     tl.store(cache + offset, x.to(cache.dtype.element_ty), real)
 
 
