@@ -215,7 +215,7 @@ class _Fp8Quantizer(HfQuantizer):
     """Makes room for e4m3 weights and their scales before they are read, so that they are read as
     they are stored. transformers makes it and calls it."""
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         scales: dict[str, list[int]] = self.quantization_config.scales  # type: ignore[attr-defined]
         model._keys_to_ignore_on_load_unexpected = {_SPARE}  # else it logs a table of them
         for name, shape in scales.items():
