@@ -66,6 +66,16 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"chat_template_parameters": ["chat_template"]}, "must not hold 'chat_template'"),
         ({"chat_template_parameters": "x"}, "must be a list of strings"),
         ({"chat_template_parameters": [["x"]]}, "must be a list of strings"),
+        ({"cuda_graph_sizes": [4, 0]}, "cuda_graph_sizes is [4, 0], but must be numbers from 1"),
+        ({"cuda_graph_sizes": [9], "max_num_seqs": 8}, "from 1 to max_num_seqs, 8"),
+        ({"cuda_graph_sizes": []}, "one size or more"),
+        ({"cuda_graph_sizes": ["4"]}, "must be a list of integers"),
+        ({"cuda_graph_sizes": [4], "cuda_graphs": "never"}, "exclude each other"),
+        ({"cuda_graph_sizes": [4], "device": "cpu"}, "left out with device 'cpu'"),
+        ({"cuda_graphs": "load", "device": "cpu"}, "must be 'lazy' or 'never' with device 'cpu'"),
+        ({"cuda_graphs": "always"}, "must be one of"),
+        ({"compile": True, "device": "cpu"}, "compile is True, but must be left out"),
+        ({"attention": "flashinfer", "device": "cpu"}, "another one with device 'cpu'"),
     ],
 )
 def test_an_impossible_option(options: dict, message: str) -> None:

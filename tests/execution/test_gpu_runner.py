@@ -8,6 +8,7 @@ import torch
 import transformers
 from jitney.config import EngineConfig, make_config
 from jitney.engine import Engine
+from jitney.errors import ConfigError
 from jitney.execution.runner import load_runner
 from jitney.request import Batch, Cancel, Failed, Finished, Row, Submit, Tokens
 from jitney.sampling_params import SamplingParams
@@ -340,3 +341,72 @@ def test_an_empty_step_copies_blocks(runner, plain) -> None:
         results.append(each.execute(Batch(rows=[row([9], 4, [5, 3])], copies=[(2, 3)])))
         assert each.execute(Batch(rows=[])).rows == []
     assert results[0] == results[1]
+
+
+# --------------------------------------------------------------------------- options
+
+
+def test_eight_bit_cache(path: Path, plain) -> None:
+    """Scales are found while loading; over a context of many blocks the logits stay close."""
+    runner = load_runner(options(path, kv_cache_dtype="float8_e4m3"))
+    cache = runner._caches[0]
+    assert cache.keys.dtype == torch.float8_e4m3fn
+    assert cache.key_scale.shape == cache.value_scale.shape == (1,)
+    stored = cache.keys.float().abs().max() * cache.key_scale
+    assert 0 < float(stored) <= 448 * float(cache.key_scale)
+    assert runner.info.num_blocks == 4 * plain.info.num_blocks
+    params = replace(GREEDY, max_tokens=1, logprobs=10)
+    requests = [(list(range(20, 50)), params), ([9, 8, 7], params)]
+    for mine, right in zip(
+        *(
+            [e.logprobs[0] for e in drive(each, requests).events if isinstance(e, Tokens)]
+            for each in (runner, plain)
+        ),
+        strict=True,
+    ):
+        known = {each.token_id: each.logprob for each in mine}
+        for each in right[:4]:
+            assert known[each.token_id] == pytest.approx(each.logprob, abs=0.3)
+    runner.close()
+
+
+def test_scales_of_the_checkpoint_are_taken(path: Path, monkeypatch) -> None:
+    stated = (torch.tensor([0.25]), torch.tensor([0.5]))
+    real = load_module.cache_dtype
+
+    def spy(config, model):
+        model.cache_scales.update({0: stated})
+        return real(config, model)
+
+    monkeypatch.setattr(load_module, "cache_dtype", spy)
+    runner = load_runner(options(path, kv_cache_dtype="float8_e4m3"))
+    assert (runner._caches[0].key_scale, runner._caches[0].value_scale) == stated
+    runner.close()
+
+
+def test_without_overlap(path: Path) -> None:
+    runner = load_runner(options(path, overlap=False))
+    assert not runner.info.overlap
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_invariant": True}, "batch_invariant"),
+        ({"kv_cache_dtype": "float8_e4m3"}, "kv_cache_dtype is 'float8_e4m3'"),
+        ({"compile": True, "device": "auto"}, "compile is True"),
+        ({"cuda_graphs": "load", "device": "auto"}, "cuda_graphs is 'load'"),
+        ({"cuda_graph_sizes": [2], "device": "auto"}, "cuda_graph_sizes is"),
+    ],
+)
+@pytest.mark.parametrize("attention", ["reference", "gpu"])
+def test_options_that_have_no_meaning_here(
+    path: Path, attention: str, given: dict, message: str
+) -> None:
+    """No option stays without effect: a CPU, interpreting or not, has neither graphs nor a
+    compiler; plain attention has neither 8 bits nor fixed tiles."""
+    if attention == "gpu" and given.get("device") != "auto":
+        pytest.skip("it has a meaning there")
+    with pytest.raises(ConfigError, match=message):
+        load_runner(options(path, attention=attention, **given))

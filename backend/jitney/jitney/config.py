@@ -206,10 +206,38 @@ def make_config(options: dict[str, object]) -> EngineConfig:
         raise ConfigError("options kv_cache_bytes and kv_cache_fraction exclude each other")
     _check_template_names(options.get("chat_template_parameters"))
     try:
-        return msgspec.convert(options, EngineConfig)
+        config = msgspec.convert(options, EngineConfig)
     except msgspec.ValidationError as error:
         key = misfit(error)
         raise ConfigError.of(key, options.get(key), wanted(EngineConfig, key)) from None
+    _check_gpu_options(config)
+    return config
+
+
+def _check_gpu_options(config: EngineConfig) -> None:
+    """What can be judged without the device; the rest is when the model is loaded."""
+    sizes = config.cuda_graph_sizes
+    if sizes is not None:
+        if config.cuda_graphs == "never":
+            raise ConfigError("options cuda_graph_sizes and cuda_graphs 'never' exclude each other")
+        for size in sizes:
+            if not 1 <= size <= config.max_num_seqs:
+                raise ConfigError.of(
+                    "cuda_graph_sizes",
+                    list(sizes),
+                    f"numbers from 1 to max_num_seqs, {config.max_num_seqs}",
+                )
+        if not sizes:
+            raise ConfigError.of("cuda_graph_sizes", [], "one size or more; else set cuda_graphs")
+    if config.device != "cpu":
+        return
+    for key in ("compile", "cuda_graph_sizes"):
+        if getattr(config, key):
+            raise ConfigError.of(key, getattr(config, key), "left out with device 'cpu'")
+    if config.cuda_graphs == "load":
+        raise ConfigError.of("cuda_graphs", "load", "'lazy' or 'never' with device 'cpu'")
+    if config.attention == "flashinfer":
+        raise ConfigError.of("attention", "flashinfer", "another one with device 'cpu'")
 
 
 def _check_template_names(names: object) -> None:

@@ -44,7 +44,7 @@ def calibrate(config: EngineConfig, model: LoadedModel) -> list[tuple[Tensor, Te
     count = min(_TOKENS, model.max_model_len)
     blocks = -(-count // config.block_size)
     caches: list[LayerCache] = make_layer_caches(
-        model.layers, blocks, config.block_size, model.dtype, model.device, config.attention
+        model.layers, blocks, config.block_size, model.dtype, model.device, "reference"
     )
     row = dummy_row(count, 0, list(range(blocks)), SamplingParams())
     meta = build_metadata([row], config.block_size, model.device)

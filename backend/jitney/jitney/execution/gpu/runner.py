@@ -10,6 +10,7 @@ anything: that is how it is tested without a GPU.
 """
 
 import contextlib
+import operator
 from collections.abc import Hashable
 from typing import Any
 
@@ -47,6 +48,9 @@ class PendingStep:
         self._rows = rows
         self._samples = samples
         self._prompt = prompt
+        self._plain = not prompt and all(
+            [len(row.sample) == 1 and row.params.logprobs is None for row in rows]
+        )
 
     def wait(self) -> StepOutput:
         """The step's output, once the device has it. Raises whatever the device raises."""
@@ -55,14 +59,20 @@ class PendingStep:
         except BaseException:
             self._runner.recover()
             raise
+        if self._plain:  # a token for each row and nothing else
+            return StepOutput(
+                rows=[
+                    RowOutput([each.token_id])
+                    if each.error is None
+                    else RowOutput([], error=each.error)
+                    for each in sampled
+                ]
+            )
         outputs: list[RowOutput] = []
         done = 0
         for row in self._rows:
             count = len(row.sample)
-            if count == 1 and sampled[done].error is None and row.params.logprobs is None:
-                outputs.append(RowOutput([sampled[done].token_id]))  # as a rule
-            else:
-                outputs.append(row_output(row, sampled[done : done + count]))
+            outputs.append(row_output(row, sampled[done : done + count]))
             done += count
         for r, entries in self._prompt.items():
             if outputs[r].error is None:
@@ -168,7 +178,7 @@ class GpuRunner:
         lengths = [len(row.token_ids) for row in rows]
         starts = [row.start for row in rows]
         wanted = None
-        if any(n != 1 for n in lengths) or _want_prompt_logprobs(rows):
+        if sum(lengths) != len(rows) or _want_prompt_logprobs(rows):
             wanted = Wanted(rows)
         pairs = [(row, index) for row in rows for index in row.sample]
         sources = _sources(rows, pairs, wanted)
@@ -184,8 +194,12 @@ class GpuRunner:
             self._copy_blocks(self._inputs.copies())
         if not rows:
             return PendingStep(self, rows, [], {})
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        shape = Shape(len(rows), sum(lengths), max(lengths), max(ends))
+        shape = Shape(
+            len(rows),
+            sum(lengths),
+            max(lengths),
+            max(map(operator.add, starts, lengths)),
+        )
         prompt: _PromptLogprobs = {}
         if wanted is None:
             logits = self._run_decode(shape)
@@ -311,6 +325,6 @@ def _sources(
             rank = {place: i for i, place in enumerate(_distinct(wanted))}
             places = [rank[place] for place in places]
         return None if places == list(range(len(pairs))) else places
-    if len(pairs) == len(rows) and all(len(row.sample) == 1 for row in rows):
+    if [len(row.sample) for row in rows].count(1) == len(rows):
         return None
     return [r for r, row in enumerate(rows) for _ in row.sample]
