@@ -66,8 +66,9 @@ class RotaryTable:
             end = min(length, start + _CHUNK)
             positions = torch.arange(start, end, device=few.device)
             table[:, start:end] = torch.stack(self._compute(positions))
+        one = few[1:2]  # a position that is early, and not 0, of which all angles are 0
         same = torch.equal(table[:, few], alone) and torch.equal(
-            table[:, few[:1]], torch.stack(self._compute(few[:1]))
+            table[:, one], torch.stack(self._compute(one))
         )
         return table if same else None
 

@@ -40,6 +40,7 @@ from jitney.execution.gpu.parts import (
 )
 from jitney.execution.interface import AttentionCall
 from jitney.execution.linear import known_activation
+from jitney.execution.quantize_fp8 import Fp8Linear
 from jitney.execution.structure import (
     TOKENS,
     Checker,
@@ -109,7 +110,8 @@ class _Pass:
         weight = module.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
         self._like = weight.new_zeros(1)
-        self._checker = Checker(weight.dtype, weight.device)
+        coarse = any(isinstance(each, Fp8Linear) for each in module.modules())
+        self._checker = Checker(weight.dtype, weight.device, coarse=coarse)
         self._calls: dict[int, dict[str, Any]] = {}
         self._rotaries: list[_RotaryCall] = []
         self._rotary_of: dict[nn.Module, int] = {}
