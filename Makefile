@@ -18,7 +18,7 @@ ARGS ?=
 VENV := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve doctor test test-slow check bench clean clean-venv
+.PHONY: help env models demo serve doctor test test-slow test-compose check bench clean clean-venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ test: env ## the tests, without those that take minutes
 
 test-slow: env ## the tests that take minutes
 	@$(VENV)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+# Not part of the tests: it needs root, Debian's packages and a container engine of its own.
+test-compose: env models ## docker-compose.yml, run by a real engine (root, Debian, some twenty minutes)
+	@$(VENV)/python -m pytest tests/compose $(ARGS) tests/compose/engine
 
 check: env ## linter, formatter (as a check) and type checker
 	@$(VENV)/ruff check .

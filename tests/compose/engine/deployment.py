@@ -1,0 +1,119 @@
+"""One deployment under test: docker-compose.yml with settings, and questions about what runs."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from tests.compose.engine.clients import Client
+from tests.compose.engine.machine import Engine
+
+
+class Deployment:
+    """``file`` stands in for docker-compose.yml where a machine cannot run it as it is."""
+
+    def __init__(
+        self, engine: Engine, settings: Mapping[str, str], folder: Path, file: Path | None = None
+    ) -> None:
+        self.engine = engine
+        self.settings = dict(settings)
+        self.file = file
+        self.env_file = folder / "settings.env"
+        self.env_file.write_text(
+            "".join(f"{name}={value}\n" for name, value in settings.items()), encoding="utf-8"
+        )
+
+    def compose(self, *arguments: str, timeout_s: float = 300) -> str:
+        """Output of one docker-compose command."""
+        return self.engine.compose(
+            self.env_file, *arguments, file=self.file, timeout_s=timeout_s
+        ).stdout
+
+    def up(self, *services: str) -> None:
+        """Start services; they are not ready yet."""
+        self.compose("up", "--detach", "--no-build", *services)
+
+    def down(self) -> None:
+        """Remove every container, network and volume of it."""
+        self.compose("down", "--volumes", "--timeout", "60")
+
+    def container(self, service: str) -> str:
+        """Id of a service's container, also of one that has ended."""
+        labels = {
+            "com.docker.compose.project": self.settings["COMPOSE_PROJECT_NAME"],
+            "com.docker.compose.service": service,
+        }
+        filters = [f"--filter=label={name}={value}" for name, value in labels.items()]
+        return self.engine.docker("ps", "--all", "--quiet", *filters).stdout.strip()
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        """All that the engine knows of a service's container."""
+        found = self.engine.docker("inspect", self.container(service)).stdout
+        described: dict[str, Any] = json.loads(found)[0]
+        return described
+
+    def run_in(self, service: str, *command: str, check: bool = True) -> str:
+        """Output of a command in a running container, as its own user."""
+        return self.engine.docker("exec", self.container(service), *command, check=check).stdout
+
+    def logs(self, service: str) -> str:
+        """All that a service has printed."""
+        done = self.engine.docker("logs", self.container(service))
+        return done.stdout + done.stderr
+
+    def wait_healthy(self, *services: str, timeout_s: float = 240) -> None:
+        """Wait for the services' own health checks. Raises AssertionError with their logs."""
+        for service in services:
+            wait_for(
+                lambda service=service: (
+                    self.inspect(service)["State"]["Health"]["Status"] == "healthy"
+                ),
+                f"{service} to be healthy",
+                timeout_s,
+                lambda service=service: self.logs(service)[-4000:],
+            )
+
+    def client(self, name: str = "first") -> Client:
+        """A client with the key of that name; an empty name has none."""
+        secrets = Path(self.settings["SECRETS"])
+        lines = (secrets / "api_keys").read_text(encoding="utf-8").splitlines()
+        keys = dict(line.split(":") for line in lines if not line.startswith("#"))
+        port = int(self.settings["HTTPS_PORT"])
+        return Client(port, secrets / "tls_certificate", keys[name] if name else "")
+
+    def ask_prometheus(self, path: str) -> Any:
+        """The `data` of one call of Prometheus' interface, asked inside its container."""
+        answer = self.run_in("prometheus", "curl", "-sS", f"http://127.0.0.1:9090/api/v1/{path}")
+        made = json.loads(answer)
+        assert made["status"] == "success", made
+        return made["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The series of an expression now, each with `metric` and `value`."""
+        found: list[dict[str, Any]] = self.ask_prometheus(f"query?query={quote(expression)}")[
+            "result"
+        ]
+        return found
+
+
+def wait_for(
+    is_done: Callable[[], object],
+    what: str,
+    timeout_s: float,
+    explain: Callable[[], str] = lambda: "",
+) -> None:
+    """Wait until ``is_done`` returns something true. Raises AssertionError after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}\n{explain()}"
+        time.sleep(0.5)
+
+
+def free_port() -> int:
+    """A port of the loopback address that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

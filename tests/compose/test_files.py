@@ -1,0 +1,222 @@
+"""The files of the deployment against each other and against the code: what needs no engine."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.compose.monitoring import alerts, dashboard_queries, value_of
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE)["services"]
+DOCUMENT = (ROOT / "docs" / "deploying.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_is_shut_in(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["logging"]["options"] == {"max-size": "10m", "max-file": "5"}
+    assert "mem_limit" in service
+    assert "privileged" not in service
+    assert service.get("network_mode") is None
+    assert "inner" in service["networks"]
+    if name != "proxy":
+        assert "ports" not in service
+        assert "edge" not in service["networks"]
+    assert not [each for each in service.get("environment", {}) if each.endswith("PASSWORD")]
+
+
+def test_only_perf_is_not_restarted() -> None:
+    restart = {name: service["restart"] for name, service in SERVICES.items()}
+    assert restart.pop("perf") == "no"
+    assert set(restart.values()) == {"unless-stopped"}
+
+
+def test_nothing_is_published_but_on_an_address_that_the_settings_name() -> None:
+    for port in SERVICES["proxy"]["ports"]:
+        assert re.match(r"\$\{\w+_ADDRESS:-127\.0\.0\.1\}:", port)
+
+
+def test_every_setting_is_in_the_example_with_its_default() -> None:
+    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE))
+    assert len(re.findall(r"\$\{", COMPOSE)) == len(re.findall(r"\$\{\w+:-", COMPOSE))
+    example = (ROOT / ".env.example").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", example, re.M))
+    of_compose = {"COMPOSE_PROFILES": "gpu", "COMPOSE_PROJECT_NAME": "jitney"}
+    assert shown == used | of_compose
+
+
+def test_the_release_is_pinned_in_one_place() -> None:
+    files = [ROOT / "docker-compose.yml", ROOT / ".env.example", *DEPLOY.rglob("*")]
+    pinned = [
+        line
+        for file in files
+        if file.is_file() and file.parent.name != "secrets"
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if re.search(r"=2\d\.\d\d\b|tritonserver:2\d\.", line)
+    ]
+    assert len(pinned) == 1
+    assert pinned[0].startswith("ARG RELEASE=")
+    assert float(pinned[0].removeprefix("ARG RELEASE=")) >= 26.07
+
+
+def test_the_containers_user_is_the_same_everywhere() -> None:
+    for file in (DEPLOY / "Dockerfile", DEPLOY / "triton.Dockerfile"):
+        text = file.read_text(encoding="utf-8")
+        targets = re.findall(r"^FROM .* AS (\w[\w-]*)$", text, re.M)
+        assert text.count("USER 10001:10001") == len([each for each in targets if each != "base"])
+
+
+def test_no_secret_gets_into_an_image_or_into_git() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in ignored
+    assert "deploy/secrets" in ignored
+    assert "!model_repository" not in ignored
+    assert (DEPLOY / "secrets" / ".gitignore").read_text(encoding="utf-8").splitlines()[1] == "*"
+
+
+# --------------------------------------------------------------------------- monitoring
+
+
+def test_queries_name_metrics_that_there_are() -> None:
+    """Ours as docs/metrics.md lists them, which the code writes; the server's as it has them."""
+    listed = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    ours = set(re.findall(r"^\| `(jitney_\w+)`", listed, re.M))
+    known = ours | {f"{name}_{part}" for name in ours for part in ("bucket", "sum", "count")}
+    expressions = [each for _, each in dashboard_queries("1m", ".*")] + list(alerts().values())
+    for expression in expressions:
+        for name in re.findall(r"\bjitney_\w+", expression):
+            assert name in known, expression
+
+
+def test_alerts_are_explained_in_the_document() -> None:
+    for name, condition in alerts().items():
+        assert f"\n### {name}\n" in DOCUMENT
+        assert value_of(condition)
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text(encoding="utf-8"))
+    for rule in (rule for group in rules["groups"] for rule in group["rules"]):
+        assert rule["annotations"]["runbook"] == f"docs/deploying.md#{rule['alert'].lower()}"
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_grafana_is_told_of_the_dashboard_and_its_source() -> None:
+    import json
+
+    provisioning = DEPLOY / "grafana" / "provisioning"
+    source = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())
+    (source,) = source["datasources"]
+    board = json.loads((DEPLOY / "grafana" / "dashboards" / "jitney.json").read_text())
+    named = {
+        target["datasource"]["uid"]
+        for panel in board["panels"]
+        for target in (*panel.get("targets", ()), panel)
+        if "datasource" in target
+    }
+    assert named == {source["uid"]}
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "jitney.yml").read_text())[
+        "providers"
+    ]
+    mounted = [volume.split(":")[1] for volume in SERVICES["grafana"]["volumes"]]
+    assert provider["options"]["path"] in mounted
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+# --------------------------------------------------------------------------- scripts
+
+
+def make_secrets(folder: Path, *hosts: str) -> str:
+    done = subprocess.run(
+        [DEPLOY / "secrets.sh", *hosts],
+        env={**os.environ, "SECRETS": str(folder)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_secrets_are_made_once_and_kept_from_others(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    assert make_secrets(folder, "models.example", "10.0.0.7").count("made ") == 3
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(before) == {"tls_certificate", "tls_key", "api_keys", "grafana_password"}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    text = subprocess.run(
+        ["openssl", "x509", "-in", folder / "tls_certificate", "-noout", "-ext", "subjectAltName"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "DNS:models.example" in text
+    assert "IP Address:10.0.0.7" in text
+    assert make_secrets(folder) == ""
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_keys_become_a_map_of_the_proxy(tmp_path: Path) -> None:
+    """As `reload-keys --check-only` writes it."""
+    key = "Ab9._~+/=-" * 3
+    written = render_keys(tmp_path, f"# a comment\n\nfirst:{key}\n")
+    assert written.returncode == 0
+    made = (tmp_path / "keys.map").read_text(encoding="utf-8")
+    pattern = re.escape("Ab9._~+/=-").replace(r"\~", "~").replace(r"\-", "-") * 3
+    assert made == f'"~^Bearer {pattern}$" "first";\n'
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["short:abc", "no key at all", ":" + "k" * 30, "name:" + "k" * 30 + '"', "a b:" + "k" * 30, ""],
+)
+def test_a_bad_line_of_keys_is_named_and_not_shown(tmp_path: Path, line: str) -> None:
+    done = render_keys(tmp_path, f"# keys\n{line}\n")
+    assert done.returncode != 0
+    assert "line 2" in done.stderr or "no key" in done.stderr
+    if line:
+        assert line.partition(":")[2] not in done.stderr or not line.partition(":")[2]
+    assert not (tmp_path / "keys.map").exists()
+
+
+def render_keys(folder: Path, text: str) -> "subprocess.CompletedProcess[str]":
+    """Run the script with its fixed places moved into ``folder``."""
+    script = (DEPLOY / "proxy" / "reload-keys").read_text(encoding="utf-8")
+    (folder / "api_keys").write_text(text, encoding="utf-8")
+    return subprocess.run(
+        ["sh", "-s", "--", "--check-only"],
+        input=script.replace("/tmp/keys", f"{folder}/keys"),
+        env={**os.environ, "API_KEYS_FILE": str(folder / "api_keys")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_requirements_are_those_of_the_project() -> None:
+    def lines(*arguments: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, DEPLOY / "server" / "requirements.py", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.splitlines()
+
+    every = lines("server", "cpu")
+    assert any(line.startswith("torch>=") for line in every)
+    assert any(line.startswith("numba>=") for line in every)
+    assert any(line.startswith("nvidia-pytriton==") for line in every)
+    fewer = lines("--without", "torch", "transformers", "--", "bench")
+    assert any(line.startswith("matplotlib") for line in fewer)
+    assert not any(re.match(r"torch\b|transformers", line) for line in fewer)
