@@ -38,7 +38,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && rm -rf /build \
     && install -d -o jitney -g jitney /var/cache/jitney /tmp/onnxruntime_tensorrt_cache
 COPY deploy/server/entrypoint.py deploy/server/health.py /opt/jitney/serve/
-ENV PATH=/opt/jitney/bin:/opt/tritonserver/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+ENV PATH=/opt/jitney/bin:$PATH \
     HOME=/var/cache/jitney \
     NUMBA_CACHE_DIR=/var/cache/jitney/numba \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -71,7 +71,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
         --constraint constraints.txt --requirement requirements.txt
 COPY benchmarks /sweep/benchmarks
 COPY backend/jitney/jitney /sweep/jitney
-ENV PATH=/opt/jitney/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+ENV PATH=/opt/jitney/bin:$PATH \
     HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /sweep

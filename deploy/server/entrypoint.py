@@ -92,6 +92,7 @@ class Server:
 
     options: argparse.Namespace
     process: subprocess.Popen[bytes]
+    was_ready: bool = False
     stubs: Counter[str] = field(default_factory=Counter)
     """Model -> its processes, as they were when the server became ready."""
 
@@ -121,7 +122,6 @@ class Server:
 
     def watch(self, stop: threading.Event) -> str:
         """Until ``stop`` is set: an empty string; or until a failure, and which."""
-        was_ready = False
         ready_at = whole_at = time.monotonic()
         while not stop.wait(_POLL_S):
             status = self.process.poll()
@@ -130,10 +130,11 @@ class Server:
             now = time.monotonic()
             if self.is_ready():
                 ready_at = now
-                if not was_ready:
-                    was_ready, self.stubs, whole_at = True, stubs_of(self.process.pid), now
+                if not self.was_ready:
+                    self.was_ready, whole_at = True, now
+                    self.stubs = stubs_of(self.process.pid)
                     say(f"ready with {', '.join(sorted(self.stubs)) or 'no Python model'}")
-            if not was_ready:
+            if not self.was_ready:
                 continue
             missing = self.stubs - stubs_of(self.process.pid)
             if not missing:
@@ -167,6 +168,9 @@ class Server:
         """End the server; whether every request that it had taken was answered in time."""
         if self.process.poll() is not None:
             return False
+        if not self.was_ready:
+            say("stopping while models load: nothing was taken yet")
+            return True  # `kill` follows; the server itself would first load them all
         say(f"stopping; requests in flight get up to {self.options.drain_s:.0f} s")
         for stub in children(self.process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -199,7 +203,7 @@ class Server:
             try:
                 metrics = self.get("/metrics", self.options.metrics_port)[1]
             except (OSError, http.client.HTTPException):
-                return not self.stubs  # still loading: nothing was taken yet
+                return False  # it does not answer: nothing can be said of its requests
             if any(requests_in_flight(metrics).values()):
                 quiet_since = now
             elif now - quiet_since > _QUIET_S:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.engine.deployment import Deployment, free_port
+from tests.compose.engine.deployment import Deployment
 from tests.compose.engine.machine import ROOT, Engine, install
 from tests.compose.engine.pip_settings import build_secrets
 from tests.compose.engine.tight_models import make_repository
+from tests.compose.free_ports import free_port
 
 CPU_IMAGES = ("triton-cpu", "proxy", "prometheus")
 

@@ -1,7 +1,6 @@
 """One deployment under test: docker-compose.yml with settings, and questions about what runs."""
 
 import json
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -110,10 +109,3 @@ def wait_for(
     while not is_done():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}\n{explain()}"
         time.sleep(0.5)
-
-
-def free_port() -> int:
-    """A port of the loopback address that nothing listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.compose.engine.deployment import Deployment, free_port
+from tests.compose.engine.deployment import Deployment
 from tests.compose.engine.machine import ROOT, Engine
+from tests.compose.free_ports import free_port
 
 # NVIDIA's layout out of the embedded server's parts: the server in /opt/tritonserver, the system's
 # Python with a numpy that is to stay, and its own backends, among them an ONNX Runtime.
