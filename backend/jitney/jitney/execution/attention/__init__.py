@@ -88,9 +88,9 @@ def select(
     Raises ConfigError if a kernel asked for by name cannot run, or if ``batch_invariant`` is asked
     of another than ``gpu``.
     """
-    makers = {"cpu": _cpu, "gpu": _gpu}
+    makers = {"cpu": _cpu, "gpu": _gpu, "flashinfer": _flashinfer}
     if name not in ("auto", "reference", *makers):
-        raise ConfigError.of("attention", name, "auto, reference, cpu or gpu")
+        raise ConfigError.of("attention", name, "auto, reference, cpu, gpu or flashinfer")
     layer = Layer(device, dtype, head_size, num_heads, num_kv_heads, batch_invariant)
     wanted = name
     if name == "auto":
@@ -148,6 +148,19 @@ def _gpu(layer: Layer) -> AttentionFunction | str:
     return GpuAttention(
         device, dtype, head_size, num_heads, num_kv_heads, batch_invariant=batch_invariant
     )
+
+
+def _flashinfer(layer: Layer) -> AttentionFunction | str:
+    """FlashInfer's kernels, or why they cannot run."""
+    device, dtype, head_size, num_heads, num_kv_heads, batch_invariant = layer
+    if batch_invariant:
+        return "option batch_invariant needs attention 'gpu'"
+    try:
+        from jitney.execution.attention.flashinfer import FlashInferAttention, why_not
+    except ImportError as error:
+        return f"the library is not there (pip install flashinfer-python): {error}"
+    reason = why_not(device, dtype, head_size, num_heads, num_kv_heads)
+    return FlashInferAttention(device, dtype) if reason is None else reason
 
 
 def _short(dtype: torch.dtype) -> str:

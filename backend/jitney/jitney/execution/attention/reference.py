@@ -36,8 +36,8 @@ class ReferenceAttention:
     ) -> Tensor:
         """Write K and V to their slots, then attend; scores and sums in float32."""
         head_size = q.shape[-1]
-        _write(k, key_cache, meta, key_scale)
-        _write(v, value_cache, meta, value_scale)
+        write(k, key_cache, meta, key_scale)
+        write(v, value_cache, meta, value_scale)
         out = torch.empty_like(q)
         bounds = meta.query_start.tolist()
         for r, context in enumerate(meta.context_len.tolist()):
@@ -64,8 +64,8 @@ class ReferenceAttention:
         return out
 
 
-def _write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | None) -> None:
-    """Put ``new`` [T, KV heads, head] into its slots."""
+def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | None) -> None:
+    """Put ``new`` [T, KV heads, head] into its slots, divided by ``scale`` [KV heads] if given."""
     block = torch.div(meta.slot_mapping, meta.block_size, rounding_mode="floor")
     offset = meta.slot_mapping % meta.block_size
     view = cache[..., : new.shape[-1]]
