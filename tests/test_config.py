@@ -75,6 +75,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"cuda_graphs": "load", "device": "cpu"}, "must be 'lazy' or 'never' with device 'cpu'"),
         ({"cuda_graphs": "always"}, "must be one of"),
         ({"compile": True, "device": "cpu"}, "compile is True, but must be left out"),
+        ({"compile": True, "batch_invariant": True}, "exclude each other"),
         ({"attention": "flashinfer", "device": "cpu"}, "another one with device 'cpu'"),
     ],
 )

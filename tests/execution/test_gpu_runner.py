@@ -9,6 +9,8 @@ import transformers
 from jitney.config import EngineConfig, make_config
 from jitney.engine import Engine
 from jitney.errors import ConfigError
+from jitney.execution import models as models_module
+from jitney.execution.memory import make_layer_caches
 from jitney.execution.runner import load_runner
 from jitney.request import Batch, Cancel, Failed, Finished, Row, Submit, Tokens
 from jitney.sampling_params import SamplingParams
@@ -21,6 +23,7 @@ from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 pytest.importorskip("triton")
 from jitney.execution.gpu import graphs as graphs_module
 from jitney.execution.gpu import load as load_module
+from jitney.execution.gpu import measure as measure_module
 from jitney.execution.gpu import runner as runner_module
 from jitney.execution.gpu.device import Replay
 
@@ -384,6 +387,28 @@ def test_scales_of_the_checkpoint_are_taken(path: Path, monkeypatch) -> None:
     runner.close()
 
 
+def test_compiled(path: Path, plain, monkeypatch) -> None:
+    """The compiler takes the modules apart without looking into the attention, for prompts and
+    decodes of any number of tokens. (Its back end, which makes kernels, is left out here.)"""
+
+    def compile_plainly(config, model) -> int:
+        load_module.compile_module(model.module, backend="eager")
+        return 0
+
+    monkeypatch.setattr(load_module, "_speed_up", compile_plainly)
+    runner = load_runner(options(path))
+    counts = torch._dynamo.utils.counters["stats"]
+    params = replace(GREEDY, max_tokens=3)
+    drive(runner, [([5, 6, 7, 8], params), ([9], params)])
+    graphs = counts["unique_graphs"]
+    assert graphs > 0
+    requests = [([5, 6, 7, 8, 9, 10], params), ([9, 8], params)]
+    assert drive(runner, requests).outputs == drive(plain, requests).outputs
+    assert counts["unique_graphs"] == graphs
+    runner.close()
+    torch._dynamo.reset()
+
+
 def test_without_overlap(path: Path) -> None:
     runner = load_runner(options(path, overlap=False))
     assert not runner.info.overlap
@@ -410,3 +435,39 @@ def test_options_that_have_no_meaning_here(
         pytest.skip("it has a meaning there")
     with pytest.raises(ConfigError, match=message):
         load_runner(options(path, attention=attention, **given))
+
+
+def test_the_largest_steps_are_measured(path: Path, monkeypatch) -> None:
+    """What a GPU measures while loading runs over a cache of one block, whatever the lengths; a
+    GPU's counters are stood in for."""
+    config = options(path, max_num_seqs=2, max_num_batched_tokens=12, cuda_graph_sizes=None)
+    runner = load_runner(config)
+    info = replace(runner.info, num_blocks=1, max_model_len=9)
+    monkeypatch.setattr(measure_module, "_SHORT_CONTEXT", 3)
+    peaks = iter([1000, 5000])
+    counters = {
+        "empty_cache": lambda: None,
+        "memory_allocated": lambda device: 200,
+        "reset_peak_memory_stats": lambda device: None,
+        "max_memory_reserved": lambda device: next(peaks),
+    }
+    for name, stand_in in counters.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    seen: list[Batch] = []
+    real = runner_module.GpuRunner.launch
+
+    def spy(self, batch: Batch):
+        seen.append(batch)
+        return real(self, batch)
+
+    monkeypatch.setattr(runner_module.GpuRunner, "launch", spy)
+    model = models_module.load_model(config)
+    caches = make_layer_caches(model.layers, 1, 4, model.dtype, model.device, "gpu")
+    found = measure_module.measure_steps(model, caches, info, config, FakeDevice())
+    keys = 2  # of one row and of two; contexts are short
+    assert found.activations == 5000 - 200
+    assert found.graphs == 2 * (1000 - 200) + keys * measure_module._GRAPH_BYTES
+    assert max(batch.num_tokens for batch in seen) == 12
+    assert max(row.end for batch in seen for row in batch.rows) == 9
+    assert {len(batch.rows) for batch in seen} == {2}
+    runner.close()

@@ -14,7 +14,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30
 
 
-def plan(device: torch.device = CPU, available: int = 8 * GIB, length: int = 1 << 20, **options):
+def plan(
+    device: torch.device = CPU,
+    available: int = 8 * GIB,
+    length: int = 1 << 20,
+    graphs: int = 0,
+    **options,
+):
     return plan_memory(
         make_config({"model": "m", **options}),
         LAYERS,
@@ -24,6 +30,7 @@ def plan(device: torch.device = CPU, available: int = 8 * GIB, length: int = 1 <
         activations=GIB // 2,
         available=available,
         max_model_len=length,
+        graphs=graphs,
     )
 
 
@@ -49,6 +56,16 @@ def test_defaults() -> None:
     assert plan(GPU, instances=2).num_blocks == pytest.approx(plan(GPU).num_blocks / 2, abs=1)
     fraction = plan(kv_cache_fraction=0.5).cache
     assert 4 * GIB - plan().block_bytes < fraction <= 4 * GIB
+
+
+def test_graphs_need_room_too() -> None:
+    without, beside = plan(GPU, 2 * GIB), plan(GPU, 2 * GIB, graphs=GIB)
+    assert 0 <= without.cache - beside.cache - GIB < beside.block_bytes
+    assert beside.free < beside.block_bytes
+    assert "graphs at most about 1,024 MiB" in str(beside)
+    assert "graphs" not in str(without)
+    with pytest.raises(ConfigError, match=f"the free memory less {GIB + GIB // 2:,} for a step"):
+        plan(GPU, 2 * GIB, graphs=GIB, kv_cache_bytes=GIB)
 
 
 def test_default_stops_where_more_is_of_no_use() -> None:

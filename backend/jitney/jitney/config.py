@@ -65,7 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_invariant: bool = False
     """Fixed tiles and split sizes: a request's logits are bitwise the same in every batch."""
     compile: bool = False
-    """Run the modules through ``torch.compile``. Loading then takes minutes."""
+    """Run the modules through ``torch.compile`` in place of ``fuse``: on a GPU. Loading then takes
+    minutes."""
 
     # -- the KV cache
     block_size: int = 16
@@ -229,6 +230,8 @@ def _check_gpu_options(config: EngineConfig) -> None:
                 )
         if not sizes:
             raise ConfigError.of("cuda_graph_sizes", [], "one size or more; else set cuda_graphs")
+    if config.compile and config.batch_invariant:
+        raise ConfigError("options compile and batch_invariant exclude each other")
     if config.device != "cpu":
         return
     for key in ("compile", "cuda_graph_sizes"):

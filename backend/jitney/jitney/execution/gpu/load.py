@@ -8,7 +8,7 @@ import time
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
@@ -17,7 +17,7 @@ from jitney.execution.gpu.device import CudaDevice, Device, HostDevice
 from jitney.execution.gpu.fuse import fuse_for_gpu
 from jitney.execution.gpu.measure import StepMemory, measure_steps
 from jitney.execution.gpu.runner import GpuRunner
-from jitney.execution.interface import LayerCache, PagedStep
+from jitney.execution.interface import NAME, LayerCache, paged_attention
 from jitney.execution.load import (
     FLOAT8,
     allocate_caches,
@@ -86,26 +86,27 @@ def _device(config: EngineConfig, model: LoadedModel) -> Device:
 def _speed_up(config: EngineConfig, model: LoadedModel) -> int:
     """Rearrange the module and check that it still gives the same. Returns the bytes added."""
     before = probe_logits(model.module, model.layers)
+    if config.compile:  # which fuses by itself, and cannot look into kernels
+        compile_module(model.module)
+        after = probe_logits(model.module, model.layers, config.attention, config.block_size)
+        check_same(before, after)
+        return 0
     fused = fuse_for_gpu(model.module, config)
     _log.info("fused %d layers, %d gated MLPs, %d norms", fused.layers, fused.mlps, fused.norms)
     for reason, count in fused.reasons.items():
         _log.info("not fused (%d): %s", count, reason)
-    if config.compile:
-        compile_module(model.module)
     after = probe_logits(model.module, model.layers, config.attention, config.block_size)
     check_same(before, after)
     return fused.added_bytes
 
 
 def compile_module(module: PreTrainedModel, backend: str = "inductor") -> None:
-    """Compile the module's forward, or the step that a fused model has in its place, for any number
-    of tokens. The attention stays as it is: its kernels are compiled already."""
-    PagedStep.__call__ = torch.compiler.disable(PagedStep.__call__)  # type: ignore[method-assign]
-    step = getattr(module.forward, "step", None)
-    if step is None:
-        module.forward = torch.compile(module.forward, dynamic=True, backend=backend)
-    else:
-        module.forward.step = torch.compile(step, dynamic=True, backend=backend)
+    """Compile the module's forward for any number of tokens. Attention stays as it is: its kernels
+    are compiled already, and it is called through an object that the compiler need not look into.
+    """
+    # The name belongs to the process; for whoever does not compile, the function is the same.
+    AttentionInterface.register(NAME, torch.compiler.disable(paged_attention))
+    module.forward = torch.compile(module.forward, dynamic=True, backend=backend)
 
 
 def _cache_scales(config: EngineConfig, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
