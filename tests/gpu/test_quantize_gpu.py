@@ -126,7 +126,7 @@ def test_unquantized_weights_arrive(
 ) -> None:
     """Through transformers onto the device, or from the mapped file by ourselves."""
     if not accelerate:
-        monkeypatch.setattr("jitney.execution.weights.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("jitney.execution.weights.is_accelerate_available", lambda: False)
     folder = make_checkpoint(tmp_path, architecture, tie_word_embeddings=True)
     model = load_model(make_config({"model": str(folder), "dtype": "float32"}))
     right = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -200,5 +200,5 @@ def _speed_up(config: EngineConfig, model: LoadedModel, budget: int) -> int:
         if packed.reason is not None:
             _log.info("no linear layers prepacked: %s", packed.reason)
     after = probe_logits(model.module, model.layers, config.attention, config.block_size)
-    check_same(before, after)
+    check_same(before, after, model.module)
     return added

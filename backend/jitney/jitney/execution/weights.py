@@ -5,7 +5,6 @@ What it reads for a CPU in the stored dtype are views of the mapped files, so no
 until :func:`stream` sends a tensor from the page cache to the device, a few at a time.
 """
 
-import importlib.util
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_accelerate_available
 from transformers.utils import logging as hf_logging
 
 from jitney.errors import CheckpointError
@@ -50,10 +50,10 @@ def read_weights(
     interface.register()
     options: dict[str, Any] = {}
     if device is not None and device.type != "cpu":
-        if importlib.util.find_spec("accelerate") is not None:
+        if is_accelerate_available():
             options["device_map"] = {"": device}
         else:
-            _log.info("accelerate is missing: weights are merged on the CPU where they need to be")
+            _log.info("accelerate is missing or old: stacked experts are put together on the CPU")
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # a server's log is no terminal
     try:
