@@ -13,6 +13,7 @@ docs/gpu.md has the command with what must be installed, docs/benchmarks.md the 
 import argparse
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,10 @@ def main() -> int:
     if arguments.tiny:  # limits are for a GPU
         parts = [replace(part, seconds=10 * part.seconds) for part in parts]
     report = Report([part.name for part in parts], arguments.json)
-    supervise(parts, report, arguments.seconds or (1800 if arguments.tiny else 540), arguments.tiny)
+    seconds = arguments.seconds or (1800 if arguments.tiny else 540)
+    with tempfile.TemporaryDirectory(prefix="jitney-gpu-benchmark-") as folder:
+        os.environ["TMPDIR"] = folder  # a part that is killed leaves no checkpoint behind
+        supervise(parts, report, seconds, arguments.tiny)
     print("\n" + table(report))
     if arguments.tiny:
         print("--tiny: the kernels ran in an interpreter; none of these figures means anything")

@@ -74,6 +74,10 @@ def steady_engine(
         "max_model_len": length,
         "kv_cache_bytes": blocks * 16 * shape.kv_bytes,
     }
+    if device.type == "cuda" and options.get("cuda_graphs") != "never":
+        # Contexts grow past what a graph was captured for: no capture may fall into the timing.
+        sizes = [size for size in plan.batches if size <= batch]
+        chosen |= {"cuda_graphs": "load", "cuda_graph_sizes": sizes}
     return make_engine(bench, shape, device, **(chosen | options))
 
 

@@ -47,9 +47,10 @@ def _describe(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.machine()} processor, a rehearsal"
     info = torch.cuda.get_device_properties(device)
+    cache = getattr(info, "L2_cache_size", 0) / 1e6
     return (
         f"{info.name}, {info.multi_processor_count} SMs, compute {info.major}.{info.minor}, "
-        f"{info.total_memory / 2**30:.0f} GiB, L2 {info.L2_cache_size / 1e6:.0f} MB, "
+        f"{info.total_memory / 2**30:.0f} GiB, L2 {cache:.0f} MB, "
         f"CUDA {torch.version.cuda}"
     )
 

@@ -77,8 +77,10 @@ class Bench:
             self.add(name, error=f"{type(error).__name__}: {error}", details={"trace": trace})
             if device_is_gone():
                 raise DeviceGoneError(str(error)) from error
-            return False
-        return True
+        else:
+            return True
+        _release()  # what the case held is freed only now that its exception is
+        return False
 
 
 class DeviceGoneError(RuntimeError):
