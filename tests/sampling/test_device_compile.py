@@ -20,7 +20,7 @@ from jitney.execution.gpu import edit_kernels, sampling_kernels
 assert not triton.knobs.runtime.interpret
 TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
 TYPES = dict(
-    stride="i32", edited="*fp32", slots="*i32", raw_maxima="*fp32", words="*i64", maxima="*fp32",
+    stride="i32", edited="*fp32", places="*i32", raw_maxima="*fp32", words="*i64", maxima="*fp32",
     sums="*fp32", lists="*i32", kept="*fp32", out="*i64", num_rows="i32", delta="i32", vocab="i32",
     headers="*i64", tokens="*i32", values="*fp32", pool="*i32",
     contexts="*i32",
@@ -54,11 +54,13 @@ def build(kernel, warps, **constants):
     return code
 
 
-for draws, edited in ((False, False), (True, True), (True, False), (False, True)):
-    constants = dict(CHUNKS=2048, ANY_DRAWS=draws, EDITED=edited)
-    code = build(sampling_kernels.scan, 4, **constants)
-    assert not aligned or "LDG.E.128" in code, "not 16 bytes at a time"
-    build(sampling_kernels.select, 8, RAW=64, **constants)
+for draws in (False, True):
+    # Edited logits are f32: what is built for those is built for all of them.
+    for edited in (False, True) if logits == "*fp32" else (False,):
+        constants = dict(CHUNKS=2048, ANY_DRAWS=draws, EDITED=edited)
+        code = build(sampling_kernels.scan, 4, **constants)
+        assert not aligned or "LDG.E.128" in code, "not 16 bytes at a time"
+        build(sampling_kernels.select, 8, RAW=64, **constants)
 build(edit_kernels.edit, 8, RAW=64)
 """
 

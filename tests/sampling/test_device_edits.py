@@ -26,11 +26,12 @@ def check(edits: Edits, logits: Tensor, pairs: list[tuple[Row, int]]) -> None:
     """Edit those that ask for it, and compare."""
     constrained = [place for place, (row, _) in enumerate(pairs) if constrains(row)]
     got = edits.launch(logits, pairs, constrained)
-    assert (got.slots >= 0).nonzero().flatten().tolist() == constrained
+    assert got.places.tolist() == constrained
+    assert sorted(got.others.tolist() + constrained) == list(range(len(pairs)))
     expected = logits[constrained].float()
     raw = expected.amax(dim=1)
     constrain(expected, [pairs[place][0] for place in constrained])
-    assert torch.equal(got.logits[got.slots[constrained].long()], expected)
+    assert torch.equal(got.logits, expected)
     tiles = -(-logits.shape[1] // 4096)
     assert torch.equal(got.raw_maxima[:, :tiles].amax(dim=1), raw)
 

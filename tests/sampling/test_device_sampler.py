@@ -166,7 +166,7 @@ def _bounds(logits, vocab, parameters, out, lists, kept, CHUNKS: tl.constexpr):
     temperature = tl.load(parameters).to(tl.float32)
     distance = tl.div_rn(best - x, temperature)
     bound, count = filter_row(
-        (logits, logits, False, vocab),
+        (logits, vocab),
         (best, temperature),
         lists,
         kept,
@@ -176,7 +176,6 @@ def _bounds(logits, vocab, parameters, out, lists, kept, CHUNKS: tl.constexpr):
         tl.load(parameters + 2).to(tl.int32),
         tl.load(parameters + 3),
         CHUNKS,
-        False,
     )
     tl.store(out, bound)
     tl.store(out + 1, count.to(tl.float32))

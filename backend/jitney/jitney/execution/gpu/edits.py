@@ -30,8 +30,10 @@ class Edited:
 
     logits: Tensor
     """[E, V] f32."""
-    slots: Tensor
-    """[S] i32: the row of ``logits``, or -1."""
+    places: Tensor
+    """[E] i32: of which rows they are."""
+    others: Tensor
+    """[S − E] i32: the rows that are not edited."""
     raw_maxima: Tensor
     """[E, tiles, padded] f32: the greatest before the edits."""
 
@@ -43,7 +45,8 @@ class _Named:
     key: tuple[object, ...]
     headers: Tensor
     """[E, HEADER] i64."""
-    slots: Tensor
+    places: Tensor
+    others: Tensor
     tokens: Tensor
     values: Tensor
 
@@ -92,7 +95,7 @@ class Edits:
             logits, logits.stride(0), named.headers, named.tokens, named.values, contexts,
             self._contexts.pool, edited, raw, self._vocab_size, RAW=self.raw, num_warps=8,
         )  # fmt: skip
-        return Edited(edited, named.slots, raw)
+        return Edited(edited, named.places, named.others, raw)
 
     def _follow(self, pairs: list[tuple[Row, int]]) -> Tensor:
         """[E, 2] i32: where in the pool each row's context begins, and how many tokens it has."""
@@ -154,9 +157,9 @@ class Edits:
             tokens += (lists.allowed, forbidden, stops, lists.biased)
             biases += (np.zeros(begin_biased - size, dtype=np.float32), lists.biases)
             size = end
-        slots = np.full(count, -1, dtype=np.int32)
-        slots[constrained] = np.arange(len(rows), dtype=np.int32)
-        return [headers, slots, np.concatenate(tokens), np.concatenate(biases)]
+        places = np.array(constrained, dtype=np.int32)
+        others = np.setdiff1d(np.arange(count, dtype=np.int32), places)
+        return [headers, places, others, np.concatenate(tokens), np.concatenate(biases)]
 
     def _lists_of(self, row: Row) -> _Lists:
         lists = self._lists.get(row.key)

@@ -8,8 +8,8 @@ bits of such a float, read as an integer, are in the same order. A filter keeps 
 bound, so tokens that tie with the last one kept are kept. The bound is found by bisection over the
 tokens of those chunks whose least distance says that they may hold a kept one.
 
-A row's *source* is the tuple (its logits, its edited logits, whether those count, vocabulary); its
-*scale* is (greatest logit, temperature).
+A row's *source* is the tuple (where its logits are, vocabulary); its *scale* is (greatest logit,
+temperature).
 """
 
 import triton
@@ -33,27 +33,21 @@ _EVEN_PASSES = tl.constexpr(6)
 
 
 @triton.jit
-def read(source, tokens, EDITED: tl.constexpr):
+def read(source, tokens):
     """Logits of ``tokens`` in f32: what is no number counts as +inf, what is no token as -inf."""
-    logits, edited, is_edited, vocab = source
-    inside = tokens < vocab
-    if EDITED:
-        x = tl.load(logits + tokens, mask=inside & ~is_edited, other=-_INFINITY).to(tl.float32)
-        y = tl.load(edited + tokens, mask=inside & is_edited, other=-_INFINITY)
-        x = tl.where(is_edited, y, x)
-    else:
-        x = tl.load(logits + tokens, mask=inside, other=-_INFINITY).to(tl.float32)
+    logits, vocab = source
+    x = tl.load(logits + tokens, mask=tokens < vocab, other=-_INFINITY).to(tl.float32)
     return tl.where(x != x, _INFINITY, x)
 
 
 @triton.jit
-def _distances(source, scale, lists, begin, count, EDITED: tl.constexpr):
+def _distances(source, scale, lists, begin, count):
     """[GROUP, CHUNK]: of the listed chunks from ``begin`` on; infinite beyond ``count``."""
     entries = begin + tl.arange(0, _GROUP)
     listed = entries < count
     chunks = tl.load(lists + entries, mask=listed, other=0)
     tokens = chunks[:, None] * _CHUNK + tl.arange(0, _CHUNK)[None, :]
-    x = read(source, tokens, EDITED)
+    x = read(source, tokens)
     return tl.where(listed[:, None], tl.div_rn(scale[0] - x, scale[1]), _INFINITY)
 
 
@@ -67,7 +61,7 @@ def _within(distance, bound, COUNT: tl.constexpr):
 
 @triton.jit
 def _amounts(
-    source, scale, lists, count, bound1, bound2, bound3, bound4, EDITED: tl.constexpr,
+    source, scale, lists, count, bound1, bound2, bound3, bound4,
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """What lies within each of four bounds: f64 [4], in one pass over the listed chunks."""
@@ -76,7 +70,7 @@ def _amounts(
     sum3 = tl.zeros([_GROUP, _CHUNK // 8], tl.float32)
     sum4 = tl.zeros([_GROUP, _CHUNK // 8], tl.float32)
     for begin in range(0, count, _GROUP):
-        distance = _distances(source, scale, lists, begin, count, EDITED)
+        distance = _distances(source, scale, lists, begin, count)
         sum1 += _within(distance, bound1, COUNT)
         sum2 += _within(distance, bound2, COUNT)
         sum3 += _within(distance, bound3, COUNT)
@@ -102,11 +96,11 @@ def _between(low, high, number: tl.constexpr, even):
 
 
 @triton.jit
-def _kept_weight(source, scale, lists, kept, count, bound, EDITED: tl.constexpr):
+def _kept_weight(source, scale, lists, kept, count, bound):
     """Store in ``kept`` what each listed chunk holds within ``bound``; return the whole (f64)."""
     total = tl.zeros([_GROUP], tl.float64)
     for begin in range(0, count, _GROUP):
-        distance = _distances(source, scale, lists, begin, count, EDITED)
+        distance = _distances(source, scale, lists, begin, count)
         weights = tl.sum(tl.where(distance <= bound, tl.exp(-distance), 0.0), axis=1)
         entries = begin + tl.arange(0, _GROUP)
         tl.store(kept + entries, weights, mask=entries < count)
@@ -115,9 +109,7 @@ def _kept_weight(source, scale, lists, kept, count, bound, EDITED: tl.constexpr)
 
 
 @triton.jit
-def _least_bound(
-    source, scale, lists, count, farthest, need, EDITED: tl.constexpr, COUNT: tl.constexpr
-):
+def _least_bound(source, scale, lists, count, farthest, need, COUNT: tl.constexpr):
     """A bound that keeps the tokens that the least one with ``need`` within it keeps, or
     ``farthest`` if even that one holds less.
 
@@ -139,7 +131,7 @@ def _least_bound(
         within = _amounts(
             source, scale, lists, count, bits1.to(tl.float32, bitcast=True),
             bits2.to(tl.float32, bitcast=True), bits3.to(tl.float32, bitcast=True),
-            bits4.to(tl.float32, bitcast=True), EDITED, COUNT,
+            bits4.to(tl.float32, bitcast=True), COUNT,
         )  # fmt: skip
         bits = tl.reshape(_four(bits1, bits2, bits3, bits4), [4])
         # More is within a greater bound, so the closest ones are extremes on either side.
@@ -184,7 +176,6 @@ def _cover(reach, peak, weight, total, top_k, top_p):
 @triton.jit
 def filter_row(
     source, scale, lists, kept, reach, weight, min_distance, top_k, top_p, CHUNKS: tl.constexpr,
-    EDITED: tl.constexpr,
 ):  # fmt: skip
     """List the chunks that may hold a kept token, in ascending order, in ``lists``, and the weight
     that each of them keeps in ``kept``. Returns the bound and how many chunks are listed.
@@ -204,11 +195,11 @@ def filter_row(
     tl.store(lists + order - 1, tl.arange(0, CHUNKS), mask=chosen)
     tl.debug_barrier()  # the program's other threads read what these wrote
     if top_k > 0:
-        bound = _least_bound(source, scale, lists, count, bound, top_k.to(tl.float64), EDITED, True)
+        bound = _least_bound(source, scale, lists, count, bound, top_k.to(tl.float64), True)
     if top_p < 1.0:
         if limited:
-            total = _kept_weight(source, scale, lists, kept, count, bound, EDITED)
-        bound = _least_bound(source, scale, lists, count, bound, top_p * total, EDITED, False)
-    _kept_weight(source, scale, lists, kept, count, bound, EDITED)
+            total = _kept_weight(source, scale, lists, kept, count, bound)
+        bound = _least_bound(source, scale, lists, count, bound, top_p * total, False)
+    _kept_weight(source, scale, lists, kept, count, bound)
     tl.debug_barrier()
     return bound, count

@@ -2,9 +2,10 @@
 
 Called by the GPU's runner once a step: :meth:`DeviceSampler.launch` queues the work, the token ids
 stay on the device as the next step's inputs, and :meth:`LaunchedSamples.wait` brings them to the
-host when they are wanted there. A step costs two kernels, one more if requests edit their logits,
-and a few of torch's if they ask for log-probabilities; one copy to the host; and no copy to the
-device where it asks for the same as the last one did, as steps of running sequences do.
+host when they are wanted there. A step costs two kernels; one or three more if all or some of its
+requests edit their logits, and a few of torch's if they ask for log-probabilities; one copy to the
+host; and no copy to the device where it asks for the same as the last one did, as steps of running
+sequences do.
 
 Random numbers are made on the device, from the position of a token (see ``sampling_kernels``). The
 positions stay there too, and a step says only by how much all of them have grown.
@@ -129,7 +130,9 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         chunks = -(-vocab_size // CHUNK)
         self._groups = -(-chunks // GROUP)
-        self._chunks = 1 << max(chunks - 1, 1).bit_length()
+        # A power of two, for the tiles that hold one number per chunk; 4 keep loads aligned.
+        self._chunks = 1 << max(chunks - 1, 3).bit_length()
+        self._every = torch.zeros(0, dtype=torch.int32, device=device)
         self._edits = Edits(device, vocab_size)
         self._asked: _Asked | None = None
         self._records: dict[int, tuple[SamplingParams, bytes]] = {}
@@ -181,7 +184,8 @@ class DeviceSampler:
     def _select(
         self, logits: Tensor, pairs: list[tuple[Row, int]], asked: _Asked, out: Tensor
     ) -> None:
-        """Launch the kernels."""
+        """Launch the kernels: for the rows whose logits are edited, and for the others. A row's
+        are the same ones, compiled for the same, whatever the others of its batch ask for."""
         rows = len(pairs)
         constrained = asked.edited
         if asked.watched:
@@ -191,21 +195,33 @@ class DeviceSampler:
         shape = (4 if asked.draws else 1, rows, self._chunks)
         work = torch.empty(shape, dtype=torch.float32, device=self._device)
         maxima, sums, kept, lists = work if asked.draws else (work[0],) * 4
-        lists = lists.view(torch.int32)
-        edited, slots, raw = maxima, lists, maxima  # not read, unless there are edits
+        parts = [(logits, self._all_places(rows), maxima, False)]  # (…, no raw maxima, …)
         if constrained:
             edits = self._edits.launch(logits, pairs, constrained)
-            edited, slots, raw = edits.logits, edits.slots, edits.raw_maxima
-        stride = logits.stride(0)
-        scan[(rows, self._groups)](
-            logits, stride, edited, slots, words, maxima, sums, self._vocab_size,
-            CHUNKS=self._chunks, ANY_DRAWS=asked.draws, EDITED=bool(constrained), num_warps=4,
-        )  # fmt: skip
-        select[(rows,)](
-            logits, stride, edited, slots, raw, words, maxima, sums, lists, kept, out, rows, delta,
-            self._vocab_size, CHUNKS=self._chunks, RAW=self._edits.raw, ANY_DRAWS=asked.draws,
-            EDITED=bool(constrained), num_warps=8,
-        )  # fmt: skip
+            parts = [
+                (logits, edits.others, maxima, False),
+                (edits.logits, edits.places, edits.raw_maxima, True),
+            ]
+        for source, places, raw_maxima, edited in parts:
+            if not len(places):
+                continue
+            scan[(len(places), self._groups)](
+                source, source.stride(0), places, words, maxima, sums, self._vocab_size,
+                CHUNKS=self._chunks, ANY_DRAWS=asked.draws, EDITED=edited, num_warps=4,
+            )  # fmt: skip
+            select[(len(places),)](
+                source, source.stride(0), places, raw_maxima, words, maxima, sums,
+                lists.view(torch.int32), kept, out, rows, delta, self._vocab_size,
+                CHUNKS=self._chunks, RAW=self._edits.raw, ANY_DRAWS=asked.draws, EDITED=edited,
+                num_warps=8,
+            )  # fmt: skip
+
+    def _all_places(self, rows: int) -> Tensor:
+        """[rows] i32 on the device: 0, 1, 2 and so on."""
+        if len(self._every) < rows:
+            size = 1 << (rows - 1).bit_length()
+            self._every = torch.arange(size, dtype=torch.int32, device=self._device)
+        return self._every[:rows]
 
     def _ask(self, pairs: list[tuple[Row, int]]) -> _Asked:
         """What this step asks for: as a rule what the last one did, which a comparison by identity

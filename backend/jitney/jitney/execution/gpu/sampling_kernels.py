@@ -34,14 +34,11 @@ _INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def _source(logits, stride, edited, slots, row, vocab, EDITED: tl.constexpr):
-    """Where a row's logits are, as ``read`` takes it. ``slots`` [S] i32 has its row of ``edited``
-    (f32, [E, V]), or -1."""
-    slot = row * 0 - 1
-    if EDITED:
-        slot = tl.load(slots + row).to(tl.int64)
-        edited = edited + slot * vocab
-    return (logits + row * stride, edited, slot >= 0, vocab)
+def _source(logits, stride, row, vocab, EDITED: tl.constexpr):
+    """Where the logits of this program's row are, as ``read`` takes it."""
+    # Edited ones are copies, one for each program.
+    at = tl.program_id(0).to(tl.int64) if EDITED else row
+    return (logits + at * stride, vocab)
 
 
 @triton.jit
@@ -53,15 +50,15 @@ def _halves(address):
 
 @triton.jit
 def scan(
-    logits, stride, edited, slots, words, maxima, sums, vocab,
+    logits, stride, places, words, maxima, sums, vocab,
     CHUNKS: tl.constexpr, ANY_DRAWS: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, group): each chunk's greatest logit and, if the row draws, the sum of its
-    weights relative to that one. ``maxima`` and ``sums`` are [S, CHUNKS] f32."""
-    row = tl.program_id(0).to(tl.int64)
+    """Program (p, group): of row ``places[p]`` each chunk's greatest logit and, if the row draws,
+    the sum of its weights relative to that one. ``maxima`` and ``sums`` are [S, CHUNKS] f32."""
+    row = tl.load(places + tl.program_id(0)).to(tl.int64)
     chunks = tl.program_id(1) * _GROUP + tl.arange(0, _GROUP)
     tokens = chunks[:, None] * _CHUNK + tl.arange(0, _CHUNK)[None, :]
-    x = read(_source(logits, stride, edited, slots, row, vocab, EDITED), tokens, EDITED)
+    x = read(_source(logits, stride, row, vocab, EDITED), tokens)
     best = tl.max(x, axis=1)
     there = chunks < CHUNKS
     tl.store(maxima + row * CHUNKS + chunks, best, mask=there)
@@ -109,10 +106,7 @@ def _first_above(weights, target, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _draw(
-    source, best, maxima, words, sums, lists, kept, delta, CHUNKS: tl.constexpr,
-    EDITED: tl.constexpr,
-):  # fmt: skip
+def _draw(source, best, maxima, words, sums, lists, kept, delta, CHUNKS: tl.constexpr):
     """Inverse cumulative distribution in vocabulary order, over what the filters keep."""
     places = tl.arange(0, CHUNKS)
     top_p = tl.load(words + 1).to(tl.float64, bitcast=True)
@@ -121,12 +115,12 @@ def _draw(
     top_k, kind = _halves(words + 3)
 
     reach = tl.div_rn(best - maxima, temperature)
-    weight = tl.load(sums + places, mask=places * _CHUNK < source[3], other=0.0) * tl.exp(-reach)
+    weight = tl.load(sums + places, mask=places * _CHUNK < source[1], other=0.0) * tl.exp(-reach)
     bound = best * 0.0 + _INFINITY
     if kind & _FILTERS:
         bound, count = filter_row(
             source, (best, temperature), lists, kept, reach, weight,
-            high.to(tl.float32, bitcast=True), top_k, top_p, CHUNKS, EDITED,
+            high.to(tl.float32, bitcast=True), top_k, top_p, CHUNKS,
         )  # fmt: skip
         weight = tl.load(kept + places, mask=places < count, other=0.0)
     weights = weight.to(tl.float64)
@@ -135,7 +129,7 @@ def _draw(
     if kind & _FILTERS:
         chunk = tl.load(lists + chunk)
 
-    x = read(source, chunk * _CHUNK + tl.arange(0, _CHUNK), EDITED)
+    x = read(source, chunk * _CHUNK + tl.arange(0, _CHUNK))
     distance = tl.div_rn(best - x, temperature)
     inner = tl.where(distance <= bound, tl.exp(-distance), 0.0).to(tl.float64)
     place, _ = _first_above(inner, target - before, _CHUNK)
@@ -143,35 +137,33 @@ def _draw(
 
 
 @triton.jit
-def _status(best, raw_maxima, slots, row, vocab, RAW: tl.constexpr, EDITED: tl.constexpr):
+def _status(best, raw_maxima, vocab, RAW: tl.constexpr, EDITED: tl.constexpr):
     """Whether the row can be sampled, else whose fault it is."""
     finite = tl.abs(best) < _INFINITY
     status = tl.where(finite, 0, _BROKEN)
     if EDITED:
-        slot = tl.load(slots + row).to(tl.int64)
-        if slot >= 0:
-            parts = tl.arange(0, RAW)
-            there = parts * (_GROUP * _CHUNK) < vocab
-            raw = tl.max(tl.load(raw_maxima + slot * RAW + parts, mask=there, other=-_INFINITY), 0)
-            status = tl.where(tl.abs(raw) < _INFINITY, tl.where(finite, 0, _FORBIDDEN), _BROKEN)
+        tiles = tl.arange(0, RAW)
+        there = tiles * (_GROUP * _CHUNK) < vocab
+        raw_maxima += tl.program_id(0) * RAW
+        raw = tl.max(tl.load(raw_maxima + tiles, mask=there, other=-_INFINITY), 0)
+        status = tl.where(tl.abs(raw) < _INFINITY, tl.where(finite, 0, _FORBIDDEN), _BROKEN)
     return status
 
 
 @triton.jit(do_not_specialize=["num_rows", "delta"])
 def select(
-    logits, stride, edited, slots, raw_maxima, words, maxima, sums, lists, kept, out, num_rows,
-    delta, vocab, CHUNKS: tl.constexpr, RAW: tl.constexpr, ANY_DRAWS: tl.constexpr,
-    EDITED: tl.constexpr,
+    logits, stride, places, raw_maxima, words, maxima, sums, lists, kept, out, num_rows, delta,
+    vocab, CHUNKS: tl.constexpr, RAW: tl.constexpr, ANY_DRAWS: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): its token to ``out[0, row]`` (i64), 0 if there is none, and why there is none
-    to ``out[1, row]``. ``raw_maxima`` [E, RAW]: the greatest logits, before they were edited, of
-    each tile. ``lists`` and ``kept`` are [S, CHUNKS] to work in."""
-    row = tl.program_id(0).to(tl.int64)
-    source = _source(logits, stride, edited, slots, row, vocab, EDITED)
-    places = tl.arange(0, CHUNKS)
-    each = tl.load(maxima + row * CHUNKS + places, mask=places * _CHUNK < vocab, other=-_INFINITY)
+    """Program (p): the token of row ``places[p]`` to ``out[0, row]`` (i64), 0 if there is none, and
+    why there is none to ``out[1, row]``. ``raw_maxima`` [E, RAW]: the greatest logits, before they
+    were edited, of each tile. ``lists`` and ``kept`` are [S, CHUNKS] to work in."""
+    row = tl.load(places + tl.program_id(0)).to(tl.int64)
+    source = _source(logits, stride, row, vocab, EDITED)
+    chunks = tl.arange(0, CHUNKS)
+    each = tl.load(maxima + row * CHUNKS + chunks, mask=chunks * _CHUNK < vocab, other=-_INFINITY)
     best = tl.max(each, axis=0)
-    status = _status(best, raw_maxima, slots, row, vocab, RAW, EDITED)
+    status = _status(best, raw_maxima, vocab, RAW, EDITED)
     token = status * 0
     kind = status * 0
     if ANY_DRAWS:
@@ -179,14 +171,14 @@ def select(
         _, kind = _halves(words + 3)
     if status == 0:
         if (kind & _DRAWS) == 0:
-            chunk = tl.min(tl.where(each == best, places, CHUNKS), axis=0)
+            chunk = tl.min(tl.where(each == best, chunks, CHUNKS), axis=0)
             within = tl.arange(0, _CHUNK)
-            x = read(source, chunk * _CHUNK + within, EDITED)
+            x = read(source, chunk * _CHUNK + within)
             token = chunk * _CHUNK + tl.min(tl.where(x == best, within, _CHUNK), axis=0)
         elif ANY_DRAWS:
             token = _draw(
                 source, best, each, words, sums + row * CHUNKS, lists + row * CHUNKS,
-                kept + row * CHUNKS, delta, CHUNKS, EDITED,
+                kept + row * CHUNKS, delta, CHUNKS,
             )  # fmt: skip
     tl.store(out + row, token.to(tl.int64))
     tl.store(out + num_rows + row, status.to(tl.int64))
