@@ -1,9 +1,10 @@
 """Part ``check-runner``: whole engines over one small random model give the same tokens.
 
-In float32 the paths differ by rounding alone, so greedy tokens are equal: the GPU path with graphs
+In float32 the paths differ by rounding alone, so their tokens are equal: the GPU path with graphs
 and overlap, the same without either, and plain modules with the attention in plain torch. Some
-requests sample, some end by a stop id, more than fit wait. Batch invariance is judged in bfloat16
-by log-probabilities, to the bit.
+requests sample, and more come than fit. Among thousands of tokens one near-tie may fall otherwise,
+so one of many requests may differ; the long one, which outgrows its graphs, may not. Batch
+invariance is judged in bfloat16 by log-probabilities, to the bit.
 """
 
 import gc
@@ -34,6 +35,7 @@ PATHS: dict[str, dict[str, object]] = {
     "batch invariant": {"batch_invariant": True},
 }
 TINY_PATHS = ("graphs, overlapped",)
+_MANY = 40  # requests of a workload among which one may differ
 PLAINEST: dict[str, object] = {
     "attention": "reference", "fuse": False, "cuda_graphs": "never", "overlap": False,
 }  # fmt: skip
@@ -76,7 +78,8 @@ def _workloads(bench: Bench, shape: Shape) -> list[tuple[Workload, dict[str, obj
     long = Workload("long", [random.randint(10, 4000, 480).tolist()], [700], "output")
     return [
         (requests(40, 300, 60), {}),
-        (requests(40, 300, 60), {"temperature": 0.9, "top_p": 0.95}),
+        # Few candidates, so that a uniform seldom falls on the border between two.
+        (requests(40, 300, 60), {"temperature": 0.9, "top_k": 4}),
         (long, {}),
     ]
 
@@ -107,14 +110,17 @@ def _same(
     workloads: list[tuple[Workload, dict[str, object]]], references: list[Served],
 ) -> None:  # fmt: skip
     made = _run(bench, shape, device, workloads, PATHS[name])
-    different = sum(
-        got != right
+    different = [
+        sum(got != right for got, right in zip(one.outputs, other.outputs, strict=True))
         for one, other in zip(made, references, strict=True)
-        for got, right in zip(one.outputs, other.outputs, strict=True)
+    ]
+    excess = sum(
+        max(0, count - (len(one.outputs) >= _MANY))
+        for count, one in zip(different, made, strict=True)
     )
     bench.add(
-        name, value=different, unit="differ", ratio=different, bar=0, at_most=True,
-        details={"steps": [one.steps for one in made]},
+        name, value=sum(different), unit="differ", ratio=excess, bar=0, at_most=True,
+        details={"differ": different, "steps": [one.steps for one in made]},
     )  # fmt: skip
 
 
