@@ -300,7 +300,7 @@ def test_stream_keeps_the_order_and_looks_a_little_ahead() -> None:
 
 def options(folder: Path, **more: object) -> dict[str, object]:
     return {
-        "model": str(folder), "device": "cpu", "dtype": "float32", "block_size": 4,
+        "model": str(folder), "device": "cpu", "dtype": "float32", "block_size": 16,
         "kv_cache_bytes": 4 << 20, **more,
     }  # fmt: skip
 
@@ -334,6 +334,23 @@ def test_served_tokens_are_those_of_generate(tmp_path: Path, kind: str, architec
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=0)
     requests = [(prompt[0].tolist(), params) for prompt in prompts]
     assert drive(runner, requests, budget=9, stagger=2, num_blocks=40).outputs == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the compiled kernels")
+def test_fused_modules_of_the_gpu_path(tmp_path: Path) -> None:
+    """Interpreted: projections of one input become one quantized layer, and the tokens stay."""
+    pytest.importorskip("triton")
+    folder = make_checkpoint(tmp_path / "m")
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, seed=0)
+    requests = [(list(range(3, 20)), params)]
+    plain, fused = (
+        load_runner(make_config(options(folder, quantization="fp8", attention=attention)))
+        for attention in ("reference", "gpu")
+    )
+    parts = [each for each in fused._module.modules() if isinstance(each, Fp8Linear)]
+    assert sorted({each.out_features for each in parts}) == [64, 128, 192], "o and down, qkv, pair"
+    driven = [drive(each, requests, budget=9, num_blocks=40) for each in (plain, fused)]
+    assert driven[0].outputs == driven[1].outputs
 
 
 def test_quantized_model_takes_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

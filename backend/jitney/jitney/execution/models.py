@@ -108,7 +108,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 def resolve_device(name: str) -> torch.device:
     """The device of option ``device``. Raises ConfigError if it is not here."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
         raise ConfigError.of("device", name, "auto, cpu, cuda or cuda:N")
     if name == "cpu":

@@ -104,8 +104,8 @@ def quantize_linears(
             setattr(parent, name, quantized)
         each.layer.weight = None
         report.before += weight.numel() * weight.element_size()
-        parts = quantized.named_buffers()
-        report.after += sum(stored_bytes(each) for part, each in parts if part != "bias")
+        parts = dict(quantized.named_buffers())
+        report.after += sum(stored_bytes(parts[part]) for part in parts if part != "bias")
     return report
 
 

@@ -6,6 +6,7 @@ until :func:`stream` sends a tensor from the page cache to the device, a few at 
 """
 
 import logging
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -126,7 +127,7 @@ def missing_package(name: str) -> str | None:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return f"{needed} is not installed"
-    found = tuple(int(part) for part in version.split(".")[:2])
+    found = tuple(map(int, re.findall(r"\d+", version)[:2]))
     return None if found >= least else f"{needed} is needed, and {version} is installed"
 
 
