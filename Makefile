@@ -16,9 +16,10 @@ export no_proxy := $(if $(no_proxy),$(no_proxy)$(comma))127.0.0.1,localhost
 REPOSITORY ?= model_repository
 ARGS ?=
 VENV := .venv/bin
+GPU_PYTHON ?= $(VENV)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve doctor test test-slow test-compose check bench clean clean-venv
+.PHONY: help env models demo serve doctor test test-slow test-compose check bench bench-gpu test-gpu clean clean-venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +48,9 @@ test: env ## the tests, without those that take minutes
 test-slow: env ## the tests that take minutes
 	@$(VENV)/python -m pytest -m "slow and not gpu" $(ARGS)
 
+test-gpu: env ## the tests that need a GPU
+	@$(VENV)/python -m pytest -m gpu $(ARGS)
+
 # Not part of the tests: it needs root, Debian's packages and a container engine of its own.
 test-compose: env models ## docker-compose.yml, run by a real engine (root, Debian, some twenty minutes)
 	@$(VENV)/python -m pytest tests/compose $(ARGS) tests/compose/engine
@@ -62,6 +66,10 @@ bench: env ## the benchmarks whose figures stand in docs/benchmarks.md (about an
 	@$(VENV)/python -m benchmarks.served
 	@$(VENV)/python -m benchmarks.dynamic_batching
 	@$(VENV)/python -m benchmarks.batching_modes
+
+# With the Python that has the CUDA build of torch: docs/gpu.md says what else that one needs.
+bench-gpu: ## check and measure the GPU path (nine minutes): GPU_PYTHON=…
+	@PYTHONPATH=backend/jitney $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean: ## remove caches and build outputs
 	@rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

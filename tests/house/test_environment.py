@@ -57,7 +57,7 @@ def test_a_recent_torch_is_kept(environment: ModuleType, torch: str, kept: bool)
 def test_the_constraint_follows_the_torch_that_is_there(environment: ModuleType) -> None:
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     pinned = environment.pin_torch(constraints, "2.14.0+cu130")
-    assert re.findall(r"^torch.*$", pinned, re.M) == ["torch==2.14.0+cu130"]
+    assert re.findall(r"^torch=.*$", pinned, re.M) == ["torch==2.14.0+cu130"]
     assert pinned.count("\n") == constraints.count("\n")
 
 
