@@ -153,9 +153,11 @@ def _compile(capability: int, kernel: Any, arguments: tuple[Any, ...], options: 
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif not param.is_constexpr and isinstance(value, float):
             kind = "fp32"
-        elif not param.is_constexpr and value is not None and value != 1:
+        elif (
+            not param.is_constexpr and value is not None and (value != 1 or param.do_not_specialize)
+        ):
             kind = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and not param.do_not_specialize:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         signature[param.name] = kind
         if kind == "constexpr":

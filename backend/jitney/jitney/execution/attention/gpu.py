@@ -244,7 +244,7 @@ class GpuAttention:
             q.stride(0), q.stride(1), meta.block_table.stride(0),
             kv_heads, self._group, head_size, key_cache.shape[3], head_tile, meta.block_size,
             _OPERANDS[operand], tiles.decode_rows, tiles.chunk_rows, tiles.block_n,
-            tiles.least_part, segment, plan.only_decodes, in_parts,
+            tiles.least_part, segment, plan.only_decodes,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if in_parts:
@@ -252,7 +252,7 @@ class GpuAttention:
                 out, results, tops, totals, value_scale, sinks, meta.context_len,
                 meta.query_start, window, plan.parts,
                 kv_heads, self._group, head_size, head_tile, tiles.block_n, tiles.least_part,
-                segment, plan.only_decodes, triton.next_power_of_2(plan.parts),
+                segment, _MOST_PARTS,
             )  # fmt: skip
         return out
 

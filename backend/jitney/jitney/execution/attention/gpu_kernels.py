@@ -212,7 +212,6 @@ def _decode(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
     HEAD_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, OPERAND: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr, SEGMENT: tl.constexpr,
-    IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One part of a row with one new token, for all query heads of a KV head."""
     low = context * 0
@@ -227,18 +226,17 @@ def _decode(
         q = tl.load(
             start + query_head[:, None] * query_head_stride + element[None, :], real, other=0.0
         ).to(OPERAND)
-        if IN_PARTS:
+        end = context
+        if num_parts > 1:
             begin += part * size
             end = tl.minimum(begin + size, context)
-        else:
-            end = context
         position = index * 0 + (context - 1)
         top, total, result = _attend_segments(
             q, keys, values, table, head, begin, end, low, position, context - 1,
             scale, softcap, window,
             KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, SEGMENT, True,
         )  # fmt: skip
-        if IN_PARTS and parts > 1:
+        if (num_parts > 1) & (parts > 1):
             heads: tl.constexpr = KV_HEADS * GROUP
             at = (row.to(tl.int64) * heads + query_head) * num_parts + part
             tl.store(part_tops + at, top, index < GROUP)
@@ -291,7 +289,7 @@ def _chunk(
     tl.store(out + place[:, None] + element[None, :], result.to(out.dtype.element_ty), real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "window", "table_stride"])
 def attention_kernel(
     out, part_results, part_tops, part_totals,
     query, keys, values, key_scale, value_scale, sinks,
@@ -302,13 +300,12 @@ def attention_kernel(
     HEAD_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, OPERAND: tl.constexpr,
     DECODE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_PART: tl.constexpr, SEGMENT: tl.constexpr, ONLY_DECODES: tl.constexpr,
-    IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Programs (num_rows * num_parts + tiles, KV heads). The first compute a part of a row that has
     one new token, the others a tile of a longer row's; what has no work ends at once.
 
     out is [T, heads, HEAD_SIZE]; part_results float32 [rows, heads, num_parts, HEAD_SIZE] and the
-    other two [rows, heads, num_parts] are written where a row has more than one part (IN_PARTS).
+    other two [rows, heads, num_parts] are written where a row has more than one part.
     ``scale`` is in units of log2, and includes no scale of the cache.
     """
     program, head = tl.program_id(0), tl.program_id(1)
@@ -330,7 +327,7 @@ def attention_kernel(
                 context, row, part, token.to(tl.int64), head,
                 scale, softcap, window, num_parts, query_token_stride, query_head_stride,
                 KV_HEADS, GROUP, HEAD_SIZE, PADDED, HEAD_TILE, BLOCK_SIZE, OPERAND, DECODE_ROWS,
-                BLOCK_N, MIN_PART, SEGMENT, IN_PARTS,
+                BLOCK_N, MIN_PART, SEGMENT,
             )  # fmt: skip
     elif not ONLY_DECODES:
         # Later tiles of a row have more keys: they go first.
@@ -357,20 +354,18 @@ def attention_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "window"])
 def reduction_kernel(
     out, part_results, part_tops, part_totals, value_scale, sinks, context_len, query_start,
     window, num_parts,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_TILE: tl.constexpr,
     BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr, SEGMENT: tl.constexpr,
-    ONLY_DECODES: tl.constexpr, MOST_PARTS: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Programs (rows, heads): join the parts of a row that has more than one."""
     row, query_head = tl.program_id(0), tl.program_id(1)
-    token, length = row, 1
-    if not ONLY_DECODES:
-        token = tl.load(query_start + row)
-        length = tl.load(query_start + row + 1) - token
+    token = tl.load(query_start + row)
+    length = tl.load(query_start + row + 1) - token
     context = tl.load(context_len + row)
     low = context * 0
     if window is not None:
