@@ -1,4 +1,4 @@
-"""The same code on a GPU, with the attention in plain torch: correct, if slow."""
+"""Several architectures on a GPU, through its own kernels and with the attention in plain torch."""
 
 from pathlib import Path
 
@@ -19,7 +19,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
-def test_parity_on_the_gpu(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize("attention", ["gpu", "reference"])
+def test_parity_on_the_gpu(tmp_path: Path, architecture: str, attention: str) -> None:
     """Greedy in f32: a mixed batch on the GPU gives what ``generate`` gives there, alone."""
     path = make_checkpoint(tmp_path, architecture)
     generator = torch.Generator().manual_seed(5)
@@ -44,10 +45,11 @@ def test_parity_on_the_gpu(tmp_path: Path, architecture: str) -> None:
     runner = load_runner(
         make_config({
             "model": str(path), "device": "cuda", "dtype": "float32", "block_size": 4,
-            "kv_cache_bytes": 4 << 20,
+            "kv_cache_bytes": 4 << 20, "attention": attention,
         })
     )  # fmt: skip
-    assert runner.info.device == "cuda:0"
+    assert (runner.info.device, runner.info.attention) == ("cuda:0", attention)
+    assert runner.info.overlap == (attention == "gpu")
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, seed=0)
     requests = [(prompt[0].tolist(), params) for prompt in prompts]
     driven = drive(runner, requests, budget=9, stagger=3, num_blocks=40)

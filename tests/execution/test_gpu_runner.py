@@ -6,54 +6,30 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from jitney.config import EngineConfig, make_config
+from jitney.config import make_config
 from jitney.engine import Engine
-from jitney.errors import ConfigError
-from jitney.execution import models as models_module
-from jitney.execution.memory import make_layer_caches
 from jitney.execution.runner import load_runner
 from jitney.request import Batch, Cancel, Failed, Finished, Row, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 from msgspec.structs import replace
 
 from tests.execution.drive import drive, prompt_logprobs_of
+from tests.execution.small_gpu import GREEDY, options, small_checkpoint
 from tests.execution.test_graphs import FakeDevice
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
 pytest.importorskip("triton")
 from jitney.execution.gpu import graphs as graphs_module
 from jitney.execution.gpu import load as load_module
-from jitney.execution.gpu import measure as measure_module
 from jitney.execution.gpu import runner as runner_module
 from jitney.execution.gpu.device import Replay
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU")
 
-GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=8, ignore_eos=True)
-
-
-def options(path: Path, **more: object) -> EngineConfig:
-    given = {
-        "model": str(path),
-        "device": "cpu",
-        "dtype": "float32",
-        "attention": "gpu",
-        "threads": 1,
-        "block_size": 4,
-        "kv_cache_bytes": 1 << 20,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 64,
-    }
-    return make_config({**given, **more})
-
-
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-"""The interpreter takes a second for each row of a layer, or so."""
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("gpu_runner"), "llama", **SMALL)
+    return small_checkpoint(tmp_path_factory.mktemp("gpu_runner"))
 
 
 @pytest.fixture(scope="module")
@@ -344,130 +320,3 @@ def test_an_empty_step_copies_blocks(runner, plain) -> None:
         results.append(each.execute(Batch(rows=[row([9], 4, [5, 3])], copies=[(2, 3)])))
         assert each.execute(Batch(rows=[])).rows == []
     assert results[0] == results[1]
-
-
-# --------------------------------------------------------------------------- options
-
-
-def test_eight_bit_cache(path: Path, plain) -> None:
-    """Scales are found while loading; over a context of many blocks the logits stay close."""
-    runner = load_runner(options(path, kv_cache_dtype="float8_e4m3"))
-    cache = runner._caches[0]
-    assert cache.keys.dtype == torch.float8_e4m3fn
-    assert cache.key_scale.shape == cache.value_scale.shape == (1,)
-    stored = cache.keys.float().abs().max() * cache.key_scale
-    assert 0 < float(stored) <= 448 * float(cache.key_scale)
-    assert runner.info.num_blocks == 4 * plain.info.num_blocks
-    params = replace(GREEDY, max_tokens=1, logprobs=10)
-    requests = [(list(range(20, 50)), params), ([9, 8, 7], params)]
-    for mine, right in zip(
-        *(
-            [e.logprobs[0] for e in drive(each, requests).events if isinstance(e, Tokens)]
-            for each in (runner, plain)
-        ),
-        strict=True,
-    ):
-        known = {each.token_id: each.logprob for each in mine}
-        for each in right[:4]:
-            assert known[each.token_id] == pytest.approx(each.logprob, abs=0.3)
-    runner.close()
-
-
-def test_scales_of_the_checkpoint_are_taken(path: Path, monkeypatch) -> None:
-    stated = (torch.tensor([0.25]), torch.tensor([0.5]))
-    real = load_module.cache_dtype
-
-    def spy(config, model):
-        model.cache_scales.update({0: stated})
-        return real(config, model)
-
-    monkeypatch.setattr(load_module, "cache_dtype", spy)
-    runner = load_runner(options(path, kv_cache_dtype="float8_e4m3"))
-    assert (runner._caches[0].key_scale, runner._caches[0].value_scale) == stated
-    runner.close()
-
-
-def test_compiled(path: Path, plain, monkeypatch) -> None:
-    """The compiler takes the modules apart without looking into the attention, for prompts and
-    decodes of any number of tokens. (Its back end, which makes kernels, is left out here.)"""
-
-    def compile_plainly(config, model) -> int:
-        load_module.compile_module(model.module, backend="eager")
-        return 0
-
-    monkeypatch.setattr(load_module, "_speed_up", compile_plainly)
-    runner = load_runner(options(path))
-    counts = torch._dynamo.utils.counters["stats"]
-    params = replace(GREEDY, max_tokens=3)
-    drive(runner, [([5, 6, 7, 8], params), ([9], params)])
-    graphs = counts["unique_graphs"]
-    assert graphs > 0
-    requests = [([5, 6, 7, 8, 9, 10], params), ([9, 8], params)]
-    assert drive(runner, requests).outputs == drive(plain, requests).outputs
-    assert counts["unique_graphs"] == graphs
-    runner.close()
-    torch._dynamo.reset()
-
-
-def test_without_overlap(path: Path) -> None:
-    runner = load_runner(options(path, overlap=False))
-    assert not runner.info.overlap
-    runner.close()
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"batch_invariant": True}, "batch_invariant"),
-        ({"kv_cache_dtype": "float8_e4m3"}, "kv_cache_dtype is 'float8_e4m3'"),
-        ({"compile": True, "device": "auto"}, "compile is True"),
-        ({"cuda_graphs": "load", "device": "auto"}, "cuda_graphs is 'load'"),
-        ({"cuda_graph_sizes": [2], "device": "auto"}, "cuda_graph_sizes is"),
-    ],
-)
-@pytest.mark.parametrize("attention", ["reference", "gpu"])
-def test_options_that_have_no_meaning_here(
-    path: Path, attention: str, given: dict, message: str
-) -> None:
-    """No option stays without effect: a CPU, interpreting or not, has neither graphs nor a
-    compiler; plain attention has neither 8 bits nor fixed tiles."""
-    if attention == "gpu" and given.get("device") != "auto":
-        pytest.skip("it has a meaning there")
-    with pytest.raises(ConfigError, match=message):
-        load_runner(options(path, attention=attention, **given))
-
-
-def test_the_largest_steps_are_measured(path: Path, monkeypatch) -> None:
-    """What a GPU measures while loading runs over a cache of one block, whatever the lengths; a
-    GPU's counters are stood in for."""
-    config = options(path, max_num_seqs=2, max_num_batched_tokens=12, cuda_graph_sizes=None)
-    runner = load_runner(config)
-    info = replace(runner.info, num_blocks=1, max_model_len=9)
-    monkeypatch.setattr(measure_module, "_SHORT_CONTEXT", 3)
-    peaks = iter([1000, 5000])
-    counters = {
-        "empty_cache": lambda: None,
-        "memory_allocated": lambda device: 200,
-        "reset_peak_memory_stats": lambda device: None,
-        "max_memory_reserved": lambda device: next(peaks),
-    }
-    for name, stand_in in counters.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    seen: list[Batch] = []
-    real = runner_module.GpuRunner.launch
-
-    def spy(self, batch: Batch):
-        seen.append(batch)
-        return real(self, batch)
-
-    monkeypatch.setattr(runner_module.GpuRunner, "launch", spy)
-    model = models_module.load_model(config)
-    caches = make_layer_caches(model.layers, 1, 4, model.dtype, model.device, "gpu")
-    found = measure_module.measure_steps(model, caches, info, config, FakeDevice())
-    keys = 2  # of one row and of two; contexts are short
-    assert found.activations == 5000 - 200
-    assert found.graphs == 2 * (1000 - 200) + keys * measure_module._GRAPH_BYTES
-    assert max(batch.num_tokens for batch in seen) == 12
-    assert max(row.end for batch in seen for row in batch.rows) == 9
-    assert {len(batch.rows) for batch in seen} == {2}
-    runner.close()

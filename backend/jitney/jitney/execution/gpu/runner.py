@@ -49,7 +49,7 @@ class PendingStep:
         self._samples = samples
         self._prompt = prompt
         self._plain = not prompt and all(
-            [len(row.sample) == 1 and row.params.logprobs is None for row in rows]
+            len(row.sample) == 1 and row.params.logprobs is None for row in rows
         )
 
     def wait(self) -> StepOutput:
