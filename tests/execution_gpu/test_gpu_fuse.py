@@ -214,6 +214,26 @@ def test_a_configuration_that_bounds_values_keeps_attention(tmp_path) -> None:
     assert report.reasons["attention: its configuration bounds values (clip_qkv)"] == 2
 
 
+def test_a_layer_that_needs_more_than_its_arguments_is_kept(tmp_path) -> None:
+    """It looks for something that only a whole forward pass leaves for it."""
+    module, config = load(tmp_path, "llama")
+    left: list[int] = []
+    embed, layer = module.model.embed_tokens, module.model.layers[0]
+    embed.register_forward_hook(lambda *_: left.append(1))
+    original = layer.self_attn.forward
+
+    def forward(*args, **kwargs):
+        left.pop()
+        return original(*args, **kwargs)
+
+    layer.self_attn.forward = forward
+    before = logits(module)
+    report = fuse_for_gpu(module, config)
+    assert (report.layers, report.attentions, report.whole) == (1, 0, False)
+    assert report.reasons["layer: it cannot be run alone (IndexError)"] == 1
+    assert relative_error(logits(module), before) < 1e-5
+
+
 def test_some_projections_with_a_bias(tmp_path) -> None:
     module, config = load(tmp_path, "llama")
     for layer in module.model.layers:

@@ -220,7 +220,7 @@ class _Pass:
         norms = LayerNorms(*(None if norm is None else self._fused_norm(norm) for norm in found))
         mlp = self._mlp_of(layer)
         hidden = self._checker.hidden(self._module.config.hidden_size)
-        right = layer(hidden, **{**call, "paged": Mixer()})
+        right = _alone(layer, hidden, **{**call, "paged": Mixer()})
         if not isinstance(right, Tensor):
             raise Misfit("it returns more than one tensor")
         fused = FusedLayer(attention, mlp, norms)
@@ -259,7 +259,8 @@ class _Pass:
         rights, mixers = [], []
         for x in inputs:
             mixers.append(Mixer())
-            rights.append(attention(hidden_states=x, **{**call, "paged": mixers[-1]})[0])
+            kept = {**call, "hidden_states": x, "paged": mixers[-1]}
+            rights.append(_alone(attention, **kept)[0])
         if any(len(mixer.calls) != 1 for mixer in mixers):
             raise Misfit("it does not attend once")
         for half in (False, True):
@@ -332,6 +333,15 @@ class _Pass:
         mlps = {name for name in names if any(word in name for word in _MLP_WORDS)}
         known = set(names) - mlps if of_mlps else mlps | {_HEAD_BOUND, _SCORE_BOUND}
         refuse_bounds(self._module.config, known)
+
+
+def _alone(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a module of the model's own gives by itself. Raises Misfit if it needs more around it:
+    what another layer has left for it, say."""
+    try:
+        return module(*args, **kwargs)
+    except (TypeError, LookupError, AttributeError, ValueError, AssertionError) as error:
+        raise Misfit(f"it cannot be run alone ({type(error).__name__})") from error
 
 
 def _silence_padding(module: nn.Module) -> None:
