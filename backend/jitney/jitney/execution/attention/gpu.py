@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jitney.execution.attention.gpu_kernels import attention_kernel, reduction_kernel
+from jitney.execution.attention.gpu_kernels import attention_kernel
+from jitney.execution.attention.gpu_reduction import reduction_kernel
 from jitney.execution.attention.gpu_tiles import Tiles, TileTable, tiles_for
 from jitney.execution.attention.gpu_write import write_kernel
 from jitney.execution.attention.metadata import AttentionMetadata
@@ -45,8 +46,8 @@ class Plan(NamedTuple):
 class GpuAttention:
     """The attention function ``gpu``; see :class:`attention.AttentionFunction`.
 
-    With ``batch_invariant``, a row's output does not depend on the other rows of the step nor on
-    their number: bitwise.
+    With ``batch_invariant``, a token's output is bitwise the same whatever other rows are in the
+    step, however its sequence was cut into chunks, and whether it came in a chunk or alone.
     """
 
     name = "gpu"
