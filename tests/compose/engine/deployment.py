@@ -63,7 +63,7 @@ class Deployment:
         done = self.engine.docker("logs", self.container(service))
         return done.stdout + done.stderr
 
-    def wait_healthy(self, *services: str, timeout_s: float = 240) -> None:
+    def wait_healthy(self, *services: str, timeout_s: float = 600) -> None:
         """Wait for the services' own health checks. Raises AssertionError with their logs."""
         for service in services:
             wait_for(

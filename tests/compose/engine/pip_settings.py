@@ -29,7 +29,7 @@ def build_secrets(folder: Path) -> Iterator[list[str]]:
         for name, value in settings.items():
             if name in _PLACES:
                 value = " ".join(over_http(each, address) for each in value.split())
-            if name != "trusted-host":
+            if name not in ("trusted-host", "cert"):
                 lines.append(f"{name} = {value}")
         lines.append(f"trusted-host = 127.0.0.1 {settings.get('trusted-host', '')}")
         certificates = Path(settings.get("cert", _CERTIFICATES))
