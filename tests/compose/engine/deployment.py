@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -67,13 +68,15 @@ class Deployment:
         """Wait for the services' own health checks. Raises AssertionError with their logs."""
         for service in services:
             wait_for(
-                lambda service=service: (
-                    self.inspect(service)["State"]["Health"]["Status"] == "healthy"
-                ),
+                partial(self.is_healthy, service),
                 f"{service} to be healthy",
                 timeout_s,
-                lambda service=service: self.logs(service)[-4000:],
+                partial(self.logs, service),
             )
+
+    def is_healthy(self, service: str) -> bool:
+        """What its own health check says."""
+        return bool(self.inspect(service)["State"]["Health"]["Status"] == "healthy")
 
     def client(self, name: str = "first") -> Client:
         """A client with the key of that name; an empty name has none."""
@@ -107,5 +110,7 @@ def wait_for(
     """Wait until ``is_done`` returns something true. Raises AssertionError after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while not is_done():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}\n{explain()}"
+        assert time.monotonic() < deadline, (
+            f"waited {timeout_s:.0f} s for {what}\n{explain()[-4000:]}"
+        )
         time.sleep(0.5)
