@@ -21,6 +21,7 @@ from rich.table import Table
 
 from jitney import __version__
 from jitney.errors import InvalidArgumentError, JitneyError
+from jitney.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from jitney.server import TritonServer
@@ -281,6 +282,7 @@ def generate(
     """
     path = model or str(_demo_checkpoint())
     text = sys.stdin.read() if prompt == "-" else prompt
+    quiet_imports()
     from transformers.utils import logging as transformers_logging
 
     from jitney.llm import LLM

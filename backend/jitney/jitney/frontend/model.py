@@ -18,6 +18,7 @@ from jitney.config import EngineConfig, load_config
 from jitney.errors import JitneyError
 from jitney.frontend.contract import complete_config
 from jitney.frontend.termination import on_sigterm
+from jitney.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from jitney.frontend.service import Service
@@ -40,6 +41,7 @@ class TritonPythonModel:
         the model as unavailable and goes on with the others.
         """
         _log_to_server()
+        quiet_imports()
         version_folder = Path(args["model_repository"]) / args["model_version"]
         try:
             config = place(load_config(version_folder / "model.json"), args)
