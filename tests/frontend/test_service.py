@@ -167,9 +167,10 @@ def test_streams_take_turns(pb: Any, make_house: Callable[..., House]) -> None:
         requests.append(request)
         house.service.accept(request)
     wait_until(lambda: ended(*requests))
-    turns = order[8:24]  # all four are under way, and none has ended
-    for start in range(len(turns) - 3):
-        assert len(set(turns[start : start + 4])) == 4, order
+    turns = order[8:32]  # all four are under way, and none has ended
+    # On a busy machine a stream may have nothing to send when its turn comes: then it misses one.
+    for start in range(len(turns) - 7):
+        assert len(set(turns[start : start + 8])) == 4, order
 
 
 def test_sending_keeps_to_its_share_and_tokens_gather(
