@@ -1,5 +1,7 @@
 """A step's inputs as the device gets them: equal to those built from whole tables on the host."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -187,3 +189,33 @@ def test_any_steps(steps, random) -> None:
             rows.append(row([random.randrange(1000) for _ in range(count)], start, table))
             lengths[name] = start + count
         check(inputs, rows, load(inputs, rows))
+
+
+def test_no_memory_for_a_longer_array_costs_neither_of_the_two(monkeypatch) -> None:
+    """What could not be sent can be sent again, and whatever fits goes on."""
+    inputs = make_inputs()
+    short = row([7], 0, [1])
+    long = row([5], 4 * 650 - 1, list(range(650)))
+    others = [replace(long, block_table=[*long.block_table]) for _ in range(MAX_ROWS - 1)]
+
+    def fail(count: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError(f"{count} numbers")
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(inputs._device, "staging", fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                load(inputs, [long, *others])
+            inputs.forget()  # as the runner does
+        check(inputs, [short], load(inputs, [short]))
+    check(inputs, [long, *others], load(inputs, [long, *others]))
+
+
+def test_a_token_is_taken_from_a_step_that_sampled_it_or_not_at_all() -> None:
+    inputs = make_inputs()
+    rows = [row([0], 3, [5], carried=1), row([9], 2, [6])]
+    for sampled in (None, torch.tensor([4])):
+        with pytest.raises(AssertionError, match="no step before it sampled"):
+            load(inputs, rows, sampled=sampled)
+        inputs.forget()
+    check(inputs, rows, load(inputs, rows, sampled=torch.tensor([4, 8])), ids=[8, 9])

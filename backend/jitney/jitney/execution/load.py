@@ -38,6 +38,13 @@ class Executing(Protocol):
         """Compute one step."""
 
 
+def enter_device(device: torch.device) -> None:
+    """Make a GPU the calling thread's: torch's own operations go where their tensors are, kernels
+    of others to the thread's device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def check_gpu_options(config: EngineConfig) -> None:
     """Refuse options that only the GPU's kernels give a meaning, where those do not run. Raises
     ConfigError naming the first."""

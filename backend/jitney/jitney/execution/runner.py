@@ -25,6 +25,7 @@ from jitney.execution.load import (
     cache_dtype,
     check_gpu_options,
     describe,
+    enter_device,
     log_loaded,
     runs_gpu_kernels,
     step_activations,
@@ -32,7 +33,7 @@ from jitney.execution.load import (
 )
 from jitney.execution.machine import available_cores, available_memory
 from jitney.execution.memory import plan_memory
-from jitney.execution.models import LoadedModel, load_model
+from jitney.execution.models import LoadedModel, load_model, resolve_device
 from jitney.execution.probe import check_same, probe_logits
 from jitney.execution.sampler import Sampled, prompt_logprobs, sample, select_greatest
 from jitney.execution.wanted import Wanted, row_output
@@ -67,6 +68,7 @@ class Runner:
         Raises whatever the device raises; then no row of the batch may be taken as computed.
         """
         rows = batch.rows
+        enter_device(self._device)
         with torch.inference_mode():
             self._copy_blocks(batch.copies)
             if not rows:
@@ -147,6 +149,7 @@ def load_runner(config: EngineConfig) -> "Runner | GpuRunner":
     """
     torch.set_num_threads(config.threads or available_cores())
     begin = time.monotonic()
+    enter_device(resolve_device(config.device))  # kernels of our own run on the thread's device
     model = load_model(config)
     budget = config.max_num_batched_tokens or _BUDGET[model.device.type]
     if runs_gpu_kernels(config, model):

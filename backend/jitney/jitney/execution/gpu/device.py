@@ -99,7 +99,12 @@ class CudaDevice:
             ):
                 run()
         except Exception as error:
-            raise CaptureError(*str(error).splitlines()[:1]) from error
+            # The end of a spoilt capture raises too, and says only that it was spoilt: not by what.
+            cause = error.__context__ or error
+            raise CaptureError(*str(cause).splitlines()[:1]) from cause
+        finally:
+            # And then leaves the thread on the side stream, unordered with what was launched here.
+            torch.cuda.set_stream(current)
         return graph
 
     def synchronize(self) -> None:

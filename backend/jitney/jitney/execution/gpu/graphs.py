@@ -75,6 +75,11 @@ class DecodeGraphs:
         self._graphs: dict[GraphKey, _Captured] = {}
         self._usable = device.can_capture
 
+    @property
+    def usable(self) -> bool:
+        """Whether steps may have graphs: false for good once one could not be captured."""
+        return self._usable
+
     def key(self, rows: int, longest_context: int) -> GraphKey | None:
         """The graph that a decode step of ``rows`` rows needs; None: it is not to have one."""
         place = bisect_left(self._sizes, rows)

@@ -64,6 +64,8 @@ def load_gpu_runner(
     info = describe(model, caches, ledger, budget, overlap=config.overlap)
     runner = GpuRunner(model, caches, info, config, device)
     warm_up(runner)
+    if model.device.type == "cuda":  # nothing is compiled elsewhere
+        runner.warm_up_sampler()
     if config.cuda_graphs == "load":
         _capture(runner)
     log_loaded(model, info, ledger, begin)
@@ -89,14 +91,14 @@ def _speed_up(config: EngineConfig, model: LoadedModel) -> int:
     if config.compile:  # which fuses by itself, and cannot look into kernels
         compile_module(model.module)
         after = probe_logits(model.module, model.layers, config.attention, config.block_size)
-        check_same(before, after)
+        check_same(before, after, model.module)
         return 0
     fused = fuse_for_gpu(model.module, config)
     _log.info("fused %d layers, %d gated MLPs, %d norms", fused.layers, fused.mlps, fused.norms)
     for reason, count in fused.reasons.items():
         _log.info("not fused (%d): %s", count, reason)
     after = probe_logits(model.module, model.layers, config.attention, config.block_size)
-    check_same(before, after)
+    check_same(before, after, model.module)
     return fused.added_bytes
 
 

@@ -114,6 +114,7 @@ class GpuRunner:
         self._most_padded = max(sizes, default=0)
         self._logits: Tensor | None = None  # of graphs: [most padded rows, vocabulary]
         self._sampler: DeviceSampler | None = None  # made for the width of the first logits
+        self._dtype: torch.dtype | None = None  # theirs
         self._most_sampled = max(max_rows, _LOGITS_FLOATS // info.vocab_size)
         self._sampled: Tensor | None = None  # of the step launched last, by place
 
@@ -144,12 +145,22 @@ class GpuRunner:
         with contextlib.suppress(Exception):  # that error is being reported already
             self._device.synchronize()
 
+    def warm_up_sampler(self) -> None:
+        """Compile what requests may ask of the sampler. After a first step: it gives the dtype."""
+        assert self._sampler is not None
+        assert self._dtype is not None
+        self._device.enter()
+        with torch.inference_mode():
+            self._sampler.warm_up(self._dtype)
+
     def capture_graphs(self) -> int:
         """Capture all graphs that steps may need; returns their number. What the device's buffers
         hold meanwhile is a step that reads and writes nothing."""
         self._device.enter()
         with torch.inference_mode():
             for key in self.graph_keys:
+                if not self._graphs.usable:  # the first could not be captured
+                    break
                 self._inputs.clear()
                 self._graphs.run(key, key.limit, self._decode)
             self._device.synchronize()
@@ -217,6 +228,7 @@ class GpuRunner:
         that end in one step can give a hundred times as many sequences as rows."""
         if self._sampler is None:
             self._sampler = DeviceSampler(self._device.torch_device, logits.shape[1])
+            self._dtype = logits.dtype
         samples = []
         for begin in range(0, len(pairs), self._most_sampled):
             part = slice(begin, min(begin + self._most_sampled, len(pairs)))

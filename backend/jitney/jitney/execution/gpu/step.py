@@ -60,6 +60,8 @@ class _Packed:
     copies_at: int
     end: int
     longest_table: int
+    most_carried: int
+    """The highest place that a row takes its token from; -1: none does."""
 
 
 class _Staging:
@@ -111,7 +113,7 @@ class StepInputs:
         count = len(FIELDS) * max_rows + 2 * tokens + 4 * max_rows
         self._array = zeros(count)
         self._stagings = [_Staging(device, count) for _ in range(2)]
-        self._packed = _Packed(0, 0, 0, 0, 0, 0, 0)
+        self._packed = _Packed(0, 0, 0, 0, 0, 0, 0, -1)
 
     @property
     def num_bytes(self) -> int:
@@ -143,7 +145,8 @@ class StepInputs:
             bounds.append(bounds[-1] + len(part))
         staging = self._next_staging(bounds[-1])
         array = staging.array
-        _pack_rows(array[:tokens_at].reshape(len(FIELDS), count), rows, lengths, starts, updates)
+        fields = array[:tokens_at].reshape(len(FIELDS), count)
+        _pack_rows(fields, rows, lengths, starts, updates)
         if total == count:
             array[tokens_at:values_at] = [row.token_ids[0] for row in rows]
         else:
@@ -161,6 +164,7 @@ class StepInputs:
             bounds[2],
             bounds[-1],
             max(map(len, tables), default=0),
+            int(fields[7].max()) if count else -1,
         )
         self._array[: bounds[-1]].copy_(staging.tensor[: bounds[-1]], non_blocking=True)
         staging.copied.record()
@@ -169,11 +173,13 @@ class StepInputs:
         """Unpack for a step of ``padded`` rows; ``sampled`` are the tokens of the step before."""
         packed = self._packed
         assert packed.longest_table <= self._block_table.shape[1], "a block table is too long"
+        known = 0 if sampled is None else len(sampled)
+        assert packed.most_carried < known, "a row takes a token that no step before it sampled"
         self._unpack(shape.num_rows, shape.num_tokens, padded, sampled, shape.longest_query)
 
     def clear(self) -> None:
         """Put a step of padding alone in the buffers: it writes nothing and attends to nothing."""
-        self._packed = _Packed(0, 0, 0, 0, 0, 0, 0)
+        self._packed = _Packed(0, 0, 0, 0, 0, 0, 0, -1)
         self._unpack(0, 0, self.max_rows, None, 1)
 
     def _unpack(
@@ -212,13 +218,13 @@ class StepInputs:
 
     def _next_staging(self, count: int) -> _Staging:
         """The array whose copy began two steps ago, with room for ``count`` numbers."""
-        staging = self._stagings.pop(0)
+        staging, other = self._stagings
         staging.copied.synchronize()
         if staging.array.shape[0] < count:  # long tables, all of them new at once
             staging = _Staging(self._device, 2 * count)
         if self._array.shape[0] < count:
             self._array = self._array.new_zeros(2 * count)
-        self._stagings.append(staging)
+        self._stagings = [other, staging]  # both, even if there was no memory for a longer one
         return staging
 
     # ------------------------------------------------------------------ on the device

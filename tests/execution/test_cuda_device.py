@@ -1,0 +1,83 @@
+"""A capture that fails, as torch's own machinery goes about it: without a GPU, by stand-ins."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from jitney.execution.gpu.device import CaptureError, CudaDevice
+
+
+class Stream:
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, other: "Stream") -> None:
+        pass
+
+
+class Cuda:
+    """The calling thread's stream, and captures that a wait for the device spoils."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.main = self.current = Stream()
+        self.capturing = False
+        for name, value in {
+            "Stream": Stream,
+            "CUDAGraph": object,
+            "graph_pool_handle": object,
+            "current_stream": lambda device: self.current,
+            "set_stream": self.set_stream,
+            "stream": self.stream,
+            "graph": self.graph,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+
+    def set_stream(self, stream: Stream) -> None:
+        self.current = stream
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, pool: object, stream: Stream, capture_error_mode: str):
+        before, self.current = self.current, stream
+        self.capturing = True
+        spoilt = False
+        try:
+            yield
+        except RuntimeError:
+            spoilt = True
+            raise
+        finally:
+            self.capturing = False
+            if spoilt:  # the end of the capture raises before the stream is left
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.current = before
+
+    def wait_for_device(self) -> None:
+        if self.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+
+def test_a_failed_capture_leaves_the_thread_on_its_stream(monkeypatch) -> None:
+    cuda = Cuda(monkeypatch)
+    device = CudaDevice(torch.device("cuda", 0))
+    with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
+        device.capture(cuda.wait_for_device)
+    assert cuda.current is cuda.main
+    device.capture(lambda: None)
+    assert cuda.current is cuda.main
+
+
+def test_what_the_run_before_a_capture_raises_is_no_failure_of_the_capture(monkeypatch) -> None:
+    cuda = Cuda(monkeypatch)
+
+    def run() -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaDevice(torch.device("cuda", 0)).capture(run)
+    assert not cuda.capturing
