@@ -26,10 +26,10 @@ from benchmarks.device.supervise import Part, supervise  # noqa: E402
 
 # In this order: what the most depends on comes first, what a short run can do without, last.
 PARTS = [
-    Part("environment", "benchmarks.device.environment:run", 60, always=True),
+    Part("environment", "benchmarks.device.environment:run", 90, always=True),
     Part("check-attention", "benchmarks.device.check_attention:run", 110),
-    Part("check-sampling", "benchmarks.device.check_sampling:run", 40),
-    Part("check-runner", "benchmarks.device.check_runner:run", 90),
+    Part("check-sampling", "benchmarks.device.check_sampling:run", 70),
+    Part("check-runner", "benchmarks.device.check_runner:run", 110),
     Part("attention", "benchmarks.device.attention:run", 50),
     Part("decode", "benchmarks.device.decode:run", 90, least=20),
     Part("offline", "benchmarks.device.offline:run", 140, least=30),

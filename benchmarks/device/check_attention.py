@@ -47,9 +47,9 @@ def run(bench: Bench) -> None:
     """All cases; then what is a property of several launches."""
     device = device_of(bench)
     for case in TINY_CASES if bench.tiny else CASES:
-        bench.case(case.name, partial(_against_float64, bench, case, device), seconds=4)
-    bench.case("padded rows", partial(_padding, bench, device), seconds=4)
-    bench.case("batch invariance", partial(_invariance, bench, device), seconds=4)
+        bench.case(case.name, partial(_against_float64, bench, case, device), seconds=12)
+    bench.case("padded rows", partial(_padding, bench, device), seconds=6)
+    bench.case("batch invariance", partial(_invariance, bench, device), seconds=12)
     if not bench.tiny:
         bench.case(FAR.name, partial(_far, bench, device), seconds=8)
 

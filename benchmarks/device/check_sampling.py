@@ -33,7 +33,7 @@ def run(bench: Bench) -> None:
     pairs = cases.make_pairs(kinds)
 
     def check(name: str, holds: Callable[[], object]) -> None:
-        bench.case(name, partial(_check, bench, name, holds), seconds=1)
+        bench.case(name, partial(_check, bench, name, holds), seconds=1 if bench.tiny else 8)
 
     for kind in LOGITS[:1] if bench.tiny else LOGITS:
         logits = cases.make_logits(kind, len(pairs), vocab)

@@ -68,7 +68,10 @@ def run(bench: Bench) -> None:
             name,
             lambda name=name, sequences=sequences: peer(  # type: ignore[misc]
                 name,
-                lambda: continuous_rate(module, workload, min(third, bench.left - 10), sequences),
+                # Stopping it takes some seconds too.
+                lambda: continuous_rate(
+                    module, workload, sequences, lambda: min(third, bench.left - 10)
+                ),
                 CONTINUOUS_BAR,
             ),
             seconds=0 if bench.tiny else 25,

@@ -6,6 +6,7 @@ Quantized weights, a float8 cache, batch invariance; each beside the plain step 
 from functools import partial
 
 import torch
+from jitney.execution.weights import missing_package
 
 from benchmarks.device.decode import (
     FULL,
@@ -36,7 +37,11 @@ def run(bench: Bench) -> None:
     device = device_of(bench)
     shape, plan = (TINY, REHEARSAL) if bench.tiny else (LLAMA_8B, FULL)
     for name in TINY_OPTIONS if bench.tiny else OPTIONS:
-        bench.case(name, partial(_steps, bench, name, shape, plan, device), seconds=20)
+        missing = missing_package("torchao") if name.startswith("int") else None
+        if missing is None:
+            bench.case(name, partial(_steps, bench, name, shape, plan, device), seconds=30)
+        else:
+            bench.add(name, note=f"skipped: {missing}")
 
 
 def _steps(bench: Bench, name: str, shape: Shape, plan: Plan, device: torch.device) -> None:

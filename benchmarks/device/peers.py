@@ -2,6 +2,7 @@
 batching. Either is cut off when its time is up, and gives the rate of what it made until then."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +72,16 @@ def _generate(module: Any, prompts: list[list[int]], new: int) -> None:
         raise RuntimeError(f"generate gave {tuple(output.shape)}, not {(len(prompts), new)} more")
 
 
-def continuous_rate(module: Any, workload: Workload, seconds: float, sequences: int) -> Rate:
+def continuous_rate(
+    module: Any, workload: Workload, sequences: int, seconds: Callable[[], float]
+) -> Rate:
     """What ``generate_batch`` runs, with at most ``sequences`` at once: its manager, because
     ``generate_batch`` has one length for all requests and this takes one for each.
 
     With flash-attn installed transformers takes that by itself; without, it is its paged ``sdpa``,
     which builds a mask of all new by all cached tokens. Tokens are counted as they come, because
-    the run may be cut off; the clock starts behind its warm-up.
+    the run may be cut off. The clock starts behind its warm-up; only then is ``seconds`` asked how
+    long the rest may take.
     """
     batching = ContinuousBatchingConfig(
         max_requests_per_batch=sequences,
@@ -95,10 +99,13 @@ def continuous_rate(module: Any, workload: Workload, seconds: float, sequences: 
     try:
         manager.warmup()
         manager.start()
+        limit = seconds()
+        if limit < 2:
+            raise RuntimeError("its warm-up took all the time")
         began = time.perf_counter()
         for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True):
             manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1, streaming=True)
-        while finished < len(workload.prompts) and time.perf_counter() - began < seconds:
+        while finished < len(workload.prompts) and time.perf_counter() - began < limit:
             result = manager.get_result(timeout=0.1)
             if result is None:
                 if not manager.is_running():
