@@ -250,7 +250,7 @@ class DeviceSampler:
             measured=measured,
             counts=counts,
         )
-        if len(measured) < len(rows):
+        if 0 < len(measured) < len(rows):
             asked.index = self._put(np.array(measured, dtype=np.int64))
         return asked
 
