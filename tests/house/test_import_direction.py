@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "backend" / "jitney" / "jitney"
 # A component is a module or a folder of the package. It may import from lower layers and, if it is
 # a folder, from itself; neighbours in one layer do not know each other.
 LAYERS = [
-    {"errors"},
+    {"errors", "quiet"},
     {"config"},
     {"sampling_params"},
     {"request"},
