@@ -31,6 +31,11 @@ class Cuda:
             "graph": self.graph,
         }.items():
             patch.setattr(torch.cuda, name, value)
+        self.ended: list[int] = []
+        patch.setattr(
+            torch._C, "_cuda_endAllocateToPool", lambda index, pool: self.ended.append(index),
+            raising=False,
+        )  # fmt: skip
 
     def set_stream(self, stream: Stream) -> None:
         self.current = stream
@@ -43,6 +48,7 @@ class Cuda:
 
     @contextmanager
     def graph(self, graph: object, pool: object, stream: Stream, capture_error_mode: str):
+        self.states_made_in_inference_mode = torch.is_inference_mode_enabled()
         before, self.current = self.current, stream
         self.capturing = True
         spoilt = False
@@ -68,8 +74,20 @@ def test_a_failed_capture_leaves_the_thread_on_its_stream(monkeypatch) -> None:
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
         device.capture(cuda.wait_for_device)
     assert cuda.current is cuda.main
+    assert cuda.ended == [0]
     device.capture(lambda: None)
     assert cuda.current is cuda.main
+
+
+def test_a_capture_begins_outside_of_inference_mode_and_runs_in_it(monkeypatch) -> None:
+    cuda = Cuda(monkeypatch)
+    modes: list[bool] = []
+    with torch.inference_mode():
+        CudaDevice(torch.device("cuda", 0)).capture(
+            lambda: modes.append(torch.is_inference_mode_enabled())
+        )
+    assert modes == [True, True]
+    assert not cuda.states_made_in_inference_mode
 
 
 def test_what_the_run_before_a_capture_raises_is_no_failure_of_the_capture(monkeypatch) -> None:

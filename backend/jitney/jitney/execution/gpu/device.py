@@ -5,6 +5,7 @@ on a CPU: everything is over when a call returns, and there are no graphs. So th
 code for both.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -94,13 +95,23 @@ class CudaDevice:
         current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+            # torch makes the random numbers' state of all graphs of the process with the first one:
+            # made in inference mode, it would keep anybody else from capturing outside of it.
+            with (
+                torch.inference_mode(False),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+                ),
+                torch.inference_mode(),
             ):
                 run()
         except Exception as error:
             # The end of a spoilt capture raises too, and says only that it was spoilt: not by what.
             cause = error.__context__ or error
+            # Nor does it tell the allocator, in some versions of torch, which then gives no cached
+            # memory back however short it is.
+            with contextlib.suppress(Exception):  # it was told
+                torch._C._cuda_endAllocateToPool(self.torch_device.index, self._pool)
             raise CaptureError(*str(cause).splitlines()[:1]) from cause
         finally:
             # And then leaves the thread on the side stream, unordered with what was launched here.
