@@ -88,7 +88,8 @@ def _launches(capability: int, form: Form) -> list[tuple[Any, tuple[Any, ...], d
 
     def record(kernel: Any) -> Any:
         def run(*arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-            recorded.append((kernel, arguments, options))
+            if not warmup:
+                recorded.append((kernel, arguments, options))
 
         return run
 
@@ -150,7 +151,8 @@ def _compile(capability: int, kernel: Any, arguments: tuple[Any, ...], options: 
         kind = "constexpr"
         if not param.is_constexpr and isinstance(value, torch.Tensor):
             kind = "*" + _NAMES[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            if not param.do_not_specialize_on_alignment:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         elif not param.is_constexpr and isinstance(value, float):
             kind = "fp32"
         elif (

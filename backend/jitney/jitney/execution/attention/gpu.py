@@ -70,6 +70,7 @@ class GpuAttention:
         self._shape = num_heads, num_kv_heads, head_size
         table = tiles_for(device, dtype, head_size, self._group, batch_invariant)
         self.tiles = table if tiles is None else TileTable(tiles, tiles)
+        self._compiled: set[tuple[object, ...]] = set()  # forms that have a reduction kernel
 
     def plan(
         self, num_rows: int, num_tokens: int, max_query_len: int, max_context_len: int
@@ -248,13 +249,17 @@ class GpuAttention:
             tiles.least_part, segment, plan.only_decodes,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
+        joined = (
+            out, results, tops, totals, value_scale, sinks, meta.context_len, meta.query_start,
+            window, plan.parts, kv_heads, self._group, head_size, head_tile, segment, _MOST_PARTS,
+        )  # fmt: skip
+        form = q.dtype, window is None, sinks is None
+        if form not in self._compiled:  # before a request's context grows long enough to need it
+            self._compiled.add(form)
+            for each in self.tiles:
+                reduction_kernel.warmup(*joined, each.block_n, each.least_part, grid=(1,))
         if in_parts:
-            reduction_kernel[(rows, heads)](
-                out, results, tops, totals, value_scale, sinks, meta.context_len,
-                meta.query_start, window, plan.parts,
-                kv_heads, self._group, head_size, head_tile, tiles.block_n, tiles.least_part,
-                segment, _MOST_PARTS,
-            )  # fmt: skip
+            reduction_kernel[(rows, heads)](*joined, tiles.block_n, tiles.least_part)
         return out
 
 

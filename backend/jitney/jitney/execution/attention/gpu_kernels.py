@@ -289,7 +289,10 @@ def _chunk(
     tl.store(out + place[:, None] + element[None, :], result.to(out.dtype.element_ty), real)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts", "window", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_parts", "window", "table_stride"],
+    do_not_specialize_on_alignment=["part_tops", "part_totals"],  # it changes with the step
+)
 def attention_kernel(
     out, part_results, part_tops, part_totals,
     query, keys, values, key_scale, value_scale, sinks,

@@ -9,13 +9,15 @@ import triton.language as tl
 from jitney.execution.attention.gpu_kernels import LOG2_E, finish, merge, part_span
 
 
-@triton.jit(do_not_specialize=["num_parts", "window"])
+@triton.jit(
+    do_not_specialize=["num_parts", "window"],
+    do_not_specialize_on_alignment=["part_tops", "part_totals"],  # it changes with the step
+)
 def reduction_kernel(
     out, part_results, part_tops, part_totals, value_scale, sinks, context_len, query_start,
     window, num_parts,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr, SEGMENT: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
+    SEGMENT: tl.constexpr, MOST_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr,
 ):  # fmt: skip
     """Programs (rows, heads): join the parts of a row that has more than one."""
     row, query_head = tl.program_id(0), tl.program_id(1)

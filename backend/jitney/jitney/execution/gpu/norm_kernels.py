@@ -21,7 +21,7 @@ def _root_mean_square(x, width, epsilon):
     return tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["wanted"])  # it may be a part of a step's
 def add_norm_kernel(
     out,  # [rows, WIDTH], rows out_stride apart: the norm of the sum; not written without NORM
     sums,  # [rows, WIDTH]: branch + residual; not written without ADD
@@ -74,7 +74,7 @@ def _square_sum(x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["wanted"])  # it may be a part of a step's
 def wide_add_norm_kernel(
     out,
     sums,
