@@ -211,3 +211,41 @@ def test_sixteen_bits(path: Path, cache: str) -> None:
     for token in set(found[0]) & set(found[1]):
         assert found[1][token] == pytest.approx(found[0][token], abs=0.5)
     assert len(set(found[0]) & set(found[1])) >= 3
+
+
+def test_others_of_the_process_capture_graphs_meanwhile(path: Path) -> None:
+    """Outside of inference mode, as transformers does: torch keeps one state for all graphs."""
+    runner = load_runner(options(path))
+    drive(runner, requests(3))
+    assert len(runner._graphs) > 0
+    x = torch.ones(8, device="cuda")
+    y = x + 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y.copy_(x + 1)
+    x.fill_(4)
+    graph.replay()
+    assert y.tolist() == [5.0] * 8
+    runner.close()
+
+
+def test_no_kernel_of_sampling_is_compiled_in_service(path: Path) -> None:
+    from jitney.execution.gpu.edit_kernels import edit
+    from jitney.execution.gpu.sampling_kernels import scan, select
+
+    def compiled() -> int:
+        return sum(
+            len(cache[0]) for each in (scan, select, edit) for cache in each.device_caches.values()
+        )
+
+    runner = load_runner(options(path))
+    before = compiled()
+    asked = [
+        GREEDY,
+        replace(GREEDY, logit_bias={5: 2.0}),
+        replace(GREEDY, temperature=0.8, top_p=0.9, top_k=20),
+        replace(GREEDY, temperature=0.8, repetition_penalty=1.2, logprobs=3),
+    ]
+    drive(runner, [([5 + i] * 9, params) for i, params in enumerate(asked)], stagger=2)
+    assert compiled() == before > 0
+    runner.close()
