@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from jitney.errors import UnavailableError
+from jitney.errors import DeviceLostError, UnavailableError
 from jitney.request import Batch, Cancel, Failed, Finished, StepReport, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
@@ -134,6 +134,33 @@ def test_stopping_ends_what_is_open(overlap: bool) -> None:
     while not loop.reports.empty():
         ends += [one for one in loop.reports.get().events if isinstance(one, Failed)]
     assert [(end.key, end.code) for end in ends] == [(0, "UNAVAILABLE"), (1, "UNAVAILABLE")]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fault_at", [1, 4])
+def test_a_lost_device_ends_every_request_and_the_loop(overlap: bool, fault_at: int) -> None:
+    """Once: no request is tried again, for none would live."""
+    batches = []
+
+    def faults(batch: Batch, written: bool) -> None:
+        if not written:
+            batches.append(batch)
+            if len(batches) >= fault_at:
+                raise DeviceLostError("the device has failed for good")
+
+    play = Play(overlap=overlap, faults=faults)
+    for _ in range(3):
+        play.submit([1, 2, 3], max_tokens=50)
+    reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+    with pytest.raises(DeviceLostError):
+        play.engine.run(reports)
+    assert fault_at <= len(batches) <= fault_at + overlap
+    ends = []
+    while not reports.empty():
+        ends += [one for one in reports.get().events if not isinstance(one, Tokens)]
+    assert ends == [Failed(key, "INTERNAL", "the engine has stopped") for key in range(3)]
+    with pytest.raises(UnavailableError):
+        play.engine.send(play.submits[0])
 
 
 def test_an_idle_loop_does_not_turn(monkeypatch) -> None:

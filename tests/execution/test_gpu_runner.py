@@ -8,6 +8,7 @@ import torch
 import transformers
 from jitney.config import make_config
 from jitney.engine import Engine
+from jitney.errors import DeviceLostError
 from jitney.execution.runner import load_runner
 from jitney.request import Batch, Cancel, Failed, Finished, Row, Submit, Tokens
 from jitney.sampling_params import SamplingParams
@@ -301,6 +302,25 @@ def test_a_failed_launch_leaves_the_runner_usable(path: Path, plain, monkeypatch
     right, _ = run_engine(plain, submits, None)
     assert got == right
     runner.close()
+
+
+def test_a_device_that_does_not_answer_is_lost(path: Path, monkeypatch) -> None:
+    """A step that fails is the step's fault, unless the device cannot even be waited for."""
+    runner = load_runner(options(path))
+
+    def broken(*args):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(runner_module, "forward", broken)
+    row = Row(
+        key=0, index=0, token_ids=[7, 8], start=0, block_table=[0], sample=(0,), params=GREEDY,
+        prompt=[7, 8], output=[], stop_ids=frozenset(), bad_words_ids=[],
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        runner.execute(Batch([row]))
+    monkeypatch.setattr(runner._device, "synchronize", broken)
+    with pytest.raises(DeviceLostError):
+        runner.execute(Batch([row]))
 
 
 def test_an_empty_step_copies_blocks(runner, plain) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol, cast
 
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
-from jitney.errors import InternalError, JitneyError, UnavailableError
+from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
 from jitney.request import (
     TERMINAL,
     Batch,
@@ -171,7 +171,11 @@ class Engine:
 
     def run(self, outbox: Outbox) -> None:
         """Make steps until :meth:`stop`, putting each report into ``outbox``; sleep while there is
-        nothing to do. On return every submitted request has had its terminal event."""
+        nothing to do. On return every submitted request has had its terminal event.
+
+        Raises DeviceLostError, likewise after the last terminal event.
+        """
+        end: JitneyError = UnavailableError("the model is being unloaded")
         try:
             while not self._stopping:
                 report = self._step_or_recover()
@@ -179,6 +183,9 @@ class Engine:
                     outbox.put(report)
                 else:
                     self._wait()
+        except BaseException:
+            end = InternalError("the engine has stopped")
+            raise
         finally:
             self.abandon()
             with self._woken:
@@ -187,7 +194,7 @@ class Engine:
                 self._inbox.clear()
             self._open.update(left)
             if self._open:
-                outbox.put(self._fail_open(UnavailableError("the model is being unloaded")))
+                outbox.put(self._fail_open(end))
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -211,6 +218,8 @@ class Engine:
         """Execute and update. If it raises, find the request at fault and run the others again."""
         try:
             output = self.runner.execute(batch)
+        except DeviceLostError:
+            raise
         except Exception:
             log.exception("a step of %d rows raised", len(batch.rows))
             self.scheduler.revert(batch)
@@ -236,6 +245,8 @@ class Engine:
         assert self._launcher is not None
         try:
             pending = self._launcher.launch(batch)
+        except DeviceLostError:
+            raise
         except Exception:
             log.exception("the launch of a step of %d rows raised", len(batch.rows))
             self.scheduler.revert(batch)
@@ -250,6 +261,8 @@ class Engine:
         batch, pending = self._in_flight[0]
         try:
             output = pending.wait()
+        except DeviceLostError:
+            raise
         except Exception:
             log.exception("a step of %d rows raised in flight", len(batch.rows))
             dropped = [later for later, _ in self._in_flight[1:]]
@@ -276,6 +289,8 @@ class Engine:
         queues cannot be trusted any more and are made anew."""
         try:
             return self.step()
+        except DeviceLostError:
+            raise
         except Exception:
             log.exception("the engine's loop failed; %d requests end", len(self._open))
             return self._fail_open(InternalError("the engine failed"))

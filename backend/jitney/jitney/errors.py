@@ -6,6 +6,7 @@
     ├── DeadlineExceededError   the request's deadline passed before its first token
     ├── CancelledError          the client went away or asked to stop
     ├── InternalError           our bug or a fault of the machine; its text names no internals
+    │   └── DeviceLostError     the device computes nothing any more: the engine ends
     └── LoadError               the model cannot be served; readiness stays false
         ├── ConfigError         an impossible option: names the key, the value and the bound
         ├── CheckpointError     a missing, truncated or corrupt file: names the file
@@ -68,6 +69,11 @@ class CancelledError(JitneyError):
 
 class InternalError(JitneyError):
     """A fault on our side. Carries no path, type name or traceback; the log does."""
+
+
+class DeviceLostError(InternalError):
+    """After a fault of the device nothing runs on it any more: only a new process helps. Looking
+    for the request at fault would fail them all, one by one."""
 
 
 class LoadError(JitneyError):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from jitney.config import EngineConfig
+from jitney.errors import DeviceLostError
 from jitney.execution.gpu.device import Device
 from jitney.execution.gpu.graphs import DecodeGraphs, GraphKey, padded_sizes
 from jitney.execution.gpu.sampler import DeviceSampler, LaunchedSamples
@@ -139,11 +140,14 @@ class GpuRunner:
                 raise
 
     def recover(self) -> None:
-        """A step failed: nothing may still run, and what the device holds of tables is unknown."""
+        """A step failed: nothing may still run, and what the device holds of tables is unknown.
+        Raises DeviceLostError if the device does not even answer."""
         self._inputs.forget()
         self._sampled = None
-        with contextlib.suppress(Exception):  # that error is being reported already
+        try:
             self._device.synchronize()
+        except Exception as fault:
+            raise DeviceLostError("the device has failed for good") from fault
 
     def warm_up_sampler(self) -> None:
         """Compile what requests may ask of the sampler. After a first step: it gives the dtype."""
