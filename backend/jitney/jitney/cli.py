@@ -1,4 +1,4 @@
-"""The ``jitney`` command: ``serve``, ``generate`` and ``doctor``.
+"""The ``jitney`` command: ``serve``, ``generate``, ``doctor`` and ``bench``.
 
 Owns what is printed on the terminal. Every error that Jitney raises on purpose becomes one readable
 line and exit status 1; a traceback means a bug of ours. Heavy modules are imported by the command
@@ -22,6 +22,7 @@ from rich.table import Table
 from jitney import __version__
 from jitney.errors import InvalidArgumentError, JitneyError
 from jitney.quiet import quiet_imports
+from jitney.sweep.command import bench
 
 if TYPE_CHECKING:
     from jitney.server import TritonServer
@@ -374,6 +375,11 @@ def doctor(
         out.print("\n[bold red]Serving is impossible as things stand.[/]")
         raise typer.Exit(1)
     out.print("\n[bold green]Ready to serve.[/]")
+
+
+# --------------------------------------------------------------------------- bench
+
+app.command()(bench)
 
 
 if __name__ == "__main__":
