@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from jitney.execution.gpu.forward import RotaryTable
 from jitney.execution.gpu.fuse import fuse_for_gpu
-from jitney.execution.gpu.layers import FusedLayer
+from jitney.execution.gpu.layers import FusedLayer, FusedMlp
 from jitney.execution.gpu.products import InvariantLinear
 from jitney.execution.runner import load_runner
 from jitney.sampling_params import SamplingParams
@@ -206,6 +206,22 @@ def test_an_mlp_that_clamps_is_called_as_it_is(tmp_path) -> None:
     assert relative_error(logits(module), before) < 1e-5
 
 
+def test_float16_is_compared_below_where_it_overflows(tmp_path) -> None:
+    """An MLP of large weights, on input that would show a bound."""
+    module, config = load(tmp_path, "llama")
+    module.half()
+    for layer in module.model.layers:
+        for weight in layer.mlp.parameters():
+            weight.data *= (
+                0.16 / weight.float().std()
+            )  # what many inputs of usual weights add up to
+    wide = 256 * torch.randn(1, 7, module.config.hidden_size).half()
+    assert not module.model.layers[0].mlp(wide).isfinite().all()
+    report = fuse_for_gpu(module, config)
+    assert (report.layers, report.whole, report.reasons) == (2, True, {})
+    assert all(isinstance(layer.mlp, FusedMlp) for layer in module.model.layers)
+
+
 def test_a_configuration_that_bounds_values_keeps_attention(tmp_path) -> None:
     module, config = load(tmp_path, "llama")
     module.config.clip_qkv = 50.0
@@ -274,7 +290,7 @@ def test_no_table_where_the_longest_position_decides() -> None:
     """As with forms of scaling that stretch with the context."""
 
     def stretched(x, positions):
-        return rotary(x, positions * (1.0 if positions.max() < 50 else 0.5))
+        return rotary(x, positions * (1.0 if positions.max() < 20 else 0.5))
 
     table = RotaryTable(stretched, False, 100, torch.zeros(1))
     assert not table.has_table

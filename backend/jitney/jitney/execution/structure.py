@@ -156,11 +156,21 @@ class Checker:
     def check_mlp(self, mlp: Any, fused: Callable[[Tensor], Tensor], width: int) -> None:
         """Compare two MLPs on inputs [1, TOKENS, width]."""
         for scale in _MLP_SCALES:
-            x = self.draw(1, TOKENS, width) * scale
-            right = mlp(x)
+            x, right = largest_finite(mlp, self.draw(1, TOKENS, width), scale)
             if not isinstance(right, Tensor):
                 raise Misfit("it returns more than one tensor")
             self.check("its result", fused(x), right)
+
+
+def largest_finite(run: Callable[[Tensor], Any], x: Tensor, scale: float) -> tuple[Tensor, Any]:
+    """``x`` times ``scale``, or times less where a float16 would overflow, and what ``run`` gives
+    of it."""
+    while True:
+        scaled = x * scale
+        result = run(scaled)
+        if scale <= 1 or not isinstance(result, Tensor) or bool(result.isfinite().all()):
+            return scaled, result
+        scale /= 2
 
 
 def record_calls(

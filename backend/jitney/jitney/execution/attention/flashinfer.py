@@ -58,7 +58,8 @@ class FlashInferAttention:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        # Some of its kernels count in there, from 0.
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         # A wrapper holds one plan: each kind of layer and of step has its own.
         self._wrappers: dict[tuple[object, ...], Any] = {}
 

@@ -57,7 +57,8 @@ class RotaryTable:
     def _build(self, length: int) -> Tensor | None:
         """[2, length, R]; None if it were too large, or if a module gives another result for a few
         positions than for many: some forms of scaling do."""
-        few = torch.tensor([0, length // 3, length - 1], device=self._like.device)
+        early = min(1, length - 1)  # and not 0, of which all angles are 0
+        few = torch.tensor([early, 0, length // 3, length - 1], device=self._like.device)
         alone = torch.stack(self._compute(few))
         if length * alone.shape[-1] * alone.element_size() * 2 > _MOST_TABLE_BYTES:
             return None
@@ -66,7 +67,7 @@ class RotaryTable:
             end = min(length, start + _CHUNK)
             positions = torch.arange(start, end, device=few.device)
             table[:, start:end] = torch.stack(self._compute(positions))
-        one = few[1:2]  # a position that is early, and not 0, of which all angles are 0
+        one = few[:1]
         same = torch.equal(table[:, few], alone) and torch.equal(
             table[:, one], torch.stack(self._compute(one))
         )

@@ -49,6 +49,7 @@ from jitney.execution.structure import (
     Mixer,
     copy_marks,
     is_norm,
+    largest_finite,
     record_calls,
     refuse_bounds,
     run_trial,
@@ -255,23 +256,30 @@ class _Pass:
         self._refuse_bounds(of_mlps=False)
         call = self._call_of(attention)
         width = self._module.config.hidden_size
-        inputs = [self._checker.draw(1, TOKENS, width) * scale for scale in _ATTENTION_SCALES]
-        rights, mixers = [], []
-        for x in inputs:
-            mixers.append(Mixer())
-            kept = {**call, "hidden_states": x, "paged": mixers[-1]}
-            rights.append(_alone(attention, **kept)[0])
-        if any(len(mixer.calls) != 1 for mixer in mixers):
+        inputs, rights, mixers = [], [], []
+        for scale in _ATTENTION_SCALES:
+            tried: list[Mixer] = []
+
+            def attend(x: Tensor, tried: list[Mixer] = tried) -> Any:
+                tried.append(Mixer())
+                return _alone(attention, **{**call, "hidden_states": x, "paged": tried[-1]})[0]
+
+            x, right = largest_finite(attend, self._checker.draw(1, TOKENS, width), scale)
+            inputs.append(x)
+            rights.append(right)
+            mixers.append(tried[-1])
+        if any(len(each.calls) != 1 for each in mixers):
             raise Misfit("it does not attend once")
+        reason = ""
         for half in (False, True):
             fused = self._build_attention(attention, mixers[0].calls[0], half)
             try:
                 for x, right, before in zip(inputs, rights, mixers, strict=True):
                     self._check_attention(fused, call, x, right, before)
                 return fused.eval()
-            except Misfit as misfit:
-                reason = misfit
-        raise reason
+            except Misfit as misfit:  # its text alone: an error kept would keep the weights
+                reason = str(misfit)
+        raise Misfit(reason)
 
     def _check_attention(
         self, fused: FusedAttention, call: dict[str, Any], x: Tensor, right: Tensor, before: Mixer
