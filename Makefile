@@ -19,7 +19,7 @@ VENV := .venv/bin
 GPU_PYTHON ?= $(VENV)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve doctor test test-slow test-compose check bench bench-gpu test-gpu clean clean-venv
+.PHONY: help env models demo serve doctor test test-slow test-compose check docs bench bench-gpu test-gpu clean clean-venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ check: env ## linter, formatter (as a check) and type checker
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
+
+# Not with --quiet, which hides the warnings from --strict too.
+docs: env ## docs/ as a site, in build/site, with every link checked
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/python -m mkdocs build --strict
 
 bench: env ## the benchmarks whose figures stand in docs/benchmarks.md (about an hour)
 	@$(VENV)/python -m benchmarks.scheduler

@@ -113,7 +113,8 @@ def build(torch_index: str) -> None:
         run([*pip, *index, pinned[0]])
         CONSTRAINTS.write_text(pin_torch(constraints, torch_of(python)), encoding="utf-8")
     print("Installing Jitney and what it needs", flush=True)
-    run([*pip, "--quiet", "--editable", f"{ROOT}[server,cpu,gpu,quantization,export,bench,dev]"])
+    extras = "server,cpu,gpu,quantization,export,bench,docs,dev"
+    run([*pip, "--quiet", "--editable", f"{ROOT}[{extras}]"])
     remove_leftovers(python)
     ensure_libpython(python)
 
