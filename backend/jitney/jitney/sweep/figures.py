@@ -52,6 +52,8 @@ class Picture:
 
 def draw(results: Sequence[Result], bounds: Sequence[Bound] = ()) -> list[Picture]:
     """The pictures for which there are figures. Several results are told apart by colour."""
+    if not any(measured(result) for result in results):
+        return []
     language = all(result.language for result in results)
     times = ("ttft", "itl", "latency") if language else ("latency",)
     made: list[Picture | None] = [_throughput(results, times, bounds), _levels(results)]
