@@ -61,7 +61,7 @@ check: env ## linter, formatter (as a check) and type checker
 	@$(VENV)/mypy
 
 # Not with --quiet, which hides the warnings from --strict too.
-docs: env ## docs/ as a site, in build/site, with every link checked
+docs: env ## docs/ as a site, in build/docs, with every link checked
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/python -m mkdocs build --strict
 
 bench: env ## the benchmarks whose figures stand in docs/benchmarks.md (about an hour)

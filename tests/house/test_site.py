@@ -39,7 +39,7 @@ def build(project: Path) -> subprocess.CompletedProcess[str]:
 def test_the_site_builds_with_every_page(project: Path) -> None:
     done = build(project)
     assert done.returncode == 0, done.stderr
-    site = project / "build" / "site"
+    site = project / "build" / "docs"
     made = {page.stem for page in site.glob("*.html")} - {"404"}
     assert made == {page.stem for page in DOCS.glob("*.md")}
     start = (site / "index.html").read_text(encoding="utf-8")
