@@ -1,0 +1,91 @@
+"""The command line: what is refused before anything is measured, and the comparison."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jitney import cli
+from jitney.errors import InstallationError, InvalidArgumentError, UnavailableError
+from jitney.sweep import record
+from jitney.sweep.profile import measure
+from jitney.sweep.record import Load, Point, Result
+from typer.testing import CliRunner
+
+from tests.sweep.exports import calls
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def error_of(*words: str) -> BaseException | None:
+    return CliRunner().invoke(cli.app, ["bench", *words]).exception
+
+
+def test_help_is_worth_reading() -> None:
+    output = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["bench", "--help"]).output
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
+    assert all(word in plain for word in ("--slo", "--compare", "Examples", "perf_analyzer"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--arrivals", "even"), "poisson or constant"),
+        (("--protocol", "tcp"), "grpc or http"),
+        (("--concurrency", "some"), "whole numbers from 1"),
+        (("--sampling", "[]"), "a JSON object"),
+        (("--input-tokens", "9:1"), "LOW:HIGH"),
+        (("--data", "/nowhere"), "no file /nowhere"),
+        (("--compare", "/nowhere", "/nowhere"), "cannot read /nowhere"),
+    ],
+)
+def test_mistakes_are_named_first(words: tuple[str, ...], said: str) -> None:
+    error = error_of(*words)
+    assert isinstance(error, InvalidArgumentError)
+    assert said in str(error)
+
+
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+    binary = tmp_path / "perf_analyzer"
+    binary.write_text("#!/bin/sh\necho 1\n", encoding="utf-8")
+    binary.chmod(0o755)
+    error = error_of("--perf-analyzer", str(binary), "--url", "127.0.0.1:1",
+                     "--http-url", "127.0.0.1:1")  # fmt: skip
+    assert isinstance(error, UnavailableError)
+    assert "--http-url says where it is" in str(error)
+
+
+def test_without_matplotlib_it_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    error = error_of("--concurrency", "nonsense")
+    assert isinstance(error, InstallationError)
+    assert "triton-jitney[bench]" in str(error)
+
+
+def test_two_files_side_by_side(tmp_path: Path) -> None:
+    for name, pace in (("a", 0.01), ("b", 0.005)):
+        found = measure(calls(60, pace, pace), language=False)
+        points = (Point(Load("concurrency", 1), "steady", (), found),)
+        result = Result(name, "m", False, "here:1", "triton", "2", "2026", {}, points)
+        record.write(result, tmp_path / f"{name}.json")
+    files = [str(tmp_path / f"{name}.json") for name in "ab"]
+    done = CliRunner().invoke(
+        cli.app, ["bench", "--compare", *files, "--out", str(tmp_path / "out")]
+    )
+    assert done.exit_code == 0, done.output
+    assert "2.00" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+
+
+def test_the_module_for_images_without_the_command() -> None:
+    """One line and status 1, without torch or a client library."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'tritonclient']));"
+        "from benchmarks import sweep; sys.argv[1:] = ['--rate', 'x']; sweep.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rate is 'x'")
