@@ -102,7 +102,7 @@ def test_a_queue_that_grows_is_behind_and_requests_under_way_are_not() -> None:
 def test_a_rate_that_was_not_sent_is_said() -> None:
     found = point(Load("rate", 200), measure(calls(300, 0.01, 0.001), language=False))
     assert found.state == "unstable"
-    assert "perf_analyzer sent 100 requests/s" in found.remarks
+    assert "perf_analyzer sent 100.0 requests/s" in found.remarks
 
 
 def test_how_many_requests_fill_the_seconds() -> None:

@@ -4,6 +4,7 @@ Each is drawn once and written twice: as SVG for the report, as PNG beside it.
 """
 
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,7 +157,8 @@ def _distributions(results: Sequence[Result], time: str, bounds: Sequence[Bound]
 
 
 def _batches(result: Result) -> Picture | None:
-    """Where requests were executed: the share of executions, or of steps, by batch size."""
+    """Where requests were executed: the share of executions, or of steps, by batch size, in powers
+    of two as the engine's metrics have them."""
     columns: dict[str, list[tuple[Load, dict[str, float]]]] = {}
     for point in result.points:
         if point.engine is not None and point.engine.steps:
@@ -172,8 +174,11 @@ def _batches(result: Result) -> Picture | None:
             )
         for stage in point.stages if point.engine is None else ():
             total = sum(stage.batches.values())
-            if total:
-                shares = {str(size): count / total for size, count in stage.batches.items()}
+            shares: dict[str, float] = {}
+            for size, count in stage.batches.items():
+                name = f"≤ {2 ** math.ceil(math.log2(max(size, 1)))}"
+                shares[name] = shares.get(name, 0.0) + count / total
+            if shares:
                 columns.setdefault(f"{stage.model}: executions by batch size", []).append(
                     (point.load, shares)
                 )

@@ -72,13 +72,13 @@ class Plan:
             chance = 2 / math.sqrt(measured.requests) if self.poisson else 0.0
             if abs(measured.sent_per_s / load.level - 1) > _PACE + chance:
                 state = "unstable"
-                remarks.append(f"perf_analyzer sent {measured.sent_per_s:,.3g} requests/s")
+                remarks.append(f"perf_analyzer sent {measured.sent_per_s:,.1f} requests/s")
             early, late = measured.under_way[0], measured.under_way[-1]
             if late > max(_BACKLOG * measured.requests, 2 + 2 * early):
                 # Growing latency is the nature of such a run, so it is no news beside this.
                 state = "behind"
                 remarks.append(
-                    f"{measured.requests_per_s:,.3g} of {measured.sent_per_s:,.3g} requests/s "
+                    f"{measured.requests_per_s:,.1f} of {measured.sent_per_s:,.1f} requests/s "
                     f"completed; {late:,} were under way at the end, {early:,} after a third"
                 )
         if measured.failed:
