@@ -48,28 +48,30 @@ class RotaryTable:
         """cos and sin, each [T, R], of positions [T]."""
         if self._table is None:
             return self._compute(positions)
-        cos, sin = self._table.index_select(1, positions).unbind(0)
+        # Side by side for each token: where sin begins does not depend on how many there are, so
+        # the kernel that reads it is the same for every step.
+        cos, sin = self._table.index_select(0, positions).unbind(1)
         return cos, sin
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return whole_rotary(self._rotary(self._like, positions.unsqueeze(0)), self._half)
 
     def _build(self, length: int) -> Tensor | None:
-        """[2, length, R]; None if it were too large, or if a module gives another result for a few
+        """[length, 2, R]; None if it were too large, or if a module gives another result for a few
         positions than for many: some forms of scaling do."""
         early = min(1, length - 1)  # and not 0, of which all angles are 0
         few = torch.tensor([early, 0, length // 3, length - 1], device=self._like.device)
-        alone = torch.stack(self._compute(few))
+        alone = torch.stack(self._compute(few), 1)
         if length * alone.shape[-1] * alone.element_size() * 2 > _MOST_TABLE_BYTES:
             return None
-        table = alone.new_empty((2, length, alone.shape[-1]))
+        table = alone.new_empty((length, *alone.shape[1:]))
         for start in range(0, length, _CHUNK):
             end = min(length, start + _CHUNK)
             positions = torch.arange(start, end, device=few.device)
-            table[:, start:end] = torch.stack(self._compute(positions))
+            table[start:end] = torch.stack(self._compute(positions), 1)
         one = few[:1]
-        same = torch.equal(table[:, few], alone) and torch.equal(
-            table[:, one], torch.stack(self._compute(one))
+        same = torch.equal(table[few], alone) and torch.equal(
+            table[one], torch.stack(self._compute(one), 1)
         )
         return table if same else None
 
