@@ -19,6 +19,7 @@ from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are not interpreted")
 BLOCK = 16
 
 
