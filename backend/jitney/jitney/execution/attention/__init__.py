@@ -136,7 +136,8 @@ def _gpu(layer: Layer) -> AttentionFunction | str:
             "the GPU's kernels need the Triton language "
             f"(pip install 'triton-jitney[gpu]'): {error}"
         )
-    if layer.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    interpreted = layer.device.type == "cpu" and triton.knobs.runtime.interpret
+    if layer.device.type != "cuda" and not interpreted:
         return f"the GPU's kernels need a CUDA device, not {layer.device.type}"
     from jitney.execution.attention.gpu import GpuAttention
     from jitney.execution.attention.gpu_tiles import why_not
