@@ -93,7 +93,9 @@ def test_the_same_logits_in_16_bits(tmp_path, name: str) -> None:
     assert relative_error(logits(module), before) < 3e-2
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "gpt_oss", pytest.param("olmo2", marks=pytest.mark.slow)]
+)
 def test_greedy_tokens(tmp_path, name: str) -> None:
     """Through the kernels of attention: a mixed batch in chunks gives what ``generate`` gives."""
     path, new = make_checkpoint(tmp_path, name), 5
@@ -323,7 +325,10 @@ def test_batch_invariant(tmp_path, name: str, fuse: bool) -> None:
     assert relative_error(logits(module), before) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("olmo2", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", "float32"), pytest.param("olmo2", "bfloat16", marks=pytest.mark.slow)],
+)
 def test_bitwise_the_same_in_every_batch(tmp_path, name: str, dtype: str) -> None:
     """One sequence alone, and as one of the rows of others. What stands in for attention looks at
     nothing but a token's own query and value."""

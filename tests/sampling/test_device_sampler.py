@@ -141,6 +141,7 @@ def test_the_batch_never_changes_a_draw() -> None:
     assert sampler.launch(logits[1:4], pairs[1:4]).wait() == together[1:4]
 
 
+@pytest.mark.slow
 def test_a_distribution() -> None:
     """300 draws over 5 tokens: five standard deviations of the statistic's normal limit."""
     count = 300
