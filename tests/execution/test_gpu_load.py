@@ -74,6 +74,7 @@ def test_scales_of_the_checkpoint_are_taken(path: Path, monkeypatch) -> None:
     runner.close()
 
 
+@pytest.mark.slow
 def test_compiled(path: Path, plain, monkeypatch) -> None:
     """The compiler takes the modules apart without looking into the attention, for prompts and
     decodes of any number of tokens. (Its back end, which makes kernels, is left out here.)"""

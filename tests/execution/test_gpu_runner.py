@@ -75,7 +75,9 @@ def test_greedy_as_generate(tmp_path: Path) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "architecture", [pytest.param("gemma2", marks=pytest.mark.slow), "gpt_oss"]
+)
 def test_other_architectures(tmp_path: Path, architecture: str) -> None:
     """Windows, caps, sinks, experts: as on the CPU."""
     path = make_checkpoint(tmp_path, architecture, num_key_value_heads=1, num_attention_heads=2)

@@ -94,7 +94,8 @@ def test_the_same_logits_in_16_bits(tmp_path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "gpt_oss", pytest.param("olmo2", marks=pytest.mark.slow)]
+    "name",
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "olmo2"))],
 )
 def test_greedy_tokens(tmp_path, name: str) -> None:
     """Through the kernels of attention: a mixed batch in chunks gives what ``generate`` gives."""
