@@ -5,6 +5,7 @@ as noisy views that add up; then many clients at once, and the server's own stat
 requests were joined.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -183,6 +184,14 @@ def show_batching(console: Console, client: grpc.InferenceServerClient, infer: I
 
 
 def counts(client: grpc.InferenceServerClient, model: str) -> Sequence[int]:
-    """Inferences and executions of a model since it was loaded."""
-    statistics = client.get_inference_statistics(model).model_stats[0]
-    return statistics.inference_count, statistics.execution_count
+    """Inferences and executions of a model since it was loaded. The server counts a request a
+    moment after its answer: so they are read until they stand still."""
+    last: tuple[int, int] | None = None
+    for _ in range(40):
+        statistics = client.get_inference_statistics(model).model_stats[0]
+        now = statistics.inference_count, statistics.execution_count
+        if now == last:
+            break
+        last = now
+        time.sleep(0.05)
+    return now
