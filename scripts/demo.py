@@ -82,7 +82,7 @@ def run(console: Console, live: bool, log_file: Path | None) -> None:
         begin = time.monotonic()
         clean = server.stop()
     if not clean:
-        raise DemoError(f"the server did not stop cleanly; its log is {server.log_file}")
+        raise DemoError(f"the stop was not clean: {server.unclean}; its log is {server.log_file}")
     console.print(Rule(style="dim"))
     if left_out:
         console.print(f"Left out, the models beside the language model: {left_out}.")

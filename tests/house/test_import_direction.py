@@ -19,7 +19,9 @@ LAYERS = [
     {"sampling_params"},
     {"request"},
     {"core", "execution"},
-    {"stop_strings", "detokenizer", "chat", "installation", "ports", "server_log", "stopping"},
+    {"stop_strings", "detokenizer", "chat", "installation", "ports", "server_log"},
+    {"admin"},
+    {"stopping"},
     # They know the errors only: model.py of the backends beside ours import the first; the second
     # measures any server.
     {"standin", "sweep"},

@@ -1,10 +1,17 @@
 """What a stop reads from the metrics, and how it hangs up on clients of a child process."""
 
+import os
 import socket
 import subprocess
 import sys
+from typing import cast
+from unittest.mock import Mock
 
-from jitney.stopping import hang_up, requests_in_flight
+import pytest
+from jitney import stopping
+from jitney.admin import Admin
+from jitney.errors import InternalError
+from jitney.stopping import hang_up, requests_in_flight, unload_all
 
 METRICS = """
 # HELP jitney_running_requests Requests accepted and not waiting
@@ -51,3 +58,56 @@ def test_a_process_that_is_gone_has_no_connections() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert hang_up(child.pid, [1]) == 0
+
+
+class FakeAdmin:
+    """A server of two models: ``chat``, whose first unloads are refused, and ``never``, which
+    nobody asked for. ``stuck`` keeps chat UNLOADING for good."""
+
+    grpc_port = 1
+
+    def __init__(self, refusals: int = 0, *, stuck: bool = False, requests: int = 0) -> None:
+        self.refusals, self.stuck, self.requests = refusals, stuck, requests
+        self.state = "READY"
+        self.asked = 0
+
+    def model_states(self) -> dict[str, tuple[str, str]]:
+        return {"chat": (self.state, ""), "never": ("", "")}
+
+    def unload(self, name: str) -> None:
+        assert name == "chat"
+        self.asked += 1
+        if self.asked <= self.refusals:
+            raise InternalError("busy with something else")
+        self.state = "UNLOADING" if self.stuck else "UNAVAILABLE"
+
+    def metrics(self) -> str:
+        return f'jitney_running_requests{{model="chat"}} {self.requests}\n'
+
+
+def stop_of(server: FakeAdmin, monkeypatch: pytest.MonkeyPatch, grace_s: float = 0.2) -> str:
+    monkeypatch.setattr(stopping, "_ASK_AGAIN_S", 0.02)
+    return unload_all(cast("Admin", server), os.getpid(), grace_s)
+
+
+def test_a_model_that_refused_to_unload_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeAdmin(refusals=2)
+    assert stop_of(server, monkeypatch, grace_s=5) == ""
+    assert server.asked == 3
+
+
+def test_what_was_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = FakeAdmin(stuck=True, requests=3)
+    said = stop_of(stuck, monkeypatch)
+    assert said == "after 0.2 s chat is UNLOADING with 3 requests in flight"
+    assert stuck.asked == 1, "a model that is unloading need not be asked again"
+    said = stop_of(FakeAdmin(refusals=10**6), monkeypatch)
+    assert said == (
+        "after 0.2 s chat is READY with 0 requests in flight (busy with something else)"
+    )
+
+
+def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeAdmin()
+    monkeypatch.setattr(server, "model_states", Mock(side_effect=ConnectionRefusedError("gone")))
+    assert stop_of(server, monkeypatch) == "the server does not answer: gone"

@@ -80,7 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterat
         shutil.copytree(ROOT / "model_repository/pylm", repository / "pylm")
     with TritonServer(repository, exit_timeout_s=60) as started:
         yield started
-        assert started.stop(), "after all that, the server did not stop cleanly"
+        assert started.stop(), f"not a clean stop: {started.unclean}\n{started.log_tail(40)}"
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         (repository / name).symlink_to(REPOSITORY / name)
     with TritonServer(repository, open_endpoints=True) as started:
         yield started
-        assert started.stop(), "after all that, the server did not stop cleanly"
+        assert started.stop(), started.unclean
 
 
 @pytest.fixture(scope="module")

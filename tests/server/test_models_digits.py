@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     config.write_text(text, encoding="utf-8")
     with TritonServer(repository) as started:
         yield started
-        assert started.stop(), "after all that, the server did not stop cleanly"
+        assert started.stop(), started.unclean
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     write_good(repository)
     with TritonServer(repository, exit_timeout_s=60) as started:
         yield started
-        assert started.stop(), "the server did not stop cleanly"
+        assert started.stop(), started.unclean
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ def _stop(server: "TritonServer", grace: int) -> None:
         clean = server.stop(0)
     if not clean:
         raise JitneyError(
-            f"not every request had ended when the server stopped"
+            f"the stop was not clean: {server.unclean}"
             f"{f'; its log is {server.log_file}' if server.log_file else ''}"
         )
     err.print("Stopped.")

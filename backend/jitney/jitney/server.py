@@ -13,8 +13,6 @@ so that no stub is orphaned. A stopped server may be started again; it then has 
 
 import atexit
 import contextlib
-import http.client
-import json
 import os
 import secrets
 import shutil
@@ -30,17 +28,13 @@ from typing import Any
 
 import psutil
 
-from jitney.errors import (
-    InternalError,
-    InvalidArgumentError,
-    JitneyError,
-    LoadError,
-)
+from jitney.admin import Admin
+from jitney.errors import InvalidArgumentError, LoadError
 from jitney.installation import backend_directories as own_backend_directories
 from jitney.installation import find_installation, link_backends
 from jitney.ports import choose_ports, reachable
 from jitney.server_log import explain_failure, read_tail, without_traceback
-from jitney.stopping import hang_up, requests_in_flight
+from jitney.stopping import hang_up, unload_all
 
 EXIT_TIMEOUT_S = 10
 """Seconds that the server gives to requests in flight once it was told to stop."""
@@ -49,11 +43,8 @@ RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
 """Endpoints that a client reaches only with the server's random key."""
 
 _PORT_ATTEMPTS = 3
-_LIVE = ("READY", "LOADING", "UNLOADING")
 # After the models are unloaded, seconds for the process to end by itself.
 _LINGER_S = 2.0
-# So long must the metrics show no request: they are a quarter of a second late, responses less.
-_QUIET_S = 0.6
 
 
 class TritonServer:
@@ -98,11 +89,14 @@ class TritonServer:
         self._keep_going = keep_going
         self._open_endpoints = open_endpoints
         self._key = secrets.token_hex(16)
+        self._admin = Admin(host, self._ports, self.admin_headers)
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime: Path | None = None
         self.log_file: Path | None = None
         self.exit_status: int | None = None
         """Of the last process once it has ended; negative: the signal that ended it."""
+        self.unclean = ""
+        """Why the last stop was not clean; empty if it was."""
 
     # ------------------------------------------------------------------ where it is
 
@@ -138,7 +132,7 @@ class TritonServer:
 
     def is_ready(self) -> bool:
         """Whether ``/v2/health/ready`` answers 200."""
-        return self.is_alive() and self._get("/v2/health/ready") == 200
+        return self.is_alive() and self._admin.is_ready()
 
     def log_tail(self, lines: int = 50) -> str:
         """The last lines of the log; empty before the first start."""
@@ -147,21 +141,14 @@ class TritonServer:
     def model_states(self) -> dict[str, tuple[str, str]]:
         """Model name -> (state, reason), as the server's repository index has it: ``READY``, or
         ``UNAVAILABLE`` and why. Models that were never asked for have an empty state."""
-        status, body = self._request("POST", "/v2/repository/index")
-        if status != 200:
-            raise InternalError(f"the server refused its repository index (HTTP {status})")
         return {
-            entry["name"]: (entry.get("state", ""), without_traceback(entry.get("reason", "")))
-            for entry in json.loads(body)
+            name: (state, without_traceback(reason))
+            for name, (state, reason) in self._admin.model_states().items()
         }
 
     def model_inputs(self, name: str) -> list[dict[str, Any]]:
         """The input tensors of a ready model: name, datatype and shape of each."""
-        status, body = self._request("GET", f"/v2/models/{name}")
-        if status != 200:
-            raise InternalError(f"the server has no metadata of model {name!r} (HTTP {status})")
-        inputs: list[dict[str, Any]] = json.loads(body)["inputs"]
-        return inputs
+        return self._admin.model_inputs(name)
 
     # ------------------------------------------------------------------ start and stop
 
@@ -207,18 +194,23 @@ class TritonServer:
         of ours ends them with an error); then connections are closed, and the process gets
         SIGTERM; what is left of its group soon after is killed.
         """
+        self.unclean = ""
         if self._process is None:
             return True
         self._signal_models()
         grace_s = float(self._exit_timeout_s) if grace_s is None else grace_s
-        clean = self.is_alive() and self._unload_all(grace_s)
+        self.unclean = (
+            unload_all(self._admin, self._process.pid, grace_s)
+            if self.is_alive()
+            else f"the server had ended before, with status {self._process.poll()}"
+        )
         if self.is_alive():
             hang_up(self._process.pid, self._ports)  # the server would wait for idle ones
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LINGER_S)
-        self._end(keep_log=not clean)
-        return clean
+        self._end(keep_log=bool(self.unclean))
+        return not self.unclean
 
     def _signal_models(self) -> None:
         """SIGTERM to the models' processes. The server's stub itself ignores it."""
@@ -228,52 +220,11 @@ class TritonServer:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stub.send_signal(signal.SIGTERM)
 
-    def _unload_all(self, grace_s: float) -> bool:
-        """Unload every model; whether they all were within ``grace_s``.
-
-        SIGTERM alone would not do: the server first waits for idle keep-alive connections, up to
-        its whole exit timeout, and then has no time left to unload its models. And an open gRPC
-        stream keeps a model from being unloaded: it is cut once no request is in flight.
-        """
-        assert self._process is not None
-        quiet_since = time.monotonic()
-        deadline = quiet_since + grace_s
-        asked: set[str] = set()
-        try:
-            while True:
-                states = {name: state for name, (state, _) in self.model_states().items()}
-                for name in sorted(name for name in states.keys() - asked if states[name]):
-                    self._request("POST", f"/v2/repository/models/{name}/unload")
-                    asked.add(name)
-                live = {name for name in states if states[name] in _LIVE}
-                if not live:
-                    return True
-                now = time.monotonic()
-                if now > deadline or not self.is_alive():
-                    return False
-                if not self._is_quiet(live):
-                    quiet_since = now
-                elif now - quiet_since > _QUIET_S:
-                    hang_up(self._process.pid, self._ports[1:2])
-                time.sleep(0.05)
-        except (OSError, http.client.HTTPException, JitneyError):
-            return False  # it does not answer: the signals must do
-
-    def _is_quiet(self, models: set[str]) -> bool:
-        """Whether every one of these models says that it has no request. Others than ours are
-        silent and may have one; so may all if there are no metrics, which a server may be told not
-        to have and which it opens a moment after it calls itself ready."""
-        try:
-            metrics = self._request("GET", "/metrics", self._ports[2])[1].decode()
-        except (OSError, http.client.HTTPException):
-            return False
-        in_flight = requests_in_flight(metrics)
-        return all(in_flight.get(name, 1.0) == 0 for name in models)
-
     # ------------------------------------------------------------------ inside
 
     def _launch(self) -> None:
         self._ports = choose_ports(self.host, self._wanted_ports)
+        self._admin = Admin(self.host, self._ports, self.admin_headers)
         self._runtime = runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
         link_backends(runtime / "backends", self._installation, self._backends)
         if self._wanted_log is None:
@@ -384,22 +335,6 @@ class TritonServer:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _get(self, path: str) -> int | None:
-        try:
-            return self._request("GET", path)[0]
-        except (OSError, http.client.HTTPException):
-            return None  # not listening yet
-
-    def _request(self, method: str, path: str, port: int | None = None) -> tuple[int, bytes]:
-        port = port or self._ports[0]
-        connection = http.client.HTTPConnection(reachable(self.host), port, timeout=10)
-        try:
-            connection.request(method, path, headers={**self.admin_headers, "Connection": "close"})
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
 
 
 class _PortTaken(Exception):

@@ -3,23 +3,35 @@
 This server (2.51) keeps a model loaded while any client holds a gRPC stream open that has ever
 carried a request to it, however idle, and waits for idle HTTP connections until its exit timeout.
 So a stop first sees when nothing is in flight any more (:func:`requests_in_flight`), and then hangs
-up on those clients (:func:`hang_up`); the server then unloads and exits by itself.
+up on those clients (:func:`hang_up`); the server then unloads (:func:`unload_all`) and exits by
+itself.
 """
 
 import ctypes
+import http.client
 import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Collection
 
 import psutil
+
+from jitney.admin import Admin
+from jitney.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
 
 _PIDFD_GETFD = 438
 """The number of the system call, which Python does not offer; the same on every architecture that
 we run on."""
+
+_LIVE = ("READY", "LOADING", "UNLOADING")
+# So long must the metrics show no request: they are a quarter of a second late, responses less.
+_QUIET_S = 0.6
+# A model that is still ready after so long is asked once more to unload.
+_ASK_AGAIN_S = 2.0
 
 _IN_FLIGHT = re.compile(
     r'^jitney_(?:running|waiting)_requests\{[^}]*\bmodel="([^"]*)"[^}]*\} (\S+)$', re.M
@@ -33,6 +45,71 @@ def requests_in_flight(metrics: str) -> dict[str, float]:
     for model, value in _IN_FLIGHT.findall(metrics):
         total[model] = total.get(model, 0.0) + float(value)
     return total
+
+
+def unload_all(admin: Admin, pid: int, grace_s: float) -> str:
+    """Unload every model of the server ``pid`` within ``grace_s`` seconds.
+
+    Returns what was left and why, or nothing if nothing was. SIGTERM alone would not do: the server
+    first waits for idle keep-alive connections, up to its whole exit timeout, and then has no time
+    left to unload its models. And an open gRPC stream keeps a model from being unloaded: it is cut
+    once no request is in flight.
+    """
+    quiet_since = time.monotonic()
+    deadline = quiet_since + grace_s
+    asked: dict[str, float] = {}
+    refusals: dict[str, str] = {}
+    try:
+        while True:
+            states = {name: state for name, (state, _) in admin.model_states().items() if state}
+            now = time.monotonic()
+            for name in sorted(states):
+                again = states[name] == "READY" and now > asked.get(name, now) + _ASK_AGAIN_S
+                if name not in asked or again:
+                    asked[name] = now
+                    refusals.pop(name, None)
+                    try:
+                        admin.unload(name)
+                    except InternalError as error:
+                        refusals[name] = str(error)
+            live = {name: state for name, state in states.items() if state in _LIVE}
+            if not live:
+                return ""
+            if now > deadline:
+                return _explain(admin, live, refusals, grace_s)
+            if not _is_quiet(admin, live):
+                quiet_since = now
+            elif now - quiet_since > _QUIET_S:
+                hang_up(pid, [admin.grpc_port])
+            time.sleep(0.05)
+    except (OSError, http.client.HTTPException, InternalError) as error:
+        return f"the server does not answer: {error}"  # the signals must do
+
+
+def _is_quiet(admin: Admin, models: Collection[str]) -> bool:
+    """Whether every one of these models says that it has no request. Others than ours are silent
+    and may have one; so may all if there are no metrics, which a server may be told not to have and
+    which it opens a moment after it calls itself ready."""
+    try:
+        in_flight = requests_in_flight(admin.metrics())
+    except (OSError, http.client.HTTPException, InternalError):
+        return False
+    return all(in_flight.get(name, 1.0) == 0 for name in models)
+
+
+def _explain(admin: Admin, live: dict[str, str], refusals: dict[str, str], grace_s: float) -> str:
+    """One line about the models that are left: their states, requests and what the server said."""
+    try:
+        in_flight = requests_in_flight(admin.metrics())
+    except (OSError, http.client.HTTPException, InternalError):
+        in_flight = {}
+    left = [
+        f"{name} is {state}"
+        + (f" with {in_flight[name]:.0f} requests in flight" if name in in_flight else "")
+        + (f" ({refusals[name]})" if name in refusals else "")
+        for name, state in sorted(live.items())
+    ]
+    return f"after {grace_s:g} s {', '.join(left)}"
 
 
 def hang_up(pid: int, ports: Collection[int]) -> int:

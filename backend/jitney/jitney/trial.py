@@ -53,7 +53,7 @@ def try_server(timeout_s: float = 60.0) -> None:
         if answer != [2, 3, 4]:
             raise JitneyError(f"the server answered {answer} where [2, 3, 4] is right")
         if not clean:
-            raise JitneyError("the server did not stop cleanly")
+            raise JitneyError(f"the stop was not clean: {server.unclean}")
 
 
 def _ask(address: str) -> object:

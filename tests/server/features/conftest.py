@@ -21,7 +21,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     flags = ["--grpc-infer-response-compression-level=high", *COMPLETE]
     with TritonServer(repository, open_endpoints=True, extra_args=flags) as started:
         yield started
-        assert started.stop(), "after all that, the server did not stop cleanly"
+        assert started.stop(), started.unclean
 
 
 @pytest.fixture(scope="package")
@@ -37,7 +37,7 @@ def limited_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonS
     ]
     with TritonServer(repository, open_endpoints=True, extra_args=flags) as started:
         yield started
-        assert started.stop(), "after all that, the server did not stop cleanly"
+        assert started.stop(), started.unclean
 
 
 @pytest.fixture
