@@ -19,7 +19,7 @@ VENV := .venv/bin
 GPU_PYTHON ?= $(VENV)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve doctor test test-slow test-compose check docs bench bench-gpu test-gpu clean clean-venv
+.PHONY: help env models demo serve doctor test test-slow test-compose test-browser check docs bench bench-gpu test-gpu clean clean-venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,10 +43,10 @@ doctor: env ## say what is wrong with this installation and how to mend it
 	@$(VENV)/jitney doctor $(ARGS)
 
 test: env ## the tests, without those that take minutes
-	@$(VENV)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(VENV)/python -m pytest -m "not slow and not gpu and not browser" $(ARGS)
 
 test-slow: env ## the tests that take minutes
-	@$(VENV)/python -m pytest -m "slow and not gpu" $(ARGS)
+	@$(VENV)/python -m pytest -m "slow and not gpu and not browser" $(ARGS)
 
 test-gpu: env ## the tests that need a GPU
 	@$(VENV)/python -m pytest -m gpu $(ARGS)
@@ -54,6 +54,11 @@ test-gpu: env ## the tests that need a GPU
 # Not part of the tests: it needs root, Debian's packages and a container engine of its own.
 test-compose: env models ## docker-compose.yml, run by a real engine (root, Debian, some twenty minutes)
 	@$(VENV)/python -m pytest tests/compose $(ARGS) tests/compose/engine
+
+# Not part of the tests: it needs a browser. Screenshots: ARGS=--screenshots=FOLDER
+test-browser: env ## the sweep's report and the documentation's site, opened in Chromium
+	@$(VENV)/python -m tests.browser.install
+	@$(VENV)/python -m pytest tests/browser -m browser $(ARGS)
 
 check: env ## linter, formatter (as a check) and type checker
 	@$(VENV)/ruff check .
