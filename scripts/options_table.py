@@ -27,6 +27,16 @@ names the option, the value and the bound. The same options are keyword argument
 {"model": "checkpoint", "max_model_len": 4096, "kv_cache_bytes": 2000000000}
 ```
 
+An option may also stand in `config.pbtxt`, where it takes the place of the one in `model.json`: so
+can a model be loaded with other options through the server's repository API, without its files
+being touched. The value is text: a string as it is, all else as in JSON.
+
+```
+parameters { key: "max_num_seqs" value { string_value: "64" } }
+```
+
+Names in capitals (`EXECUTION_ENV_PATH`) are the server's own.
+
 Instances, and the devices they run on, are the server's business: `instance_group` in
 `config.pbtxt`. This page is made from `config.py` by `scripts/options_table.py`.
 """

@@ -1,6 +1,7 @@
 """Options of ``model.json``: what is wrong is named, with the value and the bound."""
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,32 @@ def test_an_id_is_left_as_it_is(tmp_path: Path) -> None:
 def test_a_broken_file(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, content))
+
+
+def test_parameters_take_the_place_of_options(tmp_path: Path) -> None:
+    """As text, from config.pbtxt; ``null`` is the default, and a folder of digits stays text."""
+    (tmp_path / "7").mkdir()
+    file = write(tmp_path, '{"model": "m", "max_num_seqs": 8, "max_model_len": 99, "fuse": true}')
+    texts = {"model": "7", "max_num_seqs": "64", "max_model_len": "null", "dtype": "float32"}
+    config = load_config(file, texts | {"fuse": "false", "cuda_graph_sizes": "[1, 2]"})
+    assert config.model == str(tmp_path / "7")
+    assert (config.max_num_seqs, config.max_model_len, config.fuse) == (64, None, False)
+    assert (config.dtype, config.cuda_graph_sizes) == ("float32", (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("max_num_seq", "64", "'max_num_seq' is unknown (did you mean 'max_num_seqs'?)"),
+        ("max_num_seqs", "many", "max_num_seqs is 'many', but must be an integer"),
+        ("max_num_seqs", "0", "max_num_seqs is 0, but must be from 1 to 65536"),
+        ("fuse", "yes", "fuse is 'yes', but must be true or false"),
+        ("dtype", "3", "dtype is '3', but must be one of"),
+    ],
+)
+def test_a_wrong_parameter_is_named(tmp_path: Path, key: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(write(tmp_path, '{"model": "m"}'), {key: text})
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

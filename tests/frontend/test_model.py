@@ -64,6 +64,20 @@ def test_a_failed_load_says_why_in_one_line(pb: Any, tmp_path: Path) -> None:
     assert "did you mean 'block_size'" in text
 
 
+def test_parameters_of_the_configuration_are_options(pb: Any, tmp_path: Path) -> None:
+    """A wrong one is named as the same value in the file would be; capitals are the server's."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.json").write_text('{"model": "x"}', encoding="utf-8")
+    given = {"EXECUTION_ENV_PATH": "/env", "max_num_seqs": "0"}
+    config = {"parameters": {name: {"string_value": text} for name, text in given.items()}}
+    args = arguments("CPU", []) | {
+        "model_repository": str(tmp_path),
+        "model_config": json.dumps(config),
+    }
+    with pytest.raises(pb.TritonModelException, match="max_num_seqs is 0, but must be from 1"):
+        TritonPythonModel().initialize(args)
+
+
 def test_a_model_of_the_hub_cache_is_served(
     pb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""The engine's options: one flat frozen struct, read from a model version's ``model.json``.
+"""The engine's options: one flat frozen struct, read from a model version's ``model.json`` and the
+``parameters`` of its ``config.pbtxt``, which come first.
 
 Options that depend on the device or the checkpoint are ``None`` here and are derived once, at load,
 by whoever knows both (the runner); everything else is final after :func:`load_config`.
@@ -6,6 +7,7 @@ by whoever knows both (the runner); everything else is final after :func:`load_c
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -166,9 +168,10 @@ _NOT_TEMPLATE_PARAMETERS = frozenset(
 )
 
 
-def load_config(path: Path) -> EngineConfig:
+def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> EngineConfig:
     """Read ``model.json``; ``model`` comes back absolute if it names a folder beside it.
 
+    ``parameters`` are options as text, each in place of the file's: see :func:`from_text`.
     Raises ConfigError for a missing or malformed file, an unknown key (naming the nearest known
     one), a wrong type or a value out of bounds.
     """
@@ -182,11 +185,27 @@ def load_config(path: Path) -> EngineConfig:
         raise ConfigError(f"{path.name} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path.name} must hold a JSON object of options")
-    config = make_config(raw)
+    config = make_config(
+        raw | {key: from_text(key, text) for key, text in (parameters or {}).items()}
+    )
     folder = path.parent / config.model
     return (
         msgspec.structs.replace(config, model=str(folder.resolve())) if folder.is_dir() else config
     )
+
+
+def from_text(key: str, text: str) -> object:
+    """The value of an option that is written as text: a string as it stands, all else as in JSON
+    (``64``, ``true``, ``[1, 2]``, ``null`` for the default). Whether it may be that is for
+    :func:`make_config` to say, and whether there is such an option."""
+    kinds = {each.encode_name: each.type for each in msgspec.structs.fields(EngineConfig)}
+    if key not in kinds or isinstance(_kind(kinds[key]), (inspect.StrType, inspect.LiteralType)):
+        return text
+    try:
+        value: object = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+    return value
 
 
 def make_config(options: dict[str, object]) -> EngineConfig:
@@ -261,6 +280,14 @@ def wanted(struct: type[msgspec.Struct], name: str) -> str:
     """What a field takes, for an error message: ``an integer``, ``a list of strings``, …"""
     (field,) = (each for each in msgspec.structs.fields(struct) if each.encode_name == name)
     return _describe(inspect.type_info(field.type))
+
+
+def _kind(annotation: object) -> inspect.Type:
+    """What an option is if it is not None."""
+    kind = inspect.type_info(annotation)
+    if isinstance(kind, inspect.UnionType):
+        (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
+    return kind
 
 
 def _describe(kind: inspect.Type) -> str:

@@ -44,7 +44,8 @@ class TritonPythonModel:
         quiet_imports()
         version_folder = Path(args["model_repository"]) / args["model_version"]
         try:
-            config = place(load_config(version_folder / "model.json"), args)
+            options = load_config(version_folder / "model.json", parameters(args))
+            config = place(options, args)
             self._service = _start(config, args)
             on_sigterm(lambda: self._service.drain(config.drain_s))
         except JitneyError as error:
@@ -61,6 +62,15 @@ class TritonPythonModel:
         """Stop the threads and give the memory back."""
         self._service.close()
         gc.collect()
+
+
+def parameters(args: dict[str, str]) -> dict[str, str]:
+    """The ``parameters`` of ``config.pbtxt``: options in place of those in model.json.
+
+    Names in capitals (``EXECUTION_ENV_PATH``, …) are the server's own.
+    """
+    given = json.loads(args["model_config"]).get("parameters", {})
+    return {name: said["string_value"] for name, said in given.items() if not name.isupper()}
 
 
 def place(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
