@@ -1,4 +1,4 @@
-"""Exports of perf_analyzer as it writes them (2.48), and points made of them."""
+"""Exports of perf_analyzer as it writes them (2.48), points made of them, and stand-ins for it."""
 
 import json
 from pathlib import Path
@@ -66,3 +66,11 @@ def driver(binary: Path, protocol: str = "grpc", *, language: bool = False) -> D
     model = Model("m", inputs, 0 if language else 8, language, (), ())
     target = Target.of("here:8001", None, None)
     return Driver(PerfAnalyzer(binary, "0"), target, model, PLAN, protocol)
+
+
+def script(folder: Path, text: str) -> Path:
+    """A perf_analyzer that is a shell script."""
+    path = folder / "perf_analyzer"
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path

@@ -39,6 +39,9 @@ def test_help_is_worth_reading() -> None:
         (("--input-tokens", "9:1"), "LOW:HIGH"),
         (("--data", "/nowhere"), "no file /nowhere"),
         (("--compare", "/nowhere", "/nowhere"), "cannot read /nowhere"),
+        (("--ca-file", "/nowhere"), "cannot read ca_file /nowhere"),
+        (("--api-key-file", "/nowhere"), "cannot read api_key_file /nowhere"),
+        (("--header", "a-key"), "header 1 must be NAME:VALUE"),
     ],
 )
 def test_mistakes_are_named_first(words: tuple[str, ...], said: str) -> None:
@@ -55,6 +58,13 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
                      "--http-url", "127.0.0.1:1")  # fmt: skip
     assert isinstance(error, UnavailableError)
     assert "--http-url says where it is" in str(error)
+
+
+def test_a_key_in_clear_is_a_caution(tmp_path: Path) -> None:
+    words = ["bench", "--perf-analyzer", str(tmp_path / "none"), "--header", "x-key: 0123456789"]
+    output = CliRunner().invoke(cli.app, words).output
+    assert "in clear" in output
+    assert "0123456789" not in output
 
 
 def test_without_matplotlib_it_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:

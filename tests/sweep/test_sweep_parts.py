@@ -2,7 +2,6 @@
 
 import base64
 import json
-import stat
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from jitney.sweep import counters, inputs, point, tool
 from jitney.sweep.record import Load
 from jitney.sweep.target import Model, Target, Tensor
 
-from tests.sweep.exports import driver, write_export
+from tests.sweep.exports import driver, script, write_export
 
 SPEAKER = Model(
     "chat",
@@ -164,13 +163,6 @@ def test_addresses() -> None:
     for text in ("box", ":8001", "box:", "http://box:x"):
         with pytest.raises(InvalidArgumentError, match="HOST:PORT"):
             Target.of(text, None, None)
-
-
-def script(folder: Path, text: str) -> Path:
-    path = folder / "perf_analyzer"
-    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
 
 
 def test_the_binary_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

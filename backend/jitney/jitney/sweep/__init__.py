@@ -4,6 +4,7 @@
     sweep     a run from start to end: which load next, what goes on the terminal
     plan      which loads, and how long each is kept up
     inputs    what the requests carry: prompts, rows
+    access    how a client gets in: TLS, headers, keys
     target    the server under test: what it says of a model
     counters  its statistics and metrics, before and after
     tool      finds perf_analyzer

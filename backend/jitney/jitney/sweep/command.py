@@ -27,10 +27,28 @@ def bench(
     ] = None,
     url: Annotated[str, typer.Option(help="HOST:PORT of the server's gRPC.")] = "localhost:8001",
     http_url: Annotated[
-        str | None, typer.Option(help="HOST:PORT of its HTTP. Default: port 8000 of the same host.")
+        str | None,
+        typer.Option(help="HOST:PORT of its HTTP. Default: port 8000; with TLS the same as --url."),
     ] = None,
     metrics_url: Annotated[
-        str | None, typer.Option(help="Its metrics. Default: http://HOST:8002/metrics.")
+        str | None,
+        typer.Option(help="Its metrics. Default: http://HOST:8002/metrics; with TLS none."),
+    ] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Speak TLS, to gRPC and HTTP.")] = False,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(help="Certificates to trust, in PEM form, in place of the machine's; --tls."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="A key to send as a bearer token: the first of the file, [NAME:]KEY."),
+    ] = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME:VALUE to send with every request, or @FILE with such lines, which keeps "
+            "the value out of the list of processes; may be given several times."
+        ),
     ] = None,
     concurrency: Annotated[
         str, typer.Option(help="Requests kept under way, a load each: 1,4,16. Default: 1 to 32.")
@@ -120,6 +138,7 @@ def bench(
 def _sweep(given: dict[str, Any]) -> Any:
     """The options, checked, as a Sweep. Raises JitneyError."""
     from jitney.sweep import inputs, plan, slo, tool
+    from jitney.sweep.access import Access
     from jitney.sweep.sweep import Sweep
     from jitney.sweep.target import Target
 
@@ -139,8 +158,11 @@ def _sweep(given: dict[str, Any]) -> Any:
     )
     prompts = _prompts(given)
     shapes = inputs.read_shapes(given["shape"] or [])
+    access = Access.of(given["tls"], given["ca_file"], given["api_key_file"], given["header"] or ())
+    if access.headers and not access.tls:
+        _out.print("[yellow]The headers go out in clear: --tls or --ca-file.[/]")
     found = tool.find(given["perf_analyzer"])
-    target = Target.of(given["url"], given["http_url"], given["metrics_url"])
+    target = Target.of(given["url"], given["http_url"], given["metrics_url"], access)
     model = target.model(given["model"])
     if model.language and given["protocol"] == "http":
         raise InvalidArgumentError.of("protocol", "http", "grpc: HTTP has no streams here")

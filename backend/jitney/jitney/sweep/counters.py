@@ -39,18 +39,30 @@ class Snapshot:
     stages: dict[str, Counts]
     metrics: dict[tuple[str, str], float] | None
     """(name, label le or "") -> sum over instances; None if the endpoint does not answer."""
+    missing: tuple[str, ...] = ()
+    """What could not be read and why."""
 
 
 def snapshot(target: Target, models: Sequence[str], engine: str | None) -> Snapshot:
-    """Statistics of ``models``, and the engine metrics of the model ``engine`` if there is one."""
-    stages = {name: read_statistics(target.statistics(name)) for name in models}
-    if engine is None:
-        return Snapshot(stages, None)
+    """Statistics of ``models``, and the engine metrics of the model ``engine`` if there is one.
+
+    Never raises for what the server keeps back: the measurement stands without it.
+    """
+    stages: dict[str, Counts] = {}
+    missing = []
     try:
-        text = target.metrics_text()
-    except JitneyError:
-        return Snapshot(stages, None)  # said in the report: no figures of the engine
-    return Snapshot(stages, read_metrics(text, engine))
+        stages = {name: read_statistics(target.statistics(name)) for name in models}
+    except JitneyError as error:
+        missing.append(f"no statistics of the server ({error})")
+    except (KeyError, TypeError, ValueError) as error:
+        missing.append(f"the server's statistics cannot be read ({error!r})")
+    metrics = None
+    if engine is not None:
+        try:
+            metrics = read_metrics(target.metrics_text(), engine)
+        except JitneyError as error:
+            missing.append(f"no figures of the engine ({error})")
+    return Snapshot(stages, metrics, tuple(missing))
 
 
 def read_statistics(said: dict[str, Any]) -> Counts:
@@ -83,10 +95,12 @@ def read_metrics(text: str, model: str) -> dict[tuple[str, str], float]:
 
 
 def stages(before: Snapshot, after: Snapshot) -> tuple[Stage, ...]:
-    """What each model did in between."""
+    """What each model did in between; nothing for one that was not read both times."""
     made = []
     for name, late in after.stages.items():
-        early = before.stages[name]
+        early = before.stages.get(name)
+        if early is None:
+            continue
         requests = late.requests - early.requests
         made.append(
             Stage(

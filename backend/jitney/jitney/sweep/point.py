@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jitney.errors import InternalError
 from jitney.sweep import counters
+from jitney.sweep.access import Access
 from jitney.sweep.plan import Plan
 from jitney.sweep.profile import measure, read_export
 from jitney.sweep.record import Load, Measurement, Point
@@ -49,24 +50,31 @@ class Driver:
         try:
             return self._run(load, inputs, tick)
         except InternalError as error:
-            return Point(load, "failed", (str(error),))
+            # perf_analyzer ends where it is refused the statistics, in words that say nothing of
+            # them.
+            missing = counters.snapshot(self.target, self._models, None).missing
+            hint = [f"{text}: perf_analyzer needs them too" for text in missing]
+            return Point(load, "failed", (str(error), *hint))
+
+    @property
+    def _models(self) -> tuple[str, ...]:
+        return self.model.parts or (self.model.name,)
 
     def _run(self, load: Load, inputs: Path, tick: Tick) -> Point:
         warm_up = self._measure(*self.plan.warm_up(load), inputs, 0, lambda share: None)[0]
         pace = load.level if load.kind == "rate" else warm_up.requests_per_s
         count = self.plan.count(load, pace)
-        models = self.model.parts or (self.model.name,)
         engine = self.model.name if self.model.language else None
         time.sleep(_SETTLE_S if engine else 0)
-        before = counters.snapshot(self.target, models, engine)
+        before = counters.snapshot(self.target, self._models, engine)
         measured, remarks = self._measure(load, count, inputs, count / max(pace, 1e-3), tick)
         time.sleep(_SETTLE_S if engine else 0)
-        after = counters.snapshot(self.target, models, engine)
+        after = counters.snapshot(self.target, self._models, engine)
         state, doubts = self.plan.doubts(load, measured)
         return Point(
             load,
             state,
-            (*remarks, *doubts),
+            (*remarks, *doubts, *dict.fromkeys((*before.missing, *after.missing))),
             measured,
             counters.stages(before, after),
             counters.engine_work(before, after),
@@ -82,7 +90,8 @@ class Driver:
                 export = Path(folder, "profile.json")
                 command = self.command(load, inputs, count, export)
                 try:
-                    _execute(command, self.tool, Path(folder), expected_s, tick)
+                    access = self.target.access
+                    _execute(command, self.tool, access, Path(folder), expected_s, tick)
                 except subprocess.TimeoutExpired:
                     remarks.append("perf_analyzer hung and was run again")
                     continue
@@ -92,9 +101,9 @@ class Driver:
         raise InternalError(f"perf_analyzer hung {_ATTEMPTS} times")
 
     def command(self, load: Load, inputs: Path, count: int, export: Path) -> list[str]:
-        """perf_analyzer's command line."""
-        address = self.target.grpc if self.protocol == "grpc" else self.target.http
-        words = [str(self.tool.binary), "-m", self.model.name, "-u", address, "-i", self.protocol]
+        """perf_analyzer's command line. It holds the secrets of the target: show it nowhere."""
+        words = [str(self.tool.binary), "-m", self.model.name]
+        words += ["-u", self.target.address(self.protocol), "-i", self.protocol]
         # Rates are kept by asynchronous calls only; over HTTP, users are threads.
         if self.protocol == "grpc" or load.kind == "rate":
             words.append("--async")
@@ -105,11 +114,17 @@ class Driver:
         words += ["--input-data", str(inputs), *self.plan.shape(load)]
         # -s: whatever the windows look like, there is a report.
         words += ["--request-count", str(count), "-s", "999"]
-        return [*words, "--profile-export-file", str(export), *self.words]
+        words += ["--profile-export-file", str(export)]
+        return [*words, *self.target.access.words(self.protocol), *self.words]
 
 
 def _execute(
-    command: Sequence[str], tool: PerfAnalyzer, folder: Path, expected_s: float, tick: Tick
+    command: Sequence[str],
+    tool: PerfAnalyzer,
+    access: Access,
+    folder: Path,
+    expected_s: float,
+    tick: Tick,
 ) -> None:
     """Raises TimeoutExpired, after the process is gone; InternalError with what it said last."""
     log = folder / "output"
@@ -134,7 +149,7 @@ def _execute(
                 process.kill()
                 process.wait()
     if status != 0:
-        text = log.read_text(encoding="utf-8", errors="replace")
+        text = access.hide(log.read_text(encoding="utf-8", errors="replace"))
         raise InternalError(f"perf_analyzer ended with status {status}: {_told(text)}")
 
 

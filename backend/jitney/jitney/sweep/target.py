@@ -1,20 +1,35 @@
 """The server under test: its addresses, and what it says of a model. HTTP by the standard library.
 
 A closed server (``jitney serve``, the proxy of docker-compose) does not list its repository; its
-statistics, which are open, name every model that is loaded.
+statistics, which are open, name every model that is loaded. A proxy that keeps those back too is
+asked for the model by its name.
 """
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from jitney.errors import InvalidArgumentError, UnavailableError, nearest
+from jitney.sweep.access import Access
 
 _TIMEOUT_S = 30.0
+_LATER = (429, 503)
+"""A proxy counts our questions among the load's requests."""
+_ATTEMPTS = 4
+_LONGEST_WAIT_S = 5.0
+
+
+class RefusedError(InvalidArgumentError):
+    """The server or a proxy before it answered with an error. ``status`` is HTTP's."""
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -53,28 +68,52 @@ class Model:
 
 @dataclass(frozen=True)
 class Target:
-    """Addresses of one server: ``host:port``, and the metrics' whole URL."""
+    """Addresses of one server: ``host:port``, and the metrics' whole URL, None if there are none to
+    be reached."""
 
     grpc: str
     http: str
-    metrics: str
+    metrics: str | None
+    access: Access = field(default_factory=Access)
 
     @classmethod
-    def of(cls, grpc: str, http_address: str | None, metrics: str | None) -> "Target":
-        """What is not given is on the same host at Triton's usual port."""
+    def of(
+        cls,
+        grpc: str,
+        http_address: str | None,
+        metrics: str | None,
+        access: Access | None = None,
+    ) -> "Target":
+        """What is not given is on the same host at Triton's usual port; with TLS, where a proxy
+        stands before the server, HTTP is at gRPC's port and the metrics are nowhere."""
         host, found, port = grpc.rpartition(":")
         if not found or not host or not port.isdigit():
             raise InvalidArgumentError.of("url", grpc, "HOST:PORT of the server's gRPC")
-        return cls(grpc, http_address or f"{host}:8000", metrics or f"http://{host}:8002/metrics")
+        access = access or Access()
+        if access.tls:
+            return cls(grpc, http_address or grpc, metrics, access)
+        usual = f"http://{host}:8002/metrics"
+        return cls(grpc, http_address or f"{host}:8000", metrics or usual, access)
+
+    def address(self, protocol: str) -> str:
+        """As perf_analyzer takes it."""
+        if protocol == "grpc":
+            return self.grpc
+        return f"https://{self.http}" if self.access.tls else self.http
 
     def get(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON at a path of the HTTP address; with ``body``, the answer to it.
 
-        Raises UnavailableError if nobody answers, InvalidArgumentError if the server refuses.
+        Raises UnavailableError if nobody answers, RefusedError if the server refuses.
         """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://{self.http}{path}", data)
-        return json.loads(_fetch(request, "the server's HTTP", "--http-url"))
+        request = urllib.request.Request(f"{self.access.scheme}://{self.http}{path}", data)
+        self._let_in(request)
+        text = self._fetch(request, "the server's HTTP", "--http-url")
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise RefusedError(f"{request.full_url} does not answer with JSON") from None
 
     def server(self) -> str:
         """Name and version."""
@@ -90,7 +129,16 @@ class Target:
 
         Raises InvalidArgumentError with the names that there are.
         """
-        names = self.loaded()
+        try:
+            names = self.loaded()
+        except RefusedError as error:
+            if error.status in _NO_ENTRY:
+                raise
+            if name is None:
+                raise InvalidArgumentError(
+                    f"say which model: which ones there are cannot be asked ({error})"
+                ) from None
+            return self._described(name)
         if name is not None:
             if name not in names:
                 raise InvalidArgumentError(
@@ -124,8 +172,58 @@ class Target:
         return said
 
     def metrics_text(self) -> str:
-        """The Prometheus endpoint. Raises UnavailableError if nobody answers."""
-        return _fetch(urllib.request.Request(self.metrics), "the metrics", "--metrics-url")
+        """The Prometheus endpoint. Raises UnavailableError if nobody answers, RefusedError."""
+        if self.metrics is None:
+            raise UnavailableError("the metrics are not published here; --metrics-url says where")
+        request = urllib.request.Request(self.metrics)
+        own, there = urlsplit(f"{self.access.scheme}://{self.http}"), urlsplit(self.metrics)
+        if (own.scheme, own.hostname) == (there.scheme, there.hostname):
+            self._let_in(request)  # a key goes to no other host, and not in clear beside TLS
+        return self._fetch(request, "the metrics", "--metrics-url")
+
+    def _let_in(self, request: urllib.request.Request) -> None:
+        for name, value in self.access.headers:
+            request.add_unredirected_header(name, value)
+
+    def _fetch(self, request: urllib.request.Request, what: str, option: str) -> str:
+        # Straight to the server: a proxy that the environment names does not reach it.
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}),
+            urllib.request.HTTPSHandler(context=self.access.context),
+        )
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with opener.open(request, timeout=_TIMEOUT_S) as reply:
+                    return str(reply.read().decode("utf-8", "replace"))
+            except urllib.error.HTTPError as error:
+                if error.code not in _LATER or attempt == _ATTEMPTS:
+                    raise self._refused(request, error) from None
+                time.sleep(min(_wait_s(error), _LONGEST_WAIT_S))
+            except (OSError, http.client.HTTPException) as error:
+                reason = getattr(error, "reason", error)
+                raise UnavailableError(
+                    f"{what} cannot be reached at {request.full_url} ({reason}); "
+                    f"{option} says where it is"
+                ) from None
+        raise AssertionError("the last attempt returns or raises")
+
+    def _refused(
+        self, request: urllib.request.Request, error: urllib.error.HTTPError
+    ) -> RefusedError:
+        said = error.read().decode("utf-8", "replace").strip() or str(error.reason)
+        text = f"{request.full_url} answers {error.code}: {self.access.hide(said)[:300]}"
+        if error.code in _NO_ENTRY:
+            text += "; --api-key-file or --header gives a key"
+        return RefusedError(text, error.code)
+
+
+_NO_ENTRY = (401, 403)
+
+
+def _wait_s(error: urllib.error.HTTPError) -> float:
+    """What the answer asks for; one second if it says nothing."""
+    said = error.headers.get("Retry-After", "")
+    return float(said) if said.isdigit() else 1.0
 
 
 def _tensor(said: dict[str, Any]) -> Tensor:
@@ -136,21 +234,3 @@ def _tensor(said: dict[str, Any]) -> Tensor:
         shape=tuple(int(size) for size in said["dims"]),
         optional=bool(said.get("optional", False)),
     )
-
-
-def _fetch(request: urllib.request.Request, what: str, option: str) -> str:
-    # Straight to the server: a proxy that the environment names does not reach it.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=_TIMEOUT_S) as reply:
-            return str(reply.read().decode("utf-8"))
-    except urllib.error.HTTPError as error:
-        text = error.read().decode("utf-8", "replace").strip()
-        raise InvalidArgumentError(
-            f"{request.full_url} answers {error.code}: {text or error.reason}"
-        ) from None
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise UnavailableError(
-            f"{what} cannot be reached at {request.full_url} ({reason}); {option} says where it is"
-        ) from None
