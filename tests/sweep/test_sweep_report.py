@@ -111,7 +111,9 @@ def test_the_page_of_a_language_model(language_result: Result, tmp_path: Path) -
     page = write_report(language_result, tmp_path / "out")
     names = {"throughput", "load", "ttft", "itl", "latency", "batches", "queue"}
     text = check_alone(page, names)
-    assert "20 ms / 20 ms / 20 ms" in text
+    percentiles = next(t for t in parsed(page).iter("table") if "p50" in "".join(t.itertext()))
+    row = ["".join(cell.itertext()) for cell in list(percentiles.iter("tr"))[-1]]
+    assert row[:4] == ["1 at once", "20.0", "20.0", "20.0"]
     assert "found in the prefix cache" in text
     assert "1.25" in text
 
@@ -153,6 +155,8 @@ def test_two_results_side_by_side(calls_result: Result, tmp_path: Path) -> None:
     assert "more (A)" in text
     assert "more (B)" in text
     assert re.search(r"100\.0\s?200\.0\s?2\.00", text), "throughputs and their ratio"
+    marks = {e.text: e.get("class") for e in parsed(page).iter("td")}
+    assert marks["2.00"] == "better"
     assert "measured with different options" in text
 
 

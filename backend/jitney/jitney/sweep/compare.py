@@ -1,13 +1,26 @@
 """Two results side by side: what changed at each load that both have, and both in the same axes."""
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from jitney.errors import InvalidArgumentError
-from jitney.sweep import figures
+from jitney.sweep import figures, slo
+from jitney.sweep.page import (
+    Cell,
+    Html,
+    figure_grid,
+    milliseconds,
+    number,
+    state,
+    table,
+    write_page,
+)
 from jitney.sweep.record import Distribution, Load, Measurement, Point, Result
-from jitney.sweep.report import figure, percentiles, state, table, write_page
-from jitney.sweep.sweep import conclusion
+from jitney.sweep.report import best, subject
+
+_CLOSE = 0.05
+"""A ratio that is nearer to 1 is neither better nor worse."""
 
 
 def write_comparison(first: Result, second: Result, folder: Path) -> Path:
@@ -17,19 +30,17 @@ def write_comparison(first: Result, second: Result, folder: Path) -> Path:
         raise InvalidArgumentError(
             f"{first.model} and {second.model} cannot be compared: only one is a language model"
         )
-    pictures = figures.draw(_named(first, second))
     a, b = _named(first, second)
-    parts = [
-        f"<h1>{escape(a.title)} and {escape(b.title)}</h1>",
-        *(
-            f'<p class="best"><strong>{escape(result.title)}</strong> ({escape(result.model)}, '
-            f"{escape(result.began)}): {escape(conclusion(result))}</p>"
-            for result in (a, b)
-        ),
+    pictures = figures.draw([a, b])
+    parts = [f"<h1>{escape(a.title)} and {escape(b.title)}</h1>"]
+    for letter, result in (("A", a), ("B", b)):
+        bounds = slo.parse(result.slo, language=result.language)
+        parts += [best(result, bounds, f"{letter}, {result.title}"), subject(result)]
+    parts += [
         _different_options(a, b),
         "<h2>Loads of both</h2>",
         _shared(a, b),
-        *(figure(picture) for picture in pictures),
+        *([figure_grid(pictures)] if pictures else []),
     ]
     return write_page(f"{a.title} and {b.title}", parts, pictures, folder)
 
@@ -46,7 +57,7 @@ def _named(first: Result, second: Result) -> tuple[Result, Result]:
 def _different_options(a: Result, b: Result) -> str:
     names = sorted(set(a.options) | set(b.options))
     rows = [
-        [escape(name), escape(a.options.get(name, "–")), escape(b.options.get(name, "–"))]
+        [name.replace("_", " "), a.options.get(name, "–"), b.options.get(name, "–")]
         for name in names
         if a.options.get(name) != b.options.get(name)
     ]
@@ -54,40 +65,46 @@ def _different_options(a: Result, b: Result) -> str:
         return "<p>Both were measured with the same options.</p>"
     return (
         "<p><strong>They were measured with different options:</strong></p>"
-        f"{table(('option', a.title, b.title), rows)}"
+        f"{table(('option', 'A', 'B'), rows, label='Options that differ')}"
     )
 
 
 def _shared(a: Result, b: Result) -> str:
+    """Of B over A: above 1 is more throughput, or more time."""
     others = _by_load(b)
-    time = "ttft" if a.language else "latency"
-    head = ["load", f"{a.unit}, {a.title}", b.title, "ratio", f"{time}, {a.title}", b.title]
-    head += ["p95 ratio", "state"]
-    rows = []
+    times = figures.shown_times(a)
+    rows: list[Sequence[Cell]] = []
     for load, (point, mine) in _by_load(a).items():
         if load not in others:
             continue
         other, theirs = others[load]
-        early, late = _time(mine, time), _time(theirs, time)
-        rows.append(
-            [str(load), f"{mine.throughput:,.1f}", f"{theirs.throughput:,.1f}",
-             _ratio(theirs.throughput, mine.throughput), percentiles(early), percentiles(late),
-             _ratio(late.at(95), early.at(95)) if early and late else "–",
-             f"{state(point)}, {state(other)}"]
-        )  # fmt: skip
+        row: list[Cell] = [str(load), number(mine.throughput), number(theirs.throughput)]
+        row.append(_ratio(theirs.throughput, mine.throughput, more_is_better=True))
+        for time in times:
+            early, late = _p95(mine, time), _p95(theirs, time)
+            row += [milliseconds(early), milliseconds(late)]
+            row.append(_ratio(late, early, more_is_better=False))
+        rows.append([*row, state(point), state(other)])
     if not rows:
         return "<p>There is no load that both have figures of.</p>"
-    return table(head, rows)
+    groups = [("", 1), (a.unit, 3), *((f"{time} p95, ms", 3) for time in times), ("state", 2)]
+    head = ["load", *["A", "B", "B / A"] * (1 + len(times)), "A", "B"]
+    return table(head, rows, label="Loads of both", groups=groups)
 
 
 def _by_load(result: Result) -> dict[Load, tuple[Point, Measurement]]:
     return {point.load: (point, found) for point, found in figures.measured(result)}
 
 
-def _time(measured: Measurement, name: str) -> Distribution | None:
+def _p95(measured: Measurement, name: str) -> float | None:
     found: Distribution | None = getattr(measured, name)
-    return found
+    return None if found is None else found.at(95)
 
 
-def _ratio(later: float, earlier: float) -> str:
-    return f"{later / earlier:.2f}" if earlier > 0 else "–"
+def _ratio(later: float | None, earlier: float | None, *, more_is_better: bool) -> Cell:
+    if not earlier or later is None:
+        return "–"
+    ratio = later / earlier
+    if abs(ratio - 1) < _CLOSE:
+        return f"{ratio:.2f}"
+    return Html(f"{ratio:.2f}", "better" if (ratio > 1) == more_is_better else "worse")

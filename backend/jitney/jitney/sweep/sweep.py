@@ -131,9 +131,9 @@ def conclusion(result: Result) -> str:
     """What the terminal and the report say at the end."""
     if all(point.measured is None for point in result.points):
         return "No load could be measured."
-    bounds = f"with {result.slo}" if result.slo else "with no bound on latency"
     if result.best is None:
-        return f"No load was measured {bounds}."
+        return f"No load meets {result.slo}." if result.slo else "Every load failed or fell behind."
+    bounds = f"with {result.slo}" if result.slo else "with no bound on latency"
     caution = f" Caution: {result.best.caution}." if result.best.caution else ""
     return (
         f"Best {bounds}: {result.best.load}, {result.best.throughput:,.1f} {result.unit}.{caution}"
