@@ -25,19 +25,6 @@ PROMPTS = [("import os\n", 8), ("def add(a, b):\n", 16), ("class Stack:\n", 24)]
 
 
 @pytest.fixture(scope="module")
-def binary() -> Path:
-    """The program, fetched if need be."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        from fetch_perf_analyzer import FetchError, fetch
-
-        try:
-            return fetch()
-        except FetchError as error:
-            pytest.skip(f"perf_analyzer cannot be fetched on this machine: {error}")
-
-
-@pytest.fixture(scope="module")
 def server() -> Iterator[TritonServer]:
     with TritonServer(ROOT / "model_repository", models=[MODEL]) as running:
         yield running

@@ -21,19 +21,6 @@ JITNEY = Path(sys.executable).parent / "jitney"
 
 
 @pytest.fixture(scope="module")
-def binary() -> Path:
-    """perf_analyzer, fetched if need be."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        from fetch_perf_analyzer import FetchError, fetch
-
-        try:
-            return fetch()
-        except FetchError as error:
-            pytest.skip(f"perf_analyzer cannot be fetched on this machine: {error}")
-
-
-@pytest.fixture(scope="module")
 def server(binary: Path) -> Iterator[TritonServer]:
     digits = ROOT / "model_repository/digits/1/model.onnx"
     models = [MODEL, *(["digits"] if digits.exists() else [])]

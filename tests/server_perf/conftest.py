@@ -1,0 +1,62 @@
+"""What the tests here have in common: programs that are fetched if need be."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def binary() -> Path:
+    """perf_analyzer. The tests are skipped only where it cannot be had."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        from fetch_perf_analyzer import FetchError, fetch
+
+        try:
+            return fetch()
+        except FetchError as error:
+            pytest.skip(f"perf_analyzer cannot be fetched on this machine: {error}")
+
+
+def fetch_client(client: str) -> Path:
+    """The command of a load client in its own environment, or a skip with the reason."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        from fetch_clients import FetchError, fetch
+
+        try:
+            return fetch(client)
+        except FetchError as error:
+            pytest.skip(f"{client} cannot be fetched on this machine: {error}")
+
+
+@pytest.fixture(scope="session")
+def aiperf() -> Path:
+    """The command."""
+    return fetch_client("aiperf")
+
+
+@pytest.fixture(scope="session")
+def genai_perf() -> Path:
+    """The command; perf_analyzer stands beside it."""
+    return fetch_client("genai-perf")
+
+
+@pytest.fixture(scope="session")
+def nginx() -> Path:
+    """The machine's own, or Debian's, unpacked without root."""
+    found = Path("/usr/sbin/nginx")
+    if found.is_file():
+        return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        from debian_package import DebianPackageError, extract
+
+        kept = Path(sys.prefix) / "nginx" / "nginx"
+        try:
+            return kept if kept.is_file() else extract("nginx", "sbin/nginx", kept.parent)[0]
+        except DebianPackageError as error:
+            pytest.skip(f"nginx cannot be fetched on this machine: {error}")

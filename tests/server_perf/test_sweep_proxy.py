@@ -1,0 +1,128 @@
+"""A sweep through the proxy of docker-compose: TLS and a key, which nothing shows afterwards."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jitney.server import TritonServer
+from jitney.sweep import record
+
+from tests.server_perf import proxy
+from tests.server_perf.proxy import Proxy
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "pylm"
+JITNEY = Path(sys.executable).parent / "jitney"
+
+
+@pytest.fixture(scope="module")
+def server(binary: Path) -> Iterator[TritonServer]:
+    digits = ROOT / "model_repository/digits/1/model.onnx"
+    models = [MODEL, *(["digits"] if digits.exists() else [])]
+    with TritonServer(ROOT / "model_repository", models=models) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(
+    nginx: Path, server: TritonServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Proxy]:
+    folder = tmp_path_factory.mktemp("proxy")
+    with proxy.running(nginx, folder, server.http_url, server.grpc_url) as running:
+        yield running
+
+
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [JITNEY, "bench", *words],
+        env={**os.environ, "COLUMNS": "300", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def check_no_key(front: Proxy, done: subprocess.CompletedProcess[str], out: Path) -> None:
+    assert front.key not in done.stdout + done.stderr
+    for path in out.rglob("*"):
+        assert front.key.encode() not in path.read_bytes(), path
+
+
+def test_a_language_model_over_grpc(front: Proxy, tmp_path: Path) -> None:
+    done = bench(
+        MODEL, *front.options, "--concurrency", "2", "--requests", "8",
+        "--input-tokens", "40", "--output-tokens", "8", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (point,) = record.read(tmp_path / "result.json").points
+    assert point.measured is not None, point.remarks
+    assert (point.measured.requests, point.measured.failed) == (8, 0)
+    assert point.measured.output_tokens == 8 * 8
+    assert point.measured.input_tokens_mean == pytest.approx(40, rel=0.25), "it could be asked"
+    assert point.stages[0].inferences == 8, "statistics come through"
+    assert point.engine is None
+    assert any("--metrics-url says where" in remark for remark in point.remarks)
+    check_no_key(front, done, tmp_path)
+
+
+def test_another_model_over_https(front: Proxy, server: TritonServer, tmp_path: Path) -> None:
+    if "digits" not in (server.models or ()):
+        pytest.skip("the model is not built: make models")
+    done = bench(
+        "digits", *front.options, "--protocol", "http", "--concurrency", "2", "--requests", "20",
+        "--out", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = record.read(tmp_path / "result.json")
+    (point,) = result.points
+    assert point.measured is not None, point.remarks
+    assert (point.measured.requests, point.measured.failed) == (20, 0)
+    assert result.address == front.address
+    check_no_key(front, done, tmp_path)
+
+
+def test_without_a_key_or_the_certificate(front: Proxy, tmp_path: Path) -> None:
+    """One line that says what is missing."""
+    keyless = bench(MODEL, "--url", front.address, "--ca-file", str(front.certificate))
+    assert keyless.returncode == 1
+    assert "answers 401" in keyless.stderr
+    assert "--api-key-file" in keyless.stderr
+    strange = bench(MODEL, "--url", front.address, "--tls", "--api-key-file", str(front.keys))
+    assert strange.returncode == 1
+    assert "CERTIFICATE_VERIFY_FAILED" in strange.stderr
+    (tmp_path / "wrong").write_text(f"somebody:{'x' * 30}\n", encoding="utf-8")
+    wrong = bench(MODEL, *front.options[:4], "--api-key-file", str(tmp_path / "wrong"))
+    assert wrong.returncode == 1
+    assert "answers 401" in wrong.stderr
+    assert "x" * 30 not in wrong.stdout + wrong.stderr
+
+
+def test_a_proxy_that_keeps_statistics_back(
+    nginx: Path, server: TritonServer, tmp_path: Path
+) -> None:
+    """perf_analyzer cannot do without; it is said what is missing."""
+    (tmp_path / "proxy").mkdir()
+    addresses = (server.http_url, server.grpc_url)
+    with proxy.running(nginx, tmp_path / "proxy", *addresses, kept_back="stat") as front:
+        done = bench(
+            MODEL, *front.options, "--concurrency", "2", "--requests", "8",
+            "--out", str(tmp_path / "out"),
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert f"/v2/models/{MODEL}/stats answers 404" in done.stdout
+        assert "perf_analyzer needs them too" in done.stdout
+        assert (tmp_path / "out/report.html").exists()
+        check_no_key(front, done, tmp_path / "out")
+        unnamed = bench(*front.options)
+        assert unnamed.returncode == 1
+        assert "say which model" in unnamed.stderr
