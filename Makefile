@@ -19,7 +19,7 @@ VENV := .venv/bin
 GPU_PYTHON ?= $(VENV)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve doctor test test-slow test-compose test-browser check docs bench bench-gpu test-gpu clean clean-venv
+.PHONY: help env models demo serve doctor test test-slow test-compose test-docs test-browser check docs bench bench-gpu test-gpu clean clean-venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ test-gpu: env ## the tests that need a GPU
 # Not part of the tests: it needs root, Debian's packages and a container engine of its own.
 test-compose: env models ## docker-compose.yml, run by a real engine (root, Debian, some twenty minutes)
 	@$(VENV)/python -m pytest tests/compose $(ARGS) tests/compose/engine
+
+# Not part of the tests: the pages' commands use the usual ports, 8000 to 8002.
+test-docs: env models ## every command of README.md and docs/, run as it stands (some ten minutes)
+	@$(VENV)/python -m pytest tests/docs $(ARGS) tests/docs/run
 
 # Not part of the tests: it needs a browser. Screenshots: ARGS=--screenshots=FOLDER
 test-browser: env ## the sweep's report and the documentation's site, opened in Chromium

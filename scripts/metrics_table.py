@@ -49,7 +49,7 @@ KINDS = {
 QUERIES = """
 ## Asking Prometheus
 
-```
+```promql
 # 95th percentile of the time to first token
 histogram_quantile(0.95, sum by (le) (rate(jitney_time_to_first_token_seconds_bucket[5m])))
 # tokens a second

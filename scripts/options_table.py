@@ -31,7 +31,7 @@ An option may also stand in `config.pbtxt`, where it takes the place of the one 
 can a model be loaded with other options through the server's repository API, without its files
 being touched. The value is text: a string as it is, all else as in JSON.
 
-```
+```protobuf
 parameters { key: "max_num_seqs" value { string_value: "64" } }
 ```
 

@@ -46,7 +46,7 @@ def test_the_client_sample(server: TritonServer) -> None:
 
 @pytest.mark.server
 def test_the_curl_line(server: TritonServer) -> None:
-    (line,) = (block for block in blocks("sh") if block.startswith("curl"))
+    (line,) = (block for block in blocks("bash") if block.startswith("curl"))
     assert "127.0.0.1:8000" in line
     result = subprocess.run(
         ["bash", "-c", line.replace("127.0.0.1:8000", server.http_url).replace("curl", "curl -sS")],

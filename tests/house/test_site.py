@@ -44,6 +44,11 @@ def test_the_site_builds_with_every_page(project: Path) -> None:
     assert made == {page.stem for page in DOCS.glob("*.md")}
     start = (site / "index.html").read_text(encoding="utf-8")
     assert [name for name in made if f'href="{name}.html"' not in start] == [], "left out of nav"
+    for page in DOCS.glob("*.md"):
+        shown = (site / f"{page.stem}.html").read_text(encoding="utf-8")
+        fences = len(re.findall(r"^ *```\w", page.read_text(encoding="utf-8"), re.M))
+        assert shown.count('<div class="highlight">') == fences, f"{page.name}: blocks of code"
+        assert "```" not in shown, f"{page.name}: a fence that is none"
     for page in site.glob("*.html"):
         foreign = re.findall(r'(?:<script|<img)[^>]*src="https?:[^"]*', page.read_text("utf-8"))
         assert foreign == [], f"{page.name} fetches from elsewhere"
@@ -87,9 +92,26 @@ def test_what_migrating_calls_ours_is_ours() -> None:
     assert seen > 60
 
 
-def test_operations_lists_every_alert() -> None:
+def test_every_alert_is_explained() -> None:
+    """In the table of operations.md, and in a section of its own that says what to do."""
     rules = "".join(rule.read_text("utf-8") for rule in (ROOT / "deploy/prometheus").rglob("*.yml"))
     alerts = set(re.findall(r"- alert: (\w+)", rules))
     assert alerts
     listed = re.findall(r"^\| \[(\w+)\]", (DOCS / "operations.md").read_text("utf-8"), re.M)
     assert set(listed) == alerts
+    deploying = (DOCS / "deploying.md").read_text("utf-8")
+    sections = dict(re.findall(r"^### (\w+)\n(.+?)(?=\n#|\Z)", deploying, re.M | re.S))
+    for alert in alerts:
+        assert len(sections[alert].split()) >= 12, f"{alert}: what it means and what to do"
+
+
+def test_the_pages_that_readers_look_for_are_there() -> None:
+    for name in (
+        *("index", "deploying", "options", "export", "batching", "metrics", "operations"),
+        *("migrating", "architecture", "contributing"),
+    ):
+        page = (DOCS / f"{name}.md").read_text("utf-8")
+        assert len(page.split()) > 200, name
+    migrating = (DOCS / "migrating.md").read_text("utf-8")
+    for other in ("vllm_backend", "tensorrtllm_backend"):
+        assert migrating.count(f"| {other} | Jitney |") >= 3, "options, tensors, metrics"
