@@ -26,7 +26,7 @@ LAYERS = [
     # measures any server.
     {"standin", "sweep"},
     {"engine", "tokenizer", "server"},
-    {"completion", "intake", "trial"},
+    {"completion", "intake", "trial", "tune"},
     {"llm", "process", "doctor"},
     {"frontend"},
     {"cli"},
@@ -42,9 +42,9 @@ CONFINED = {
     "triton_python_backend_utils": {"frontend"},
     "onnxruntime": {"standin"},
     "tensorrt": {"standin"},
-    "tritonclient": set(),
+    "tritonclient": {"tune"},  # its schema of config.pbtxt
     "pytriton": set(),
-    "typer": {"cli", "sweep"},
+    "typer": {"cli", "sweep", "tune"},
     "matplotlib": {"sweep"},
 }
 HANDS_ENVIRONMENT_ON = {"server", "installation", "sweep"}

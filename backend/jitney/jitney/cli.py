@@ -1,4 +1,4 @@
-"""The ``jitney`` command: ``serve``, ``generate``, ``doctor`` and ``bench``.
+"""The ``jitney`` command: ``serve``, ``generate``, ``doctor``, ``bench`` and ``tune``.
 
 Owns what is printed on the terminal. Every error that Jitney raises on purpose becomes one readable
 line and exit status 1; a traceback means a bug of ours. Heavy modules are imported by the command
@@ -23,6 +23,7 @@ from jitney import __version__
 from jitney.errors import InvalidArgumentError, JitneyError
 from jitney.quiet import quiet_imports
 from jitney.sweep.command import bench
+from jitney.tune.command import tune
 
 if TYPE_CHECKING:
     from jitney.server import TritonServer
@@ -377,9 +378,10 @@ def doctor(
     out.print("\n[bold green]Ready to serve.[/]")
 
 
-# --------------------------------------------------------------------------- bench
+# --------------------------------------------------------------------------- bench, tune
 
 app.command()(bench)
+app.command()(tune)
 
 
 if __name__ == "__main__":

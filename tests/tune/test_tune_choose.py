@@ -1,0 +1,159 @@
+"""The best setting, what came nearest, and what is said beside it."""
+
+from pathlib import Path
+
+import pytest
+from jitney.errors import InvalidArgumentError
+from jitney.tune import choose, record
+from jitney.tune.budget import Budget
+from jitney.tune.record import Trial, Tuning
+from jitney.tune.terminal import conclusion, shown_results
+
+from tests.tune.trials import BOUNDS, SLO, failed, point, trial
+
+NOW, OTHER, THIRD = {"batch_size": 64}, {"batch_size": 8}, {"batch_size": 1}
+
+
+def tuning(*trials: Trial, ending: record.Ending = "complete") -> Tuning:
+    choice = choose.choose(trials, BOUNDS)
+    near = None if choice else choose.nearest(trials, BOUNDS)
+    return Tuning(
+        "m", False, SLO, "2026", 9.0, 60.0, "axes", {"batch_size": (1, 8, 64)}, {}, tuple(trials),
+        ending, choice, near,
+    )  # fmt: skip
+
+
+def test_the_greatest_throughput_within_the_bounds() -> None:
+    trials = (
+        trial(NOW, "current", point(1, 100, 0.005), point(4, 300, 0.015), point(16, 900, 0.05)),
+        trial(OTHER, "search", point(4, 400, 0.01)),
+        trial(THIRD, "search", point(4, 800, 0.03)),
+    )
+    choice = choose.choose(trials, BOUNDS)
+    assert choice is not None
+    assert (choice.values, choice.throughput, str(choice.load)) == (OTHER, 400, "4 at once")
+    assert (choice.before, choice.is_current) == (300, False)
+    assert any("measured once" in text for text in choice.cautions)
+    assert "batch 8: 400.0 rows/s at 4 at once; the current setting 300.0 (+33%)" in conclusion(
+        tuning(*trials)
+    )
+
+
+def test_what_was_measured_again_counts() -> None:
+    """The first figure of the best one of many is too great by chance."""
+    first = (
+        trial(NOW, "current", point(4, 300, 0.01)),
+        trial(OTHER, "search", point(4, 330, 0.01)),
+    )
+    again = (
+        trial(OTHER, "final", point(4, 305, 0.01)),
+        trial(NOW, "final", point(4, 310, 0.01)),
+    )
+    choice = choose.choose(first + again, BOUNDS)
+    assert choice is not None
+    assert choice.is_current
+    assert choice.throughput == 310
+    assert "Nothing better than the current setting" in conclusion(tuning(*first, *again))
+    kept = choose.choose((*first, again[0]), BOUNDS)
+    assert kept is not None
+    assert (kept.values, kept.throughput, kept.before) == (OTHER, 305, 300)
+    assert any("no time to measure the current setting again" in text for text in kept.cautions)
+    assert any("may differ by 5%" in text for text in kept.cautions)
+
+
+def test_no_setting_meets_the_bounds() -> None:
+    trials = (
+        trial(NOW, "current", point(1, 100, 0.1), point(4, 300, 0.3)),
+        trial(OTHER, "search", point(1, 90, 0.03), point(4, 90, 0.001, "behind")),
+        failed(THIRD),
+    )
+    assert choose.choose(trials, BOUNDS) is None
+    near = choose.nearest(trials, BOUNDS)
+    assert near is not None
+    assert (near.values, str(near.load), near.figure) == (
+        OTHER,
+        "1 at once",
+        "latency-p95 is 30 ms",
+    )
+    assert near.excess == pytest.approx(1.5)
+    said = conclusion(tuning(*trials))
+    assert "No setting meets latency-p95=20ms. Nearest: batch 8 at 1 at once" in said
+    assert "1.5 times its bound" in said
+    assert [result.points[0].load.level for result in shown_results(tuning(*trials))] == [1, 1]
+
+
+def test_nothing_could_be_measured() -> None:
+    made = tuning(failed(NOW), failed(OTHER))
+    assert conclusion(made) == "No setting could be measured."
+    assert shown_results(made) == []
+
+
+def test_the_order_of_scores() -> None:
+    """Met by throughput, above missed by nearness, above what did not load."""
+    ascending = [
+        failed(NOW),
+        trial(NOW, "search", point(1, 900, 0.2)),
+        trial(NOW, "search", point(1, 10, 0.021)),
+        trial(NOW, "search", point(1, 10, 0.001)),
+        trial(NOW, "search", point(1, 20, 0.001)),
+    ]
+    scores = [choose.score(each, BOUNDS) for each in ascending]
+    assert scores == sorted(scores)
+    assert len(set(scores)) == len(scores)
+
+
+def test_doubts_are_said() -> None:
+    """A load that is not steady, and one below the best that breaks the bounds."""
+    shaky = trial(
+        OTHER, "search", point(1, 50, 0.04), point(4, 400, 0.01), point(8, 900, 0.01, "unstable")
+    )
+    choice = choose.choose((trial(NOW, "current", point(4, 100, 0.01)), shaky), BOUNDS)
+    assert choice is not None
+    assert choice.throughput == 400, "steady loads come first"
+    said = " / ".join(choice.cautions)
+    assert "8 at once gave more (900.0/s), but not steadily" in said
+    assert "1 at once breaks the bounds (latency-p95 is 40 ms)" in said
+    assert [str(each.load) for _, each in choose.unstable([shaky])] == ["8 at once"]
+
+
+def test_the_current_setting_did_not_load() -> None:
+    trials = (
+        Trial(NOW, "current", failure="no such file"),
+        trial(OTHER, "search", point(4, 400, 0.01)),
+    )
+    choice = choose.choose(trials, BOUNDS)
+    assert choice is not None
+    assert choice.before is None
+    assert len(shown_results(tuning(*trials))) == 1
+
+
+def test_the_record_comes_back(tmp_path: Path) -> None:
+    made = tuning(trial(NOW, "current", point(4, 300, 0.01)), failed(OTHER), ending="interrupted")
+    record.write(made, tmp_path / "a/tune.json")
+    assert record.read(tmp_path / "a/tune.json") == made
+    assert list((tmp_path / "a").iterdir()) == [tmp_path / "a/tune.json"]
+    for content, said in (("{}", "is not the record"), (None, "cannot read")):
+        path = tmp_path / "other.json"
+        if content is not None:
+            path.write_text(content, encoding="utf-8")
+        else:
+            path.unlink()
+        with pytest.raises(InvalidArgumentError, match=said):
+            record.read(path)
+
+
+def test_the_grid_only_where_it_fits() -> None:
+    """By a guess before anything was measured, then by what was."""
+    budget = Budget(limit_s=600, load_seconds=3, ladder=7, language=False)
+    assert budget.strategy(0, 5) == "grid"
+    assert budget.strategy(0, 50) == "axes"
+    for _ in range(4):
+        budget.took(1.0)
+        budget.loaded(1.0)
+    assert (budget.load_s, budget.loading_s) == (1, 1)
+    assert budget.strategy(0, 50) == "grid"
+    assert budget.finals_s == 2 * 8
+    assert budget.may_try(600 - 16 - 2)
+    assert not budget.may_try(600 - 16 - 1.9)
+    assert not budget.may_measure(590, final=False)
+    assert budget.may_measure(590, final=True)

@@ -1,0 +1,34 @@
+"""Trials as a run would have measured them, made of a few figures."""
+
+from jitney.sweep.record import PERCENTS, Distribution, Load, Measurement, Point, Result, State
+from jitney.sweep.slo import Bound, parse
+from jitney.tune import choose
+from jitney.tune.record import Phase, Trial
+
+SLO = "latency-p95=20ms"
+BOUNDS: tuple[Bound, ...] = parse(SLO, language=False)
+
+
+def point(level: float, throughput: float, latency_s: float, state: State = "steady") -> Point:
+    """All requests took the same time."""
+    every = Distribution(100, latency_s, (latency_s,) * len(PERCENTS))
+    measured = Measurement(
+        requests=100,
+        failed=0,
+        window_s=1.0,
+        sent_per_s=throughput,
+        requests_per_s=throughput,
+        throughput=throughput,
+        latency=every,
+    )
+    remarks = () if state == "steady" else (f"it is {state}",)
+    return Point(Load("concurrency", level), state, remarks, measured)
+
+
+def trial(values: dict[str, int], phase: Phase, *points: Point) -> Trial:
+    result = Result("t", "m", False, "here:1", "triton 2", "2", "2026", {}, points, SLO)
+    return Trial(values, phase, 1.0, "", choose.judged(result, BOUNDS))
+
+
+def failed(values: dict[str, int], reason: str = "out of memory") -> Trial:
+    return Trial(values, "search", failure=reason)
