@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from health import remember
 from jitney.installation import backend_directories, find_installation, link_backends
 from jitney.server import RESTRICTED
 from jitney.stopping import hang_up, requests_in_flight
@@ -99,6 +100,7 @@ class Server:
     @classmethod
     def start(cls, options: argparse.Namespace) -> "Server":
         """Start the server; it is not ready yet."""
+        remember(options.models)
         runtime = Path(tempfile.mkdtemp(prefix="jitney-"))
         environment = dict(os.environ)
         if options.embedded:

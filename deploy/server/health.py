@@ -2,16 +2,19 @@
 
     python health.py [--url HOST:PORT] [--models FOLDER]
 
-The server's own readiness does not say which model it waits for, so each is asked by name. Standard
-library only: it runs every few seconds.
+The server's own readiness does not say which model it waits for, so each is asked by name: those
+that were in the repository when the server started, for it looks there only then. Standard library
+only: it runs every few seconds.
 """
 
 import argparse
 import http.client
 import sys
+import tempfile
 from pathlib import Path
 
 _TIMEOUT_S = 5.0
+_SERVED = Path(tempfile.gettempdir()) / "jitney-served"
 
 
 def main() -> int:
@@ -20,7 +23,7 @@ def main() -> int:
     parser.add_argument("--url", default="127.0.0.1:8000", help="host:port of the HTTP listener")
     parser.add_argument("--models", type=Path, default=Path("/models"))
     options = parser.parse_args()
-    missing = not_ready(options.url, model_names(options.models))
+    missing = not_ready(options.url, remembered(options.models))
     if missing:
         print(f"not ready: {', '.join(missing)}")
     return 1 if missing else 0
@@ -33,6 +36,18 @@ def model_names(repository: Path) -> list[str]:
         for entry in repository.iterdir()
         if entry.is_dir() and not entry.name.startswith(".")
     )
+
+
+def remember(repository: Path) -> None:
+    """Note which models the server that starts now will serve."""
+    _SERVED.write_text("\n".join(model_names(repository)), encoding="utf-8")
+
+
+def remembered(repository: Path) -> list[str]:
+    """The models noted; without a note, those of the repository."""
+    if not _SERVED.exists():
+        return model_names(repository)
+    return _SERVED.read_text(encoding="utf-8").splitlines()
 
 
 def not_ready(url: str, models: list[str]) -> list[str]:

@@ -61,8 +61,13 @@ class Container:
         self.write(in_flight="0", status="0", **({"ready": ""} if ready else {}))
         ports = [f"--{name}-port={free_port()}" for name in ("http", "grpc", "metrics")]
         command = [sys.executable, str(SCRIPT), f"--native={folder}", *ports, *arguments]
+        command.insert(3, f"--models={folder / 'models'}")
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, preexec_fn=heed_signals
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+            preexec_fn=heed_signals,
         )
 
     def write(self, **files: str) -> None:
@@ -172,12 +177,30 @@ def test_a_server_that_is_no_longer_ready_ends_the_container(containers) -> None
     assert (status, "not been ready" in text) == (1, True), text
 
 
-def test_the_health_check_asks_every_model_by_name(tmp_path: Path) -> None:
+@pytest.fixture
+def health() -> ModuleType:
+    """deploy/server/health.py as a module."""
     spec = importlib.util.spec_from_file_location("health", SCRIPT.with_name("health.py"))
     assert spec is not None
     assert spec.loader is not None
-    health: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(health)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_health_check_does_not_ask_for_models_that_came_later(
+    containers, health: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = containers()
+    container.wait_until_ready()
+    monkeypatch.setattr(health, "_SERVED", container.folder / "jitney-served")
+    repository = container.folder / "models"
+    (repository / "next").mkdir()
+    assert health.model_names(repository) == ["chat", "next"]
+    assert health.remembered(repository) == ["chat"]
+
+
+def test_the_health_check_asks_every_model_by_name(tmp_path: Path, health: ModuleType) -> None:
     for name in ("chat", "embed", ".hidden"):
         (tmp_path / name).mkdir()
     assert health.model_names(tmp_path) == ["chat", "embed"]

@@ -1,0 +1,168 @@
+"""The defaults of what is shipped: nothing runs code that came as data, nothing listens to
+strangers, nobody changes the server from outside, and a proxy with TLS and keys is in front.
+
+Here is what the files and the code show by themselves. The running deployment is asked in
+`engine/test_cpu_access.py` and `engine/test_cpu_isolation.py`; that a load refuses pickles and a
+checkpoint's own code is in `tests/execution`.
+"""
+
+import ast
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from jitney import cli
+from jitney.server import RESTRICTED, TritonServer
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+PROXY = (DEPLOY / "proxy" / "nginx.conf.in").read_text(encoding="utf-8")
+# Every Python file that the server and its models run from.
+SERVED = [
+    file
+    for folder in (ROOT / "backend", DEPLOY, ROOT / "model_repository")
+    for file in sorted(folder.rglob("*.py"))
+]
+# Modules whose formats run code when they are read, or send objects in such a format.
+CODE_AS_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
+
+
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The first part of the name of every module that is imported, in functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+# --------------------------------------------------------------------------- no code that is data
+
+
+def test_there_is_something_to_be_looked_at() -> None:
+    names = {file.relative_to(ROOT).parts[0] for file in SERVED}
+    assert names == {"backend", "deploy", "model_repository"}
+    assert len(SERVED) > 50
+
+
+@pytest.mark.parametrize("file", SERVED, ids=lambda file: str(file.relative_to(ROOT)))
+def test_nothing_that_is_read_can_be_code(file: Path) -> None:
+    tree = tree_of(file)
+    assert not set(imported(tree)) & CODE_AS_DATA
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called not in ("torch.load", "eval", "exec"), f"line {node.lineno}"
+        for word in node.keywords:
+            if word.arg in ("trust_remote_code", "allow_pickle"):
+                assert ast.unparse(word.value) == "False", f"line {node.lineno}"
+
+
+# --------------------------------------------------------------------------- who may connect
+
+
+@pytest.fixture
+def entrypoint(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """deploy/server/entrypoint.py as a module."""
+    monkeypatch.syspath_prepend(DEPLOY / "server")
+    spec = importlib.util.spec_from_file_location("entrypoint", DEPLOY / "server" / "entrypoint.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_listeners_are_on_the_loopback_address_unless_told_otherwise(
+    entrypoint: ModuleType,
+) -> None:
+    assert inspect.signature(TritonServer).parameters["host"].default == "127.0.0.1"
+    assert inspect.signature(cli.serve).parameters["host"].default == "127.0.0.1"
+    options = entrypoint.parse(["--embedded"])
+    folder = Path("/somewhere")
+    given = dict(
+        word.split("=", 1) for word in entrypoint.command(options, folder, folder, folder)[1:]
+    )
+    assert {name: given[name] for name in given if name.endswith("-address")} == {
+        "--http-address": "127.0.0.1",
+        "--grpc-address": "127.0.0.1",
+        "--metrics-address": "127.0.0.1",
+    }
+
+
+def test_model_control_is_off_and_the_rest_takes_a_key_that_nobody_has(
+    entrypoint: ModuleType,
+) -> None:
+    options = entrypoint.parse(["--native", "/opt/tritonserver"])
+    folder = Path("/somewhere")
+    first, second = (entrypoint.command(options, folder, folder, folder) for _ in range(2))
+    assert "--model-control-mode=none" in first
+    assert set(RESTRICTED) == {"shared-memory", "model-repository", "trace", "logging"}
+    closed = [word for word in first if "restricted" in word]
+    assert sorted(word.partition("=")[0] for word in closed) == [
+        "--grpc-restricted-protocol",
+        "--http-restricted-api",
+    ]
+    for word in closed:
+        assert word.partition("=")[2].startswith(",".join(RESTRICTED) + ":jitney-key=")
+        assert word not in second  # the key is another one at each start
+
+
+def test_the_server_is_not_told_to_open_anything_again() -> None:
+    """Arguments after ours would win, and those that compose gives are none of these."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+    for name in ("triton", "triton-cpu"):
+        assert services[name]["command"] == (
+            "--models /models --host 0.0.0.0 --drain-s ${DRAIN_SECONDS:-30} --exit-timeout-s 15 "
+            "-- ${SERVER_ARGS:-}"
+        )
+        assert "ports" not in services[name]  # of 0.0.0.0, only the inner network sees anything
+
+
+# --------------------------------------------------------------------------- the proxy in front
+
+
+def locations() -> dict[str, str]:
+    """Head of each location of the proxy -> its body."""
+    return dict(
+        re.findall(r"\n        location ([^{\n]*?) \{\n(.*?)\n        \}", PROXY, re.S)
+    ) | dict(re.findall(r'\n        location (~ "[^"]+") \{\n(.*?)\n        \}', PROXY, re.S))
+
+
+def test_every_port_of_the_proxy_speaks_tls() -> None:
+    listens = re.findall(r"^\s*listen (.*);", PROXY, re.M)
+    assert listens == ["8443 ssl http2", "3000 ssl http2"]
+    assert re.findall(r"ssl_protocols (.*);", PROXY) == ["TLSv1.2 TLSv1.3"]
+
+
+def test_every_way_to_the_server_but_health_takes_a_key_and_has_limits() -> None:
+    ways = {
+        head: body
+        for head, body in locations().items()
+        if "proxy_pass" in body or "grpc_pass" in body
+    }
+    open_ways = {
+        head for head, body in ways.items() if 'if ($key_name = "") { return 401; }' not in body
+    }
+    assert open_ways == {"= /healthz", '~ "^/v2/health/(live|ready)$"', "/"}
+    assert "$grafana" in ways["/"]
+    assert len(ways) == 6
+    for head in set(ways) - open_ways:
+        assert "limit_req zone=rate" in ways[head]
+        assert "limit_conn open" in ways[head]
+
+
+def test_the_key_ends_at_the_proxy() -> None:
+    for name, kind in (("http.conf", "proxy"), ("grpc.conf", "grpc")):
+        text = (DEPLOY / "proxy" / name).read_text(encoding="utf-8")
+        assert f'{kind}_set_header Authorization "";' in text
