@@ -48,7 +48,9 @@ def _shell_problems(block: Block) -> Iterator[str]:
         yield from problems(command)
     if block.marks.get("needs") == "package-index":
         return  # the address of an index is the reader's
-    for placeholder in re.findall(r"\bPATH/TO\b|(?<![$\w{])\b(?:PATH|FILE|MODEL)\b|…", block.text):
+    for placeholder in re.findall(
+        r"\bPATH/TO\b|(?<![$\w{])\b(?:PATH|FILE|MODEL)\b(?!=)|…", block.text
+    ):
         yield f"{placeholder!r} is a placeholder: set a variable in an earlier line"
 
 

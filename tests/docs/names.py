@@ -35,7 +35,7 @@ def problems(command: Command) -> Problems:
     """What is wrong with the names in one command."""
     program = Path(command.program).name
     if "/" in command.program and not command.program.startswith(".venv/bin/"):
-        if not (ROOT / command.program).is_file():
+        if not (ROOT / command.program).is_file() and not _is_ignored(command.program):
             yield f"{command.program} is not there"
         return
     if program in CHECKS:
