@@ -112,6 +112,9 @@ def test_the_pages_that_readers_look_for_are_there() -> None:
     ):
         page = (DOCS / f"{name}.md").read_text("utf-8")
         assert len(page.split()) > 200, name
+    operations = (DOCS / "operations.md").read_text("utf-8")
+    for heading in ("Draining", "Upgrading", "When an alert fires"):
+        assert f"\n## {heading}" in operations
     migrating = (DOCS / "migrating.md").read_text("utf-8")
     for other in ("vllm_backend", "tensorrtllm_backend"):
         assert migrating.count(f"| {other} | Jitney |") >= 3, "options, tensors, metrics"

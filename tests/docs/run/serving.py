@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 PORTS = (8000, 8001, 8002)
-START_S = 300.0
+START_S = 600.0
 
 
 class Server:

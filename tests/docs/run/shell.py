@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.docs.blocks import Block
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 _BEFORE = """set -euo pipefail
 set -o allexport
 source "$JITNEY_DOCS_STATE"
