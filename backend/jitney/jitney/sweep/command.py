@@ -116,6 +116,7 @@ def bench(
 
         jitney bench pylm --concurrency 1,4,16 --slo ttft-p95=200ms,itl-p95=50ms
         jitney bench digits --rate 100,200,400 --slo latency-p99=20ms
+        jitney bench pylm --url example.net:8443 --tls --api-key-file key
         jitney bench --compare before/result.json after/result.json
     """
     _need_matplotlib()
