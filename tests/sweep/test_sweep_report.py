@@ -101,6 +101,8 @@ def test_the_page_of_a_model_of_one_call(calls_result: Result, tmp_path: Path) -
     text = check_alone(page, {"throughput", "load", "latency", "batches", "queue"})
     assert "a <b>title</b> & more" in text
     assert "Best with latency-p95=50ms: 1 at once, 100.0 rows/s." in text
+    (box,) = [p for p in parsed(page).iter("p") if "best" in p.get("class", "")]
+    assert box.get("class") == "best"
     assert "it wavered" in text
     assert FAILURE in text, "a failed load is in the report"
     assert "latency-p95 is 80 ms" in text
@@ -116,6 +118,12 @@ def test_the_page_of_a_language_model(language_result: Result, tmp_path: Path) -
     assert row[:4] == ["1 at once", "20.0", "20.0", "20.0"]
     assert "found in the prefix cache" in text
     assert "1.25" in text
+
+
+def test_a_best_load_with_a_caution_is_not_green(calls_result: Result, tmp_path: Path) -> None:
+    doubtful = replace(calls_result, best=replace(calls_result.best, caution="it wavered"))
+    page = write_report(doubtful, tmp_path / "out")
+    assert [p for p in parsed(page).iter("p") if p.get("class") == "best caution"]
 
 
 def test_a_sweep_without_any_figure_still_has_its_page(tmp_path: Path) -> None:

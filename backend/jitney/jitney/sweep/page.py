@@ -26,7 +26,7 @@ h1 { margin: 0; line-height: 1.2; } h2 { margin: 2.25rem 0 .75rem; }
 .dim, figcaption, dd, .note { color: var(--dim); }
 .dim { margin-top: .4rem; }
 .best { border-left: 4px solid var(--good); background: var(--good-paper); padding: .7rem 1rem; }
-.none { border-left-color: var(--doubt); background: var(--bad-paper); }
+.none, .caution { border-left-color: var(--doubt); background: var(--bad-paper); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line);

@@ -60,6 +60,7 @@ def subject(result: Result) -> str:
 def best(result: Result, bounds: Sequence[Bound], name: str = "") -> str:
     """The conclusion, with the figures of the best load under it."""
     mark = "best" if result.best is not None else "best none"
+    mark += " caution" if result.best is not None and result.best.caution else ""
     title = f"{escape(name)}: " if name else ""
     under = ""
     chosen = [
