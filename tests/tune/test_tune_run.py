@@ -47,6 +47,8 @@ class Server:
         self.reasons: dict[Setting, str] = {}
         self.interrupt_after: int | None = None
         self.broken: set[Setting] = set()
+        self.disturbed: set[int] = set()
+        """Numbers of measurements that something else makes slow."""
 
     def session(self, *_: Any) -> "Server":
         return self
@@ -93,6 +95,8 @@ class Server:
         if setting in self.broken:
             raise UnavailableError("nobody answers")
         latency = 0.005 * max(1.0, load.level / self.room(setting))
+        if len(self.measured) in self.disturbed:
+            return point(load.level, load.level, 1.0, "unstable")
         return point(load.level, load.level / latency, latency)
 
 
@@ -193,6 +197,20 @@ def test_a_server_that_dies_under_load(make: Callable[..., Any]) -> None:
     assert {each.state for each in dead.result.points} == {"failed"}
     assert "nobody answers" in dead.result.points[0].remarks
     assert tuning.choice is not None
+
+
+def test_a_disturbed_load_is_measured_again(make: Callable[..., Any]) -> None:
+    """Once: what is slow both times is slow."""
+    server, run = make(by_batch)
+    server.disturbed = {2, 4, 5}
+    tuning = run.run()
+    assert [level for _, level in server.measured[:6]] == [1, 2, 2, 4, 4, 8]
+    points = tuning.trials[0].result.points
+    assert [point.state for point in points[:4]] == ["steady", "steady", "unstable", "steady"]
+    assert "measured a second time: unsteady at first, when latency-p95 is 1 s" in (
+        points[1].remarks
+    )
+    assert tuning.trials[0].result.best.load.level == 2
 
 
 def test_an_interruption_keeps_what_was_measured(make: Callable[..., Any]) -> None:

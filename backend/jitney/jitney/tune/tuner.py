@@ -7,10 +7,11 @@ interruption ends the server and the run, not the record.
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -60,28 +61,27 @@ class Wanted:
     out: Path
 
 
-@dataclass
 class Tuner:
     """One run."""
 
-    wanted: Wanted
-    terminal: Console
-    _trials: list[Trial] = field(default_factory=list)
-    _scores: dict[Setting, Score] = field(default_factory=dict)
-    _strategy: Strategy = "axes"
-    _short: bool = False
-    """Whether anything was left out for lack of time."""
-    _ending: Ending | None = None
+    def __init__(self, wanted: Wanted, terminal: Console) -> None:
+        self.wanted = wanted
+        self.terminal = terminal
+        self._space = wanted.space(wanted.subject.current())
+        self._budget = Budget(
+            wanted.budget_s, wanted.plan.seconds, len(wanted.loads), wanted.subject.language
+        )
+        self._trials: list[Trial] = []
+        self._scores: dict[Setting, Score] = {}
+        self._strategy: Strategy = "axes"
+        self._short = False  # whether anything was left out for lack of time
+        self._ending: Ending | None = None
 
     def run(self) -> Tuning:
         """Raises JitneyError if the server does not start, or nothing can be sent to the model."""
         wanted = self.wanted
         self._began = time.monotonic()
         self._date = datetime.now(UTC).isoformat(timespec="seconds")
-        self._space = wanted.space(wanted.subject.current())
-        self._budget = Budget(
-            wanted.budget_s, wanted.plan.seconds, len(wanted.loads), wanted.subject.language
-        )
         self._announce()
         self._session = Session(wanted.subject, wanted.beside, wanted.timeout_s)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(),
@@ -201,7 +201,8 @@ class Tuner:
                 if points and not self._budget.may_measure(self._spent(), final=phase == "final"):
                     self._short = True
                     break
-                points[number] = self._point(setting, model, loads[number])
+                final = phase == "final"
+                points[number] = self._steadied(setting, model, loads[number], final=final)
         finally:  # what an interruption leaves is kept, too
             if points:
                 ordered = tuple(points[number] for number in sorted(points))
@@ -217,6 +218,18 @@ class Tuner:
             met = not choose.over(point, self.wanted.bounds)
             seen[number] = Seen(met and found is not None, found.throughput if found else 0.0)
         return next_load(len(loads), start, seen, patience)
+
+    def _steadied(self, setting: Setting, model: Model, load: Load, *, final: bool) -> Point:
+        """The load; once more if it was unsteady and broke a bound, which may be another program's
+        doing. The second figures count."""
+        first = self._point(setting, model, load)
+        over = choose.over(first, self.wanted.bounds)
+        again = self._budget.may_measure(self._spent(), final=final)
+        if first.state != "unstable" or not over or not again:
+            return first
+        second = self._point(setting, model, load)
+        remark = f"measured a second time: unsteady at first, when {'; '.join(over)}"
+        return msgspec.structs.replace(second, remarks=(*second.remarks, remark))
 
     def _point(self, setting: Setting, model: Model, load: Load) -> Point:
         self._show(f"{label(self._space.named(setting))}: {load}")
