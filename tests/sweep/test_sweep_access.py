@@ -173,10 +173,12 @@ def test_a_key_goes_along_and_its_absence_is_named() -> None:
         assert target_of(address, f"Authorization: Bearer {KEY}").server() == "triton 2"
         assert server.asked[0][1]["authorization"] == f"Bearer {KEY}"
     refusal = (401, {"error": f"what is {KEY}?"})
-    with serving({"/v2/models/stats": [refusal]}) as (address, _):
-        with pytest.raises(RefusedError, match=r"answers 401.*--api-key-file") as caught:
-            target_of(address, f"Authorization: Bearer {KEY}").model("m")
-        assert KEY not in str(caught.value)
+    asked = {"/v2/models/stats": [refusal], "/v2/models/m/config": [refusal]}
+    with serving(asked) as (address, _):
+        for name in ("m", None):
+            with pytest.raises(InvalidArgumentError, match=r"401.*--api-key-file") as caught:
+                target_of(address, f"Authorization: Bearer {KEY}").model(name)
+            assert KEY not in str(caught.value)
 
 
 def test_a_key_is_not_carried_to_another_place() -> None:
@@ -219,12 +221,17 @@ def test_a_proxy_that_is_asked_too_often_is_asked_again(monkeypatch: pytest.Monk
         assert len(server.asked) == 4
 
 
-def test_a_server_that_keeps_its_statistics_back() -> None:
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_server_that_keeps_its_statistics_back(status: int) -> None:
     """The model is found by its name; the measurement goes without the server's counts."""
-    with serving({"/v2/models/m/config": [(200, CONFIG)]}) as (address, _):
+    back: list[Answer] = [(status, {"error": "no such path"})]
+    with serving({"/v2/models/m/config": [(200, CONFIG)], "/v2/models/stats": back}) as (
+        address,
+        _,
+    ):
         target = target_of(address)
         assert target.model("m").max_batch == 8
-        with pytest.raises(InvalidArgumentError, match=r"say which model.*answers 404"):
+        with pytest.raises(InvalidArgumentError, match=rf"say which model.*answers {status}"):
             target.model(None)
         with pytest.raises(RefusedError, match="/v2/models/n/config answers 404"):
             target.model("n")

@@ -25,11 +25,7 @@ _LONGEST_WAIT_S = 5.0
 
 
 class RefusedError(InvalidArgumentError):
-    """The server or a proxy before it answered with an error. ``status`` is HTTP's."""
-
-    def __init__(self, text: str, status: int = 0) -> None:
-        super().__init__(text)
-        self.status = status
+    """The server or a proxy before it answered, but not with what it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +128,6 @@ class Target:
         try:
             names = self.loaded()
         except RefusedError as error:
-            if error.status in _NO_ENTRY:
-                raise
             if name is None:
                 raise InvalidArgumentError(
                     f"say which model: which ones there are cannot be asked ({error})"
@@ -212,12 +206,9 @@ class Target:
     ) -> RefusedError:
         said = error.read().decode("utf-8", "replace").strip() or str(error.reason)
         text = f"{request.full_url} answers {error.code}: {self.access.hide(said)[:300]}"
-        if error.code in _NO_ENTRY:
+        if error.code in (401, 403):
             text += "; --api-key-file or --header gives a key"
-        return RefusedError(text, error.code)
-
-
-_NO_ENTRY = (401, 403)
+        return RefusedError(text)
 
 
 def _wait_s(error: urllib.error.HTTPError) -> float:
