@@ -58,7 +58,23 @@ def test_what_was_measured_again_counts() -> None:
     assert kept is not None
     assert (kept.values, kept.throughput, kept.before) == (OTHER, 305, 300)
     assert any("no time to measure the current setting again" in text for text in kept.cautions)
-    assert any("may differ by 5%" in text for text in kept.cautions)
+    assert any("gave 330.0 at first and 305.0 when measured again" in t for t in kept.cautions)
+
+
+def test_a_gain_within_the_noise_is_doubted() -> None:
+    steady = (
+        trial(NOW, "current", point(4, 300, 0.01)),
+        trial(OTHER, "search", point(4, 900, 0.01)),
+        trial(OTHER, "final", point(4, 890, 0.01)),
+        trial(NOW, "final", point(4, 301, 0.01)),
+    )
+    choice = choose.choose(steady, BOUNDS)
+    assert choice is not None
+    assert choice.cautions == ()
+    small = (*steady[:1], trial(OTHER, "search", point(4, 309, 0.01)))
+    choice = choose.choose(small, BOUNDS)
+    assert choice is not None
+    assert any("may differ by 5%" in text for text in choice.cautions)
 
 
 def test_no_setting_meets_the_bounds() -> None:

@@ -13,6 +13,7 @@ from jitney.sweep.record import Distribution, Point, Result
 from jitney.sweep.slo import Bound, show_time
 from jitney.tune.record import Choice, Near, Trial
 from jitney.tune.search import Score
+from jitney.tune.setting import label
 
 NOISE = 0.05
 """A gain below it is within what two runs of one setting differ by."""
@@ -92,8 +93,8 @@ def choose(trials: Sequence[Trial], bounds: Sequence[Bound]) -> Choice | None:
         cautions.append("it was measured once: there was no time to measure it again")
     elif not same and was is not None and current is not None and current.phase != "final":
         cautions.append("there was no time to measure the current setting again beside it")
-    if was is not None and not same and throughput / was - 1 < NOISE:
-        cautions.append(f"two measurements of one setting may differ by {NOISE:.0%}, too")
+    if was is not None and not same:
+        cautions.append(_doubt(trials, throughput / was - 1))
     return Choice(
         values=best.values,
         load=best.result.best.load,
@@ -102,6 +103,19 @@ def choose(trials: Sequence[Trial], bounds: Sequence[Bound]) -> Choice | None:
         before=was,
         cautions=tuple(filter(None, cautions)),
     )
+
+
+def _doubt(trials: Sequence[Trial], gain: float) -> str:
+    """Whether one setting, measured twice, differed from itself by as much as the gain."""
+    for last in (trial for trial in trials if trial.phase == "final"):
+        first = next(trial for trial in trials if trial.values == last.values)
+        early, late = _throughput(first), _throughput(last)
+        if early is not None and late is not None and abs(late / early - 1) >= gain:
+            return (
+                f"{label(last.values)} gave {early:,.1f} at first and {late:,.1f} when measured "
+                f"again, which is no less apart than the best and the current setting are"
+            )
+    return f"two runs of one setting may differ by {NOISE:.0%}, too" if gain < NOISE else ""
 
 
 def _current(trials: Sequence[Trial]) -> Trial | None:
