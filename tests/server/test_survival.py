@@ -328,9 +328,15 @@ def test_survival_row_19_cancelled_while_queued(server: TritonServer) -> None:
         wait_until(lambda: cancelled(server, "busy") == before + 1)
 
 
+# A gRPC stream that is cancelled at the very moment in which the server takes its final response
+# makes this server (2.51) crash, or keep the model loaded for good, once in some hundred times;
+# what the backend does has no part in it (docs/operations.md). So cancels that aim at the last step
+# come over HTTP here, and those over gRPC aim at requests that have long to go.
+
+
 def test_survival_row_19_cancelled_during_a_prefill(server: TritonServer) -> None:
     url = server.metrics_url
-    size = CONTEXT - 8
+    size = CONTEXT // 2
 
     def accepted() -> float:
         return metric(url, "jitney_prompt_tokens_total", model="busy") / size
@@ -340,7 +346,7 @@ def test_survival_row_19_cancelled_during_a_prefill(server: TritonServer) -> Non
     rng = np.random.default_rng(0)
     for delay in (0.005, 0.01, 0.02, 0.04, 0.08):
         prompt = rng.integers(3, 300, size).astype(np.int32)
-        tensors = {"input_ids": prompt, "stream": True, "sampling_parameters": greedy(8)}
+        tensors = {"input_ids": prompt, "stream": True, "sampling_parameters": greedy(size)}
         one = Stream(server.grpc_url, "busy", tensors)
         time.sleep(delay)
         one.cancel()
@@ -355,14 +361,12 @@ def test_survival_row_19_cancelled_around_the_last_step(server: TritonServer) ->
     before = outcomes(server, "busy")
     dice = random.Random(7)
     for _ in range(30):
-        tensors = {"text_input": "a", "stream": True, "sampling_parameters": greedy(3)}
-        one = Stream(server.grpc_url, "busy", tensors)
-        while one.step() and dice.random() < 0.7:
+        events = generate_stream_events(
+            server.http_url, "busy", input_ids=[5, 6, 7], stream=True, **greedy(3)
+        )
+        while next(events, None) is not None and dice.random() < 0.7:
             pass
-        if one.reply.finals:
-            one.close()
-        else:
-            one.cancel()
+        events.close()
     wait_until(lambda: outcomes(server, "busy") >= before + 30)
     time.sleep(0.5)
     assert outcomes(server, "busy") == before + 30
