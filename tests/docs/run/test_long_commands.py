@@ -15,6 +15,13 @@ SMALL = [
         "--engines jitney,transformers_static --workloads W1 --requests 2 --repeats 1 --breakdown",
         "tok/s",
     ),
+    (  # the model is what the one before made
+        "benchmarks.engines.jitney",
+        "--model build/benchmarks/m100 --threads 2 --breakdown --layerwise --workloads W1 "
+        "--requests 2",
+        "attention",
+    ),
+    ("benchmarks.attention", "--quick --threads 2", "decodes"),
     ("benchmarks.served", "--requests 2 --streams 2 --repeats 1", "tok/s"),
     ("benchmarks.dynamic_batching", "--quick --only overhead", "|"),
     ("benchmarks.batching_modes", "--quick --parts digits --pictures build/pictures", "|"),
