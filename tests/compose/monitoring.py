@@ -1,15 +1,41 @@
-"""The dashboard's queries and the alerts' conditions, as the files in deploy/ have them."""
+"""The dashboard's queries and the alerts' conditions, as the files in deploy/ have them, and
+which of them a machine without a GPU can show.
+
+Every one is either evaluated on the running server or stands below with the reason why it is not;
+those are evaluated by promtool over series that are made up.
+"""
 
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "jitney.json"
+
+# Alert -> the model it warns of, brought about by too much load on the running server.
+FIRED_BY_LOAD = {
+    "QueueGrowing": "tight",
+    "KvCacheNearlyFull": "tight",
+    "PreemptionStorm": "tight",
+    "TurningAway": "tight",
+    "FirstTokenSlow": "tight",
+    "ServerQueueGrowing": "slow",
+}
+FIRED_BY_A_KILL = {"ServerDown", "NotReady", "Restarted"}
+NOT_FIRED = {
+    "GpuMemoryFull": "the server has no such metric where there is no GPU",
+    "RequestsFailing": "counts failures that are the server's own, which no client can bring about",
+}
+
+
+def needs_gpu(expression: str) -> bool:
+    """Whether the server has no data for a query where there is no GPU: metrics named nv_gpu_…"""
+    return "nv_gpu_" in expression
 
 
 def alerts() -> dict[str, str]:
@@ -25,9 +51,15 @@ def value_of(condition: str) -> str:
     return match[1]
 
 
+def dashboard() -> dict[str, Any]:
+    """The dashboard's file."""
+    board: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return board
+
+
 def dashboard_queries(interval: str, model: str) -> Iterator[tuple[str, str]]:
     """(title of the panel, query) of each, with Grafana's variables filled in."""
-    for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]:
+    for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             expression = target["expr"].replace("$__rate_interval", interval)
             yield panel["title"], expression.replace("$model", model)

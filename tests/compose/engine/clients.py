@@ -95,7 +95,7 @@ class Client:
             f"localhost:{self.port}", ssl=True, root_certificates=str(self.certificate)
         )
 
-    def grpc_stream(self, max_tokens: int) -> list[tuple[float, str]]:
+    def grpc_stream(self, max_tokens: int, prompt: str = PROMPT) -> list[tuple[float, str]]:
         """One stream over gRPC: (when it came, text) of each response. Raises what it raises."""
         answers: queue.Queue[Any] = queue.Queue()
         came = []
@@ -105,7 +105,7 @@ class Client:
             )
             with contextlib.suppress(InferenceServerException):  # refused: the reason comes below
                 client.async_stream_infer(
-                    "pylm", _inputs(max_tokens), enable_empty_final_response=True
+                    "pylm", _inputs(max_tokens, prompt), enable_empty_final_response=True
                 )
             while True:
                 result, error = answers.get(timeout=TIMEOUT_S)
@@ -119,10 +119,10 @@ class Client:
                     return came
 
 
-def _inputs(max_tokens: int) -> list[grpc_client.InferInput]:
+def _inputs(max_tokens: int, prompt: str) -> list[grpc_client.InferInput]:
     sampling = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
     return [
-        tensor("text_input", "BYTES", PROMPT.encode()),
+        tensor("text_input", "BYTES", prompt.encode()),
         tensor("stream", "BOOL", True),
         tensor("sampling_parameters", "BYTES", json.dumps(sampling).encode()),
     ]

@@ -6,20 +6,19 @@ naming the folder, and nothing else does.
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.compose.engine.deployment import Deployment
-from tests.compose.engine.machine import ROOT, Engine, install
+from tests.compose.engine.deployment import SERVICES, Deployment
+from tests.compose.engine.images import make_grafana
+from tests.compose.engine.machine import Engine, install
 from tests.compose.engine.pip_settings import build_secrets
+from tests.compose.engine.project import check_out, document_block
 from tests.compose.engine.tight_models import make_repository
 from tests.compose.free_ports import free_port
-
-CPU_IMAGES = ("triton-cpu", "proxy", "prometheus")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,7 +53,10 @@ def engine(
     install()
     kept = request.config.getoption("--engine-folder")
     folder = kept or tmp_path_factory.mktemp("engine")
-    with Engine(folder) as engine:
+    with (
+        build_secrets(tmp_path_factory.mktemp("pip")) as secrets,
+        Engine(folder, secrets) as engine,
+    ):
         engine.import_base()
         yield engine
     if kept is None:
@@ -62,45 +64,18 @@ def engine(
 
 
 @pytest.fixture(scope="session")
-def pip_secrets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """What lets a build reach the package index as this machine does."""
-    with build_secrets(tmp_path_factory.mktemp("pip")) as secrets:
-        yield secrets
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's checkout, with the models built."""
+    return check_out(tmp_path_factory.mktemp("user") / "jitney")
 
 
 @pytest.fixture(scope="session")
-def images(engine: Engine, pip_secrets: list[str]) -> None:
-    """The images of profile `cpu`, but for Grafana's."""
-    for target in CPU_IMAGES:
-        engine.build("deploy/Dockerfile", target, f"jitney/{target}:test", pip_secrets)
-
-
-@pytest.fixture(scope="session")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model repository that is served."""
-    subprocess.run([sys.executable, ROOT / "scripts" / "build_models.py"], check=True)
-    # Beside pytest's folders, which keep other users out: the containers' user must get in.
-    folder = tmp_path_factory.getbasetemp()
-    target = folder / "models"
-    make_repository(ROOT / "model_repository", target)
-    return target
-
-
-@pytest.fixture(scope="session")
-def settings(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict[str, str]:
-    """The settings that tests have in common, secrets made by the project's own script."""
-    secrets = tmp_path_factory.mktemp("secrets")
-    subprocess.run(
-        [ROOT / "deploy" / "secrets.sh"], env={**os.environ, "SECRETS": str(secrets)}, check=True
-    )
-    with (secrets / "api_keys").open("a", encoding="utf-8") as keys:
-        keys.write("# the second is for the limits\nlimited:" + "L" * 32 + "\n")
+def settings(tmp_path_factory: pytest.TempPathFactory, project: Path) -> dict[str, str]:
+    """What the tests set otherwise than .env.example does. The profile is no part of it."""
+    repository = tmp_path_factory.mktemp("served") / "models"
+    make_repository(project / "model_repository", repository)
     return {
-        "COMPOSE_PROFILES": "cpu",
-        "COMPOSE_PROJECT_NAME": "jitneytest",
-        "JITNEY_TAG": "test",
         "MODEL_REPOSITORY": str(repository),
-        "SECRETS": str(secrets),
         "SERVER_MEMORY": "10g",
         "HTTPS_PORT": str(free_port()),
         "GRAFANA_PORT": str(free_port()),
@@ -112,16 +87,33 @@ def settings(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def images(
+    engine: Engine,
+    project: Path,
+    settings: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The images of profile `cpu`, built by docker-compose, and one in the place of Grafana's."""
+    deployment = Deployment(engine, project, {**settings, "COMPOSE_PROFILES": "cpu"})
+    deployment.compose("build", timeout_s=2400)
+    services = yaml.safe_load((project / "docker-compose.yml").read_text(encoding="utf-8"))
+    tag = services["services"]["grafana"]["image"]
+    make_grafana(engine, tmp_path_factory.mktemp("grafana"), tag)
+
+
+@pytest.fixture(scope="session")
 def deployment(
-    engine: Engine, images: None, settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    engine: Engine, images: None, project: Path, settings: dict[str, str]
 ) -> Iterator[Deployment]:
-    """Profile `cpu`, up and healthy. Grafana's image is not to be had here: its proxy's port then
-    answers 502."""
-    deployment = Deployment(engine, settings, tmp_path_factory.mktemp("deployment"))
+    """Profile `cpu`, brought up with the commands of docs/deploying.md, and healthy."""
+    deployment = Deployment(engine, project, {**settings, "COMPOSE_PROFILES": "cpu"})
     try:
-        deployment.up("triton-cpu", "proxy", "prometheus", "prober")
-        deployment.wait_healthy("triton-cpu", "proxy", "prometheus", "prober")
+        deployment.shell(document_block("docker-compose up --build").text, timeout_s=1200)
+        with (project / "deploy" / "secrets" / "api_keys").open("a", encoding="utf-8") as keys:
+            keys.write("# the second is for the limits\nlimited:" + "L" * 32 + "\n")
+        deployment.wait_healthy(*(each for each in SERVICES if each != "grafana"))
+        deployment.run_in("proxy", "reload-keys")
         yield deployment
     finally:
         deployment.down()

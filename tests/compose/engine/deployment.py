@@ -11,30 +11,32 @@ from urllib.parse import quote
 from tests.compose.engine.clients import Client
 from tests.compose.engine.machine import Engine
 
+SERVICES = ("triton-cpu", "proxy", "prometheus", "prober", "grafana")
+"""Of profile `cpu`."""
+
 
 class Deployment:
-    """``file`` stands in for docker-compose.yml where a machine cannot run it as it is."""
+    """``project`` is the folder of a user's checkout. ``settings`` are environment variables, which
+    go before what its .env says."""
 
-    def __init__(
-        self, engine: Engine, settings: Mapping[str, str], folder: Path, file: Path | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, project: Path, settings: Mapping[str, str]) -> None:
         self.engine = engine
+        self.project = project
         self.settings = dict(settings)
-        self.file = file
-        self.env_file = folder / "settings.env"
-        self.env_file.write_text(
-            "".join(f"{name}={value}\n" for name, value in settings.items()), encoding="utf-8"
-        )
 
     def compose(self, *arguments: str, timeout_s: float = 300) -> str:
-        """Output of one docker-compose command."""
-        return self.engine.compose(
-            self.env_file, *arguments, file=self.file, timeout_s=timeout_s
-        ).stdout
+        """Output of one docker-compose command, given in the project's folder."""
+        return self.run("docker-compose", *arguments, timeout_s=timeout_s)
 
-    def up(self, *services: str) -> None:
-        """Start services; they are not ready yet."""
-        self.compose("up", "--detach", "--no-build", *services)
+    def shell(self, script: str, timeout_s: float = 300) -> str:
+        """Output of a piece of shell, run in the project's folder, up to its first failure."""
+        return self.run("bash", "-euo", "pipefail", "-c", script, timeout_s=timeout_s)
+
+    def run(self, *command: str, timeout_s: float) -> str:
+        """Output of a command in the project's folder."""
+        return self.engine.run(
+            command, folder=self.project, settings=self.settings, timeout_s=timeout_s
+        ).stdout
 
     def down(self) -> None:
         """Remove every container, network and volume of it."""
@@ -43,7 +45,7 @@ class Deployment:
     def container(self, service: str) -> str:
         """Id of a service's container, also of one that has ended."""
         labels = {
-            "com.docker.compose.project": self.settings["COMPOSE_PROJECT_NAME"],
+            "com.docker.compose.project": self.settings.get("COMPOSE_PROJECT_NAME", "jitney"),
             "com.docker.compose.service": service,
         }
         filters = [f"--filter=label={name}={value}" for name, value in labels.items()]
@@ -64,7 +66,17 @@ class Deployment:
         done = self.engine.docker("logs", self.container(service))
         return done.stdout + done.stderr
 
-    def wait_healthy(self, *services: str, timeout_s: float = 600) -> None:
+    def network(self, name: str) -> str:
+        """What the engine calls one of the project's networks."""
+        return f"{self.settings.get('COMPOSE_PROJECT_NAME', 'jitney')}_{name}"
+
+    def address(self, service: str, network: str) -> str:
+        """A service's address on one of the project's networks."""
+        networks = self.inspect(service)["NetworkSettings"]["Networks"]
+        found: str = networks[self.network(network)]["IPAddress"]
+        return found
+
+    def wait_healthy(self, *services: str, timeout_s: float = 1200) -> None:
         """Wait for the services' own health checks. Raises AssertionError with their logs."""
         for service in services:
             wait_for(
@@ -80,7 +92,7 @@ class Deployment:
 
     def client(self, name: str = "first") -> Client:
         """A client with the key of that name; an empty name has none."""
-        secrets = Path(self.settings["SECRETS"])
+        secrets = self.project / "deploy" / "secrets"
         lines = (secrets / "api_keys").read_text(encoding="utf-8").splitlines()
         keys = dict(line.split(":") for line in lines if not line.startswith("#"))
         port = int(self.settings["HTTPS_PORT"])

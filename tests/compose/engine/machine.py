@@ -1,11 +1,13 @@
 """What the tests of docker-compose.yml need of the machine: Debian's packages, one container engine
 of their own, and a base image. Nothing here outlives :class:`Engine`'s block.
 
-The engine works without the kernel's packet filter: containers reach each other and the published
-ports, but not the world. So images are built with the machine's own network.
+Where the kernel has no packet filter, the engine works without: containers then reach each other
+and the published ports all the same. Images are built with the machine's own network.
 """
 
+import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import time
@@ -13,11 +15,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
+from tests.compose.engine import packet_filter
+
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("docker.io", "docker-compose", "debootstrap", "prometheus")
 PROGRAMS = ("dockerd", "docker-compose", "debootstrap", "promtool")
 BASE_IMAGE = "debian:bookworm-slim"
 DOCKER = "/usr/bin/docker"  # Debian's, whatever else the path has
+
+# docker-compose calls the `docker` of its path to build. This one adds what a build needs on this
+# machine: its network, and its package index as secrets, unless the command brings its own.
+_BUILDER = """#!/bin/sh
+if [ "$1" = build ]; then
+    shift
+    case " $* " in
+        *" --secret "*) exec {docker} build --network=host "$@" ;;
+        *) exec {docker} build --network=host {secrets} "$@" ;;
+    esac
+fi
+exec {docker} "$@"
+"""
 
 
 def install() -> None:
@@ -38,22 +57,36 @@ def install() -> None:
 class Engine:
     """A container engine with its own folder and socket; ended with all its containers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, secrets: Sequence[str]) -> None:
+        """``secrets`` are arguments that every build gets."""
         self.folder = folder
+        self.secrets = tuple(secrets)
+        self.has_packet_filter = False
+        """Whether the engine uses the kernel's; known once it runs."""
+        programs = folder / "programs"
+        programs.mkdir(parents=True, exist_ok=True)
+        builder = programs / "docker"
+        builder.write_text(_BUILDER.format(docker=DOCKER, secrets=shlex.join(secrets)))
+        builder.chmod(0o755)
         self.environment: dict[str, str] = {
             **os.environ,
+            "PATH": f"{programs}:/usr/sbin:/usr/bin:{os.environ['PATH']}",
             "DOCKER_HOST": f"unix://{folder / 'docker.sock'}",
             "DOCKER_BUILDKIT": "1",
         }
         self._process: subprocess.Popen[bytes] | None = None
+        self._interfaces: set[str] = set()
+        self._rules: list[str] = []
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Engine":
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._interfaces, self._rules = interfaces(), packet_filter.rules()
+        self.has_packet_filter = self._stack.enter_context(packet_filter.lent())
         with (self.folder / "dockerd.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     "dockerd",
-                    "--iptables=false",
+                    f"--iptables={str(self.has_packet_filter).lower()}",
                     "--bridge=none",
                     f"--data-root={self.folder / 'data'}",
                     f"--exec-root={self.folder / 'exec'}",
@@ -78,26 +111,62 @@ class Engine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Ends everything. Raises RuntimeError if something is left, unless an error passes."""
+        with self._stack:
+            assert self._process is not None
+            if self._process.poll() is None:
+                containers = self.docker("ps", "-aq", check=False).stdout.split()
+                if containers:
+                    self.docker("rm", "--force", *containers, check=False)
+                self.docker("network", "prune", "--force", check=False)
+                self._process.terminate()
+            self._process.wait(60)
+            # The machine's own network, by which images were built, stays mounted.
+            for place in reversed(self._mounts()):
+                subprocess.run(["umount", place], check=False)
+        left = self.leftovers()
+        if left and error is None:
+            raise RuntimeError(f"the container engine left behind: {', '.join(left)}")
+
+    @property
+    def process(self) -> psutil.Process:
+        """The running engine."""
         assert self._process is not None
-        if self._process.poll() is None:
-            running = self.docker("ps", "-q", check=False).stdout.split()
-            if running:
-                self.docker("kill", *running, check=False)
-            self._process.terminate()
-        self._process.wait(60)
+        return psutil.Process(self._process.pid)
+
+    def leftovers(self) -> list[str]:
+        """What the engine has outside of its folder: processes, mounts, interfaces, rules of
+        the packet filter."""
+        place = str(self.folder)
+        left = [
+            f"process {process.pid} ({' '.join(process.info['cmdline'])[:80]})"
+            for process in psutil.process_iter(["cmdline"])
+            if any(place in word for word in process.info["cmdline"] or ())
+            and process.pid != os.getpid()
+            and process.info["cmdline"][0].rpartition("/")[2] in _ENGINE_PROGRAMS
+        ]
+        left += [f"mount {mount}" for mount in self._mounts()]
+        left += [f"interface {name}" for name in sorted(interfaces() - self._interfaces)]
+        left += [f"rule {rule}" for rule in packet_filter.rules() if rule not in self._rules]
+        return left
+
+    def _mounts(self) -> list[str]:
+        """What is mounted below the engine's folder, in order."""
+        table = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+        places = [line.split()[1] for line in table]
+        return [place for place in places if place.startswith(f"{self.folder}/")]
 
     def docker(
         self, *arguments: str, check: bool = True, timeout_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
         """One docker command. Its output is in the error if it fails."""
-        return self._run([DOCKER, *arguments], check=check, timeout_s=timeout_s)
+        return self.run(["docker", *arguments], check=check, timeout_s=timeout_s)
 
-    def build(self, dockerfile: str, target: str, tag: str, secrets: Sequence[str] = ()) -> None:
-        """One target of a Dockerfile of the project, with the machine's network."""
-        command = ["build", "--network=host", f"--file={dockerfile}", f"--target={target}"]
-        self.docker(
-            *command, f"--tag={tag}", "--progress=plain", *secrets, str(ROOT), timeout_s=1800
-        )
+    def build(self, folder: Path, tag: str, dockerfile: str) -> None:
+        """An image of the tests' own, from the text of a Dockerfile and a folder of its files."""
+        file = folder / "Dockerfile"
+        file.write_text(dockerfile, encoding="utf-8")
+        self.docker("build", f"--file={file}", f"--tag={tag}", str(folder), timeout_s=1800)
 
     def import_base(self) -> None:
         """Make the base image of Debian's packages, under the name that the Dockerfile has."""
@@ -122,29 +191,21 @@ class Engine:
             )
         shutil.rmtree(tree)
 
-    def compose(
-        self, settings: Path, *arguments: str, file: Path | None = None, timeout_s: float = 300
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        folder: Path = ROOT,
+        settings: Mapping[str, str] | None = None,
+        check: bool = True,
+        timeout_s: float = 60,
     ) -> subprocess.CompletedProcess[str]:
-        """docker-compose over the project's file, or another, with settings from a file."""
-        return self._run(
-            [
-                "docker-compose",
-                f"--env-file={settings}",
-                f"--project-directory={ROOT}",
-                f"--file={file or ROOT / 'docker-compose.yml'}",
-                *arguments,
-            ],
-            timeout_s=timeout_s,
-        )
-
-    def _run(
-        self, command: Sequence[str], *, check: bool = True, timeout_s: float
-    ) -> subprocess.CompletedProcess[str]:
-        environment: Mapping[str, str] = self.environment
+        """A command of a user of this engine. Raises RuntimeError with its output if it fails."""
         done = subprocess.run(
             command,
-            env=environment,
-            cwd=ROOT,
+            env={**self.environment, **(settings or {})},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -156,3 +217,11 @@ class Engine:
                 f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
             )
         return done
+
+
+_ENGINE_PROGRAMS = ("dockerd", "containerd", "containerd-shim-runc-v2", "docker-proxy", "runc")
+
+
+def interfaces() -> set[str]:
+    """The machine's network interfaces."""
+    return set(psutil.net_if_addrs())

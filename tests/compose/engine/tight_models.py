@@ -15,6 +15,8 @@ TIGHT_OPTIONS = {
     "max_model_len": 256,
     "max_queued": 60,
 }
+# A stop gives requests as long as DRAIN_SECONDS does.
+PATIENT_OPTIONS = {"drain_s": 20}
 
 _SLOW_CONFIG = """backend: "python"
 max_batch_size: 1
@@ -45,12 +47,17 @@ def make_repository(source: Path, target: Path) -> None:
     """Copy the project's repository and add the two; readable for the containers' user."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     shutil.copytree(target / "pylm", target / "tight")
-    options = target / "tight" / "1" / "model.json"
-    written = json.loads(options.read_text(encoding="utf-8")) | TIGHT_OPTIONS
-    options.write_text(json.dumps(written), encoding="utf-8")
-    slow = target / "slow"
-    (slow / "1").mkdir(parents=True)
-    (slow / "config.pbtxt").write_text(_SLOW_CONFIG, encoding="utf-8")
-    (slow / "1" / "model.py").write_text(_SLOW_MODEL, encoding="utf-8")
+    for name, options in (("pylm", PATIENT_OPTIONS), ("tight", TIGHT_OPTIONS)):
+        file = target / name / "1" / "model.json"
+        written = json.loads(file.read_text(encoding="utf-8")) | options
+        file.write_text(json.dumps(written), encoding="utf-8")
+    write_slow_model(target / "slow")
     for path in [target, *target.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def write_slow_model(folder: Path) -> None:
+    """Make `slow` in a folder, or over what is in it."""
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    (folder / "config.pbtxt").write_text(_SLOW_CONFIG, encoding="utf-8")
+    (folder / "1" / "model.py").write_text(_SLOW_MODEL, encoding="utf-8")

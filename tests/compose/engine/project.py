@@ -1,0 +1,54 @@
+"""A user's checkout of the project, for the tests to be users in: settings, secrets and builds do
+not touch the real one. It shares the environment and the built models. And the commands that the
+document gives such a user.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.compose.engine.machine import ROOT
+from tests.docs.blocks import Block, read_page
+
+
+def check_out(folder: Path) -> Path:
+    """Copy the files of the project, as they are now, to ``folder``, and the models, built."""
+    subprocess.run([sys.executable, ROOT / "scripts" / "build_models.py"], check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "model_repository", folder / "model_repository", dirs_exist_ok=True)
+    share_environment(folder)
+    return folder
+
+
+def share_environment(folder: Path) -> None:
+    """Give the copy the environment that the tests run in, as if `make env` had made it there."""
+    venv = folder / ".venv"
+    venv.mkdir()
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        (venv / name).symlink_to(Path(sys.prefix) / name)
+    program = "import environment; print(environment.fingerprint())"
+    made = subprocess.run(
+        [venv / "bin" / "python", "-c", program],
+        cwd=folder / "scripts",
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    (venv / ".jitney-stamp").write_text(made, encoding="utf-8")
+
+
+def document_block(part: str) -> Block:
+    """The block of docs/deploying.md that has this text in it."""
+    (found,) = (each for each in read_page(Path("docs/deploying.md")) if part in each.text)
+    return found

@@ -1,0 +1,268 @@
+"""Profile `cpu`, run by a real engine: what clients get through the proxy, who is kept out, and
+what is too much.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from tests.compose.engine.clients import tensor
+from tests.compose.engine.deployment import Deployment, wait_for
+
+
+@pytest.mark.parametrize("name", ["", "wrong"])
+def test_without_a_known_key_nothing_is_served(deployment: Deployment, name: str) -> None:
+    client = deployment.client("")
+    if name:
+        client = type(client)(client.port, client.certificate, "W" * 43)
+    for path in ("/v2", "/v2/models/pylm", "/v2/models/pylm/infer", "/v2/models/pylm/generate"):
+        status, headers, body = client.request("POST", path, b"{}")
+        assert status == 401
+        assert headers["www-authenticate"] == "Bearer"
+        assert "API key" in json.loads(body)["error"]
+    with client.grpc() as connection, pytest.raises(InferenceServerException) as refused:
+        connection.is_server_ready(headers=client.headers)
+    assert refused.value.status() == "StatusCode.UNAUTHENTICATED"
+    with pytest.raises(InferenceServerException, match="API key"):
+        client.grpc_stream(4)
+
+
+def test_a_key_in_another_case_is_another_key(deployment: Deployment) -> None:
+    client = deployment.client()
+    other = type(client)(client.port, client.certificate, client.key.swapcase())
+    assert other.request("GET", "/v2")[0] == 401
+
+
+def test_readiness_needs_no_key(deployment: Deployment) -> None:
+    client = deployment.client("")
+    for path in ("/healthz", "/v2/health/live", "/v2/health/ready"):
+        assert client.request("GET", path)[0] == 200
+
+
+def test_a_stream_over_http_leaves_token_by_token(deployment: Deployment) -> None:
+    client = deployment.client()
+    client.stream(8)
+    asked = time.monotonic()
+    events = client.stream(300)
+    first, last = events[0][0] - asked, events[-1][0] - asked
+    assert events[-1][1]["finish_reason"] == "length"
+    assert len(events) > 30  # not one piece
+    assert first < last / 3  # the first came while the others were being made
+    gaps = [after[0] - before[0] for before, after in itertools.pairwise(events)]
+    assert max(gaps) < last / 2  # nor in two
+
+
+def test_a_stream_over_grpc_leaves_token_by_token(deployment: Deployment) -> None:
+    client = deployment.client()
+    asked = time.monotonic()
+    came = client.grpc_stream(300)
+    assert len(came) > 30
+    assert came[0][0] - asked < (came[-1][0] - asked) / 3
+    text = "".join(event["text_output"] for _, event in client.stream(300))
+    assert "".join(piece for _, piece in came) == text
+
+
+def test_an_embedding_is_the_same_over_http_and_grpc(deployment: Deployment) -> None:
+    client = deployment.client()
+    over_http = client.embed("a jitney is a small bus")
+    assert len(over_http) == 384
+    assert sum(x * x for x in over_http) == pytest.approx(1, abs=1e-3)
+    with client.grpc() as connection:
+        text = tensor("text", "BYTES", b"a jitney is a small bus", (1, 1))
+        answer = connection.infer("embed", [text], headers=client.headers)
+    assert answer.as_numpy("sentence_embedding")[0].tolist() == pytest.approx(over_http, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/repository/index",
+        "/v2/repository/models/pylm/unload",
+        "/v2/systemsharedmemory/status",
+        "/v2/cudasharedmemory/status",
+        "/v2/logging",
+        "/v2/trace/setting",
+        "/v2/models/pylm/trace/setting",
+        "/v2/models/pylm/infer/../../../repository/index",
+        "/v2/models/..%2f..%2fv2%2frepository%2findex/infer",
+        "/metrics",
+        "/",
+    ],
+)
+def test_what_no_client_needs_ends_at_the_proxy(deployment: Deployment, path: str) -> None:
+    assert deployment.client().request("POST", path, b"{}")[0] == 404
+
+
+def test_what_no_client_needs_ends_at_the_server_too(deployment: Deployment) -> None:
+    for path in ("repository/index", "systemsharedmemory/status", "logging", "trace/setting"):
+        status = deployment.run_in(
+            "triton-cpu", "curl", "-s", "-o", "/dev/null", "-w", "%{http_code}",
+            *(["-d", "{}"] if path == "repository/index" else []),
+            f"http://127.0.0.1:8000/v2/{path}",
+        )  # fmt: skip
+        assert status == "403", path
+    client = deployment.client()
+    with client.grpc() as connection:
+        for call in (
+            lambda: connection.get_model_repository_index(headers=client.headers),
+            lambda: connection.unload_model("pylm", headers=client.headers),
+            lambda: connection.get_system_shared_memory_status(headers=client.headers),
+            lambda: connection.update_log_settings({}, headers=client.headers),
+        ):
+            with pytest.raises(InferenceServerException) as refused:
+                call()
+            assert refused.value.status() == "StatusCode.UNIMPLEMENTED"
+
+
+# --------------------------------------------------------------------------- limits
+
+
+def test_a_large_body_is_refused(deployment: Deployment) -> None:
+    client = deployment.client()
+    large = b"x" * ((1 << 20) + 1)
+    status, _, body = client.request("POST", "/v2/models/pylm/generate", large)
+    assert (status, "1m" in json.loads(body)["error"]) == (413, True)
+    text = tensor("text", "BYTES", large, (1, 1))
+    with client.grpc() as connection, pytest.raises(InferenceServerException) as refused:
+        connection.infer("embed", [text], headers=client.headers)
+    assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+
+
+def test_a_key_over_its_rate_is_refused_and_others_are_not(deployment: Deployment) -> None:
+    limited, other = deployment.client("limited"), deployment.client()
+    connection = limited.connect()
+    statuses = []
+    began = time.monotonic()
+    for _ in range(1000):  # 300 at once and 200 a second are allowed
+        connection.request("GET", "/v2", headers=limited.headers)
+        response = connection.getresponse()
+        response.read()
+        statuses.append(response.status)
+    took = time.monotonic() - began
+    refused = response.getheader("Retry-After") if response.status == 429 else "1"
+    connection.close()
+    assert set(statuses) == {200, 429}
+    assert 300 <= statuses.count(200) <= 300 + 200 * took + 2
+    assert refused == "1"
+    assert other.request("GET", "/v2")[0] == 200
+
+
+def test_keys_are_read_again_without_a_restart(deployment: Deployment) -> None:
+    client = deployment.client()
+    new = type(client)(client.port, client.certificate, "N" * 32)
+    assert new.request("GET", "/v2")[0] == 401
+    file = client.certificate.parent / "api_keys"
+    before = file.read_text(encoding="utf-8")
+    try:
+        with file.open("a", encoding="utf-8") as keys:
+            keys.write(f"new:{new.key}\n")
+        deployment.run_in("proxy", "reload-keys")
+        wait_for(lambda: new.request("GET", "/v2")[0] == 200, "the new key", 10)
+        with file.open("a", encoding="utf-8") as keys:
+            keys.write("nonsense\n")
+        deployment.run_in("proxy", "reload-keys", check=False)  # refused: the old ones stay
+        assert new.request("GET", "/v2")[0] == 200
+    finally:
+        file.write_text(before, encoding="utf-8")
+        deployment.run_in("proxy", "reload-keys")
+    wait_for(lambda: new.request("GET", "/v2")[0] == 401, "the key to be gone", 10)
+
+
+def test_no_key_is_in_a_log(deployment: Deployment) -> None:
+    deployment.client().request("GET", "/v2")
+    log = deployment.logs("proxy")
+    assert '"key":"first"' in log
+    for name in ("first", "limited"):
+        assert deployment.client(name).key not in log
+
+
+def test_a_key_over_its_rate_is_refused_over_grpc(deployment: Deployment) -> None:
+    limited = deployment.client("limited")
+
+    def hurry(connection: InferenceServerClient) -> None:
+        for _ in range(3000):
+            connection.is_server_live(headers=limited.headers)
+
+    with limited.grpc() as connection, pytest.raises(InferenceServerException) as refused:
+        hurry(connection)
+    assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+    assert "more requests than its limit" in refused.value.message()
+
+
+@pytest.fixture
+def narrow(deployment: Deployment) -> Iterator[Deployment]:
+    """The proxy with room for two requests of a key at once, and for little in a gRPC stream."""
+    settings = {**deployment.settings, "OPEN_PER_KEY": "2", "MAX_STREAM_BODY": "100k"}
+    changed = Deployment(deployment.engine, deployment.project, settings)
+    try:
+        changed.compose("up", "--detach", "--no-build", "proxy")
+        changed.wait_healthy("proxy")
+        yield changed
+    finally:
+        deployment.compose("up", "--detach", "--no-build", "proxy")
+        deployment.wait_healthy("proxy")
+
+
+def test_a_key_has_so_many_requests_under_way_and_a_stream_so_much_to_say(
+    narrow: Deployment,
+) -> None:
+    client = narrow.client()
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(client.stream, 1000) for _ in range(2)]
+        wait_for(lambda: client.request("GET", "/v2")[0] == 429, "both places to be taken", 20)
+        assert narrow.client("limited").request("GET", "/v2")[0] == 200
+        for each in running:
+            assert each.result()[-1][1]["finish_reason"] == "length"
+    assert client.request("GET", "/v2")[0] == 200
+    with pytest.raises(InferenceServerException) as refused:
+        client.grpc_stream(1, prompt="x" * 120_000)
+    assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+    assert "too large" in refused.value.message()
+
+
+# --------------------------------------------------------------------------- what errors say
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v2/models/pylm/generate", b"not json"),
+        ("/v2/models/pylm/generate", b'{"text_input": "x", "max_tokens": -1}'),
+        ("/v2/models/pylm/generate", b'{"text_input": "x", "temperature": "hot"}'),
+        ("/v2/models/pylm/generate", b'{"text_input": ["x"], "nonsense": {}}'),
+        ("/v2/models/pylm/infer", b'{"inputs": []}'),
+        ("/v2/models/embed/infer", b'{"inputs": [{"name": "text"}]}'),
+        (
+            "/v2/models/embed/infer",
+            b'{"inputs":[{"name":"text","shape":[1,1],"datatype":"FP32","data":[1]}]}',
+        ),
+        ("/v2/models/digits/infer", b'{"inputs":[{"name":"?","shape":[1],"datatype":"FP32"}]}'),
+        ("/v2/models/none/infer", b"{}"),
+        ("/v2/models/../../etc/passwd", b""),
+    ],
+)
+def test_an_error_shows_nothing_of_the_inside(
+    deployment: Deployment, path: str, body: bytes
+) -> None:
+    status, headers, answer = deployment.client().request("POST", path, body)
+    assert status >= 400
+    text = answer.decode()
+    assert "error" in json.loads(text)
+    for part in (
+        "Traceback",
+        'File "',
+        ".py",
+        "/opt/",
+        "/models",
+        "site-packages",
+        "0x",
+        "triton:",
+    ):
+        assert part not in text, text
+    assert headers.get("server", "nginx") == "nginx"  # without a version

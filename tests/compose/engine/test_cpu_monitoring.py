@@ -1,0 +1,144 @@
+"""Profile `cpu`, run by a real engine: Debian's Prometheus scrapes the server, and every query of
+the dashboard and every alert's condition is put to it.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tritonclient.grpc as grpc_client
+
+from tests.compose.engine.clients import tensor
+from tests.compose.engine.deployment import Deployment, wait_for
+from tests.compose.monitoring import (
+    FIRED_BY_LOAD,
+    alerts,
+    dashboard,
+    dashboard_queries,
+    needs_gpu,
+    value_of,
+)
+
+QUERIES = list(dashboard_queries(interval="1m", model=".*"))
+
+
+@pytest.fixture(scope="module")
+def loaded(deployment: Deployment) -> Iterator[Deployment]:
+    """The deployment under traffic for every metric: streams with a common prefix, embeddings."""
+    wait_for(
+        lambda: len(deployment.query('up{job=~"triton|ready"} == 1')) == 2, "the first scrapes", 60
+    )
+    client = deployment.client()
+    enough = threading.Event()
+
+    def stream() -> None:
+        while not enough.is_set():
+            client.stream(24)
+
+    def embed() -> None:
+        while not enough.is_set():
+            client.embed("how far is it to the next stop")
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(each) for each in (stream, stream, stream, embed)]
+        try:
+            time.sleep(20)
+            yield deployment
+        finally:
+            enough.set()
+        for done in running:
+            done.result()
+
+
+@pytest.mark.parametrize(("title", "expression"), [q for q in QUERIES if not needs_gpu(q[1])])
+def test_a_query_of_the_dashboard_has_data(loaded: Deployment, title: str, expression: str) -> None:
+    values = [float(each["value"][1]) for each in loaded.query(expression)]
+    assert [value for value in values if value == value], title  # not NaN
+
+
+@pytest.mark.parametrize(("title", "expression"), [q for q in QUERIES if needs_gpu(q[1])])
+def test_a_query_about_gpus_is_taken_and_empty(
+    loaded: Deployment, title: str, expression: str
+) -> None:
+    """test_rules.py evaluates these over series that a server with a GPU has."""
+    assert loaded.query(expression) == []
+
+
+def test_the_dashboard_can_be_narrowed_to_one_model(loaded: Deployment) -> None:
+    (variable,) = dashboard()["templating"]["list"]
+    assert variable["query"]["query"] == "label_values(nv_inference_count, model)"
+    models = {each["metric"]["model"] for each in loaded.query("nv_inference_count")}
+    assert {"pylm", "embed", "minilm", "tight", "slow"} <= models
+    for title, expression in dashboard_queries(interval="1m", model="pylm"):
+        if "jitney_" in expression:
+            assert loaded.query(expression), title
+
+
+def test_prometheus_takes_every_rule(deployment: Deployment) -> None:
+    groups = deployment.ask_prometheus("rules")["groups"]
+    health = {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
+    assert health == dict.fromkeys(alerts(), "ok")
+
+
+def test_changed_rules_are_read_without_a_restart(deployment: Deployment) -> None:
+    """As the document says, in the user's own file."""
+
+    def alone() -> set[str]:
+        groups = deployment.ask_prometheus("rules")["groups"]
+        return {rule["name"] for group in groups for rule in group["rules"]} - set(alerts())
+
+    file = deployment.project / "deploy" / "prometheus" / "alerts.yml"
+    before = file.read_text(encoding="utf-8")
+    try:
+        own = "  - name: own\n    rules:\n      - { alert: Mine, expr: vector(1) > 2 }\n"
+        file.write_text(f"{before}\n{own}", encoding="utf-8")
+        deployment.compose("kill", "-s", "HUP", "prometheus")
+        wait_for(lambda: alone() == {"Mine"}, "the new rule", 15)
+    finally:
+        file.write_text(before, encoding="utf-8")
+        deployment.compose("kill", "-s", "HUP", "prometheus")
+    wait_for(lambda: alone() == set(), "the new rule to be gone", 15)
+
+
+@pytest.mark.parametrize("name", [name for name in alerts() if not needs_gpu(alerts()[name])])
+def test_the_value_that_an_alert_watches_has_data(loaded: Deployment, name: str) -> None:
+    """A condition that names what is not there would never hold either. Of `(a and b > 0)` each
+    part is looked at, for a machine whose queues are empty fulfils neither."""
+    value = value_of(alerts()[name])
+    parts = value.removeprefix("(").removesuffix("> 0)").split(" and ")
+    for part in parts if len(parts) == 2 else [value]:
+        assert loaded.query(part), part
+
+
+def test_alerts_of_load_fire_when_there_is_too_much(deployment: Deployment) -> None:
+    """A model with few places, a small cache and a short queue, and one that is slow."""
+    client = deployment.client()
+    seen: dict[str, set[str]] = {name: set() for name in FIRED_BY_LOAD}
+    enough = threading.Event()
+    until = time.monotonic() + 120
+
+    def crowd() -> None:
+        while not enough.is_set() and time.monotonic() < until:
+            client.stream(200, model="tight", prompt="import os\n")
+
+    def hold_up(connection: grpc_client.InferenceServerClient) -> None:
+        number = tensor("x", "FP32", [[1.0]], (1, 1))
+        while not enough.is_set() and time.monotonic() < until:
+            connection.infer("slow", [number], headers=client.headers)
+
+    with client.grpc() as connection, ThreadPoolExecutor(200) as pool:
+        for _ in range(90):
+            pool.submit(crowd)
+            time.sleep(0.1)
+        for _ in range(90):
+            pool.submit(hold_up, connection)
+            time.sleep(0.02)
+        while time.monotonic() < until and not all(seen.values()):
+            for name in FIRED_BY_LOAD:
+                found = deployment.query(alerts()[name])
+                seen[name].update(each["metric"].get("model", "") for each in found)
+            time.sleep(1)
+        enough.set()
+    assert seen == {name: {model} for name, model in FIRED_BY_LOAD.items()}
