@@ -4,6 +4,8 @@ current one. The pictures and the page itself are those of ``sweep``."""
 from html import escape
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from jitney.sweep import figures, slo
 from jitney.sweep.page import Cell, Html, figure_grid, state, table, write_page
 from jitney.sweep.record import write as write_result
@@ -17,7 +19,8 @@ def write_report(tuning: Tuning, folder: Path) -> Path:
     """``report.html``, the pictures, and the two results for ``jitney bench --compare``."""
     bounds = slo.parse(tuning.slo, language=tuning.language)
     results = shown_results(tuning)
-    pictures = figures.draw(results, bounds) if results else []
+    named = [replace(result, title=name) for name, result in results.items()]
+    pictures = figures.draw(named, bounds) if named else []
     mark = "best" if tuning.choice is not None else "best none"
     choice = tuning.choice
     parts = [
@@ -30,14 +33,15 @@ def write_report(tuning: Tuning, folder: Path) -> Path:
         *_lines(tuning),
         "<h2>All settings</h2>",
         _settings(tuning),
-        "<h2>The current setting and the best</h2>",
+        "<h2>The curves</h2>",
+        *(f"<p>{name}: {escape(result.title)}</p>" for name, result in results.items()),
         figure_grid(pictures) if pictures else "<p>No load came so far.</p>",
         *_unstable(tuning),
         "<h2>How it was measured</h2>",
         _method(tuning),
     ]
     page = write_page(f"{tuning.model}, tuned", parts, pictures, folder)
-    for name, result in zip(("current", "best"), results, strict=False):
+    for name, result in results.items():
         write_result(result, folder / f"{name}.json")
     return page
 

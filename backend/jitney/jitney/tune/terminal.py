@@ -64,25 +64,29 @@ def ending(tuning: Tuning) -> str:
     return ""
 
 
-def shown_results(tuning: Tuning) -> list[Result]:
-    """The current and the best setting as they were measured last; of more than these two the
-    curves would not be told apart."""
+def shown_results(tuning: Tuning) -> dict[str, Result]:
+    """``current`` and ``best`` (or ``nearest``) as they were measured last, so far as there are
+    figures; of more than these two the curves would not be told apart."""
     last = {tuple(trial.values.items()): trial for trial in tuning.trials}
     current = next((t.values for t in tuning.trials if t.phase == "current"), None)
     other = tuning.choice or tuning.nearest
-    made = []
-    for values in [current, other.values if other is not None else None]:
+    wanted = {
+        "current": current,
+        "best" if tuning.choice else "nearest": other.values if other is not None else None,
+    }
+    made: dict[str, Result] = {}
+    for name, values in wanted.items():
         trial = last.get(tuple(values.items())) if values is not None else None
-        if trial is not None and trial.result is not None and trial.result not in made:
-            made.append(trial.result)
+        if trial is not None and trial.result is not None and trial.result not in made.values():
+            made[name] = trial.result
     return made
 
 
 def print_end(tuning: Tuning, terminal: Console, file: str) -> None:
     """Everything after the last measurement."""
     terminal.print(_table(tuning))
-    for result in shown_results(tuning):
-        terminal.print(f"\n{escape(result.title)}", style="bold")
+    for name, result in shown_results(tuning).items():
+        terminal.print(f"\n{name}: {escape(result.title)}", style="bold")
         for point in result.points:
             terminal.print(line(point, language=tuning.language), soft_wrap=True)
     doubtful = unstable(tuning.trials)
