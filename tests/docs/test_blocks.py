@@ -1,5 +1,6 @@
 """Every block of the documentation can be run, or says truly why not; and its names exist."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def test_no_page_is_forgotten() -> None:
 
     assert {page for page in pages() if any(b.is_run for b in read_page(page))} == set(PAGES)
     assert len(BLOCKS) > 50
+
+
+def test_what_no_machine_of_ours_can_run_is_listed_here() -> None:
+    """So that none is added by a mark alone."""
+    never = [b for b in BLOCKS if b.marks.get("needs") in ("gpu", "nvidia-image", "package-index")]
+    assert Counter((b.marks["needs"], str(b.page)) for b in never) == {
+        ("gpu", "docs/gpu.md"): 2,
+        ("nvidia-image", "docs/deploying.md"): 1,
+        ("nvidia-image", "docs/sweep.md"): 1,
+        ("package-index", "README.md"): 1,
+    }
 
 
 def test_the_convention_is_written_down() -> None:
