@@ -122,7 +122,8 @@ def test_what_is_wrong_is_found(language: str, text: str, said: str) -> None:
     [
         ("run by: .ci/run", "make test-slow", "runs make test-slow"),
         ("run by: .ci/nonsense", "make test", ".ci/nonsense is not there"),
-        ("takes: 1 h; tested by: tests/docs/names.py", "make test-gpu", "runs make test-gpu"),
+        ("tested by: tests/house/test_cli.py", "make test-gpu", "runs make test-gpu"),
+        ("tested by: tests/docs/names.py", "make docs", "is no file of tests"),
         ("needs: docker", "docker-compose pull", "does not run it"),
         ("needs: package-index", "make models && cat x", "cat installs nothing"),
         ("fragment: x = value", "ls", "only Python"),
