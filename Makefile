@@ -56,7 +56,7 @@ test-compose: env models ## docker-compose.yml, run by a real engine (root, Debi
 	@$(VENV)/python -m pytest tests/compose $(ARGS) tests/compose/engine
 
 # Not part of the tests: the pages' commands use the usual ports, 8000 to 8002.
-test-docs: env models ## every command of README.md and docs/, run as it stands (some ten minutes)
+test-docs: env models ## every command of README.md and docs/, run as it stands (some twenty minutes)
 	@$(VENV)/python -m pytest tests/docs $(ARGS) tests/docs/run
 
 # Not part of the tests: it needs a browser. Screenshots: ARGS=--screenshots=FOLDER
