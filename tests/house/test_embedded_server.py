@@ -279,6 +279,10 @@ def test_a_model_that_fails_is_explained(repository: Path, tmp_path: Path) -> No
 
     with TritonServer(folder, models=["plus_one"]) as subset:
         assert subset.model_states()["plus_one"][0] == "READY"
+        assert subset.model_states()["broken"][0] == ""
+
+    with TritonServer(folder, models=[]) as empty:
+        assert {state for state, _ in empty.model_states().values()} == {""}
 
 
 def test_wrong_arguments_are_refused_before_a_start(repository: Path, tmp_path: Path) -> None:

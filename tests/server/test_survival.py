@@ -330,8 +330,8 @@ def test_survival_row_19_cancelled_while_queued(server: TritonServer) -> None:
 
 # A gRPC stream that is cancelled at the very moment in which the server takes its final response
 # makes this server (2.51) crash, or keep the model loaded for good, once in some hundred times;
-# what the backend does has no part in it (docs/operations.md). So cancels that aim at the last step
-# come over HTTP here, and those over gRPC aim at requests that have long to go.
+# what the backend does has no part in it (docs/troubleshooting.md). So cancels that aim at the last
+# step come over HTTP here, and those over gRPC aim at requests that have long to go.
 
 
 def test_survival_row_19_cancelled_during_a_prefill(server: TritonServer) -> None:

@@ -123,7 +123,7 @@ def serve(
 
     server = TritonServer(
         repository,
-        models=model,
+        models=model or None,
         host=host,
         http_port=http_port,
         grpc_port=grpc_port,

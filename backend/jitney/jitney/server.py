@@ -51,10 +51,11 @@ class TritonServer:
     """One ``tritonserver`` process over ``model_repository``.
 
     Ports: a number, or None or 0 for a free one. ``models`` is an explicit subset of the
-    repository; None loads all of it. ``log_file`` gets everything the server and the models print;
-    None is a temporary file that a clean stop removes. ``keep_going`` serves what loads even if a
-    model fails; otherwise one failure stops the start. ``open_endpoints`` leaves the endpoints of
-    RESTRICTED open to every client. ``extra_args`` go to the server as they are, last.
+    repository, which may be empty; None loads all of it. ``log_file`` gets everything the server
+    and the models print; None is a temporary file that a clean stop removes. ``keep_going`` serves
+    what loads even if a model fails; otherwise one failure stops the start. ``open_endpoints``
+    leaves the endpoints of RESTRICTED open to every client. ``extra_args`` go to the server as they
+    are, last.
 
     Raises InvalidArgumentError for a repository that is not a folder or a model that is not in it;
     InstallationError if a part of the server is missing.
@@ -266,7 +267,8 @@ class TritonServer:
             command += ["--exit-on-error=false", "--strict-readiness=false"]
         # Explicit control lets `stop` unload the models; clients need the key for it.
         command.append("--model-control-mode=explicit")
-        command += [f"--load-model={name}" for name in self.models or ["*"]]
+        wanted = ["*"] if self.models is None else self.models
+        command += [f"--load-model={name}" for name in wanted]
         if not self._open_endpoints:
             names = ",".join(RESTRICTED)
             command.append(f"--http-restricted-api={names}:jitney-key={self._key}")
