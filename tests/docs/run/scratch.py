@@ -19,6 +19,9 @@ _STAMP = (
     "e.STAMP.write_text(e.fingerprint(), encoding='utf-8')"
 )
 
+# Of the tests, and of the `make` that started them, whose words the pages' own must not inherit.
+_OURS = ("PYTEST_", "PYTHON", "TRITON_", "MAKE", "MFLAGS", "ARGS")
+
 
 def make_scratch(folder: Path) -> Path:
     """Copy what git tracks, what it does not ignore, and the models that were built."""
@@ -73,11 +76,7 @@ def _make_environment(folder: Path) -> None:
 
 def environment(folder: Path) -> dict[str, str]:
     """Variables of a shell in the copy, its environment activated."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTEST_", "PYTHON", "TRITON_"))
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     venv = folder / ".venv"
     # An answer that is an error ends a block, which curl by itself would not notice.
     (folder.parent / ".curlrc").write_text(
