@@ -65,9 +65,20 @@ def test_help_is_worth_reading() -> None:
         (("cheap", "--concurrency", "x"), "whole numbers from 1"),
         (("cheap", "--rows", "17"), "rows is 17, but must be at most 16, max_batch_size"),
         (("free",), "say how large with --shape x:1"),
-        (("cheap", "--data", "/nowhere"), "no file /nowhere"),
+        (("cheap", "--data", "/nowhere"), "cannot read /nowhere: No such file"),
         (("cheap", "--arrivals", "even"), "poisson or constant"),
         (("speaking", "--sampling", "[]"), "a JSON object"),
+        (("cheap", "--data", __file__), "is not a JSON object with a list 'data'"),
+        (("cheap", "--slo", ","), "slo is ',', but must be like latency-p99=20ms"),
+        (
+            ("cheap", "--slo", "latency-p99=0ms"),
+            "slo is 'latency-p99=0ms', but must be more than 0",
+        ),
+        (("cheap", "--prompts", __file__), "left out: cheap is no language model"),
+        (
+            ("speaking", "--shape", "x:4"),
+            "shape is 'x:4', but must be left out: speaking is a lang",
+        ),
     ],
 )
 def test_mistakes_are_named_first(repository: Path, words: tuple[str, ...], said: str) -> None:
@@ -75,6 +86,13 @@ def test_mistakes_are_named_first(repository: Path, words: tuple[str, ...], said
     assert isinstance(error, InvalidArgumentError), error
     assert said in str(error)
     assert not (repository / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_first(repository: Path) -> None:
+    (repository / "out").write_text("a file", encoding="utf-8")
+    error = error_of(repository, "cheap")
+    assert isinstance(error, InvalidArgumentError), error
+    assert "must be a folder that can be written to: File exists" in str(error)
 
 
 def test_without_matplotlib_it_is_said_first(

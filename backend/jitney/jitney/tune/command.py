@@ -171,8 +171,8 @@ def _wanted(given: dict[str, Any]) -> "Wanted":
         raise InvalidArgumentError.of(
             "rate", given["rate"], "left out where --concurrency is given"
         )
-    if given["data"] is not None and not given["data"].is_file():
-        raise InvalidArgumentError(f"there is no file {given['data']}")
+    if given["data"] is not None:
+        _check_data(given["data"])
     if given["rows"] > max(1, subject.max_batch):
         raise InvalidArgumentError.of(
             "rows", given["rows"], f"at most {max(1, subject.max_batch)}, max_batch_size"
@@ -213,12 +213,40 @@ def _wanted(given: dict[str, Any]) -> "Wanted":
         out=given["out"],
     )
     wanted.space(subject.current())  # its values are checked here
+    if given["slo"] and not bounds:
+        raise InvalidArgumentError.of("slo", given["slo"], "like latency-p99=20ms, or left out")
     least = Budget(0.0, given["seconds"], len(loads), subject.language).least_s
     if wanted.budget_s < least:
         raise InvalidArgumentError.of(
             "budget", given["budget"], f"at least {least:.0f}s: two settings, a load each"
         )
+    _check_writable(given["out"])
     return wanted
+
+
+def _check_writable(out: Path) -> None:
+    """Make the folder, before minutes are spent measuring. Raises InvalidArgumentError."""
+    import tempfile
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise InvalidArgumentError.of(
+            "out", str(out), f"a folder that can be written to: {error.strerror}"
+        ) from None
+
+
+def _check_data(path: Path) -> None:
+    """Raises InvalidArgumentError for what perf_analyzer would refuse at each load."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        read = None
+    if not isinstance(read, dict) or not isinstance(read.get("data"), list):
+        raise InvalidArgumentError(f"{path} is not a JSON object with a list 'data'")
 
 
 _REPORTED = {

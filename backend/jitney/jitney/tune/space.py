@@ -10,12 +10,15 @@ from jitney.tune.subject import Subject
 
 _SCHEDULER = ("batch_sizes", "windows", "instances")
 _ENGINE = ("max_num_seqs", "token_budgets")
+_ROWS, _PROMPTS = ("shape",), ("prompts", "natural_end")
+"""Options of the requests that the other kind of model has no use for."""
 _MOST_INSTANCES = 64
 _MOST_SEQUENCES, _MOST_TOKENS = 65536, 1 << 24
 
 
 def check_options(subject: Subject, given: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError for an axis that the model does not have."""
+    """Raise InvalidArgumentError for an axis that the model does not have, or for requests that
+    are not of its kind."""
     foreign, own = (_SCHEDULER, _ENGINE) if subject.language else (_ENGINE, _SCHEDULER)
     kind = "a language model" if subject.language else "no language model"
     for name in foreign:
@@ -24,6 +27,10 @@ def check_options(subject: Subject, given: Mapping[str, Any]) -> None:
                 name, given[name],
                 f"left out: {subject.name} is {kind}, whose axes are {', '.join(own)}",
             )  # fmt: skip
+    for name in _ROWS if subject.language else _PROMPTS:
+        if given[name]:
+            shown = " ".join(given[name]) if isinstance(given[name], list) else str(given[name])
+            raise InvalidArgumentError.of(name, shown, f"left out: {subject.name} is {kind}")
     if given["instances"] and not subject.counts_instances:
         raise InvalidArgumentError.of(
             "instances", given["instances"],
