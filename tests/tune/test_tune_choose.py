@@ -1,5 +1,6 @@
 """The best setting, what came nearest, and what is said beside it."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,12 @@ from jitney.errors import InvalidArgumentError
 from jitney.tune import choose, record
 from jitney.tune.budget import Budget
 from jitney.tune.record import Trial, Tuning
-from jitney.tune.terminal import conclusion, shown_results
+from jitney.tune.report import write_report
+from jitney.tune.terminal import conclusion, instruction, print_end, shown_results, trial_line
+from msgspec.structs import replace
+from rich.console import Console
 
-from tests.tune.trials import BOUNDS, SLO, failed, point, trial
+from tests.tune.trials import BOUNDS, SLO, failed, point, trial, unmeasured
 
 NOW, OTHER, THIRD = {"batch_size": 64}, {"batch_size": 8}, {"batch_size": 1}
 
@@ -61,6 +65,56 @@ def test_what_was_measured_again_counts() -> None:
     assert any("gave 330.0 at first and 305.0 when measured again" in t for t in kept.cautions)
 
 
+def test_the_current_setting_stays_where_the_best_one_falls_below_it() -> None:
+    """Also if there was no time to measure it again: the best one's first figure was chance."""
+    choice = choose.choose(
+        (
+            trial(NOW, "current", point(4, 300, 0.01)),
+            trial(OTHER, "search", point(4, 330, 0.01)),
+            trial(OTHER, "final", point(4, 290, 0.01)),
+        ),
+        BOUNDS,
+    )
+    assert choice is not None
+    assert (choice.is_current, choice.throughput) == (True, 300)
+
+
+def test_a_last_measurement_that_was_cut_short_does_not_count() -> None:
+    """It climbs from the lowest load: what it has is no figure of the setting."""
+    first = (
+        trial(NOW, "current", point(1, 80, 0.01), point(4, 300, 0.01)),
+        trial(OTHER, "search", point(4, 400, 0.01), point(8, 500, 0.01)),
+    )
+    cut = trial(OTHER, "final", point(1, 90, 0.01), point(2, 170, 0.01), cut=True)
+    choice = choose.choose((*first, cut), BOUNDS)
+    assert choice is not None
+    assert (choice.values, choice.throughput) == (OTHER, 500)
+    assert any("measured once" in text for text in choice.cautions)
+    assert shown_results(tuning(*first, cut))["best"].best == first[1].result.best
+    # So of the current one; but what went as far as the best load of before does count.
+    again = trial(OTHER, "final", point(4, 390, 0.01), point(8, 480, 0.01), cut=True)
+    choice = choose.choose(
+        (*first, again, trial(NOW, "final", point(1, 81, 0.01), cut=True)), BOUNDS
+    )
+    assert choice is not None
+    assert (choice.values, choice.throughput, choice.before) == (OTHER, 480, 300)
+    assert any("no time to measure the current setting again" in text for text in choice.cautions)
+
+
+def test_why_the_current_setting_may_be_better_than_its_figure() -> None:
+    """A gain over a figure that is too low is no gain."""
+    other = trial(OTHER, "search", point(4, 900, 0.01))
+    shaky = trial(NOW, "current", point(1, 100, 0.01), point(4, 890, 0.01, "unstable"))
+    choice = choose.choose((shaky, other), BOUNDS)
+    assert choice is not None
+    assert "of the current setting, 4 at once gave more (890.0/s), but not steadily" in (
+        choice.cautions
+    )
+    choice = choose.choose((trial(NOW, "current", point(1, 100, 0.01), cut=True), other), BOUNDS)
+    assert choice is not None
+    assert "the current setting was not put under all loads, for lack of time" in choice.cautions
+
+
 def test_a_gain_within_the_noise_is_doubted() -> None:
     steady = (
         trial(NOW, "current", point(4, 300, 0.01)),
@@ -105,6 +159,49 @@ def test_nothing_could_be_measured() -> None:
     made = tuning(failed(NOW), failed(OTHER))
     assert conclusion(made) == "No setting could be measured."
     assert shown_results(made) == {}
+
+
+def test_why_there_is_no_figure_is_said() -> None:
+    """Bounds that are broken are one thing, loads without figures, or with a queue that grows,
+    others."""
+    late, lost = trial(NOW, "current", point(1, 9, 0.1)), trial(OTHER, "search", unmeasured(1, "x"))
+    behind = trial(THIRD, "search", point(1, 9, 0.001, "behind"), unmeasured(4, "x"))
+    assert "meets the bounds at no load" in trial_line(late, "rows/s")
+    assert "could be measured at no load" in trial_line(lost, "rows/s")
+    assert "failed or fell behind at every load" in trial_line(behind, "rows/s")
+    assert "more were sent than any setting keeps up with" in conclusion(tuning(behind, lost))
+    good = trial(THIRD, "search", point(4, 400, 0.01))
+    for current, said in (
+        (late, "the current setting meets the bounds at no load"),
+        (
+            trial(NOW, "current", unmeasured(1, "x")),
+            "the current setting could be measured at no load",
+        ),
+        (Trial(NOW, "current", failure="no such file"), "the current setting did not load"),
+    ):
+        assert said in conclusion(tuning(current, good))
+
+
+def test_what_the_lines_take_the_place_of() -> None:
+    made = tuning(trial(NOW, "current", point(4, 300, 0.01)))
+    lines = "instance_group {\n}\ndynamic_batching {\n}"
+    for change, said in (
+        ({"lines": lines}, "its instance_group and dynamic_batching, which are to be deleted:"),
+        ({"lines": "dynamic_batching {\n}"}, "of its dynamic_batching, which"),
+        ({"language": True, "lines": "parameters {\n}"}, "of its parameters of these names"),
+    ):
+        assert said in instruction(replace(made, **change), "config.pbtxt")
+
+
+def test_reasons_stand_in_the_report_as_they_are(tmp_path: Path) -> None:
+    """What the terminal would take for its markup, and the browser for its own."""
+    reason = "no [kernel] for <this>"
+    made = tuning(trial(NOW, "current", point(4, 300, 0.01)), failed(OTHER, reason))
+    page = write_report(made, tmp_path).read_text(encoding="utf-8")
+    assert "did not load: no [kernel] for &lt;this&gt;" in page
+    terminal = Console(file=io.StringIO(), width=200)
+    print_end(made, terminal, "config.pbtxt")
+    assert f"did not load: {reason}" in terminal.file.getvalue()
 
 
 def test_the_order_of_scores() -> None:
@@ -174,5 +271,5 @@ def test_the_grid_only_where_it_fits() -> None:
     assert budget.finals_s == 2 * 8
     assert budget.may_try(600 - 16 - 2)
     assert not budget.may_try(600 - 16 - 1.9)
-    assert not budget.may_measure(590, final=False)
-    assert budget.may_measure(590, final=True)
+    assert budget.may_measure(600 - 16 - 1)
+    assert not budget.may_measure(590)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
-from jitney.errors import LoadError, UnavailableError
+from jitney.errors import InternalError, LoadError, UnavailableError
 from jitney.sweep.inputs import Prompts
 from jitney.sweep.plan import Plan, loads
 from jitney.sweep.record import Load, Point
@@ -47,6 +47,10 @@ class Server:
         self.reasons: dict[Setting, str] = {}
         self.interrupt_after: int | None = None
         self.broken: set[Setting] = set()
+        self.attempts: list[int] = []
+        self.mute = False
+        self.gone: set[Setting] = set()
+        """Settings after whose loading the server is gone."""
         self.disturbed: set[int] = set()
         """Numbers of measurements that something else makes slow."""
 
@@ -77,8 +81,12 @@ class Server:
 
     @property
     def target(self) -> Target:
+        server = self
+
         class Known(Target):
             def model(self, name: str | None) -> Model:
+                if server.loaded[-1] in server.gone:
+                    raise UnavailableError("nobody answers")
                 return MODEL
 
             def server(self) -> str:
@@ -86,12 +94,15 @@ class Server:
 
         return Known("here:1", "here:2", None)
 
-    def point(self, target: Target, model: Model, load: Load, tick: Any) -> Point:
+    def point(self, target: Target, model: Model, load: Load, attempt: int, tick: Any) -> Point:
         setting = self.loaded[-1]
         if self.interrupt_after is not None and len(self.measured) >= self.interrupt_after:
             raise KeyboardInterrupt
         self.clock.now += 4
         self.measured.append((setting, load.level))
+        self.attempts.append(attempt)
+        if self.mute:
+            return Point(load, "failed", ("perf_analyzer ended with status 99",))
         if setting in self.broken:
             raise UnavailableError("nobody answers")
         latency = 0.005 * max(1.0, load.level / self.room(setting))
@@ -199,12 +210,42 @@ def test_a_server_that_dies_under_load(make: Callable[..., Any]) -> None:
     assert tuning.choice is not None
 
 
+def test_a_server_that_dies_when_it_has_loaded(make: Callable[..., Any]) -> None:
+    server, run = make(by_batch)
+    server.gone = {(16, 300, 1)}
+    tuning = run.run()
+    failures = {tuple(t.values.values()): t.failure for t in tuning.trials if t.failure}
+    assert failures == {(16, 300, 1): "nobody answers"}
+    assert tuning.choice is not None
+
+
+def test_where_nothing_can_be_measured_it_ends(make: Callable[..., Any]) -> None:
+    """The fault is not the settings'; the others would take minutes for the same."""
+    server, run = make(by_batch)
+    server.mute = True
+    with pytest.raises(InternalError, match=r"no load of 3 settings could be .* status 99"):
+        run.run()
+    assert server.stopped == 1
+    assert len(record.read(run.wanted.out / "tune.json").trials) == 3
+
+
+def test_the_time_at_the_end_is_shared(make: Callable[..., Any]) -> None:
+    """However short it is, the current setting is measured beside the best one."""
+    for budget_s in range(90, 200, 10):
+        _, run = make(by_batch, budget_s=budget_s)
+        finals = [trial for trial in run.run().trials if trial.phase == "final"]
+        assert len(finals) == 2, budget_s
+        best, current = (len(trial.result.points) for trial in finals)
+        assert abs(best - current) <= 1 or not finals[1].cut, (budget_s, best, current)
+
+
 def test_a_disturbed_load_is_measured_again(make: Callable[..., Any]) -> None:
     """Once: what is slow both times is slow."""
     server, run = make(by_batch)
     server.disturbed = {2, 4, 5}
     tuning = run.run()
     assert [level for _, level in server.measured[:6]] == [1, 2, 2, 4, 4, 8]
+    assert server.attempts[:6] == [1, 1, 2, 1, 2, 1]
     points = tuning.trials[0].result.points
     assert [point.state for point in points[:4]] == ["steady", "steady", "unstable", "steady"]
     assert "measured a second time: unsteady at first, when latency-p95 is 1 s" in (

@@ -25,9 +25,13 @@ def point(level: float, throughput: float, latency_s: float, state: State = "ste
     return Point(Load("concurrency", level), state, remarks, measured)
 
 
-def trial(values: dict[str, int], phase: Phase, *points: Point) -> Trial:
+def unmeasured(level: float, remark: str) -> Point:
+    return Point(Load("concurrency", level), "failed", (remark,))
+
+
+def trial(values: dict[str, int], phase: Phase, *points: Point, cut: bool = False) -> Trial:
     result = Result("t", "m", False, "here:1", "triton 2", "2", "2026", {}, points, SLO)
-    return Trial(values, phase, 1.0, "", choose.judged(result, BOUNDS))
+    return Trial(values, phase, 1.0, "", choose.judged(result, BOUNDS), cut)
 
 
 def failed(values: dict[str, int], reason: str = "out of memory") -> Trial:

@@ -67,10 +67,9 @@ class Budget:
         """Whether one more setting of the search can be loaded and measured."""
         return spent_s + self.loading_s + self.load_s + self.finals_s <= self.limit_s
 
-    def may_measure(self, spent_s: float, *, final: bool) -> bool:
-        """Whether one more load fits."""
-        kept = 0.0 if final else self.finals_s
-        return spent_s + self.load_s + kept <= self.limit_s
+    def may_measure(self, spent_s: float) -> bool:
+        """Whether one more load of the search fits."""
+        return spent_s + self.load_s + self.finals_s <= self.limit_s
 
     @property
     def least_s(self) -> float:
@@ -84,6 +83,6 @@ def _mean(values: list[float], otherwise: float) -> float:
 
 def show(seconds: float) -> str:
     """As a person says it."""
-    if seconds < 90:
+    if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min"

@@ -72,19 +72,20 @@ def choose(trials: Sequence[Trial], bounds: Sequence[Bound]) -> Choice | None:
     """The best of the settings, by their last measurement each; None if none meets the bounds.
 
     Where the best and the current one were measured again, both stand with those figures: the
-    first ones were the greatest of many, and so too great by chance.
+    first ones were the greatest of many, and so too great by chance. If there was time for one of
+    them only, it still has to beat what the current one gave at first.
     """
-    last = {tuple(trial.values.items()): trial for trial in trials}
-    finals = [trial for trial in last.values() if trial.phase == "final"]
-    entitled = [trial for trial in finals or last.values() if _met(trial)]
-    if not entitled and finals:
-        entitled = [trial for trial in last.values() if _met(trial)]
+    last = standing(trials)
+    current = _current(last, trials)
+    finals = [trial for trial in last if trial.phase == "final"]
+    again = [trial for trial in last if trial.phase == "final" or trial is current]
+    entitled = [trial for trial in (again if finals else last) if _met(trial)]
+    entitled = entitled or [trial for trial in last if _met(trial)]
     if not entitled:
         return None
     best = max(entitled, key=lambda trial: score(trial, bounds))
     assert best.result is not None
     assert best.result.best is not None
-    current = _current(trials)
     was = _throughput(current)
     throughput = best.result.best.throughput
     same = current is not None and best.values == current.values
@@ -93,7 +94,8 @@ def choose(trials: Sequence[Trial], bounds: Sequence[Bound]) -> Choice | None:
         cautions.append("it was measured once: there was no time to measure it again")
     elif not same and was is not None and current is not None and current.phase != "final":
         cautions.append("there was no time to measure the current setting again beside it")
-    if was is not None and not same:
+    if was is not None and current is not None and not same:
+        cautions.append(_shortfall(current))
         cautions.append(_doubt(trials, throughput / was - 1))
     return Choice(
         values=best.values,
@@ -105,9 +107,35 @@ def choose(trials: Sequence[Trial], bounds: Sequence[Bound]) -> Choice | None:
     )
 
 
+def standing(trials: Sequence[Trial]) -> list[Trial]:
+    """What counts of each setting: its last measurement, unless that one was cut short on its way
+    up, before the load at which the setting was best at first."""
+    made: dict[tuple[tuple[str, int], ...], Trial] = {}
+    for trial in trials:
+        before = made.get(tuple(trial.values.items()))
+        if before is None or not trial.cut or _reached(trial, before):
+            made[tuple(trial.values.items())] = trial
+    return list(made.values())
+
+
+def _reached(trial: Trial, before: Trial) -> bool:
+    """Whether the loads of a trial go as far as the best one of the trial before it."""
+    best = before.result.best if before.result is not None else None
+    points = trial.result.points if trial.result is not None else ()
+    return best is None or any(point.load.level >= best.load.level for point in points)
+
+
+def _shortfall(current: Trial) -> str:
+    """Why the current setting may be better than its figure."""
+    best = current.result.best if current.result is not None else None
+    if best is not None and best.caution:
+        return f"of the current setting, {best.caution}"
+    return "the current setting was not put under all loads, for lack of time" * current.cut
+
+
 def _doubt(trials: Sequence[Trial], gain: float) -> str:
     """Whether one setting, measured twice, differed from itself by as much as the gain."""
-    for last in (trial for trial in trials if trial.phase == "final"):
+    for last in (trial for trial in standing(trials) if trial.phase == "final"):
         first = next(trial for trial in trials if trial.values == last.values)
         early, late = _throughput(first), _throughput(last)
         if early is not None and late is not None and abs(late / early - 1) >= gain:
@@ -118,12 +146,10 @@ def _doubt(trials: Sequence[Trial], gain: float) -> str:
     return f"two runs of one setting may differ by {NOISE:.0%}, too" if gain < NOISE else ""
 
 
-def _current(trials: Sequence[Trial]) -> Trial | None:
-    """The latest measurement of the setting that was there before."""
+def _current(last: Sequence[Trial], trials: Sequence[Trial]) -> Trial | None:
+    """What stands of the setting that was there before."""
     first = next((trial for trial in trials if trial.phase == "current"), None)
-    if first is None:
-        return None
-    return [trial for trial in trials if trial.values == first.values][-1]
+    return next((t for t in last if first is not None and t.values == first.values), None)
 
 
 def _throughput(trial: Trial | None) -> float | None:

@@ -18,7 +18,7 @@ class Gauge:
     """What all measurements share. ``folder`` holds the requests while the run lasts.
 
     A load of the same level gets the same requests under every setting, and other ones than the
-    other levels, so that no level finds its prompts in the prefix cache.
+    other levels and than its second attempt, so that none finds its prompts in the prefix cache.
     """
 
     tool: PerfAnalyzer
@@ -29,25 +29,28 @@ class Gauge:
     data: Path | None
     folder: Path
     _words_per_token: float | None = None
-    _files: dict[Load, Path] = field(default_factory=dict)
+    _files: dict[tuple[Load, int], Path] = field(default_factory=dict)
 
-    def point(self, target: Target, model: Model, load: Load, tick: Tick) -> Point:
-        """Raises InvalidArgumentError for inputs that no rows can be made for."""
+    def point(self, target: Target, model: Model, load: Load, attempt: int, tick: Tick) -> Point:
+        """``attempt``: the how manieth at this load since the setting was loaded.
+
+        Raises InvalidArgumentError for inputs that no rows can be made for.
+        """
         driver = Driver(self.tool, target, model, self.plan, self.protocol)
-        return driver.run(load, self._requests(target, model, load), tick)
+        return driver.run(load, self._requests(target, model, load, attempt), tick)
 
-    def _requests(self, target: Target, model: Model, load: Load) -> Path:
+    def _requests(self, target: Target, model: Model, load: Load, attempt: int) -> Path:
         if self.data is not None:
             return self.data
-        if load not in self._files:
+        if (load, attempt) not in self._files:
             if model.language:
                 entries = self.prompts.entries(model, self._ratio(target, model), len(self._files))
             else:
                 entries = inputs.rows(model, self.shapes, self.prompts.seed)
             path = self.folder / f"{len(self._files)}.json"
             path.write_text(json.dumps({"data": entries}), encoding="utf-8")
-            self._files[load] = path
-        return self._files[load]
+            self._files[load, attempt] = path
+        return self._files[load, attempt]
 
     def _ratio(self, target: Target, model: Model) -> float:
         if self._words_per_token is None:

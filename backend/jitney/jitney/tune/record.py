@@ -28,6 +28,8 @@ class Trial(msgspec.Struct, frozen=True):
     failure: str = ""
     """The server's reason why it did not load; then there is no result."""
     result: Result | None = None
+    cut: bool = False
+    """Whether greater loads were left out: the time was over, or the run was interrupted."""
 
 
 class Near(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from jitney.sweep.record import write as write_result
 from jitney.tune.choose import unstable
 from jitney.tune.record import Tuning
 from jitney.tune.setting import label
-from jitney.tune.terminal import cells, conclusion, ending, shown_results
+from jitney.tune.terminal import cells, conclusion, ending, instruction, shown_results
 
 
 def write_report(tuning: Tuning, folder: Path) -> Path:
@@ -50,7 +50,7 @@ def _lines(tuning: Tuning) -> list[str]:
     if not tuning.lines:
         return []
     return [
-        "<p>In <code>config.pbtxt</code>, in place of what it has of these:</p>",
+        f"<p>{escape(instruction(tuning, 'config.pbtxt'))}</p>",
         f"<pre>{escape(tuning.lines)}</pre>",
     ]
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from jitney.sweep.record import Result
 from jitney.sweep.slo import show_time
 from jitney.sweep.sweep import line
-from jitney.tune.choose import unstable
+from jitney.tune.choose import standing, unstable
 from jitney.tune.record import Trial, Tuning
 from jitney.tune.setting import label
 
@@ -24,9 +24,18 @@ def trial_line(trial: Trial, unit: str) -> str:
     levels = ", ".join(f"{point.load.level:g}" for point in trial.result.points)
     tail = f"[dim]loads {levels}[/]"
     if best is None:
-        return f"{name} [yellow]meets no bound[/]  {tail}"
+        return f"{name} [yellow]{escape(shortcoming(trial.result))}[/]  {tail}"
     doubt = " [yellow]unstable[/]" if best.caution.startswith("no load") else ""
     return f"{name} {best.throughput:>9,.1f} {unit} at {best.load}{doubt}  {tail}"
+
+
+def shortcoming(result: Result) -> str:
+    """Why a setting has no best load, in words."""
+    if all(point.measured is None for point in result.points):
+        return "could be measured at no load"
+    if all(point.state in ("failed", "behind") for point in result.points):
+        return "failed or fell behind at every load"
+    return "meets the bounds at no load"
 
 
 def conclusion(tuning: Tuning) -> str:
@@ -39,7 +48,7 @@ def conclusion(tuning: Tuning) -> str:
             here = f"{label(choice.values)}, {figure}"
             return f"Nothing better than the current setting {within}: {here}."
         if choice.before is None:
-            than = "; the current setting meets the bounds at no load"
+            than = f"; the current setting {_current_shortcoming(tuning)}"
         else:
             than = (
                 f"; the current setting {choice.before:,.1f} "
@@ -47,12 +56,35 @@ def conclusion(tuning: Tuning) -> str:
             )
         return f"Best {within}: {label(choice.values)}: {figure}{than}."
     if tuning.nearest is None:
-        return "No setting could be measured."
+        return _nothing(tuning)
     near = tuning.nearest
     return (
         f"No setting meets {tuning.slo}. Nearest: {label(near.values)} at {near.load}, where "
         f"{near.figure}, {near.excess:.2g} times its bound."
     )
+
+
+def _current_shortcoming(tuning: Tuning) -> str:
+    """Of one that is not there as a figure."""
+    values = next(trial.values for trial in tuning.trials if trial.phase == "current")
+    last = next(trial for trial in standing(tuning.trials) if trial.values == values)
+    return shortcoming(last.result) if last.result is not None else "did not load"
+
+
+def _nothing(tuning: Tuning) -> str:
+    """Neither a best setting nor a nearest one."""
+    results = [trial.result for trial in tuning.trials if trial.result is not None]
+    if any(point.measured is not None for result in results for point in result.points):
+        return "At every load requests failed, or more were sent than any setting keeps up with."
+    return "No setting could be measured."
+
+
+def instruction(tuning: Tuning, file: str) -> str:
+    """What to do with the lines."""
+    if tuning.language:
+        return f"In {file}, in place of its parameters of these names, if it has them:"
+    blocks = [name for name in ("instance_group", "dynamic_batching") if name in tuning.lines]
+    return f"In {file}, in place of its {' and '.join(blocks)}, which are to be deleted:"
 
 
 def ending(tuning: Tuning) -> str:
@@ -67,7 +99,7 @@ def ending(tuning: Tuning) -> str:
 def shown_results(tuning: Tuning) -> dict[str, Result]:
     """``current`` and ``best`` (or ``nearest``) as they were measured last, so far as there are
     figures; of more than these two the curves would not be told apart."""
-    last = {tuple(trial.values.items()): trial for trial in tuning.trials}
+    last = {tuple(trial.values.items()): trial for trial in standing(tuning.trials)}
     current = next((t.values for t in tuning.trials if t.phase == "current"), None)
     other = tuning.choice or tuning.nearest
     wanted = {
@@ -103,7 +135,7 @@ def print_end(tuning: Tuning, terminal: Console, file: str) -> None:
     if said := ending(tuning):
         terminal.print(said, style="yellow", soft_wrap=True)
     if tuning.lines:
-        terminal.print(f"\nIn {file}, in place of what it has of these:\n", soft_wrap=True)
+        terminal.print(f"\n{instruction(tuning, file)}\n", markup=False, soft_wrap=True)
         terminal.print(tuning.lines, markup=False, soft_wrap=True)
         terminal.print()
 
@@ -115,20 +147,20 @@ def _table(tuning: Tuning) -> Table:
         # Figures stand in one line however narrow the terminal is; the remarks take what is left.
         table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
     for trial in tuning.trials:
-        table.add_row(*cells(trial))
+        table.add_row(*map(escape, cells(trial)))
     return table
 
 
 def cells(trial: Trial) -> list[str]:
-    """A row of the table of all settings, here and in the report."""
+    """A row of the table of all settings, here and in the report: plain text."""
     row = [f"{value:,}" for value in trial.values.values()]
     row.append("–" if trial.load_s is None else show_time(trial.load_s))
     mark = {"current": "current", "final": "again", "refine": "refined", "search": ""}[trial.phase]
     if trial.result is None:
-        return [*row, "–", "–", "–", f"did not load: {escape(trial.failure)}"]
+        return [*row, "–", "–", "–", f"did not load: {trial.failure}"]
     best = trial.result.best
     shaky = sum(point.state != "steady" for point in trial.result.points)
     row += ["–", "–"] if best is None else [f"{best.throughput:,.1f}", str(best.load)]
     row.append(f"{shaky} of {len(trial.result.points)}")
-    missed = "meets no bound" if best is None else ""
+    missed = shortcoming(trial.result) if best is None else ""
     return [*row, ", ".join(filter(None, [mark, missed]))]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jitney.errors import JitneyError, LoadError, UnavailableError
+from jitney.errors import InternalError, JitneyError, LoadError, UnavailableError
 from jitney.sweep.inputs import Prompts
 from jitney.sweep.plan import Plan
 from jitney.sweep.record import Load, Point, Result
@@ -36,6 +36,8 @@ from jitney.tune.terminal import trial_line
 
 _WHOLE, _LOCAL = 2, 1
 """Loads in a row that do not pay: a whole ladder bears with a noisy one."""
+_HOPELESS = 3
+"""Settings that load, and of which no load has figures, until the fault is not theirs."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Tuner:
         self._scores: dict[Setting, Score] = {}
         self._strategy: Strategy = "axes"
         self._short = False  # whether anything was left out for lack of time
+        self._until = wanted.budget_s  # when the setting that is measured at the end must be done
         self._ending: Ending | None = None
 
     def run(self) -> Tuning:
@@ -152,17 +155,18 @@ class Tuner:
         won = self._trial_of(best).result
         if won is None or won.best is None:
             return  # it meets no bound: there is nothing to confirm
+        kind, level = won.best.load.kind, won.best.load.level
         levels = refined(
-            [load.level for load in self.wanted.loads],
-            won.best.load.level,
-            whole=won.best.load.kind == "concurrency",
+            [load.level for load in self.wanted.loads], level, whole=kind == "concurrency"
         )
-        loads = tuple(Load(won.best.load.kind, level) for level in levels)
-        current = self._trial_of(self._space.current)
-        for setting in (best, self._space.current):
-            if setting == self._space.current and current.result is None:
-                continue
-            if self._spent() + self._budget.loading_s + self._budget.load_s > self._budget.limit_s:
+        loads = tuple(Load(kind, level) for level in levels)
+        loads_at_all = self._trial_of(self._space.current).result is not None
+        settings = [best, self._space.current] if loads_at_all else [best]
+        for number, setting in enumerate(settings, 1):
+            # The first leaves the second its share of what time there is.
+            left = self._budget.limit_s - self._spent()
+            self._until = self._budget.limit_s - left * (1 - number / len(settings))
+            if self._spent() + self._budget.loading_s + self._budget.load_s > self._until:
                 self._short = True
                 return
             self._try(setting, "final", loads, 0, _WHOLE)
@@ -194,20 +198,44 @@ class Tuner:
         patience: int,
     ) -> None:
         """Loads until the ladder is climbed or the time is over; at least one."""
-        model = self._session.target.model(self.wanted.subject.name)
+        try:
+            model = self._session.target.model(self.wanted.subject.name)
+        except JitneyError as error:  # the server has just died of it
+            self._fail(setting, phase, str(error))
+            return
         points: dict[int, Point] = {}
+        cut = True
         try:
             while (number := self._next(loads, start, points, patience)) is not None:
-                if points and not self._budget.may_measure(self._spent(), final=phase == "final"):
+                if points and not self._may_measure(final=phase == "final"):
                     self._short = True
                     break
                 final = phase == "final"
                 points[number] = self._steadied(setting, model, loads[number], final=final)
+            else:
+                cut = False
         finally:  # what an interruption leaves is kept, too
             if points:
                 ordered = tuple(points[number] for number in sorted(points))
                 result = self._result(setting, model, ordered)
-                self._keep(setting, Trial(self._space.named(setting), phase, load_s, "", result))
+                named = self._space.named(setting)
+                self._keep(setting, Trial(named, phase, load_s, "", result, cut))
+        self._check_measurable()
+
+    def _may_measure(self, *, final: bool) -> bool:
+        """Whether one more load fits, into its share if the setting is measured at the end."""
+        if final:
+            return self._spent() + self._budget.load_s <= self._until
+        return self._budget.may_measure(self._spent())
+
+    def _check_measurable(self) -> None:
+        """Raise InternalError if nothing came of the first settings at all: the next ones would
+        fail of the same."""
+        loaded = [trial.result for trial in self._trials if trial.result is not None]
+        points = [point for result in loaded for point in result.points]
+        if len(loaded) == _HOPELESS and all(point.measured is None for point in points):
+            why = "; ".join(points[-1].remarks)
+            raise InternalError(f"no load of {_HOPELESS} settings could be measured: {why}")
 
     def _next(
         self, loads: Sequence[Load], start: int, points: dict[int, Point], patience: int
@@ -224,19 +252,18 @@ class Tuner:
         doing. The second figures count."""
         first = self._point(setting, model, load)
         over = choose.over(first, self.wanted.bounds)
-        again = self._budget.may_measure(self._spent(), final=final)
-        if first.state != "unstable" or not over or not again:
+        if first.state != "unstable" or not over or not self._may_measure(final=final):
             return first
-        second = self._point(setting, model, load)
+        second = self._point(setting, model, load, attempt=2)
         remark = f"measured a second time: unsteady at first, when {'; '.join(over)}"
         return msgspec.structs.replace(second, remarks=(*second.remarks, remark))
 
-    def _point(self, setting: Setting, model: Model, load: Load) -> Point:
+    def _point(self, setting: Setting, model: Model, load: Load, attempt: int = 1) -> Point:
         self._show(f"{label(self._space.named(setting))}: {load}")
         began = time.monotonic()
         try:
             target = self._session.target
-            point = self._gauge.point(target, model, load, lambda share: self._tick())
+            point = self._gauge.point(target, model, load, attempt, lambda share: self._tick())
         except UnavailableError as error:  # the server died of it; the next setting starts another
             point = Point(load, "failed", (str(error),))
         self._budget.took(time.monotonic() - began)
