@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
 from jitney import cli
 from jitney.errors import InstallationError, InvalidArgumentError
 from jitney.tune import tuner
+from jitney.tune.command import _interruptible
 from typer.testing import CliRunner
 
 from tests.tune.models import CONFIG, write_config
@@ -93,6 +95,21 @@ def test_a_folder_that_cannot_be_written_to_is_said_first(repository: Path) -> N
     error = error_of(repository, "cheap")
     assert isinstance(error, InvalidArgumentError), error
     assert "must be a folder that can be written to: File exists" in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_end_a_run(number: signal.Signals) -> None:
+    """As Ctrl-C does, so that the server is ended and the rest reported; nohup stays nohup."""
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), _interruptible():
+            signal.raise_signal(number)
+        assert signal.getsignal(number) is signal.default_int_handler
+        signal.signal(number, signal.SIG_IGN)
+        with _interruptible():
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
 
 
 def test_without_matplotlib_it_is_said_first(

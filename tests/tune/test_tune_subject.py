@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jitney.config import load_config
 from jitney.errors import InvalidArgumentError
+from jitney.execution import runner
 from jitney.tune.subject import Subject, read_setting, read_subject
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -79,6 +80,43 @@ def test_a_setting_comes_back_and_all_else_stays(values: dict[str, int], text: s
     assert made == rest
 
 
+def test_queue_policies_priorities_and_the_rest_of_a_group_stay() -> None:
+    """In what the server is given, and in the lines."""
+    policy = "default_queue_policy { timeout_action: DELAY max_queue_size: 500 }"
+    levels = "priority_queue_policy { key: 2 value { max_queue_size: 5 } }"
+    text = (
+        'backend: "x" max_batch_size: 16 dynamic_batching { preferred_batch_size: [4, 8] '
+        f"max_queue_delay_microseconds: 9 priority_levels: 2 default_priority_level: 1 {policy} "
+        f"{levels} }} instance_group {{ count: 1 kind: KIND_GPU gpus: [0, 1] host_policy: 'a' }}"
+    )
+    batching = (
+        f"max_queue_delay_microseconds: 70 priority_levels: 2 default_priority_level: 1 {policy} "
+        f"{levels}"
+    )
+    group = "instance_group { count: 3 kind: KIND_GPU gpus: [0, 1] host_policy: 'a' }"
+    found = Subject("m", Path(), parsed(text), None)
+    for batch, sizes in ((2, "preferred_batch_size: 2"), (16, "")):
+        values = {"batch_size": batch, "window_us": 70, "instances": 3}
+        wanted = parsed(f"dynamic_batching {{ {sizes} {batching} }} {group}")
+        assert parsed(found.lines(values)) == wanted
+        override = json_format.ParseDict(json.loads(found.override(values)), ModelConfig())
+        assert override.dynamic_batching == wanted.dynamic_batching
+        assert override.instance_group == wanted.instance_group
+    ordered = parsed("max_batch_size: 16 dynamic_batching { preserve_ordering: true }")
+    lines = Subject("m", Path(), ordered, None).lines(
+        {"batch_size": 16, "window_us": 0, "instances": 1}
+    )
+    assert parsed(lines).dynamic_batching.preserve_ordering
+
+
+def test_without_a_token_budget_the_current_one_is_the_engines(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "m", 'backend: "jitney"')
+    (folder / "1/model.json").write_text('{"model": "x", "device": "cpu"}', encoding="utf-8")
+    assert read_subject(tmp_path, "m").current()[1] == runner._BUDGET["cpu"]
+    (folder / "1/model.json").write_text('{"model": "x", "device": "cuda"}', encoding="utf-8")
+    assert read_subject(tmp_path, "m").current()[1] == runner._BUDGET["cuda"]
+
+
 @settings(deadline=None)
 @given(SETTINGS, st.sampled_from(CONFIGS))
 def test_the_lines_in_place_of_the_old_ones_are_the_setting(
@@ -142,5 +180,7 @@ def test_unknown_models_are_named(tmp_path: Path) -> None:
         read_subject(tmp_path, "digit")
     with pytest.raises(InvalidArgumentError, match=r"has no config\.pbtxt"):
         read_subject(tmp_path, "bare")
+    with pytest.raises(InvalidArgumentError, match=r"one of [^;]*: digits$"):
+        read_subject(tmp_path / "bare/..", "../bare")
     with pytest.raises(InvalidArgumentError, match=r"repository is .* a folder of models"):
         read_subject(tmp_path / "nowhere", "digits")

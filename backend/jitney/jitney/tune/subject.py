@@ -145,7 +145,7 @@ def read_subject(repository: Path, name: str) -> Subject:
     present = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     if name not in present:
         why = ""
-        if (repository / name).is_dir():
+        if name in (path.name for path in repository.iterdir() if path.is_dir()):
             why = "; its folder has no config.pbtxt, from which tuning sets out"
         raise InvalidArgumentError.of(
             "model", name,
