@@ -32,6 +32,9 @@ _LIVE = ("READY", "LOADING", "UNLOADING")
 _QUIET_S = 0.6
 # A model that is still ready after so long is asked once more to unload.
 _ASK_AGAIN_S = 2.0
+# Longer than the grace, for models without any request: a process with torch in it takes two
+# seconds of a core to end, and many of them end at once.
+_UNLOAD_S = 30.0
 
 _IN_FLIGHT = re.compile(
     r'^jitney_(?:running|waiting)_requests\{[^}]*\bmodel="([^"]*)"[^}]*\} (\S+)$', re.M
@@ -48,17 +51,18 @@ def requests_in_flight(metrics: str) -> dict[str, float]:
 
 
 def unload_all(admin: Admin, pid: int, grace_s: float) -> str:
-    """Unload every model of the server ``pid`` within ``grace_s`` seconds.
+    """Unload every model of the server ``pid``; requests in flight have ``grace_s`` seconds to end.
 
     Returns what was left and why, or nothing if nothing was. SIGTERM alone would not do: the server
     first waits for idle keep-alive connections, up to its whole exit timeout, and then has no time
     left to unload its models. And an open gRPC stream keeps a model from being unloaded: it is cut
-    once no request is in flight.
+    once no request is in flight. Models of ours that say that they have no request may take longer.
     """
-    quiet_since = time.monotonic()
-    deadline = quiet_since + grace_s
+    began = quiet_since = time.monotonic()
+    deadline = began + grace_s
     asked: dict[str, float] = {}
     refusals: dict[str, str] = {}
+    requests = _Requests(admin)
     try:
         while True:
             states = {name: state for name, (state, _) in admin.model_states().items() if state}
@@ -75,9 +79,11 @@ def unload_all(admin: Admin, pid: int, grace_s: float) -> str:
             live = {name: state for name, state in states.items() if state in _LIVE}
             if not live:
                 return ""
-            if now > deadline:
-                return _explain(admin, live, refusals, grace_s)
-            if not _is_quiet(admin, live):
+            requests.look()
+            quiet = all(requests.of(name) == 0 for name in live)
+            if now > deadline + (_UNLOAD_S if quiet else 0):
+                return _explain(live, requests, refusals, now - began)
+            if not quiet:
                 quiet_since = now
             elif now - quiet_since > _QUIET_S:
                 hang_up(pid, [admin.grpc_port])
@@ -86,30 +92,44 @@ def unload_all(admin: Admin, pid: int, grace_s: float) -> str:
         return f"the server does not answer: {error}"  # the signals must do
 
 
-def _is_quiet(admin: Admin, models: Collection[str]) -> bool:
-    """Whether every one of these models says that it has no request. Others than ours are silent
-    and may have one; so may all if there are no metrics, which a server may be told not to have and
-    which it opens a moment after it calls itself ready."""
-    try:
-        in_flight = requests_in_flight(admin.metrics())
-    except (OSError, http.client.HTTPException, InternalError):
-        return False
-    return all(in_flight.get(name, 1.0) == 0 for name in models)
+class _Requests:
+    """What the models say of their requests in flight.
+
+    Others than ours are silent; so are all if there are no metrics, which a server may be told not
+    to have and which it opens a moment after it calls itself ready. A model that spoke before and
+    is silent now has ended its last request: it takes its metrics along.
+    """
+
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self._in_flight: dict[str, float] = {}
+
+    def look(self) -> None:
+        try:
+            said = requests_in_flight(self._admin.metrics())
+        except (OSError, http.client.HTTPException, InternalError):
+            self._in_flight = {}
+        else:
+            self._in_flight = {**dict.fromkeys(self._in_flight, 0.0), **said}
+
+    def of(self, model: str) -> float | None:
+        """Of one model; None if nothing is known."""
+        return self._in_flight.get(model)
 
 
-def _explain(admin: Admin, live: dict[str, str], refusals: dict[str, str], grace_s: float) -> str:
+def _explain(
+    live: dict[str, str], requests: _Requests, refusals: dict[str, str], after_s: float
+) -> str:
     """One line about the models that are left: their states, requests and what the server said."""
-    try:
-        in_flight = requests_in_flight(admin.metrics())
-    except (OSError, http.client.HTTPException, InternalError):
-        in_flight = {}
-    left = [
-        f"{name} is {state}"
-        + (f" with {in_flight[name]:.0f} requests in flight" if name in in_flight else "")
-        + (f" ({refusals[name]})" if name in refusals else "")
-        for name, state in sorted(live.items())
-    ]
-    return f"after {grace_s:g} s {', '.join(left)}"
+    left = []
+    for name, state in sorted(live.items()):
+        said = f"{name} is {state}"
+        if (in_flight := requests.of(name)) is not None:
+            said += f" with {in_flight:.0f} requests in flight"
+        if name in refusals:
+            said += f" ({refusals[name]})"
+        left.append(said)
+    return f"after {after_s:.1f} s {', '.join(left)}"
 
 
 def hang_up(pid: int, ports: Collection[int]) -> int:
