@@ -1,8 +1,10 @@
 """Servers behind a proxy: TLS, headers and keys; what is refused is said, and no key is shown."""
 
+import http.client
 import json
 import ssl
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,15 +56,15 @@ def serving(answers: dict[str, list[Answer]]) -> Iterator[tuple[str, Server]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"127.0.0.1:{http.server_address[1]}", server
+        yield f"127.0.0.1:{listening.server_address[1]}", server
     finally:
-        http.shutdown()
+        listening.shutdown()
         thread.join()
-        http.server_close()
+        listening.server_close()
 
 
 def target_of(address: str, *headers: str, metrics: str | None = None) -> Target:
@@ -85,6 +87,8 @@ def test_keys_and_headers_from_files(tmp_path: Path) -> None:
     assert Access.of(api_key_file=keys).headers == (("authorization", f"Bearer {KEY}"),)
     keys.write_text(f"{KEY}\n", encoding="utf-8")
     assert Access.of(api_key_file=keys).headers == (("authorization", f"Bearer {KEY}"),)
+    keys.write_bytes(b"\xef\xbb\xbf" + f"{KEY}\r\n".encode())  # as editors elsewhere save it
+    assert Access.of(api_key_file=keys).headers == (("authorization", f"Bearer {KEY}"),)
     lines = tmp_path / "headers"
     lines.write_text(f"X-Api-Key: {KEY}\nX-Team:a:b\n", encoding="utf-8")
     made = Access.of(headers=[f"@{lines}", "X-More: 1"]).headers
@@ -97,6 +101,8 @@ def test_keys_and_headers_from_files(tmp_path: Path) -> None:
         ([KEY], "header 1 must be NAME:VALUE"),
         (["X-A: 1", f"X Api Key:{KEY}"], "header 2 must be NAME:VALUE"),
         ([f"X-Key:{KEY}\x07"], "printable ASCII"),
+        ([f"X-Key:{KEY}\r\nX-Other: 1"], "printable ASCII"),
+        ([f"X-Key\r\nX-Other:{KEY}"], "printable ASCII"),
         ([f"X-Key:{KEY}", f"x-key: {KEY}"], "header x-key is given twice"),
         (["X-Key:"], "header 1"),
         (["@/nowhere"], "cannot read header /nowhere"),
@@ -130,6 +136,32 @@ def test_a_key_is_in_no_representation() -> None:
     for said in (f"Bearer {KEY}", f"got {KEY}, bad"):
         assert KEY not in access.hide(said)
     assert access.hide("a bad Bearer token") == "a bad Bearer token"
+    # A short value stands in every text, and must not break up a key before it is found.
+    access = Access.of(headers=["X-Team: a", f"Cookie: session={KEY}; a=1", f"Other: {KEY}-more"])
+    assert access.hide("status 1 at a.b") == "status 1 at a.b"
+    for said in (KEY, f"{KEY}-more", f"session={KEY}", f"session={KEY}; a=1"):
+        assert access.hide(f"what is {said}?") in ("what is …?", "what is session=…?")
+    quoted = Access.of(headers=['X-Key: half"other-half'])
+    assert "other-half" not in quoted.hide(json.dumps({"error": 'half"other-half'}))
+
+
+def test_no_traceback_has_the_key(tmp_path: Path) -> None:
+    """Whatever fails while perf_analyzer runs: the library's own error has its command line."""
+    made = driver(script(tmp_path, "exec sleep 9"))
+    access = Access.of(headers=[f"Authorization: Bearer {KEY}"])
+    target = Target.of("here:8001", None, None, access)
+    command = point.Driver(made.tool, target, made.model, PLAN, "grpc").command(
+        Load("concurrency", 1), tmp_path, 8, tmp_path
+    )
+
+    def failing(share: float) -> None:
+        raise RuntimeError(share)
+
+    with pytest.raises(RuntimeError) as caught:
+        point._execute(command, made.tool, access, tmp_path, 1.0, failing)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert KEY not in shown
+    assert "RuntimeError" in shown
 
 
 # ------------------------------------------------------------------ what perf_analyzer is told
@@ -219,6 +251,26 @@ def test_a_proxy_that_is_asked_too_often_is_asked_again(monkeypatch: pytest.Monk
             target_of(address).server()
         assert max(waited) <= 5
         assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize("answer", [[], {}, {"model_stats": [1]}, {"model_stats": None}])
+def test_a_server_that_is_none_of_tritons(answer: object) -> None:
+    with (
+        serving({"/v2/models/stats": [(200, answer)]}) as (address, _),
+        pytest.raises(InvalidArgumentError, match="does not answer as Triton does"),
+    ):
+        target_of(address).model(None)
+
+
+def test_what_is_no_http_is_said_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def echo(*_: object, **__: object) -> None:
+        raise http.client.BadStatusLine(f"got Bearer {KEY}\x1b[31m")
+
+    monkeypatch.setattr("urllib.request.OpenerDirector.open", echo)
+    with pytest.raises(UnavailableError, match="cannot be reached") as caught:
+        target_of("127.0.0.1:1", f"Authorization: Bearer {KEY}").server()
+    assert KEY not in str(caught.value)
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("status", [403, 404])

@@ -157,12 +157,46 @@ def test_the_engines_metrics_are_differences_over_instances() -> None:
     assert work.preemptions == 10
 
 
+def test_counts_of_a_server_that_began_anew_are_left_out() -> None:
+    before, after = (
+        counters.Snapshot({"m": counters.read_statistics(said)}, counters.read_metrics(text, "m"))
+        for said, text in (
+            (statistics(34, {1: 34}), metrics(15)),
+            (statistics(10, {1: 10}), metrics(10)),
+        )
+    )
+    assert counters.stages(before, after) == ()
+    assert counters.engine_work(before, after) is None
+    # What is in use at the moment may fall, and does.
+    key = ("jitney_kv_blocks_used", "")
+    full = counters.Snapshot({}, {**(after.metrics or {}), key: 9.0})
+    freed = counters.Snapshot({}, {**(before.metrics or {}), key: 0.0})
+    assert counters.engine_work(full, freed) is not None
+
+
+def test_metrics_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "metrics_text", lambda _: 'jitney_x{model="m"} many')
+    (missing,) = counters.snapshot(Target.of("h:1", None, None), [], "m").missing
+    assert missing.startswith("no figures of the engine")
+
+
 def test_addresses() -> None:
     target = Target.of("box:9001", None, None)
     assert (target.http, target.metrics) == ("box:8000", "http://box:8002/metrics")
-    for text in ("box", ":8001", "box:", "http://box:x"):
+    assert Target.of("[::1]:9001", None, None).http == "[::1]:8000"
+    for text in ("box", ":8001", "box:", "http://box:x", "http://box:8001", "::1:8001", "box:0",
+                 "box:65536", "box:²", "box:8001/path", "[::1:8001", "a b:1"):  # fmt: skip
         with pytest.raises(InvalidArgumentError, match="HOST:PORT"):
             Target.of(text, None, None)
+        with pytest.raises(InvalidArgumentError, match=r"^http_url .*HOST:PORT"):
+            Target.of("box:8001", text, None)
+    for text in ("nonsense", "file:///etc/hosts", "http://", "http://box:x/metrics", "http://[::1"):
+        with pytest.raises(InvalidArgumentError, match=r"^metrics_url .*http://HOST:PORT/metrics"):
+            Target.of("box:8001", None, text)
+    for given in (("me:secret@box:1", None, None), ("box:1", None, "http://me:secret@box:2/m")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            Target.of(*given)
+        assert "secret" not in str(caught.value)
 
 
 def test_the_binary_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +213,9 @@ def test_the_binary_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
     assert tool.find().version == f"2.0 {fetched.parent}:/elsewhere"
     assert tool.find(on_path).binary == on_path
+    said = "echo 'Perf Analyzer Version 2.48.0 (commit unknown)' >&2"
+    assert tool.find(script(tmp_path, said)).version == "2.48.0", "as 2.48 has it, not on stdout"
+    assert tool.find(script(tmp_path, "true")).version == "unknown"
     broken = script(tmp_path, "echo libcudart.so.12: cannot open >&2; exit 127")
     with pytest.raises(InstallationError, match=r"does not start: libcudart\.so\.12"):
         tool.find(broken)

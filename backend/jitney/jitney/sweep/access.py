@@ -4,6 +4,8 @@ Owns the secrets of a sweep. They go into requests and onto perf_analyzer's comm
 no other way in, and nowhere else: no representation, message or record shows them.
 """
 
+import json
+import re
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,8 @@ from pathlib import Path
 from jitney.errors import InvalidArgumentError
 
 _HIDDEN = "…"
+_LEAST_SECRET = 8
+"""Shorter words are none that would keep anybody out, and stand in every text: ``1``, ``gpu``."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,19 @@ class Access:
         return words
 
     def hide(self, text: str) -> str:
-        """``text`` without the values of the headers: somebody may have repeated them."""
+        """``text`` without the values of the headers, whole or in parts: somebody may have repeated
+        them."""
+        parts = set()
         for _, value in self.headers:
-            # A scheme such as `Bearer` is no secret, what follows it is.
-            for part in (value, value.rpartition(" ")[2]):
-                text = text.replace(part, _HIDDEN)
-        return text
+            # A scheme such as `Bearer` is no secret, what follows it is; so are parts of a cookie.
+            words = {value, *value.split(), *re.split(r"[\s,;=]+", value)}
+            secret = {word for word in words if len(word) >= _LEAST_SECRET}
+            parts |= secret | {json.dumps(word)[1:-1] for word in secret}
+        if not parts:
+            return text
+        # At once, the longest first: what replaces one must not cut another in two.
+        longest = sorted(parts, key=len, reverse=True)
+        return re.sub("|".join(map(re.escape, longest)), _HIDDEN, text)
 
 
 def _lines(headers: Sequence[str]) -> list[tuple[str, str]]:
@@ -122,7 +133,7 @@ def _key(path: Path) -> str:
 
 def _read(option: str, path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without the mark that some editors set
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise InvalidArgumentError(f"cannot read {option} {path}: {reason}") from None

@@ -16,6 +16,8 @@ from jitney.sweep.target import Target
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)\{([^}]*)\} (\S+)$")
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
+_COUNTERS = ("_total", "_bucket", "_count", "_sum")
+"""How the names of metrics end that only grow, as long as the server runs."""
 _COMPUTE = ("compute_input", "compute_infer", "compute_output")
 
 
@@ -60,7 +62,7 @@ def snapshot(target: Target, models: Sequence[str], engine: str | None) -> Snaps
     if engine is not None:
         try:
             metrics = read_metrics(target.metrics_text(), engine)
-        except JitneyError as error:
+        except (JitneyError, ValueError) as error:
             missing.append(f"no figures of the engine ({error})")
     return Snapshot(stages, metrics, tuple(missing))
 
@@ -95,11 +97,12 @@ def read_metrics(text: str, model: str) -> dict[tuple[str, str], float]:
 
 
 def stages(before: Snapshot, after: Snapshot) -> tuple[Stage, ...]:
-    """What each model did in between; nothing for one that was not read both times."""
+    """What each model did in between; nothing for one that was not read both times, or that began
+    to count anew."""
     made = []
     for name, late in after.stages.items():
         early = before.stages.get(name)
-        if early is None:
+        if early is None or late.requests < early.requests or late.executions < early.executions:
             continue
         requests = late.requests - early.requests
         made.append(
@@ -118,7 +121,8 @@ def stages(before: Snapshot, after: Snapshot) -> tuple[Stage, ...]:
 
 
 def engine_work(before: Snapshot, after: Snapshot) -> EngineWork | None:
-    """What our engine did in between; None if the model has no metrics of ours."""
+    """What our engine did in between; None if the model has no metrics of ours, or began to count
+    anew."""
     if before.metrics is None or not after.metrics:
         return None
     early, late = before.metrics, after.metrics
@@ -126,7 +130,8 @@ def engine_work(before: Snapshot, after: Snapshot) -> EngineWork | None:
     bounds = sorted(
         float(le) for name, le in late if name == "jitney_batch_sequences_bucket" and le != "+Inf"
     )
-    if not bounds:
+    counted = [gain for (name, _), gain in gained.items() if name.endswith(_COUNTERS)]
+    if not bounds or not all(gain >= 0 for gain in counted):  # NaN is not, either
         return None
     by_bound = {
         float(le): value

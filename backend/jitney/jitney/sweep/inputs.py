@@ -132,7 +132,7 @@ def words_per_token(target: Target, model: Model) -> float:
     try:
         said = target.get(f"/v2/models/{model.name}/generate", body)
         return _PROBE_WORDS / int(said["num_input_tokens"])
-    except (JitneyError, KeyError, ValueError):
+    except (JitneyError, KeyError, TypeError, ValueError, ZeroDivisionError):
         return 0.75
 
 

@@ -4,6 +4,7 @@ Runs are by number of requests: windows of time that must agree with each other 
 machine and leave no report. How steady a run was is judged by its own moments instead.
 """
 
+import contextlib
 import subprocess
 import tempfile
 import time
@@ -16,7 +17,7 @@ from jitney.sweep import counters
 from jitney.sweep.access import Access
 from jitney.sweep.plan import Plan
 from jitney.sweep.profile import measure, read_export
-from jitney.sweep.record import Load, Measurement, Point
+from jitney.sweep.record import Load, Measurement, Point, printable
 from jitney.sweep.target import Model, Target
 from jitney.sweep.tool import PerfAnalyzer
 
@@ -27,6 +28,11 @@ _SETTLE_S = 0.6
 """Metrics are up to a quarter of a second late."""
 _PATIENCE_S = 60.0
 """A run may take three times as long as expected, and so much more."""
+
+
+class _HungError(Exception):
+    """perf_analyzer took too long and was ended."""
+
 
 Tick = Callable[[float], None]
 """Called a few times a second with the share of the measurement that is over, from 0 to 1."""
@@ -92,7 +98,7 @@ class Driver:
                 try:
                     access = self.target.access
                     _execute(command, self.tool, access, Path(folder), expected_s, tick)
-                except subprocess.TimeoutExpired:
+                except _HungError:
                     remarks.append("perf_analyzer hung and was run again")
                     continue
                 exchanges = read_export(export)
@@ -126,7 +132,7 @@ def _execute(
     expected_s: float,
     tick: Tick,
 ) -> None:
-    """Raises TimeoutExpired, after the process is gone; InternalError with what it said last."""
+    """Raises _HungError, after the process is gone; InternalError with what it said last."""
     log = folder / "output"
     began = time.monotonic()
     limit = 3 * expected_s + _PATIENCE_S
@@ -135,15 +141,11 @@ def _execute(
             command, env=tool.environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL
         )
         try:
-            while True:
-                try:
-                    status = process.wait(0.25)
-                    break
-                except subprocess.TimeoutExpired:
-                    spent = time.monotonic() - began
-                    tick(min(spent / expected_s, 1.0) if expected_s else 0.0)
-                    if spent > limit:
-                        raise
+            while (status := _ended(process)) is None:
+                spent = time.monotonic() - began
+                tick(min(spent / expected_s, 1.0) if expected_s else 0.0)
+                if spent > limit:
+                    raise _HungError
         finally:
             if process.poll() is None:
                 process.kill()
@@ -153,9 +155,17 @@ def _execute(
         raise InternalError(f"perf_analyzer ended with status {status}: {_told(text)}")
 
 
+def _ended(process: subprocess.Popen[bytes]) -> int | None:
+    """The status, if it comes soon. The library's own error shows the command line, with the key in
+    it: a traceback through here must not have it."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(0.25)
+    return None
+
+
 def _told(text: str) -> str:
     """The lines that say why, in one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [printable(line.strip()) for line in text.splitlines() if line.strip()]
     telling = [
         line for line in lines if any(w in line.lower() for w in ("error", "fail", "invalid"))
     ]

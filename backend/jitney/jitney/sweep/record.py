@@ -3,6 +3,7 @@
 Times are seconds, rates are per second. What was not measured is None.
 """
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,8 @@ VERSION = 1
 PERCENTS = (*range(100), 99.5, 99.9, 100)
 """A distribution is kept as its quantiles at these percents."""
 
+
+_UNPRINTABLE = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 State = Literal["steady", "unstable", "behind", "failed"]
 """``behind``: less was completed than was sent; ``failed``: there are no figures, or requests were
@@ -39,6 +42,10 @@ class Distribution(msgspec.Struct, frozen=True):
     mean: float
     quantiles: tuple[float, ...]
     """At PERCENTS."""
+
+    def __post_init__(self) -> None:
+        if len(self.quantiles) != len(PERCENTS):  # so of a file: msgspec makes its own error of it
+            raise ValueError(f"{len(self.quantiles)} quantiles, but must be {len(PERCENTS)}")
 
     def at(self, percent: float) -> float:
         """The quantile, interpolated between the nearest that were kept."""
@@ -170,6 +177,18 @@ class Result(msgspec.Struct, frozen=True):
         return "tokens/s" if self.language else "rows/s"
 
 
+class _Versioned(msgspec.Struct):
+    """What can be read of a file of any version."""
+
+    version: int = VERSION
+
+
+def printable(text: str) -> str:
+    """Without what neither a terminal nor a page should get: control characters, and bytes of a
+    command line that are no UTF-8."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def write(result: Result, path: Path) -> None:
     """As JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
@@ -182,11 +201,11 @@ def read(path: Path) -> Result:
     except OSError as error:
         raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from None
     try:
-        result = msgspec.json.decode(content, type=Result)
+        version = msgspec.json.decode(content, type=_Versioned).version
+        if version != VERSION:
+            raise InvalidArgumentError(
+                f"{path} is of version {show(version)}, but must be of {VERSION}"
+            )
+        return msgspec.json.decode(content, type=Result)
     except msgspec.MsgspecError as error:
         raise InvalidArgumentError(f"{path} is not the result of a sweep: {error}") from None
-    if result.version != VERSION:
-        raise InvalidArgumentError(
-            f"{path} is of version {show(result.version)}, but must be of {VERSION}"
-        )
-    return result

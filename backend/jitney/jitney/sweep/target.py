@@ -5,23 +5,31 @@ statistics, which are open, name every model that is loaded. A proxy that keeps 
 asked for the model by its name.
 """
 
+import contextlib
 import http.client
 import json
+import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from jitney.errors import InvalidArgumentError, UnavailableError, nearest
 from jitney.sweep.access import Access
+from jitney.sweep.record import printable
 
 _TIMEOUT_S = 30.0
 _LATER = (429, 503)
 """A proxy counts our questions among the load's requests."""
 _ATTEMPTS = 4
 _LONGEST_WAIT_S = 5.0
+
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
+"""Host and port."""
 
 
 class RefusedError(InvalidArgumentError):
@@ -82,9 +90,11 @@ class Target:
     ) -> "Target":
         """What is not given is on the same host at Triton's usual port; with TLS, where a proxy
         stands before the server, HTTP is at gRPC's port and the metrics are nowhere."""
-        host, found, port = grpc.rpartition(":")
-        if not found or not host or not port.isdigit():
-            raise InvalidArgumentError.of("url", grpc, "HOST:PORT of the server's gRPC")
+        host = _host("url", grpc, "gRPC")
+        if http_address is not None:
+            _host("http_url", http_address, "HTTP")
+        if metrics is not None:
+            _check_metrics(metrics)
         access = access or Access()
         if access.tls:
             return cls(grpc, http_address or grpc, metrics, access)
@@ -113,12 +123,14 @@ class Target:
 
     def server(self) -> str:
         """Name and version."""
-        said = self.get("/v2")
+        said = self._object("/v2")
         return f"{said.get('name', 'unknown')} {said.get('version', '')}".strip()
 
     def loaded(self) -> list[str]:
         """Names of the models that are loaded."""
-        return sorted({model["name"] for model in self.get("/v2/models/stats")["model_stats"]})
+        with _triton():
+            stats = self._object("/v2/models/stats")["model_stats"]
+            return sorted({str(model["name"]) for model in stats})
 
     def model(self, name: str | None) -> Model:
         """A model by its name; None takes the only language model there is.
@@ -149,20 +161,26 @@ class Target:
         return speaking[0]
 
     def _described(self, name: str) -> Model:
-        config = self.get(f"/v2/models/{quote(name)}/config")
-        steps = config.get("ensemble_scheduling", {}).get("step", [])
-        return Model(
-            name=name,
-            inputs=tuple(_tensor(tensor) for tensor in config["input"]),
-            max_batch=int(config.get("max_batch_size", 0)),
-            decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
-            parts=tuple(dict.fromkeys(step["model_name"] for step in steps)),
-            outputs=tuple(tensor["name"] for tensor in config["output"]),
-        )
+        with _triton():
+            config = self._object(f"/v2/models/{quote(name, safe='')}/config")
+            steps = config.get("ensemble_scheduling", {}).get("step", [])
+            return Model(
+                name=name,
+                inputs=tuple(_tensor(tensor) for tensor in config["input"]),
+                max_batch=int(config.get("max_batch_size", 0)),
+                decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+                parts=tuple(dict.fromkeys(step["model_name"] for step in steps)),
+                outputs=tuple(tensor["name"] for tensor in config["output"]),
+            )
 
     def statistics(self, name: str) -> dict[str, Any]:
         """Triton's own counts of a model, all of its versions added up by the caller."""
-        said: dict[str, Any] = self.get(f"/v2/models/{quote(name)}/stats")
+        return self._object(f"/v2/models/{quote(name, safe='')}/stats")
+
+    def _object(self, path: str) -> dict[str, Any]:
+        said = self.get(path)
+        if not isinstance(said, dict):
+            raise RefusedError(f"{self.http}{path} does not answer as Triton does")
         return said
 
     def metrics_text(self) -> str:
@@ -195,6 +213,7 @@ class Target:
                 time.sleep(min(_wait_s(error), _LONGEST_WAIT_S))
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
+                reason = printable(self.access.hide(str(reason)))  # maybe what was answered
                 raise UnavailableError(
                     f"{what} cannot be reached at {request.full_url} ({reason}); "
                     f"{option} says where it is"
@@ -205,10 +224,43 @@ class Target:
         self, request: urllib.request.Request, error: urllib.error.HTTPError
     ) -> RefusedError:
         said = error.read().decode("utf-8", "replace").strip() or str(error.reason)
-        text = f"{request.full_url} answers {error.code}: {self.access.hide(said)[:300]}"
+        text = f"{request.full_url} answers {error.code}: {printable(self.access.hide(said))[:300]}"
         if error.code in (401, 403):
             text += "; --api-key-file or --header gives a key"
         return RefusedError(text)
+
+
+@contextlib.contextmanager
+def _triton() -> Iterator[None]:
+    """Around the reading of an answer, which may be another server's."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RefusedError(f"the server does not answer as Triton does ({error!r})") from None
+
+
+def _host(option: str, address: str, what: str) -> str:
+    """The host of ``HOST:PORT``, one of IPv6 with its brackets."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        bound = f"HOST:PORT of the server's {what}, without http://, and [ADDRESS]:PORT for IPv6"
+        # What stands before an @ is a name and a password, as a rule.
+        raise InvalidArgumentError.of(option, address.rpartition("@")[2], bound)
+    return match[1]
+
+
+def _check_metrics(url: str) -> None:
+    """Raises InvalidArgumentError, which does not show a password."""
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        whole = False
+    if not whole or "@" in parts.netloc:
+        shown = url.rpartition("@")[2]
+        raise InvalidArgumentError.of(
+            "metrics_url", shown, "http://HOST:PORT/metrics or https://, without a password"
+        )
 
 
 def _wait_s(error: urllib.error.HTTPError) -> float:

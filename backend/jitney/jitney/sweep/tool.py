@@ -1,6 +1,7 @@
 """Finds perf_analyzer: where the user says, in the Python environment, or on the path."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ _HOW = (
 
 @dataclass(frozen=True)
 class PerfAnalyzer:
-    """A binary that starts, and its version as it prints it."""
+    """A binary that starts, and its version: the number in what it says of it, if there is one."""
 
     binary: Path
     version: str
@@ -65,7 +66,9 @@ def _version(binary: Path) -> str:
         raise InstallationError(
             f"{binary} does not start: {said[0] if said else 'it says nothing'}. {_HOW}"
         )
-    return next(iter(done.stdout.strip().splitlines()), "unknown")
+    text = f"{done.stdout}\n{done.stderr}".strip()  # 2.48 says it on the latter
+    number = re.search(r"version:? *(\d\S*)", text, re.IGNORECASE)
+    return number[1] if number else next(iter(text.splitlines()), "unknown")
 
 
 def _environment(binary: Path) -> dict[str, str]:
