@@ -1,15 +1,18 @@
 """The page is whole in itself, says what was unstable, and the file gives back the result."""
 
 import base64
+import json
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney.sweep import record, slo
 from jitney.sweep.compare import write_comparison
-from jitney.sweep.profile import measure, read_export
+from jitney.sweep.drawing import short
+from jitney.sweep.profile import Exchange, measure, read_export
 from jitney.sweep.record import EngineWork, Load, Point, Result, Stage
 from jitney.sweep.report import write_report
 from jitney.sweep.sweep import line
@@ -151,6 +154,19 @@ def test_a_file_of_another_version_is_refused(calls_result: Result, tmp_path: Pa
     record.write(replace(calls_result, version=99), tmp_path / "r.json")
     with pytest.raises(InvalidArgumentError, match="version 99"):
         record.read(tmp_path / "r.json")
+    # One of which nothing else can be read.
+    (tmp_path / "r.json").write_text('{"version": 2, "loads": []}', encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match="version 2, but must be of 1"):
+        record.read(tmp_path / "r.json")
+
+
+def test_a_file_with_other_quantiles_is_refused(calls_result: Result, tmp_path: Path) -> None:
+    record.write(calls_result, tmp_path / "r.json")
+    said = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    said["points"][0]["measured"]["latency"]["quantiles"].pop()
+    (tmp_path / "r.json").write_text(json.dumps(said), encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match="102 quantiles, but must be 103"):
+        record.read(tmp_path / "r.json")
 
 
 def test_two_results_side_by_side(calls_result: Result, tmp_path: Path) -> None:
@@ -166,6 +182,58 @@ def test_two_results_side_by_side(calls_result: Result, tmp_path: Path) -> None:
     marks = {e.text: e.get("class") for e in parsed(page).iter("td")}
     assert marks["2.00"] == "better"
     assert "measured with different options" in text
+
+
+def spoken(level: float, exchanges: Sequence[Exchange]) -> Point:
+    """Of a language model."""
+    return Point(Load("concurrency", level), "steady", (), measure(exchanges, language=True))
+
+
+ONE_TOKEN = [Exchange(i * 0.1, (i * 0.1 + 0.02,), (1,), i * 0.1 + 0.02) for i in range(20)]
+NO_TIME = [Exchange(i * 0.1, (i * 0.1,) * 2, (1, 2), i * 0.1) for i in range(20)]
+SOME = [Exchange(i * 0.1, (i * 0.1 + 0.02, i * 0.1 + 0.03), (1, 2), i * 0.1 + 0.03)
+        for i in range(20)]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("exchanges", [ONE_TOKEN, NO_TIME], ids=["one token", "no time"])
+def test_times_that_are_not_there_or_zero(exchanges: list[Exchange], tmp_path: Path) -> None:
+    """Answers of one token have nothing between tokens; a logarithm shows no zero."""
+    alone = result((spoken(1, exchanges),), language=True, bounds="")
+    text = " ".join("".join(parsed(write_report(alone, tmp_path / "a")).itertext()).split())
+    assert "Best with no bound" in text
+    other = replace(alone, title="other", points=(spoken(1, SOME),))
+    for pair in ((alone, other), (other, alone)):
+        assert "Loads of both" in "".join(parsed(write_comparison(*pair, tmp_path)).itertext())
+
+
+@pytest.mark.filterwarnings("error")
+def test_results_that_have_no_load_in_common(calls_result: Result, tmp_path: Path) -> None:
+    nothing = replace(calls_result, title="b", points=calls_result.points[-1:], best=None)
+    page = write_comparison(calls_result, nothing, tmp_path)
+    assert "no load that both have figures of" in "".join(parsed(page).itertext())
+    page = write_comparison(nothing, replace(nothing, title="c"), tmp_path)
+    assert "No load could be measured." in "".join(parsed(page).itertext())
+
+
+@pytest.mark.parametrize("title", [r"for $5 \frac{ $", r"_b $\x$", "bell \x07 \x1b[31m", "\udcff"])
+def test_any_title_is_drawn(title: str, calls_result: Result, tmp_path: Path) -> None:
+    """No mathematics, no legend without it, nothing that XML may not have."""
+    stage = Stage("a&b <i>", 100, 20, 0.002, 0.005, {1: 5, 8: 15})
+    hostile = replace(
+        calls_result, title=title, model=title, verdicts=calls_result.verdicts[:1],
+        points=(replace(calls_result.points[0], stages=(stage,), remarks=(title,)),),
+    )  # fmt: skip
+    names = {"throughput", "load", "latency", "batches", "queue"}
+    text = check_alone(write_report(hostile, tmp_path / "one"), names)
+    assert "a&b <i>" in text, "escaped, and once"
+    page = write_comparison(hostile, replace(hostile, title="other"), tmp_path / "two")
+    check_alone(page, names - {"batches"})
+
+
+def test_a_name_with_an_underscore_is_in_the_legend() -> None:
+    assert short("_b").strip() == "_b"
+    assert not short("_b").startswith("_")
 
 
 def test_what_cannot_be_compared(

@@ -31,6 +31,7 @@ def test_bounds_are_read() -> None:
         ("tftt-p95=1s", "did you mean 'ttft'"),
         ("latency-p101=1s", "0 to 100"),
         ("latency-p9.9.9=1s", "a number"),
+        ("latency-p95=0ms", "more than 0"),
     ],
 )
 def test_what_is_no_bound_is_refused(text: str, words: str) -> None:

@@ -138,7 +138,7 @@ def bench(
 
 def _sweep(given: dict[str, Any]) -> Any:
     """The options, checked, as a Sweep. Raises JitneyError."""
-    from jitney.sweep import inputs, plan, slo, tool
+    from jitney.sweep import inputs, plan, record, slo, tool
     from jitney.sweep.access import Access
     from jitney.sweep.sweep import Sweep
     from jitney.sweep.target import Target
@@ -182,9 +182,11 @@ def _sweep(given: dict[str, Any]) -> Any:
         data=given["data"],
         shapes=shapes,
         slo=given["slo"],
-        title=given["title"] or model.name,
+        title=record.printable(given["title"]) or model.name,
         options={
-            name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            name: record.printable(
+                " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            )
             for name, value in given.items()
             if name in _REPORTED and value not in (None, "", False, "{}")
         },

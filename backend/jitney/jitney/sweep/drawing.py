@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from jitney.sweep.record import Point
+from jitney.sweep.record import Point, printable
 from jitney.sweep.slo import show_time
 
 # Of Okabe and Ito's colours, which the colour-blind tell apart, those that stand out from white.
@@ -27,6 +27,7 @@ GREY = "#555555"
 BEST = "#009E73"
 _STYLE: Any = {
     "svg.hashsalt": "jitney",  # the same picture is the same file
+    "text.parse_math": False,  # a title may have dollars in it
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -110,6 +111,8 @@ def picture(
 
 def short(text: str) -> str:
     """For legends and titles of panels: the beginning and the end of a long one."""
+    text = printable(text)
+    text = f" {text}" if text.startswith("_") else text  # or matplotlib leaves it out of legends
     half = _LONGEST // 2
     return text if len(text) <= _LONGEST else f"{text[:half].rstrip()}…{text[-half:].lstrip()}"
 
@@ -138,9 +141,13 @@ def line(
 
 def logarithmic(axis: Any, show: Callable[[float], str]) -> None:
     """After everything is drawn: a few ticks at round numbers, however much the axis spans."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
+    values = axis.get_data_interval()
+    if not np.isfinite(values).all() or values.max() <= 0:
+        return  # nothing that a logarithm could show
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     low, high = sorted(axis.get_view_interval())
-    if axis.axes.has_data() and 0 < low < high:
+    if 0 < low < high:
         axis.set_major_locator(FixedLocator(ticks(low, high, _MOST_TICKS[axis.axis_name])))
     axis.set_major_formatter(FuncFormatter(lambda value, _: show(value)))
     axis.set_minor_locator(NullLocator())

@@ -178,11 +178,14 @@ def _distributions(results: Sequence[Result], time: str, bounds: Sequence[Bound]
             if len(results) > 1:
                 axis.set_title(short(result.title))
             axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-            axis.set_xscale("log")
-        edges = [edge for axis in axes for edge in axis.get_xlim()]
-        for axis in axes:
-            axis.set_xlim(min(edges), max(edges))  # of two results: the same
             logarithmic(axis.xaxis, show_seconds)
+        drawn = [axis for axis in axes if axis.get_legend_handles_labels()[1]]
+        # Of two results the same edges, unless all that one has is zeros.
+        edges = [edge for axis in drawn if axis.get_xscale() == "log" for edge in axis.get_xlim()]
+        for axis in drawn:
+            if axis.get_xscale() == "log":
+                axis.set_xlim(min(edges), max(edges))
+                logarithmic(axis.xaxis, show_seconds)
             axis.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
         return []
 

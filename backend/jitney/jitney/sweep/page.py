@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from jitney.sweep.drawing import Picture
-from jitney.sweep.record import Point
+from jitney.sweep.record import Point, printable
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --dim: #5c5c5c; --line: #e0e0e0;
@@ -82,14 +82,14 @@ def write_page(title: str, parts: Sequence[str], pictures: Sequence[Picture], fo
         (folder / f"{picture.name}.png").write_bytes(picture.png)
     page = folder / "report.html"
     body = "\n".join(parts)
-    page.write_text(
+    text = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8" />'
         '<meta name="viewport" content="width=device-width, initial-scale=1" />'
         f"<title>{escape(title)}</title>"
         '<link rel="icon" href="data:," />'
-        f"<style>{_CSS}</style></head>\n<body><main>\n{body}\n</main></body></html>\n",
-        encoding="utf-8",
+        f"<style>{_CSS}</style></head>\n<body><main>\n{body}\n</main></body></html>\n"
     )
+    page.write_text(printable(text), encoding="utf-8")
     return page
 
 

@@ -149,7 +149,7 @@ def _server(points: Sequence[Point]) -> str:
     for point in points:
         for stage in point.stages:
             rows.append(
-                [str(point.load), escape(stage.model), f"{stage.inferences:,}",
+                [str(point.load), stage.model, f"{stage.inferences:,}",
                  f"{stage.executions:,}", _mean(stage.mean_batch), milliseconds(stage.queue_s),
                  milliseconds(stage.compute_s)]
             )  # fmt: skip

@@ -56,6 +56,8 @@ def _bound(text: str, language: bool) -> Bound:
         raise InvalidArgumentError.of("slo", text, "a number after p and after =") from None
     if percent is not None and not 0 <= percent <= 100:
         raise InvalidArgumentError.of("slo", text, "of a percentile from 0 to 100")
+    if seconds <= 0:
+        raise InvalidArgumentError.of("slo", text, "more than 0")
     return Bound(time, percent, seconds)
 
 
