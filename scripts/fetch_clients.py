@@ -90,8 +90,13 @@ def _run(command: list[str], what: str) -> None:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """While another process makes the environment, this one waits."""
-    with lock.open("w", encoding="utf-8") as file:
+    """While another process makes the environment, this one waits. Raises FetchError where nothing
+    may be written, as into a Python of the system."""
+    try:
+        file = lock.open("w", encoding="utf-8")
+    except OSError as error:
+        raise FetchError(f"{lock.parent} cannot be written to: {error.strerror}") from None
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -1,5 +1,6 @@
 """What the tests here have in common: programs that are fetched if need be."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,13 +51,28 @@ def nginx() -> Path:
     """The machine's own, or Debian's, unpacked without root."""
     found = Path("/usr/sbin/nginx")
     if found.is_file():
-        return found
+        return fit(found)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         from debian_package import DebianPackageError, extract
 
         kept = Path(sys.prefix) / "nginx" / "nginx"
         try:
-            return kept if kept.is_file() else extract("nginx", "sbin/nginx", kept.parent)[0]
-        except DebianPackageError as error:
+            made = kept if kept.is_file() else extract("nginx", "sbin/nginx", kept.parent)[0]
+        except (DebianPackageError, OSError) as error:
             pytest.skip(f"nginx cannot be fetched on this machine: {error}")
+    return fit(made)
+
+
+def fit(binary: Path) -> Path:
+    """An nginx that runs here and has what the proxy's files ask for, or a skip with the reason."""
+    try:
+        done = subprocess.run([binary, "-V"], capture_output=True, text=True, check=False)
+    except OSError as error:  # of another machine
+        pytest.skip(f"{binary} does not start on this machine: {error.strerror}")
+    if done.returncode != 0:  # a library is missing
+        pytest.skip(f"{binary} does not start on this machine: {done.stderr.strip()}")
+    for part in ("http_ssl_module", "http_v2_module"):
+        if f"--with-{part}" not in done.stderr:
+            pytest.skip(f"{binary} has no {part}")
+    return binary

@@ -16,6 +16,7 @@ from tests.server_perf.proxy import Proxy
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.slow,  # half a minute of computing: a server, six sweeps, as many interpreters
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate"),
 ]
 
