@@ -1,4 +1,4 @@
-"""The batching benchmark on the real server, for a few seconds, with a tiny model."""
+"""The batching benchmark on the real server, for half a minute, with a tiny model."""
 
 import asyncio
 import xml.etree.ElementTree as xml
@@ -65,6 +65,7 @@ def results(subject: Subject) -> Results:
     return measure(subject, PLAN, threads=1, naive=False)
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_every_mode_met_every_load(results: Results) -> None:
     modes = list(dict.fromkeys(run.mode for run in results.runs))
@@ -76,6 +77,7 @@ def test_every_mode_met_every_load(results: Results) -> None:
     assert len({run.requests for run in first}) == 1, "the same arrivals for all"
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_the_server_batched_as_the_mode_says(results: Results) -> None:
     runs = {(run.mode.split()[0], run.load, run.level): run for run in results.runs}
@@ -91,6 +93,7 @@ def test_the_server_batched_as_the_mode_says(results: Results) -> None:
     assert window.summary.p50_ms > without.summary.p50_ms, "a window is waited for"
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_tables_and_pictures(results: Results, tmp_path: Path) -> None:
     text = tables(read_results(results.as_json()))
