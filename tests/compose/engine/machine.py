@@ -57,8 +57,11 @@ def install() -> None:
 class Engine:
     """A container engine with its own folder and socket; ended with all its containers."""
 
-    def __init__(self, folder: Path, secrets: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, secrets: Sequence[str], wants_packet_filter: bool = True
+    ) -> None:
         """``secrets`` are arguments that every build gets."""
+        self._wants_packet_filter = wants_packet_filter
         self.folder = folder
         self.secrets = tuple(secrets)
         self.has_packet_filter = False
@@ -81,7 +84,8 @@ class Engine:
 
     def __enter__(self) -> "Engine":
         self._interfaces, self._rules = interfaces(), packet_filter.rules()
-        self.has_packet_filter = self._stack.enter_context(packet_filter.lent())
+        lent = packet_filter.lent(self._wants_packet_filter)
+        self.has_packet_filter = self._stack.enter_context(lent)
         with (self.folder / "dockerd.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [

@@ -22,15 +22,14 @@ _SWITCHES = (
 
 
 @contextlib.contextmanager
-def lent() -> Iterator[bool]:
-    """Whether the kernel has a packet filter that an engine can use, until the block ends."""
-    if not works():
-        yield False
-        return
-    tables = {name: saved(name) for name in _TABLES}
+def lent(wanted: bool = True) -> Iterator[bool]:
+    """Whether an engine is to use the kernel's packet filter, until the block ends: if it is
+    wanted and there is one."""
+    use = wanted and works()
+    tables = {name: saved(name) for name in _TABLES} if use else {}
     switches = {path: path.read_text() for path in _SWITCHES if path.exists()}
     try:
-        yield True
+        yield use
     finally:
         for text in tables.values():
             subprocess.run(["iptables-restore", "--wait"], input=text, text=True, check=True)

@@ -6,15 +6,24 @@ The last test ends it.
 import contextlib
 import http.client
 import re
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.compose.engine.deployment import SERVICES, Deployment, wait_for
 from tests.compose.engine.tight_models import write_slow_model
 from tests.compose.monitoring import FIRED_BY_A_KILL, alerts, dashboard
+
+
+@pytest.fixture(autouse=True)
+def whole(deployment: Deployment) -> None:
+    """Each test begins with a server that is ready, whatever became of the one before."""
+    deployment.wait_healthy("triton-cpu")
 
 
 def restarts(deployment: Deployment) -> int:
@@ -30,11 +39,48 @@ def running(deployment: Deployment) -> float:
     return sum(map(float, found))
 
 
+@contextlib.contextmanager
+def streams(deployment: Deployment) -> Iterator[list[str]]:
+    """Four clients who begin a stream as soon as the one before has ended, until the block ends.
+    How each stream ended: `whole`, `cut` or, before its first token, `refused` with a reason."""
+    client = deployment.client()
+    outcomes: list[str] = []
+    enough = threading.Event()
+
+    def go_on() -> None:
+        while not enough.is_set():
+            try:
+                events = [event for _, event in client.stream(150)]
+            except (http.client.HTTPException, OSError):
+                events = []
+            if events and events[-1].get("finish_reason") == "length":
+                outcomes.append("whole")
+            elif len(events) == 1 and events[0].keys() & {"status", "error"}:
+                outcomes.append("refused")
+                enough.wait(0.2)
+            else:
+                outcomes.append("cut")
+
+    with ThreadPoolExecutor(4) as pool:
+        working = [pool.submit(go_on) for _ in range(4)]
+        try:
+            wait_for(lambda: outcomes.count("whole") >= 4, "the first streams", 30)
+            yield outcomes
+        finally:
+            enough.set()
+    for each in working:
+        each.result()
+
+
 def kill_in_server(deployment: Deployment, pattern: str) -> None:
     """Kill the first process of the server's container whose command line has ``pattern``."""
     first = psutil.Process(deployment.inspect("triton-cpu")["State"]["Pid"])
-    found = [each for each in first.children(recursive=True) if pattern in " ".join(each.cmdline())]
-    found[0].kill()
+    for each in first.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # nor a zombie, which has no command line
+            if pattern in " ".join(each.cmdline()):
+                each.kill()
+                return
+    raise AssertionError(f"no process of the server has {pattern!r} in its command line")
 
 
 def test_a_killed_server_comes_back_and_is_reported(deployment: Deployment) -> None:
@@ -42,13 +88,9 @@ def test_a_killed_server_comes_back_and_is_reported(deployment: Deployment) -> N
     before = restarts(deployment)
     gone = deployment.query('max_over_time(up{job="triton"}[1m])')
     assert gone[0]["value"][1] == "1"
-    with ThreadPoolExecutor(1) as pool:
-        cut = pool.submit(client.stream, 900)
-        wait_for(lambda: running(deployment) > 0, "the stream to run", 10)
+    with streams(deployment) as outcomes:
         kill_in_server(deployment, "bin/tritonserver")
-        with contextlib.suppress(http.client.HTTPException, OSError):
-            events = cut.result(30)  # it ends, and not as if it were complete
-            assert "finish_reason" not in events[-1][1]
+        wait_for(lambda: "cut" in outcomes, "the streams to be cut", 20)
     fired: set[str] = set()
     told: list[tuple[int, str]] = []
 
@@ -90,30 +132,24 @@ def test_a_killed_model_process_brings_a_new_server(deployment: Deployment) -> N
 def test_a_restart_drains_and_serves_what_the_repository_has_then(deployment: Deployment) -> None:
     """Another model is there only after it, and does no harm before."""
     client = deployment.client()
-    client.stream(8)
     write_slow_model(Path(deployment.settings["MODEL_REPOSITORY"]) / "added")
     assert client.request("GET", "/v2/models/added/ready")[0] != 200
-    with ThreadPoolExecutor(1) as pool:
-        streaming = pool.submit(client.stream, 600)
-        wait_for(lambda: running(deployment) > 0, "the stream to run", 10)
+    with streams(deployment) as outcomes:
         deployment.compose("restart", "triton-cpu", timeout_s=120)
-        assert streaming.result()[-1][1]["finish_reason"] == "length"
+    assert set(outcomes) == {"whole", "refused"}
     deployment.wait_healthy("triton-cpu")
     assert client.request("GET", "/v2/models/added/ready")[0] == 200
 
 
 def test_an_upgrade_drains_and_replaces_what_changed_alone(deployment: Deployment) -> None:
     client = deployment.client()
-    client.stream(8)
     services = ("triton-cpu", "proxy", "prometheus")
     before = {name: deployment.container(name) for name in services}
     changed = {**deployment.settings, "SERVER_MEMORY": "9g"}
     upgraded = Deployment(deployment.engine, deployment.project, changed)
-    with ThreadPoolExecutor(1) as pool:
-        streaming = pool.submit(client.stream, 600)
-        wait_for(lambda: running(deployment) > 0, "the stream to run", 10)
+    with streams(deployment) as outcomes:
         upgraded.compose("up", "--build", "--detach", timeout_s=1200)
-        assert streaming.result()[-1][1]["finish_reason"] == "length"
+    assert set(outcomes) == {"whole", "refused"}
     after = {name: upgraded.container(name) for name in services}
     assert {name for name in services if after[name] != before[name]} == {"triton-cpu"}
     upgraded.wait_healthy("triton-cpu")
