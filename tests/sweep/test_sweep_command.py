@@ -4,17 +4,22 @@ import importlib.util
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from jitney import cli
 from jitney.errors import InstallationError, InvalidArgumentError, UnavailableError
-from jitney.sweep import record
+from jitney.sweep import command, record
+from jitney.sweep.inputs import Prompts
+from jitney.sweep.point import Driver
 from jitney.sweep.profile import measure
 from jitney.sweep.record import Load, Point, Result
+from jitney.sweep.sweep import Sweep
+from jitney.sweep.target import Target
 from typer.testing import CliRunner
 
-from tests.sweep.exports import calls
+from tests.sweep.exports import calls, driver, point
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,3 +104,32 @@ def test_the_module_for_images_without_the_command() -> None:
     )
     assert done.returncode == 1
     assert done.stderr.startswith("error: rate is 'x'")
+
+
+@pytest.mark.parametrize(("at", "status", "written"), [(0, 130, 0), (2, 130, 2), (9, 0, 3)])
+def test_an_interrupted_sweep_keeps_its_loads(
+    at: int, status: int, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = tmp_path / "requests.json"
+    requests.write_text("{}", encoding="utf-8")
+    sure = driver(tmp_path / "perf_analyzer")
+    loads = tuple(Load("concurrency", number) for number in (1, 2, 4))
+    made = Sweep(
+        tool=sure.tool, target=sure.target, model=sure.model, plan=replace(sure.plan, loads=loads),
+        protocol="grpc", prompts=Prompts((8, 8), (8, 8)), data=requests, shapes={}, slo="",
+        title="m", options={},
+    )  # fmt: skip
+
+    def run(self: Driver, load: Load, data: Path, tick: object) -> Point:
+        if load in loads[at:]:
+            raise KeyboardInterrupt
+        return point(load, measure(calls(100, 0.01, 0.01), language=False))
+
+    monkeypatch.setattr(Driver, "run", run)
+    monkeypatch.setattr(Target, "server", lambda self: "triton")
+    monkeypatch.setattr(command, "_sweep", lambda given: made)
+    done = CliRunner().invoke(cli.app, ["bench", "--out", str(tmp_path / "out")])
+    assert done.exit_code == status, done.output
+    result = tmp_path / "out" / "result.json"
+    assert len(record.read(result).points if result.exists() else ()) == written
+    assert (tmp_path / "out" / "report.html").exists() == bool(written)

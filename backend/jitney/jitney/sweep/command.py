@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from jitney.sweep.record import Result
 
 _out = Console(highlight=False)
+_INTERRUPTED = 130
+"""The exit status that shells expect of an interrupted command."""
 
 
 def bench(
@@ -134,6 +136,8 @@ def bench(
     record.write(result, out / "result.json")
     page = report.write_report(result, out)
     _conclude(result, page)
+    if len(result.points) < len(made.plan.loads):
+        raise typer.Exit(_INTERRUPTED)
 
 
 def _sweep(given: dict[str, Any]) -> Any:

@@ -45,7 +45,11 @@ class Sweep:
     """As the user gave them, for the report."""
 
     def run(self, terminal: Console) -> Result:
-        """Raises InvalidArgumentError, UnavailableError."""
+        """Raises InvalidArgumentError, UnavailableError.
+
+        Interrupted (KeyboardInterrupt) after the first load, it gives what was measured: fewer
+        points than the plan has loads.
+        """
         bounds = slo.parse(self.slo, language=self.model.language)
         began = datetime.now(UTC).isoformat(timespec="seconds")
         server = self.target.server()
@@ -103,7 +107,13 @@ class Sweep:
                 def tick(share: float, number: int = number) -> None:
                     progress.update(task, completed=number + 0.95 * share)
 
-                point = driver.run(load, write(number), tick)
+                try:
+                    point = driver.run(load, write(number), tick)
+                except KeyboardInterrupt:
+                    if not points:
+                        raise
+                    terminal.print("Interrupted: the report is of the loads before.")
+                    break
                 points.append(point)
                 progress.update(task, completed=number + 1)
                 terminal.print(line(point, language=self.model.language), soft_wrap=True)
