@@ -96,7 +96,7 @@ class Sweep:
     def _points(
         self, driver: Driver, write: Callable[[int], Path], terminal: Console
     ) -> tuple[Point, ...]:
-        points = []
+        points: list[Point] = []
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(),
                    TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())  # fmt: skip
         with Progress(*columns, console=terminal, transient=True) as progress:
