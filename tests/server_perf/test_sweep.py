@@ -58,6 +58,7 @@ def test_a_language_model(server: TritonServer, tmp_path: Path) -> None:
         assert found.tokens_from == "counts"
         assert work is not None
         assert found.output_tokens == work.generated_tokens
+        assert work.hit_tokens == 0, "the warm-up had prompts of its own"
         assert 24 * 8 <= work.generated_tokens <= 24 * 16
         assert found.input_tokens_mean == pytest.approx(40, rel=0.25), "as long as was asked for"
         assert work.prompt_tokens == pytest.approx(24 * found.input_tokens_mean, rel=0.01)

@@ -120,7 +120,7 @@ def test_an_interrupted_sweep_keeps_its_loads(
         title="m", options={},
     )  # fmt: skip
 
-    def run(self: Driver, load: Load, data: Path, tick: object) -> Point:
+    def run(self: Driver, load: Load, data: Path, tick: object, warm_up: Path) -> Point:
         if load in loads[at:]:
             raise KeyboardInterrupt
         return point(load, measure(calls(100, 0.01, 0.01), language=False))

@@ -22,12 +22,17 @@ TARGET = Target("here:1", "here:2", None)
 def test_no_measurement_finds_its_prompts_in_the_prefix_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Neither another load nor a second attempt; the same load of another setting gets the same."""
+    """Those of its warm-up, another load or a second attempt; the same load of another setting gets
+    the same."""
     sent: list[set[str]] = []
 
-    def run(driver: Driver, load: Load, inputs: Path, tick: Any) -> Point:
-        data = json.loads(inputs.read_text(encoding="utf-8"))["data"]
-        sent.append({entry["text_input"][0] for entry in data})
+    def texts(path: Path) -> set[str]:
+        data = json.loads(path.read_text(encoding="utf-8"))["data"]
+        return {entry["text_input"][0] for entry in data}
+
+    def run(driver: Driver, load: Load, inputs: Path, tick: Any, warm_up: Path) -> Point:
+        sent.append(texts(inputs))
+        assert not texts(warm_up) & texts(inputs)
         return Point(load, "steady")
 
     monkeypatch.setattr(Driver, "run", run)

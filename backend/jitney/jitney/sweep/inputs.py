@@ -1,7 +1,8 @@
 """What the requests of a sweep carry, as perf_analyzer's input file; it sends its entries in turn.
 
-Language model: given prompts, or random words. Every load gets prompts of its own, so that none
-finds its prefix cached by the one before; given prompts are sent as they are, again and again.
+Language model: given prompts, or random words. Every load gets prompts of its own, and so does its
+warm-up, so that none finds its prefix cached by what went before; given prompts are sent as they
+are, again and again.
 Any other model: rows made to fit its inputs, or a file in perf_analyzer's own format.
 """
 
@@ -20,7 +21,7 @@ from jitney.sweep.target import Model, Target, Tensor
 
 Entry = dict[str, Any]
 
-_PROMPTS = 256
+_PROMPTS = 1024
 _ROWS = 16
 _MOST_ELEMENTS = 1_000_000
 """Of all rows together: the file holds them as text."""
@@ -54,7 +55,7 @@ class Prompts:
     """Let the model end an answer by itself; else it goes on until the length is reached."""
     seed: int = 0
 
-    def entries(self, model: Model, words_per_token: float, salt: int) -> list[Entry]:
+    def entries(self, model: Model, words_per_token: float, salt: object) -> list[Entry]:
         """For one load; another ``salt`` gives other made prompts."""
         chance = random.Random(f"{self.seed} {salt}")
         texts: Sequence[Entry] = self.given or [

@@ -51,10 +51,13 @@ class Driver:
     words: tuple[str, ...] = ()
     """More for perf_analyzer, last."""
 
-    def run(self, load: Load, inputs: Path, tick: Tick) -> Point:
-        """Never raises for what a load does to the server: a failed point says what happened."""
+    def run(self, load: Load, inputs: Path, tick: Tick, warm_up: Path | None = None) -> Point:
+        """``warm_up``: requests of the time before the measurement, in place of ``inputs``.
+
+        Never raises for what a load does to the server: a failed point says what happened.
+        """
         try:
-            return self._run(load, inputs, tick)
+            return self._run(load, inputs, warm_up or inputs, tick)
         except InternalError as error:
             # perf_analyzer ends where it is refused the statistics, in words that say nothing of
             # them.
@@ -66,9 +69,9 @@ class Driver:
     def _models(self) -> tuple[str, ...]:
         return self.model.parts or (self.model.name,)
 
-    def _run(self, load: Load, inputs: Path, tick: Tick) -> Point:
-        warm_up = self._measure(*self.plan.warm_up(load), inputs, 0, lambda share: None)[0]
-        pace = load.level if load.kind == "rate" else warm_up.requests_per_s
+    def _run(self, load: Load, inputs: Path, warm_up: Path, tick: Tick) -> Point:
+        warmed = self._measure(*self.plan.warm_up(load), warm_up, 0, lambda share: None)[0]
+        pace = load.level if load.kind == "rate" else warmed.requests_per_s
         count = self.plan.count(load, pace)
         engine = self.model.name if self.model.language else None
         time.sleep(_SETTLE_S if engine else 0)

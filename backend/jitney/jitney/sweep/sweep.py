@@ -73,11 +73,11 @@ class Sweep:
             best=slo.best(points, verdicts),
         )
 
-    def _writer(self, folder: Path) -> Callable[[int], Path]:
-        """Number of a load -> its input file."""
+    def _writer(self, folder: Path) -> Callable[[int], tuple[Path, Path]]:
+        """Number of a load -> its input file, and that of its warm-up."""
         if self.data is not None:
             given = self.data
-            return lambda number: given
+            return lambda number: (given, given)
         ratio = 1.0
         rows: list[inputs.Entry] = []
         if not self.model.language:
@@ -85,16 +85,16 @@ class Sweep:
         elif not self.prompts.given:
             ratio = inputs.words_per_token(self.target, self.model)
 
-        def write(number: int) -> Path:
-            entries = rows or self.prompts.entries(self.model, ratio, number)
-            path = folder / f"{number}.json"
+        def write(name: str) -> Path:
+            entries = rows or self.prompts.entries(self.model, ratio, name)
+            path = folder / f"{name}.json"
             path.write_text(json.dumps({"data": entries}), encoding="utf-8")
             return path
 
-        return write
+        return lambda number: (write(f"{number}"), write(f"{number} warm-up"))
 
     def _points(
-        self, driver: Driver, write: Callable[[int], Path], terminal: Console
+        self, driver: Driver, write: Callable[[int], tuple[Path, Path]], terminal: Console
     ) -> tuple[Point, ...]:
         points: list[Point] = []
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(),
@@ -108,7 +108,8 @@ class Sweep:
                     progress.update(task, completed=number + 0.95 * share)
 
                 try:
-                    point = driver.run(load, write(number), tick)
+                    requests, warm_up = write(number)
+                    point = driver.run(load, requests, tick, warm_up)
                 except KeyboardInterrupt:
                     if not points:
                         raise

@@ -29,7 +29,7 @@ class Gauge:
     data: Path | None
     folder: Path
     _words_per_token: float | None = None
-    _files: dict[tuple[Load, int], Path] = field(default_factory=dict)
+    _files: dict[str, Path] = field(default_factory=dict)
 
     def point(self, target: Target, model: Model, load: Load, attempt: int, tick: Tick) -> Point:
         """``attempt``: the how manieth at this load since the setting was loaded.
@@ -37,20 +37,23 @@ class Gauge:
         Raises InvalidArgumentError for inputs that no rows can be made for.
         """
         driver = Driver(self.tool, target, model, self.plan, self.protocol)
-        return driver.run(load, self._requests(target, model, load, attempt), tick)
+        requests = self._requests(target, model, f"{load} {attempt}")
+        # Of its own: else the prefix cache of a language model knows what is then measured.
+        warm_up = self._requests(target, model, f"{load} {attempt} warm-up")
+        return driver.run(load, requests, tick, warm_up)
 
-    def _requests(self, target: Target, model: Model, load: Load, attempt: int) -> Path:
+    def _requests(self, target: Target, model: Model, salt: str) -> Path:
         if self.data is not None:
             return self.data
-        if (load, attempt) not in self._files:
+        if salt not in self._files:
             if model.language:
-                entries = self.prompts.entries(model, self._ratio(target, model), len(self._files))
+                entries = self.prompts.entries(model, self._ratio(target, model), salt)
             else:
                 entries = inputs.rows(model, self.shapes, self.prompts.seed)
             path = self.folder / f"{len(self._files)}.json"
             path.write_text(json.dumps({"data": entries}), encoding="utf-8")
-            self._files[load, attempt] = path
-        return self._files[load, attempt]
+            self._files[salt] = path
+        return self._files[salt]
 
     def _ratio(self, target: Target, model: Model) -> float:
         if self._words_per_token is None:
