@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from tests.compose.free_ports import free_port
@@ -95,7 +96,9 @@ def containers(tmp_path: Path):
     yield start
     for each in made:
         if each.process.poll() is None:
-            each.process.kill()
+            left = [each.process, *psutil.Process(each.process.pid).children(recursive=True)]
+            for process in left:
+                process.kill()
             each.process.wait()
 
 
