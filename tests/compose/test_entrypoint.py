@@ -1,5 +1,6 @@
 """Process 1 of the server containers, with a program of its own in the server's place."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -98,7 +99,8 @@ def containers(tmp_path: Path):
         if each.process.poll() is None:
             left = [each.process, *psutil.Process(each.process.pid).children(recursive=True)]
             for process in left:
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # the shell ends its own `sleep`
+                    process.kill()
             each.process.wait()
 
 
