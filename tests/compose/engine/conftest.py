@@ -1,6 +1,6 @@
 """One engine, its images and one running profile `cpu` for all tests in this folder.
 
-These tests take root, Debian's packages and some twenty minutes: `make test-compose` runs them, by
+These tests take root, Debian's packages and half an hour on two cores: `make test-compose` runs them, by
 naming the folder, and nothing else does.
 """
 
