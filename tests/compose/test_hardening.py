@@ -162,6 +162,37 @@ def test_every_way_to_the_server_but_health_takes_a_key_and_has_limits() -> None
         assert "limit_conn open" in ways[head]
 
 
+@pytest.mark.parametrize(
+    ("sent", "is_refused"),
+    [
+        ("/v2/systemsharedmemory/region/..%2f..%2fmodels/register", True),
+        ("/v2/repository/..%2Fmodels/index", True),
+        ("/v2/models/pylm#/trace/setting", True),
+        ("/v2/models/%2e%2e/models/pylm", True),
+        ("/v2/logging/../models/pylm", True),
+        ("/v2/models/pylm/.?x", True),
+        ("/v2", False),
+        ("/v2/models/all-MiniLM-L6-v2.1/versions/1/infer", False),
+        ("/v2/models/pylm/generate?x=../y%2f#", False),
+    ],
+)
+def test_a_path_that_the_server_would_read_otherwise_is_refused(
+    sent: str, is_refused: bool
+) -> None:
+    """The locations match what nginx made of a path; the server gets it as it was sent."""
+    (body,) = (body for body in locations().values() if "$triton:8000;" in body and "401" in body)
+    (pattern,) = re.findall(r'if \(\$request_uri ~\* "(.*)"\) \{ return 404; \}', body)
+    assert (re.search(pattern, sent, re.I) is not None) == is_refused
+
+
+def test_nobody_without_a_key_has_a_body_stored() -> None:
+    for head, body in locations().items():
+        if "/v2/health" in head + body:
+            assert "client_max_body_size 1k;" in body
+        elif "$grafana" in body:
+            assert "proxy_request_buffering off;" in body
+
+
 def test_the_key_ends_at_the_proxy() -> None:
     for name, kind in (("http.conf", "proxy"), ("grpc.conf", "grpc")):
         text = (DEPLOY / "proxy" / name).read_text(encoding="utf-8")
