@@ -149,8 +149,12 @@ class Server:
 
     def is_ready(self) -> bool:
         """Whether ``/v2/health/ready`` answers 200."""
+        return self.answers("/v2/health/ready")
+
+    def answers(self, path: str) -> bool:
+        """Whether one of the server's own pages answers 200."""
         with contextlib.suppress(OSError, http.client.HTTPException):
-            return self.get("/v2/health/ready", self.options.http_port)[0] == 200
+            return self.get(path, self.options.http_port)[0] == 200
         return False
 
     def get(self, path: str, port: int) -> tuple[int, str]:
@@ -170,7 +174,8 @@ class Server:
         """End the server; whether every request that it had taken was answered in time."""
         if self.process.poll() is not None:
             return False
-        if not self.was_ready:
+        # A server that was told to go on without a model may serve and never call itself ready.
+        if not self.was_ready and not self.answers("/v2/health/live"):
             say("stopping while models load: nothing was taken yet")
             return True  # `kill` follows; the server itself would first load them all
         say(f"stopping; requests in flight get up to {self.options.drain_s:.0f} s")

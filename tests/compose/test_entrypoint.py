@@ -32,7 +32,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/metrics":
             n = (folder / "in_flight").read_text()
             body = f'jitney_running_requests{{{{model="chat"}}}} {{n}}\\n'.encode()
-        self.send_response(200 if (folder / "ready").exists() else 400)
+        said = (folder / "ready").exists() or (folder / self.path.split("/")[-1]).exists()
+        self.send_response(200 if said else 400)
         self.end_headers()
         self.wfile.write(body)
     def log_message(self, *rest): pass
@@ -149,6 +150,16 @@ def test_a_server_that_is_still_loading_is_ended_at_once(containers) -> None:
     container.process.terminate()
     assert container.ended()[0] == 0
     assert time.monotonic() - began < 5
+
+
+def test_a_server_that_serves_without_being_ready_is_drained(containers) -> None:
+    """One model did not load, and the server was told to go on."""
+    container = containers("--drain-s=1.5", ready=False)
+    container.write(live="", in_flight="2")
+    time.sleep(1.5)
+    container.process.terminate()
+    status, text = container.ended()
+    assert (status, "not every request had ended" in text) == (1, True), text
 
 
 def test_a_lost_model_ends_the_container(containers) -> None:
