@@ -1,7 +1,7 @@
 """One engine, its images and one running profile `cpu` for all tests in this folder.
 
-These tests take root, Debian's packages and half an hour on two cores: `make test-compose` runs them, by
-naming the folder, and nothing else does.
+These tests take root, Debian's packages and half an hour on two cores: `make test-compose` runs
+them, by naming the folder, and nothing else does.
 """
 
 import os
