@@ -9,7 +9,7 @@ server and its models print goes to standard output, which the container engine 
 SIGTERM: the models are told (ours refuse new requests and end the running ones, after their option
 ``drain_s`` with an error), and the server gets the signal once they have nothing in flight. By
 itself it would cut streams, and with a stream or a connection open it would not end. The status is
-0 if nothing was cut off.
+0 if no request of ours was cut off; what other models compute over gRPC is not known here.
 
 A server that ended, that is not ready any more, or that lost a model's process, which it does not
 mend by itself, is ended with status 1: the engine's restart policy then starts a new container.
