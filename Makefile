@@ -52,7 +52,7 @@ test-gpu: env ## the tests that need a GPU
 	@$(VENV)/python -m pytest -m gpu $(ARGS)
 
 # Not part of the tests: it needs root, Debian's packages and a container engine of its own.
-test-compose: env models ## docker-compose.yml, run by a real engine (root, Debian, some twenty minutes)
+test-compose: env models ## docker-compose.yml, run by a real engine (root, Debian, half an hour)
 	@$(VENV)/python -m pytest tests/compose $(ARGS) tests/compose/engine
 
 # Not part of the tests: the pages' commands use the usual ports, 8000 to 8002.

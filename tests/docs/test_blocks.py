@@ -44,7 +44,6 @@ def test_what_no_machine_of_ours_can_run_is_listed_here() -> None:
     assert Counter((b.marks["needs"], str(b.page)) for b in never) == {
         ("gpu", "docs/gpu.md"): 2,
         ("nvidia-image", "docs/deploying.md"): 1,
-        ("nvidia-image", "docs/sweep.md"): 1,
         ("package-index", "README.md"): 1,
     }
 

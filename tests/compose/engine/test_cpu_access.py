@@ -91,6 +91,8 @@ def test_an_embedding_is_the_same_over_http_and_grpc(deployment: Deployment) -> 
         "/v2/models/pylm/trace/setting",
         "/v2/models/pylm/infer/../../../repository/index",
         "/v2/models/..%2f..%2fv2%2frepository%2findex/infer",
+        "/v2/systemsharedmemory/region/..%2f..%2fmodels/register",
+        "/v2/repository/..%2fmodels/index",
         "/metrics",
         "/",
     ],
@@ -132,6 +134,11 @@ def test_a_large_body_is_refused(deployment: Deployment) -> None:
     with client.grpc() as connection, pytest.raises(InferenceServerException) as refused:
         connection.infer("embed", [text], headers=client.headers)
     assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/v2/health/ready"])
+def test_who_has_no_key_has_no_body_stored(deployment: Deployment, path: str) -> None:
+    assert deployment.client("").request("POST", path, b"x" * (64 << 10))[0] == 413
 
 
 def test_a_key_over_its_rate_is_refused_and_others_are_not(deployment: Deployment) -> None:
