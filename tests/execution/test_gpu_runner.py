@@ -251,7 +251,8 @@ def submits() -> list[Submit]:
     ]
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/core/test_overlap.py is its faster sister, without a model
+@pytest.mark.parametrize("seed", [1, 2])
 def test_overlap_under_random_cancels(path: Path, plain, monkeypatch, seed: int) -> None:
     """Steps launched ahead, over few blocks, with cancels, stops and preemptions, in graphs: every
     request gets the tokens that it gets from the CPU's runner, or the beginning of them."""
