@@ -19,34 +19,54 @@ VENV := .venv/bin
 GPU_PYTHON ?= $(VENV)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env models demo serve doctor test test-slow test-compose test-docs test-browser check docs bench bench-gpu test-gpu clean clean-venv
+.PHONY: help env env-demo lock models demo serve doctor test test-core test-all test-avx2 test-compose test-docs test-browser check docs bench bench-gpu test-gpu clean clean-venv
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Options: PYTHON=python3.12, TORCH_INDEX=URL, ARGS='…' (handed on), REPOSITORY=folder"
 
 env: ## make or complete .venv (every target below does it first)
 	@$(PYTHON) scripts/environment.py --torch-index "$(TORCH_INDEX)"
 
-models: env ## build the models that git does not hold (once; about a minute)
+env-demo:
+	@$(PYTHON) scripts/environment.py --part demo --torch-index "$(TORCH_INDEX)"
+
+lock: env ## write locks/ anew, after a change of constraints.txt
+	@$(VENV)/python scripts/lock.py
+
+models: env-demo ## build the models that git does not hold (once; about a minute)
 	@$(VENV)/python scripts/build_models.py
 
 # Without the libraries for an export, the demo shows the language model alone.
-demo: env ## start the real server and watch a dozen requests share one batch
+demo: env-demo ## start the real server and watch a dozen requests share one batch
 	@$(VENV)/python scripts/build_models.py --go-on
 	@$(VENV)/python scripts/demo.py $(ARGS)
 
-serve: env $(if $(filter model_repository,$(REPOSITORY)),models) ## serve REPOSITORY until Ctrl-C
+serve: env-demo $(if $(filter model_repository,$(REPOSITORY)),models) ## serve REPOSITORY until Ctrl-C
 	@$(VENV)/jitney serve $(REPOSITORY) $(ARGS)
 
-doctor: env ## say what is wrong with this installation and how to mend it
+doctor: env-demo ## say what is wrong with this installation and how to repair it
 	@$(VENV)/jitney doctor $(ARGS)
 
-test: env ## the tests, without those that take minutes
-	@$(VENV)/python -m pytest -m "not slow and not gpu and not browser" $(ARGS)
+# Two workers, however many cores: a test may start a server or an engine of several processes.
+WORKERS ?= 2
+PYTEST := $(VENV)/python -m pytest
+SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+ELSEWHERE := not gpu and not browser
 
-test-slow: env ## the tests that take minutes
-	@$(VENV)/python -m pytest -m "slow and not gpu and not browser" $(ARGS)
+test: env ## the tests (ten minutes on two cores)
+	@$(PYTEST) $(SHARED) -m "not slow and $(ELSEWHERE)" $(ARGS)
+
+# Neither a server nor a kernel: what the first ring's rooms promise, in plain torch.
+CORE := core engine execution frontend messages offline sampling text
+test-core: env ## the tests of the engine itself, without a server (two minutes)
+	@$(PYTEST) $(SHARED) -m "not slow and $(ELSEWHERE)" $(ARGS) $(wildcard $(CORE:%=tests/%))
+
+test-all: env ## every test that needs no GPU, browser or container engine (half an hour)
+	@$(PYTEST) $(SHARED) -m "$(ELSEWHERE)" $(ARGS)
+
+test-avx2: env ## what depends on the processor, as if this one had AVX2 and nothing above
+	@$(VENV)/python -m tests.avx2 $(ARGS)
 
 test-gpu: env ## the tests that need a GPU
 	@$(VENV)/python -m pytest -m gpu $(ARGS)
@@ -59,7 +79,7 @@ test-compose: env models ## docker-compose.yml, run by a real engine (root, Debi
 test-docs: env models ## every command of README.md and docs/, run as it stands (some twenty minutes)
 	@$(VENV)/python -m pytest tests/docs $(ARGS) tests/docs/run
 
-# Not part of the tests: it needs a browser. Screenshots: ARGS=--screenshots=FOLDER
+# Not part of the tests: it needs a browser.
 test-browser: env ## the sweep's report and the documentation's site, opened in Chromium
 	@$(VENV)/python -m tests.browser.install
 	@$(VENV)/python -m pytest tests/browser -m browser $(ARGS)

@@ -13,9 +13,16 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from jitney.execution.attention import build_metadata, cache_shape, select
-from jitney.execution.attention.metadata import AttentionMetadata
-from jitney.request import Row
+from jitney.config import make_config
+from jitney.execution.accelerator import select
+from jitney.execution.attention import (
+    AttentionMetadata,
+    AttentionShape,
+    build_metadata,
+    cache_shape,
+)
+from jitney.kernels.cpu.accelerator import CpuAccelerator
+from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -130,10 +137,10 @@ def bench(
         for _ in range(LAYERS)
     ]
     q, k, v = (torch.randn(tokens, n, head_size).to(dtype) for n in (heads, kv_heads, kv_heads))
-    device = torch.device("cpu")
+    attention_shape = AttentionShape(torch.device("cpu"), dtype, head_size, heads, kv_heads)
+    accelerator = CpuAccelerator(make_config({"model": "none"}))
     contenders: dict[str, Callable[..., Tensor]] = {
-        name: select(name, device, dtype, head_size, heads, kv_heads)
-        for name in ("cpu", "reference")
+        name: select(name, attention_shape, accelerator) for name in ("cpu", "reference")
     }
     contenders["sdpa"] = gathered_sdpa
 

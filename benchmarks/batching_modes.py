@@ -1,9 +1,9 @@
-"""The ways to batch, under the same arrivals: tables, and the pictures of docs/batching.md.
+"""The ways to batch, under the same arrivals: tables, and the plots of docs/batching.md.
 
     python -m benchmarks.batching_modes                       # about ten minutes on two cores
     python -m benchmarks.batching_modes --quick               # a look, in a minute or two
     python -m benchmarks.batching_modes --parts minilm        # of digits, minilm, language
-    python -m benchmarks.batching_modes --again               # print and draw the last results
+    python -m benchmarks.batching_modes --again               # print and plot the last results
 
 Models of one call: no batching, static, dynamic (batch size by window) and a naive server. The
 language model m100: static, dynamic and in-flight. Latency counts from the scheduled arrival. The
@@ -31,7 +31,7 @@ PARTS = (*SUBJECTS, LANGUAGE)
 
 
 def main() -> None:
-    """Measure or read, print, draw."""
+    """Measure or read, print, plot."""
     arguments = _parse()
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
     plan = QUICK if arguments.quick else FULL
@@ -47,11 +47,11 @@ def main() -> None:
         measured.append(read_results(json.loads(file.read_text(encoding="utf-8"))))
         print(f"\n### {name}\n\n{tables(measured[-1])}", flush=True)
     if arguments.pictures:
-        from benchmarks.batching.drawing import draw
+        from benchmarks.batching.plots import plot
 
         for results in measured:
-            for path in draw(results, arguments.pictures):
-                print(f"drew {path}", file=sys.stderr)
+            for path in plot(results, arguments.pictures):
+                print(f"plotted {path}", file=sys.stderr)
 
 
 def _parse() -> argparse.Namespace:
@@ -64,7 +64,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, help="of each model; default: all cores")
     parser.add_argument(
-        "--pictures", type=Path, metavar="FOLDER", help="draw into it; the documents' own: "
+        "--pictures", type=Path, metavar="FOLDER", help="plot into it; the documents' own: "
         "docs/pictures",
     )  # fmt: skip
     parser.add_argument(

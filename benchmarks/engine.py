@@ -4,10 +4,10 @@
     python -m benchmarks.engine --openvino-python PATH          # an environment with OpenVINO GenAI
     python -m benchmarks.engine --engines jitney --breakdown    # where the time goes
 
-Every run is a process of its own; the engines take turns, and the table shows medians. OpenVINO
-GenAI needs the model converted: an environment of its own with ``openvino-genai``,
-``optimum-intel`` and torch's CPU build, without ``torchvision``, does both, and the one under test
-stays as it is. Ratios of one run mean something; absolute figures drift between machines.
+Every run is a separate process; the engines take turns, and the table shows medians. OpenVINO GenAI
+needs a converted model: a separate environment with ``openvino-genai``, ``optimum-intel`` and
+torch's CPU build, without ``torchvision``, converts and runs it. Compare ratios within one run;
+absolute figures differ between machines.
 """
 
 import argparse

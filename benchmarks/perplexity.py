@@ -3,10 +3,10 @@
     python -m benchmarks.perplexity                                   # the demo model
     python -m benchmarks.perplexity --model FOLDER --text FILE --quantization none fp8
 
-Each model is served by the engine as a request would be (``prompt_logprobs``), so the figures are
-of the very layers that serve. Text is cut into windows as long as the context allows; every token
-but the first of a window is scored once. Without ``--text`` it is what the demo model was not
-trained on: a share of the files of this Python's standard library (docs/demo-model.md).
+The engine scores the text by requests with ``prompt_logprobs``, so the figures are those of the
+layers that serve. The text is cut into windows as long as the context allows; every token but the
+first of a window is scored once. The default text is the demo model's held-out one: some files of
+this Python's standard library (docs/demo-model.md).
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jitney.llm import LLM
+from jitney.offline.llm import LLM
 from jitney.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

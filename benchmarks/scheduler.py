@@ -15,7 +15,7 @@ import time
 
 from jitney.config import make_config
 from jitney.core.scheduler import Scheduler
-from jitney.request import Batch, RowOutput, StepOutput, Submit
+from jitney.messages import Batch, RowOutput, StepOutput, Submit
 from jitney.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 64
@@ -28,7 +28,7 @@ def answer(batch: Batch) -> StepOutput:
 
 
 def make_scheduler(running: int, waiting: int, steps: int) -> Scheduler:
-    """A scheduler with all seats taken and every prompt computed."""
+    """A scheduler with `running` sequences admitted and every prompt computed."""
     blocks = running * ((PROMPT_TOKENS + BLOCK_SIZE + steps) // BLOCK_SIZE + 2)
     options = {
         "model": "none",
@@ -55,8 +55,8 @@ def make_scheduler(running: int, waiting: int, steps: int) -> Scheduler:
 
 
 def measure(running: int, waiting: int, steps: int, ahead: bool) -> tuple[float, float]:
-    """Median seconds of ``schedule`` and of ``update``. With ``ahead`` the first includes the
-    question whether it may be, and the second is that of the step before."""
+    """Median seconds of ``schedule`` and of ``update``. With ``ahead`` the first includes
+    ``can_plan_ahead``, and the second is that of the previous step."""
     scheduler = make_scheduler(running, waiting, steps)
     times: list[tuple[float, float]] = []
     in_flight = [scheduler.schedule(0.0)] if ahead else []

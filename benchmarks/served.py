@@ -2,11 +2,10 @@
 
     python -m benchmarks.served
 
-Server, client and engine share the machine's cores, as they would in a small deployment. In-process
-and served runs take turns, each with a process of its own; the table shows medians. Latencies are
-the client's: to the first response of a request, and between two responses of one request. Tokens
-made while a response is under way leave together in the next one: so there are fewer responses than
-tokens.
+Server, client and engine share the machine's cores, as in a small deployment. In-process and served
+runs take turns, each in a separate process; the table shows medians. Latencies are measured by the
+client: to the first response of a request, and between two responses of one request. Tokens made
+while a response is being sent share the next one, so there are fewer responses than tokens.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc.aio as grpc
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 
 from benchmarks.engine import ROOT, Command
 from benchmarks.workloads import (
@@ -60,13 +59,14 @@ def main() -> None:
     save_tokenizer(model)
     threads = arguments.threads or len(os.sched_getaffinity(0))
     workload = w1() if arguments.requests is None else w1().head(arguments.requests)
-    options = ["--requests", str(arguments.requests)] if arguments.requests else []
+    options = ["--dtype", arguments.dtype]
+    options += ["--requests", str(arguments.requests)] if arguments.requests else []
     command = Command("jitney", sys.executable, model, ["W1"], arguments.repeats, options)
     alone: list[float] = []
     served: list[Served] = []
     for _ in range(arguments.repeats):
         alone.append(command.run(threads)["workloads"]["W1"]["figure"])
-        served.append(_serve(model, workload, threads, arguments.streams))
+        served.append(_serve(model, workload, threads, arguments.streams, arguments.dtype))
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     _print_table(alone, served)
@@ -80,6 +80,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=32, help="requests under way at once")
     parser.add_argument("--requests", type=int, help="only the first so many of W1, for a look")
     parser.add_argument("--threads", type=int, help="of the engine; default: all cores")
+    parser.add_argument("--dtype", default="auto", help="of the engine")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
     return parser.parse_args()
 
@@ -113,14 +114,14 @@ def save_tokenizer(model: Path) -> None:
 # --------------------------------------------------------------------------- one served run
 
 
-def _serve(model: Path, workload: Workload, threads: int, streams: int) -> Served:
+def _serve(model: Path, workload: Workload, threads: int, streams: int, dtype: str) -> Served:
     """Start a server with the model, warm it up, run the workload through it, stop it."""
     with tempfile.TemporaryDirectory(prefix="jitney-served-") as folder:
         version = Path(folder) / MODEL / "1"
         version.mkdir(parents=True)
         options = {
             "model": str(model.resolve()),
-            "dtype": "bfloat16",
+            "dtype": dtype,
             "threads": threads,
             "max_num_seqs": MAX_NUM_SEQS,
             "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,

@@ -1,7 +1,7 @@
 """The command ``python -m export``: options in, progress and a table out.
 
-Owns what is printed. Every error that the export raises on purpose is one readable line and exit
-status 1; a traceback means a bug of ours.
+Owns what is printed. Every error that the export raises on purpose is one line and exit status 1; a
+traceback means a bug of ours.
 """
 
 import importlib.util
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from jitney.engine.quiet import quiet_imports
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -81,7 +82,7 @@ def export(
     from export.resolve import resolve
 
     options = {"onnx": onnx, "tensorrt": tensorrt, "int8": int8, "fp16": fp16, "bf16": bf16}
-    # Before the recipe is made, which may train or load a model: what can be refused without it.
+    # Making the recipe may train or load a model: refuse before it what can be refused.
     require(plan("NAME", **options), out_folder)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err) as progress:
@@ -121,6 +122,7 @@ def require_libraries() -> None:
 
 def main() -> None:
     """Entry point of ``python -m export``."""
+    quiet_imports()
     try:
         app(prog_name="python -m export")
     except ExportError as error:

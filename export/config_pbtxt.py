@@ -1,8 +1,8 @@
 """The server's configuration of an exported model.
 
 Inputs and outputs are read from the exported graph, not from the recipe, so that the configuration
-cannot promise what the model does not have. One text serves a machine with a GPU and one without:
-``KIND_AUTO`` takes what is there, and the accelerator block concerns GPUs alone.
+fits the model. The same text works with and without a GPU: ``KIND_AUTO`` uses a GPU if there is
+one, and the accelerator block applies only to GPUs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ def _ports(kind: str, ports: Sequence[Port]) -> Iterator[str]:
                 f"{kind} {port.name!r} has shape {list(port.shape)} in the exported graph, but its "
                 "first dimension must be the batch"
             )
-        # The server does not know scalars: a row of rank 0 is a row of one value.
+        # The server has no scalars: a row of rank 0 becomes a row of one value.
         row = [-1 if size is None else size for size in port.shape[1:]]
         yield "  {"
         yield f'    name: "{port.name}"'
@@ -121,9 +121,10 @@ def _accelerator(recipe: Recipe, target: Target) -> Iterator[str]:
 
 
 def _warmup(recipe: Recipe) -> Iterator[str]:
-    """A batch of one and a full one before the model is ready: no request pays for first times.
+    """A batch of one and a full batch run before the model is ready, so that no request is slow
+    because it is the first.
 
-    Whole numbers are zeros, because random ones may be no valid index.
+    Whole numbers are zeros, because random ones may not be valid indices.
     """
     optimum = {each.name: each.optimum for each in recipe.dimensions.values()}
     yield "model_warmup ["

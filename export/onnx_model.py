@@ -96,7 +96,7 @@ def export_onnx(
     check_onnx(recipe, path)
 
 
-class _Named(torch.nn.Module):
+class _NamedInputs(torch.nn.Module):
     """A module whose ``forward`` takes any keyword, under a signature that names the inputs.
 
     The tracer matches dynamic dimensions with the names in the signature.
@@ -118,7 +118,7 @@ class _Named(torch.nn.Module):
 def _with_names(module: torch.nn.Module, names: Iterable[str]) -> torch.nn.Module:
     parameters = inspect.signature(module.forward).parameters.values()
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    return _Named(module, names) if takes_any else module
+    return _NamedInputs(module, names) if takes_any else module
 
 
 def check_onnx(recipe: Recipe, path: Path) -> None:
@@ -131,15 +131,15 @@ def check_onnx(recipe: Recipe, path: Path) -> None:
             "An output named like a module inside the model is one cause: rename the output"
         ) from error
     inputs, outputs = ports(path)
-    for kind, found, wanted in (
+    for kind, found, expected in (
         ("inputs", inputs, list(recipe.inputs)),
         ("outputs", outputs, list(recipe.outputs)),
     ):
         names = [port.name for port in found]
-        if sorted(names) != sorted(wanted):
+        if sorted(names) != sorted(expected):
             raise CheckError(
                 f"the exported graph of {recipe.name!r} has the {kind} {', '.join(names)}, but "
-                f"must have {', '.join(wanted)}"
+                f"must have {', '.join(expected)}"
             )
 
 
@@ -162,7 +162,7 @@ def _port(info: onnx.ValueInfoProto) -> Port:
 
 
 def _root_cause(error: BaseException) -> str:
-    """What went wrong at the bottom: the exporter wraps it in pages of advice."""
+    """The first error of the chain: the exporter wraps it in pages of advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {_first_lines(str(error))}"
@@ -175,7 +175,7 @@ def _first_lines(text: str, lines: int = 4) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter prints and warns about its own inside; its errors are exceptions anyway."""
+    """Suppress what the exporter prints and warns about itself; its errors are exceptions."""
     loggers: list[Any] = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

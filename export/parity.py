@@ -16,7 +16,7 @@ import torch
 from export.errors import CheckError, ExportError, RecipeError
 from export.recipe import Arrays, Recipe, Sizes
 
-# Another batch size takes other kernels, so that the same row is rounded otherwise.
+# Other batch sizes use other kernels, which round the same row differently.
 ROW_TOLERANCE = 1e-4
 Run = Callable[[Arrays], dict[str, np.ndarray]]  # inputs by name -> outputs by name
 
@@ -45,7 +45,7 @@ def flatten(result: Any) -> list[torch.Tensor]:
 
 
 def torch_run(recipe: Recipe, module: torch.nn.Module | None = None) -> Run:
-    """The module itself, which is the measure of everything exported from it."""
+    """The module itself: the reference for everything exported from it."""
     judged = recipe.module if module is None else module
 
     def run(inputs: Arrays) -> dict[str, np.ndarray]:
@@ -86,10 +86,10 @@ def onnx_run(path: Path, *, threads: int = 0) -> Run:
 def check_parity(
     recipe: Recipe, run: Run, *, runtime: str, tolerance: float | None
 ) -> Iterator[list[Difference]]:
-    """Compare at one combination of sizes after the other; yields the differences of each.
+    """Compare at each combination of sizes; yields the differences of each.
 
-    Without a tolerance, shapes and types alone must agree. Raises CheckError where they do not, or
-    at a value beyond the tolerance.
+    Without a tolerance only shapes and types must agree. Raises CheckError if they do not, or if a
+    value exceeds the tolerance.
     """
     reference = torch_run(recipe)
     for sizes in recipe.check_sizes():
@@ -163,7 +163,7 @@ def compare(
         difference = np.abs(found - wide) / np.maximum(1.0, np.abs(wide))
     same = (wide == found) | (np.isnan(wide) & np.isnan(found))
     difference = np.where(same, 0.0, difference)
-    # Infinity or NaN on one side alone is no number to compare, and as wrong as can be.
+    # Infinity or NaN on one side only: the difference is infinite.
     difference = np.where(np.isnan(difference), np.inf, difference)
     if tolerance is None:
         allowed = np.inf

@@ -1,7 +1,7 @@
-"""The way of one export: trace, check, compare, reduce, build; then, and only then, write.
+"""The steps of one export: trace, check, compare, reduce, build, and write last.
 
-Every target that was asked for is made and checked in a temporary folder before the first one is
-published, so that a failed check writes nothing and leaves earlier versions as they are.
+Every target is made and checked in a temporary folder before the first one is written to the
+repository, so that a failed check writes nothing and leaves earlier versions as they are.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ from export.errors import RecipeError
 from export.onnx_model import export_onnx, ports
 from export.parity import Run, check_parity, check_rows, onnx_run, torch_run
 from export.precision import DTYPES, Figure, InPrecision, check_quality, quality_of, to_int8
-from export.publish import publish, require_place, require_writable
+from export.publish import publish, require_replaceable, require_writable
 from export.recipe import Recipe
 from export.tensorrt_engine import build_engine, load_tensorrt, profiles_of
 from export.tensorrt_run import engine_run, require_gpu
@@ -28,9 +28,9 @@ from export.tensorrt_run import engine_run, require_gpu
 
 @dataclass(frozen=True)
 class Made:
-    """One target, checked but not yet published; ``folder`` becomes its version folder.
+    """One target, checked but not yet written; ``folder`` becomes its version folder.
 
-    ``difference`` is the largest one met in the comparison with the torch module.
+    ``difference`` is the largest difference from the torch module.
     """
 
     target: Target
@@ -58,7 +58,7 @@ def plan(
     if fp16 and not tensorrt:
         targets.append(Target(f"{name}_fp16", "onnx", "fp16"))
     if tensorrt:
-        # Alone, an engine takes the ONNX model's place; beside it, it needs a name of its own.
+        # Without an ONNX model beside it, the engine has the model's name.
         folder = f"{name}_tensorrt" if onnx else name
         precision: Precision = "fp16" if fp16 else "bf16" if bf16 else "fp32"
         suffix = "" if precision == "fp32" else f"_{precision}"
@@ -67,7 +67,7 @@ def plan(
 
 
 def require(targets: Sequence[Target], repository: Path) -> Any:
-    """What the targets need, so that it is said before minutes are spent.
+    """Check what the targets need, before minutes are spent.
 
     Returns the TensorRT module if a target needs it. Raises ExportError.
     """
@@ -94,7 +94,7 @@ def export(
     """
     trt = require(targets, repository)
     for target in targets:
-        require_place(repository / target.folder, overwrite=overwrite)
+        require_replaceable(repository / target.folder, overwrite=overwrite)
     with tempfile.TemporaryDirectory(prefix="export-") as work:
         made = [
             _make(recipe, target, Path(work) / target.folder, progress, trt, timing_cache)

@@ -1,9 +1,10 @@
-"""Lower precisions, and the figure that says what each costs on real inputs.
+"""Lower precisions, and the measure of each one's quality on real inputs.
 
 int8 is ONNX Runtime's dynamic quantization: weights per channel, activations at run time, so that
-no calibration is needed. fp16 and bf16 are the torch module itself in that type, traced anew: what
-the module keeps in fp32 stays so, which is what a strongly typed engine needs. Inputs and outputs
-keep their types in every precision, so that clients need not know.
+no calibration is needed. We compute the scales of the weights, so that the model is the same on
+every processor. fp16 and bf16 are the torch module in that type, traced again: tensors that the
+module keeps in fp32 stay fp32, which a strongly typed engine needs. Inputs and outputs keep their
+types in every precision, so that clients need no change.
 """
 
 import copy
@@ -15,16 +16,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
+from onnx import numpy_helper
 
 from export.errors import CheckError, ExportError, RecipeError
 from export.onnx_model import LARGEST_INLINE_BYTES
 from export.parity import Run, torch_run
 from export.recipe import Arrays, Quality, Recipe
-from export.smoothing import smooth
+from export.smoothing import save, smooth
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # A model without real inputs of its own is judged by its example's cosine.
 LEAST_COSINE = {"int8": 0.98, "fp16": 0.999, "bf16": 0.99}
+SMALLEST_SCALE = 1e-12  # of a column of zeros
 # Convolutions stay as they are: quantized at run time they are slower on a CPU than in fp32.
 QUANTIZED_OPERATORS = ["MatMul", "Gemm"]
 
@@ -73,26 +76,28 @@ def to_int8(
 ) -> None:
     """Quantize the products with constant factors in an ONNX file. Changes ``source`` as well."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.onnx_model import ONNXModel
 
-    # The quantizer turns a Gemm into a MatMul of the transposed weight and infers shapes anew; the
-    # exporter's note of the old shape would then contradict.
-    model = onnx.load(str(source), load_external_data=False)
+    model = onnx.load(str(source))
     _require_products(model.graph)
+    # Every product becomes a MatMul, some of them of a transposed weight, whose shape the
+    # exporter's notes would contradict.
+    ONNXModel(model).replace_gemm_with_matmul()
     del model.graph.value_info[:]
-    onnx.save(model, str(source))
+    save(model, source, largest_inline)
     smooth(source, example, largest_inline=largest_inline)
-    size = sum(each.stat().st_size for each in source.parent.iterdir())
+    quantized = source.with_name("quantized.onnx")
     root = logging.getLogger()
     level = root.level
-    root.setLevel(logging.ERROR)  # it advises a preparation that the exporter has done already
+    root.setLevel(logging.ERROR)  # it advises a preparation that the exporter already did
     try:
         quantize_dynamic(
             source,
-            destination,
+            quantized,
             op_types_to_quantize=QUANTIZED_OPERATORS,
             per_channel=True,
             weight_type=QuantType.QInt8,
-            use_external_data_format=size > largest_inline,
+            use_external_data_format=True,
             extra_options={"MatMulConstBOnly": True},
         )
     except Exception as error:  # the quantizer raises whatever its graph walk meets
@@ -101,10 +106,38 @@ def to_int8(
         ) from error
     finally:
         root.setLevel(level)
+    model = onnx.load(str(quantized))
+    _fit_pairs(model.graph, onnx.load(str(source)).graph)
+    save(model, destination, largest_inline)
+
+
+def _fit_pairs(quantized: onnx.GraphProto, source: onnx.GraphProto) -> None:
+    """Round the weights of ``source`` again, so that no sum of two products overflows 16 bits.
+
+    A processor with AVX2 and without VNNI multiplies uint8 activations with int8 weights, adds the
+    two products of neighbouring rows and clips the sum to 16 bits. Two weights whose absolute
+    values sum up to at most 128 stay within: 255 * 128 < 2**15.
+    """
+    originals = {each.name: each for each in source.initializer}
+    written = {each.name: each for each in quantized.initializer}
+    for node in quantized.node:
+        if node.op_type != "MatMulInteger":
+            continue
+        name = node.input[1].removesuffix("_quantized")
+        weight = numpy_helper.to_array(originals[name])  # [..., inputs, outputs]
+        odd = [(0, 0)] * (weight.ndim - 2) + [(0, weight.shape[-2] % 2), (0, 0)]
+        sizes = np.pad(np.abs(weight), odd)
+        pairs = sizes[..., ::2, :] + sizes[..., 1::2, :]
+        largest = pairs.max(axis=tuple(range(weight.ndim - 1)))
+        # 127 and not 128: each of the two may be rounded up by a half.
+        scale = np.maximum(largest / 127, SMALLEST_SCALE).astype(np.float32)
+        rounded = np.rint(weight / scale).astype(np.int8)
+        for array, tensor in ((rounded, f"{name}_quantized"), (scale, f"{name}_scale")):
+            written[tensor].CopyFrom(numpy_helper.from_array(array, tensor))
 
 
 def _require_products(graph: onnx.GraphProto) -> None:
-    """Raises CheckError where int8 would be int8 by name alone, or no valid graph."""
+    """Raises CheckError if there is nothing to quantize, or the graph would not be valid."""
     kinds = {each.name: each.data_type for each in graph.initializer}
     found = {
         onnx.helper.tensor_dtype_to_np_dtype(kinds[node.input[1]]).name

@@ -1,4 +1,4 @@
-"""A finished model folder takes its place in the repository at once, or not at all.
+"""Writes a finished model folder into the repository, completely or not at all.
 
 Everything is written to a hidden folder beside the destination, on the same file system, and then
 renamed. An earlier version under that name is moved aside first, and back if the rename fails. A
@@ -6,25 +6,23 @@ folder that no export has written is not replaced.
 """
 
 import contextlib
-import errno
+import fcntl
+import os
 import shutil
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from export.errors import ExportError, RecipeError
 
 VERSION = "1"
-# How every configuration of ours begins; a hand-written one does not.
+# The beginning of every configuration that an export writes; a hand-written one has another.
 MARK = "# Written by python -m export"
-# That `make models` has made this folder: no longer true of what an export replaces.
+# Says that `make models` has made this folder. An export removes it from a folder it replaces.
 STAMP = ".built"
-# Two exports into one folder may meet between two renames; the next try finds order again.
-_ATTEMPTS = 20
-_RACED = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
 
 
-def require_place(destination: Path, *, overwrite: bool) -> None:
+def require_replaceable(destination: Path, *, overwrite: bool) -> None:
     """Raises RecipeError where ``publish`` would replace a model that no export has written."""
     config = destination / "config.pbtxt"
     if config.is_file():
@@ -53,65 +51,55 @@ def require_writable(repository: Path) -> None:
 def publish(work: Path, config: str, destination: Path) -> None:
     """Make ``destination``/{config.pbtxt, 1/…} of a configuration and the files in ``work``.
 
-    What else an earlier folder of that name holds (other versions, labels) is kept.
+    Other files in an earlier folder of that name (other versions, labels) are kept. Two exports
+    into one repository wait for each other.
     """
     repository = destination.parent
     try:
         repository.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=repository) as staging:
-            fresh = Path(staging) / "fresh"
+        with (
+            _locked(repository),
+            tempfile.TemporaryDirectory(prefix=".export-", dir=repository) as staging,
+        ):
+            fresh, earlier = Path(staging) / "fresh", Path(staging) / "earlier"
             shutil.copytree(work, fresh / VERSION)
             (fresh / "config.pbtxt").write_text(config, encoding="utf-8")
-            for attempt in range(_ATTEMPTS):
-                earlier = Path(staging) / f"earlier-{attempt}"
-                try:
-                    _swap(fresh, destination, earlier)
-                    break
-                except OSError as error:
-                    if attempt + 1 == _ATTEMPTS or not _raced(error):
-                        raise
-                    time.sleep(0.01)
+            if destination.exists():
+                _keep(destination, fresh)
+            try:
+                if destination.exists():
+                    destination.rename(earlier)
+                fresh.rename(destination)
+            except BaseException:  # Ctrl-C too must not lose the earlier version
+                if earlier.exists():
+                    earlier.rename(destination)
+                raise
     except OSError as error:
         raise ExportError(f"{destination} cannot be written: {error}") from error
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """A file that is there with all its content or as it was before."""
+    """Write a file so that a reader sees all of it or the file as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
     Path(file.name).replace(path)
 
 
-def _raced(error: OSError) -> bool:
-    """Whether another export may have moved the folder meanwhile; ``copytree`` has no number."""
-    return isinstance(error, shutil.Error) or error.errno in _RACED
-
-
-def _swap(fresh: Path, destination: Path, earlier: Path) -> None:
-    replaced = destination.exists()
-    if replaced:
-        _keep(destination, fresh)  # which may be much, so that it is done beside
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """No other export writes into ``folder`` until the block ends."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        if replaced:
-            destination.rename(earlier)
-            # Another export's version may have come between, and is now this one's to keep.
-            _keep(earlier, fresh)
-        fresh.rename(destination)
-    except BaseException:  # Ctrl-C too must not cost the earlier version
-        if earlier.exists():
-            with contextlib.suppress(OSError):  # another export's version stands there by now
-                earlier.rename(destination)
-        raise
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _keep(folder: Path, fresh: Path) -> None:
-    """Copy into ``fresh`` what it lacks and an export does not write. Each entry whole or not."""
+    """Copy into ``fresh`` the entries of ``folder`` that an export does not write."""
     for each in folder.iterdir():
-        kept = fresh / each.name
-        if each.name in (VERSION, "config.pbtxt", STAMP) or kept.exists():
-            continue
-        with tempfile.TemporaryDirectory(dir=fresh.parent) as partial:
+        if each.name not in (VERSION, "config.pbtxt", STAMP):
             copy = shutil.copytree if each.is_dir() else shutil.copy2
-            copy(each, Path(partial) / each.name)
-            (Path(partial) / each.name).rename(kept)
+            copy(each, fresh / each.name)

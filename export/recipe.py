@@ -20,7 +20,7 @@ from export.errors import RecipeError
 Arrays = Mapping[str, np.ndarray]
 Sizes = Mapping[str, int]  # by the name of a dynamic dimension
 
-# numpy's name of an element type -> the server's, for everything that crosses its boundary.
+# numpy's name of an element type -> the server's, for all types of inputs and outputs.
 SERVER_TYPES = {
     "bool": "TYPE_BOOL",
     "uint8": "TYPE_UINT8",
@@ -103,7 +103,7 @@ class Recipe:
     - ``inputs_at``: inputs at given sizes. By default the example, cut or repeated.
     - ``quality``: made when a reduced precision is asked for. By default the cosine of the first
       output on the example.
-    - ``max_queue_delay_us``: how long the server may wait for companions, in microseconds.
+    - ``max_queue_delay_us``: how long the server may wait for other requests, in microseconds.
     - ``note``: a line for the terminal, such as the accuracy of what was just trained.
     """
 

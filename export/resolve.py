@@ -21,10 +21,10 @@ from export.errors import RecipeError
 from export.parity import flatten
 from export.recipe import Dimension, Recipe, check_model_name
 
-# What a dynamic dimension given by its name alone gets; other bounds need a Dimension.
+# The bounds of a dynamic dimension given only by name; other bounds need a Dimension.
 BATCH_OPTIMUM, BATCH_MAXIMUM = 4, 8
 HALF, DOUBLE = 0.5, 2
-# A number of type float16 has three digits, and every runtime loses others of them.
+# A float16 number has three digits, and every runtime rounds differently.
 HALF_TOLERANCE = 1e-2
 
 

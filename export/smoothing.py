@@ -55,14 +55,17 @@ def smooth(path: Path, example: Arrays, *, largest_inline: int) -> int:
         nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    size = sum(each.ByteSize() for each in model.graph.initializer)
-    onnx.save(
-        model,
-        str(path),
-        save_as_external_data=size > largest_inline,
-        location=f"{path.name}.smoothed.data",
-    )
+    save(model, path, largest_inline)
     return len(groups)
+
+
+def save(model: onnx.ModelProto, path: Path, largest_inline: int) -> None:
+    """Write a model whose weights are in memory, in place of what is there."""
+    beside = path.with_name(f"{path.name}.data")
+    beside.unlink(missing_ok=True)  # or the weights would be appended to it
+    size = sum(each.ByteSize() for each in model.graph.initializer)
+    external = size > largest_inline
+    onnx.save(model, str(path), save_as_external_data=external, location=beside.name)
 
 
 def _products(

@@ -1,4 +1,4 @@
-"""`make models`: what the model repository needs and git does not hold.
+"""`make models`: builds the files of the model repository that are not in git.
 
     python scripts/build_models.py [--out FOLDER] [--go-on]
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         print(
             f"The models beside the language model are not built: {', '.join(missing)} missing; "
-            f"mend it with: pip install 'triton-jitney[export]'",
+            f"repair it with: pip install 'triton-jitney[export]'",
             file=sys.stderr,
         )
         return 0 if options.go_on else MISSING_STATUS
@@ -76,7 +76,7 @@ def missing_distributions() -> list[str]:
 def build(repository: Path) -> None:
     """Bring everything in ``repository`` up to date. Raises BuildError."""
     repository.mkdir(parents=True, exist_ok=True)
-    with locked(repository):
+    with locked():
         stamp = make_stamp()
         for name in EXPORTED:
             if is_current(repository / name, stamp):
@@ -87,9 +87,10 @@ def build(repository: Path) -> None:
 
 
 @contextmanager
-def locked(repository: Path) -> Iterator[None]:
-    """No other build in this folder until the block ends. The system ends the lock with us."""
-    handle = os.open(repository, os.O_RDONLY)
+def locked() -> Iterator[None]:
+    """No other build of this checkout until the block ends. The lock ends with this process. It is
+    not on the repository, which each export locks."""
+    handle = os.open(ROOT, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +126,7 @@ def export(name: str, repository: Path, stamp: str) -> None:
     begin = time.monotonic()
     (repository / name / STAMP).unlink(missing_ok=True)  # not current until this one is done
     command = [sys.executable, "-m", "export", name, "--out", os.path.relpath(repository, ROOT)]
-    # Batches are tiny: a second thread brings nothing, and on a busy machine it costs much waiting.
+    # Batches are tiny: a second thread gains nothing, and makes the export wait on a busy machine.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     if status != 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class DebianPackageError(Exception):
-    """The package could not be had; the text says why."""
+    """The package could not be fetched; the text says why."""
 
 
 def extract(package: str, pattern: str, target: Path) -> list[Path]:

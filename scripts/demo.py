@@ -2,7 +2,7 @@
 
 Starts the embedded Triton server over model_repository/, streams one completion to the terminal,
 then sends twelve prompts of different lengths over gRPC and HTTP, a tenth of a second apart, shows
-how they board and leave the batch, and prints the figures. Then, if `make models` has built them,
+how they join and leave the batch, and prints the figures. Then, if `make models` has built them,
 the other models: the nearest sentence, a drawn digit, dynamic batching. Last, it stops the server.
 The exit status is not 0 if anything failed: a request, the batching itself, or the stop.
 """
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import demo_models
-from demo_passengers import MODEL, Passenger, make_passengers, ride, ride_grpc
-from demo_picture import most_aboard, picture
+from demo_picture import most_running, picture
+from demo_requests import MODEL, DemoRequest, make_requests, send, send_grpc
 from jitney.errors import JitneyError
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 from rich.console import Console
 from rich.live import Live
 from rich.rule import Rule
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def run(console: Console, live: bool, log_file: Path | None) -> None:
-    """The whole show. Raises DemoError or JitneyError."""
+    """The whole demo. Raises DemoError or JitneyError."""
     begin = time.monotonic()
     repository = ROOT / "model_repository"
     left_out = demo_models.missing(repository)
@@ -76,7 +76,7 @@ def run(console: Console, live: bool, log_file: Path | None) -> None:
             f"HTTP {server.http_url}, gRPC {server.grpc_url}"
         )
         show_one(console, server)
-        passengers = show_many(console, server, live)
+        requests = show_many(console, server, live)
         problems = [] if left_out else demo_models.show(console, server.grpc_url)
     finally:
         begin = time.monotonic()
@@ -87,7 +87,7 @@ def run(console: Console, live: bool, log_file: Path | None) -> None:
     if left_out:
         console.print(f"Left out, the models beside the language model: {left_out}.")
     console.print(f"The server stopped cleanly in {time.monotonic() - begin:.1f} s.")
-    check(passengers)
+    check(requests)
     if problems:
         raise DemoError("; ".join(problems))
 
@@ -95,108 +95,108 @@ def run(console: Console, live: bool, log_file: Path | None) -> None:
 def show_one(console: Console, server: TritonServer) -> None:
     """Stream one completion to the terminal, token by token, over gRPC."""
     console.print(Rule("One stream", align="left"))
-    passenger = Printing(0, "gRPC", 'def is_empty(self):\n    """', 80, console=console)
-    console.print(Text(passenger.prompt, "dim"), end="")
-    ride_grpc(passenger, server.grpc_url)
+    request = Printing(0, "gRPC", 'def is_empty(self):\n    """', 80, console=console)
+    console.print(Text(request.prompt, "dim"), end="")
+    send_grpc(request, server.grpc_url)
     console.print()
-    if passenger.made == 0:
+    if request.made == 0:
         raise DemoError("the first stream brought no token")
 
 
-class Printing(Passenger):
-    """A passenger whose text is printed as it comes."""
+class Printing(DemoRequest):
+    """A request whose text is printed as it comes."""
 
     def __init__(self, *arguments: object, console: Console) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._console = console
 
-    def took(self, text: str, count: int, prompt_tokens: int) -> None:
-        super().took(text, count, prompt_tokens)
+    def note(self, text: str, count: int, prompt_tokens: int) -> None:
+        super().note(text, count, prompt_tokens)
         self._console.print(Text(text), end="")
         self._console.file.flush()
 
 
-def show_many(console: Console, server: TritonServer, live: bool) -> list[Passenger]:
-    """Send all passengers, one every BETWEEN_S, and draw; then their texts and the figures."""
-    passengers = make_passengers()
-    console.print(Rule(f"{len(passengers)} requests, one running batch", align="left"))
-    console.print("░ sent, waiting   █ aboard the batch   (a column is a moment)\n", style="dim")
+def show_many(console: Console, server: TritonServer, live: bool) -> list[DemoRequest]:
+    """Send all requests, one every BETWEEN_S, and plot them; then their texts and the figures."""
+    requests = make_requests()
+    console.print(Rule(f"{len(requests)} requests, one running batch", align="left"))
+    console.print("░ sent, waiting   █ in the batch   (a column is a moment)\n", style="dim")
     before = read_metrics(server.metrics_url)
     begin = time.monotonic()
     threads = [
-        threading.Timer(index * BETWEEN_S, ride, (passenger, server.grpc_url, server.http_url))
-        for index, passenger in enumerate(passengers)
+        threading.Timer(index * BETWEEN_S, send, (request, server.grpc_url, server.http_url))
+        for index, request in enumerate(requests)
     ]
     for thread in threads:
         thread.start()
     if live:
-        watch_live(console, passengers, threads, begin)
+        watch_live(console, requests, threads, begin)
     else:
-        watch_plainly(console, passengers, threads, begin)
+        watch_plainly(console, requests, threads, begin)
     end = time.monotonic()
     time.sleep(0.6)  # metrics are flushed a few times a second
     after = read_metrics(server.metrics_url)
-    show_texts(console, passengers)
-    show_figures(console, passengers, end - begin, before, after)
-    return passengers
+    show_texts(console, requests)
+    show_figures(console, requests, end - begin, before, after)
+    return requests
 
 
 def watch_live(
-    console: Console, passengers: list[Passenger], threads: list[threading.Timer], begin: float
+    console: Console, requests: list[DemoRequest], threads: list[threading.Timer], begin: float
 ) -> None:
-    """Redraw until all have left."""
+    """Update the plot until all have ended."""
     width = console.width
     with Live(console=console, refresh_per_second=12, transient=False) as live:
         while any(thread.is_alive() for thread in threads):
-            live.update(picture(passengers, begin, time.monotonic(), width=width, tails=True))
+            live.update(picture(requests, begin, time.monotonic(), width=width, tails=True))
             time.sleep(0.05)
-        live.update(picture(passengers, begin, time.monotonic(), width=width, tails=False))
+        live.update(picture(requests, begin, time.monotonic(), width=width, tails=False))
 
 
 def watch_plainly(
-    console: Console, passengers: list[Passenger], threads: list[threading.Timer], begin: float
+    console: Console, requests: list[DemoRequest], threads: list[threading.Timer], begin: float
 ) -> None:
-    """A line for each boarding and leaving, and the drawing at the end."""
-    boarded: set[int] = set()
-    left: set[int] = set()
-    running = True
-    while running:
-        running = any(thread.is_alive() for thread in threads)  # before the last look
-        for passenger in passengers:
-            number, via = passenger.number, passenger.via
-            if passenger.boarded is not None and number not in boarded:
-                boarded.add(number)
+    """A line for each request that joins the batch or ends, and the plot at the end."""
+    joined: set[int] = set()
+    ended: set[int] = set()
+    alive = True
+    while alive:
+        alive = any(thread.is_alive() for thread in threads)  # before the last look
+        for request in requests:
+            number, via = request.number, request.via
+            if request.started is not None and number not in joined:
+                joined.add(number)
                 console.print(
-                    f"{passenger.boarded - begin:5.2f} s  {number:>2} boards ({via}, prompt of "
-                    f"{passenger.prompt_tokens} tokens); aboard: {len(boarded) - len(left)}"
+                    f"{request.started - begin:5.2f} s  {number:>2} joins ({via}, prompt of "
+                    f"{request.prompt_tokens} tokens); running: {len(joined) - len(ended)}"
                 )
-            if passenger.left is not None and number in boarded and number not in left:
-                left.add(number)
+            if request.ended is not None and number in joined and number not in ended:
+                ended.add(number)
                 console.print(
-                    f"{passenger.left - begin:5.2f} s  {number:>2} leaves after {passenger.made} "
-                    f"tokens; aboard: {len(boarded) - len(left)}"
+                    f"{request.ended - begin:5.2f} s  {number:>2} ends after {request.made} "
+                    f"tokens; running: {len(joined) - len(ended)}"
                 )
         time.sleep(0.02)
     console.print()
-    console.print(picture(passengers, begin, time.monotonic(), width=100, tails=False))
+    console.print(picture(requests, begin, time.monotonic(), width=100, tails=False))
 
 
-def show_texts(console: Console, passengers: Sequence[Passenger]) -> None:
+def show_texts(console: Console, requests: Sequence[DemoRequest]) -> None:
     """The first lines of each completion, after the end of its prompt."""
-    for passenger in passengers:
-        console.print(Rule(f"{passenger.number}, {passenger.via}", align="left", style="dim"))
-        if passenger.error:
-            console.print(Text(passenger.error, "red"))
+    for request in requests:
+        console.print(Rule(f"{request.number}, {request.via}", align="left", style="dim"))
+        if request.error:
+            console.print(Text(request.error, "red"))
             continue
-        prompt = "\n".join(passenger.prompt.strip("\n").splitlines()[-2:])
-        written = re.sub(r"\n\s*\n", "\n", passenger.text).split("\n")
+        prompt = "\n".join(request.prompt.strip("\n").splitlines()[-2:])
+        written = re.sub(r"\n\s*\n", "\n", request.text).split("\n")
         more = "\n…" if len(written) > SHOWN_LINES else ""
         console.print(Text.assemble((prompt, "dim"), "\n".join(written[:SHOWN_LINES]) + more))
 
 
 def show_figures(
     console: Console,
-    passengers: Sequence[Passenger],
+    requests: Sequence[DemoRequest],
     seconds: float,
     before: dict[str, float],
     after: dict[str, float],
@@ -204,14 +204,14 @@ def show_figures(
     """Batching in numbers: the clients' clocks, and the server's metrics where it says so."""
     console.print(Rule("Figures", align="left"))
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    made = sum(passenger.made for passenger in passengers)
-    first = [p.boarded - p.sent for p in passengers if p.boarded and p.sent]
+    made = sum(request.made for request in requests)
+    first = [p.started - p.sent for p in requests if p.started and p.sent]
     steps = grown.get("jitney_batch_sequences_count", 0.0)
     rows = [
-        ("requests", f"{len(passengers)}, by gRPC and HTTP in turn, one every {BETWEEN_S:.1f} s"),
-        ("prompt tokens", f"{sum(passenger.prompt_tokens for passenger in passengers)}"),
+        ("requests", f"{len(requests)}, by gRPC and HTTP in turn, one every {BETWEEN_S:.1f} s"),
+        ("prompt tokens", f"{sum(request.prompt_tokens for request in requests)}"),
         ("tokens made", f"{made} in {seconds:.2f} s: {made / seconds:.0f} a second"),
-        ("aboard at once", f"up to {most_aboard(passengers)}"),
+        ("running at once", f"up to {most_running(requests)}"),
     ]
     if first:
         rows.append(
@@ -234,17 +234,17 @@ def show_figures(
         console.print(f"  {name:<18} {value}")
 
 
-def check(passengers: Sequence[Passenger]) -> None:
+def check(requests: Sequence[DemoRequest]) -> None:
     """Raise DemoError unless every request ended well and they did share a batch."""
-    for passenger in passengers:
-        if passenger.error:
-            raise DemoError(f"request {passenger.number}: {passenger.error}")
-        if not 1 <= passenger.made <= passenger.max_tokens:
+    for request in requests:
+        if request.error:
+            raise DemoError(f"request {request.number}: {request.error}")
+        if not 1 <= request.made <= request.max_tokens:
             raise DemoError(
-                f"request {passenger.number} brought {passenger.made} tokens, not 1 to "
-                f"{passenger.max_tokens}"
+                f"request {request.number} brought {request.made} tokens, not 1 to "
+                f"{request.max_tokens}"
             )
-    if most_aboard(passengers) < 2:
+    if most_running(requests) < 2:
         raise DemoError("no two requests were in the batch at once")
 
 

@@ -48,7 +48,7 @@ DRAWING = """
 ..4..79.
 ..7995..
 """
-DRAWN = 5
+DIGIT = 5
 SHADES = " ░▒▓█"
 NOISE = 0.5
 """Standard deviation of what is added to each pixel of a view; ink is 1."""
@@ -117,7 +117,7 @@ def parse(drawing: str) -> np.ndarray:
     return np.array(ink, dtype=np.float32)[None]
 
 
-def draw(image: np.ndarray) -> list[str]:
+def shaded(image: np.ndarray) -> list[str]:
     """Eight lines of sixteen characters."""
     shades = np.clip(image[0] * len(SHADES), 0, len(SHADES) - 1).astype(int)
     return ["".join(2 * SHADES[shade] for shade in row) for row in shades]
@@ -143,7 +143,7 @@ def show_digit(console: Console, infer: Infer) -> list[str]:
         for position, view in enumerate(views)
     ]
     digit = int(sharp.argmax())
-    left, right = draw(image), draw(views[0])
+    left, right = shaded(image), shaded(views[0])
     notes = [""] * len(left)
     notes[0] = f"drawn: a {digit}, {sharp[digit]:.1%} sure"
     notes[2] = "view    " + "".join(f"{number:>5}" for number in range(1, VIEWS + 1))
@@ -153,9 +153,9 @@ def show_digit(console: Console, infer: Infer) -> list[str]:
     notes[7] = "sequence of the sequence batcher"
     for drawn, noisy, note in zip(left, right, notes, strict=True):
         console.print(Text.assemble("  ", drawn, "   ", (noisy, "dim"), "   ", note))
-    if digit == int(together[-1].argmax()) == DRAWN:
+    if digit == int(together[-1].argmax()) == DIGIT:
         return []
-    return [f"the drawn {DRAWN} was read as {digit}, its views as {int(together[-1].argmax())}"]
+    return [f"the drawn {DIGIT} was read as {digit}, its views as {int(together[-1].argmax())}"]
 
 
 def show_batching(console: Console, client: grpc.InferenceServerClient, infer: Infer) -> list[str]:

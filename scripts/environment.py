@@ -1,58 +1,70 @@
 """Make `.venv`, the environment that every make target runs in; do nothing if it is up to date.
 
-    python3.11 scripts/environment.py [--torch-index URL]
+    python3.11 scripts/environment.py [--part demo] [--torch-index URL]
 
-Only pip is used, with whatever configuration it has. A torch that is already there is kept: the
-one in `.venv`, or else the one of the Python that runs this script (the environment then sees all
-packages of that Python). Otherwise torch is installed first and alone, at the version pinned in
-constraints.txt, from `--torch-index` if given. Nothing later may replace it.
+Only pip is used, with whatever configuration it has. It installs the files that `locks/` names, by
+their hashes and without resolving anything: first `demo.txt`, all that `make demo` needs, then,
+unless only the part `demo` is asked for, `rest.txt`. torch has no place in the lock, since its
+build is the user's. One that is already there is kept: that of `.venv`, or else that of the Python
+that runs this script (the environment then sees all packages of that Python). Otherwise pip
+installs the version pinned in constraints.txt, from `--torch-index` if given.
 """
 
 from __future__ import annotations  # an old Python must come as far as the refusal
 
 import argparse
 import hashlib
+import json
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-STAMP = VENV / ".jitney-stamp"
-CONSTRAINTS = VENV / "constraints.txt"
+PARTS = {"demo": "what the demo needs", "rest": "tests, benchmarks, documentation, GPU"}
 PYTHONS = ((3, 11), (3, 12))
 LEAST_TORCH = (2, 11)
 
-_ASK_TORCH = (
-    "import importlib.metadata as m, sys\n"
-    "try: print(m.version('torch'))\n"
-    "except m.PackageNotFoundError: pass"
-)
+# Lines of pip's output about indexes that lack a package, about itself and about unpinned hashes.
+_NOISE = re.compile(r"^(WARNING: (Location|The directory|Running pip as)|\[notice\]|\s*$)")
+_ASK_TORCH = """
+import importlib.metadata, json
+try:
+    torch = importlib.metadata.distribution("torch")
+    print(json.dumps([torch.version, torch.requires or []]))
+except importlib.metadata.PackageNotFoundError:
+    print('["", []]')
+"""
+
+
+class StepError(Exception):
+    """A step of the installation failed; the text has its command and what it said."""
 
 
 def main() -> int:
     """Make or complete the environment; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, default="rest", help="stop after this part")
     parser.add_argument("--torch-index", default="", help="package index for torch alone")
     arguments = parser.parse_args()
     problem = wrong_python(sys.version_info[:2]) or wrong_environment(sys.version_info[:2])
     if problem:
         print(problem, file=sys.stderr)
         return 2
-    wanted = fingerprint()
-    if STAMP.is_file() and STAMP.read_text(encoding="utf-8") == wanted:
-        return 0
     try:
-        build(arguments.torch_index)
-    except subprocess.CalledProcessError as error:
-        command = " ".join(str(part) for part in error.cmd)
-        print(f"\nThis step failed (status {error.returncode}): {command}", file=sys.stderr)
-        print("What pip or venv said stands above; docs/troubleshooting.md may help.",
-              file=sys.stderr)  # fmt: skip
+        for part in PARTS:
+            made, current = stamp(part), fingerprint(part)
+            if not (made.is_file() and made.read_text(encoding="utf-8") == current):
+                build(part, arguments.torch_index)
+                made.write_text(current, encoding="utf-8")
+            if part == arguments.part:
+                break
+    except StepError as error:
+        print(f"\n{error}\ndocs/troubleshooting.md may help.", file=sys.stderr)
         return 1
-    STAMP.write_text(wanted, encoding="utf-8")
     return 0
 
 
@@ -81,58 +93,72 @@ def wrong_environment(version: tuple[int, ...]) -> str:
     )
 
 
-def fingerprint() -> str:
-    """Changes whenever the environment must be completed again."""
+def stamp(part: str) -> Path:
+    """The file that holds the fingerprint of a part that is installed."""
+    return VENV / f".jitney-{part}"
+
+
+def fingerprint(part: str) -> str:
+    """Changes whenever this part of the environment must be installed again."""
     digest = hashlib.sha256(f"{VENV} {sys.version_info[:2]}".encode())
-    for name in ("pyproject.toml", "constraints.txt", "scripts/environment.py"):
+    for name in ("pyproject.toml", f"locks/{part}.txt", "scripts/environment.py"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 
 
-def build(torch_index: str) -> None:
-    """Create `.venv` if it is missing and install everything into it, torch first."""
+def build(part: str, torch_index: str) -> None:
+    """Install one part, into an environment that is made if it is missing. Raises StepError."""
     python = VENV / "bin" / "python"
     if not python.exists():
-        share = fits(torch_of(Path(sys.executable)))
-        print(f"Making .venv with Python {sys.version.split()[0]}"
-              f"{', sharing its torch' if share else ''}", flush=True)  # fmt: skip
+        share = fits(torch_of(sys.executable)[0])
+        version = sys.version.split()[0]
         options = ["--system-site-packages"] if share else []
-        run([sys.executable, "-m", "venv", *options, str(VENV)])
-    torch = torch_of(python)
-    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+        run(
+            f"Making .venv with Python {version}{', which has a torch' if share else ''}",
+            [sys.executable, "-m", "venv", *options, str(VENV)],
+        )
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--no-compile"]
+    lock = (ROOT / "locks" / f"{part}.txt").read_text(encoding="utf-8")
+    torch, required = torch_of(python)
+    if any(re.match(r"triton\b", need) for need in required):
+        lock = re.sub(r"^triton==.*\n(?:    .*\n)*", "", lock, flags=re.M)  # a CUDA build's own
+    pins = re.findall(r"^\w[\w.-]*==", lock, re.M)
+    chosen = VENV / "lock.txt"
+    chosen.write_text(lock, encoding="utf-8")
+    options = ["--no-deps", "--require-hashes", "--no-build-isolation", "-r", str(chosen)]
+    run(f"Installing {len(pins)} packages: {PARTS[part]}", [*pip, *options])
+    if part != "demo":
+        return
     if fits(torch):
         print(f"Keeping torch {torch}", flush=True)
-        constraints = pin_torch(constraints, torch)
-    pip = [str(python), "-m", "pip", "install", "--constraint", str(CONSTRAINTS)]
-    CONSTRAINTS.write_text(constraints, encoding="utf-8")
-    if not fits(torch):
-        pinned = re.search(r"^torch==\S+", constraints, re.M)
-        assert pinned is not None, "constraints.txt pins torch"
+    else:
+        constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+        (pin,) = re.findall(r"^torch==\S+", constraints, re.M)
         index = ["--index-url", torch_index] if torch_index else []
-        print(f"Installing {pinned[0]} (the largest part; minutes on a slow line)", flush=True)
-        run([*pip, *index, pinned[0]])
-        CONSTRAINTS.write_text(pin_torch(constraints, torch_of(python)), encoding="utf-8")
-    print("Installing Jitney and what it needs", flush=True)
-    extras = "server,cpu,gpu,quantization,export,bench,docs,dev"
-    run([*pip, "--quiet", "--editable", f"{ROOT}[{extras}]"])
-    remove_leftovers(python)
+        run(f"Installing {pin} (minutes on a slow line)", [*pip, *index, pin])
+    made = pin_torch((ROOT / "constraints.txt").read_text(encoding="utf-8"), torch_of(python)[0])
+    (VENV / "constraints.txt").write_text(made, encoding="utf-8")  # for what is added by hand
+    editable = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+    run("Installing Jitney itself, as a link to this folder", [*pip, *editable])
+    remove_leftovers()
     ensure_libpython(python)
 
 
-def remove_leftovers(python: Path) -> None:
+def remove_leftovers() -> None:
     """Earlier versions kept data in ``site-packages/jitney``. What pip leaves of that folder would
     hide the package, which an editable install only maps."""
-    command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    folder = Path(site, "jitney")
-    if folder.is_dir() and not (folder / "__init__.py").exists():
-        shutil.rmtree(folder)
+    for folder in VENV.glob("lib/python*/site-packages/jitney"):
+        if not (folder / "__init__.py").exists():
+            shutil.rmtree(folder)
 
 
-def torch_of(python: Path) -> str:
-    """Version of the torch that ``python`` has, or an empty string. Does not import torch."""
+def torch_of(python: str | Path) -> tuple[str, list[str]]:
+    """Version and requirements of the torch that ``python`` has; an empty version if it has none.
+    Does not import torch."""
     command = [str(python), "-c", _ASK_TORCH]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    version, required = json.loads(answer)
+    return version, required
 
 
 def fits(torch: str) -> bool:
@@ -154,9 +180,20 @@ def ensure_libpython(python: Path) -> None:
         print("Jitney works without the server; `make doctor` says what to do.", file=sys.stderr)
 
 
-def run(command: list[str]) -> None:
-    """Run a step with its output on the terminal. Raises CalledProcessError."""
-    subprocess.run(command, check=True)
+def run(what: str, command: list[str]) -> None:
+    """Run a step: a line that says what it does, with its seconds. Raises StepError with what the
+    command said."""
+    print(f"{what} … ", end="", flush=True)
+    began = time.monotonic()
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    print(f"{time.monotonic() - began:.0f} s", flush=True)
+    said = "\n".join(line for line in result.stdout.splitlines() if not _NOISE.match(line))
+    if result.returncode != 0:
+        raise StepError(f"{said}\nThis step failed ({result.returncode}): {' '.join(command)}")
+    if said:
+        print(said, flush=True)
 
 
 if __name__ == "__main__":

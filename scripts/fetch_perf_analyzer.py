@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 from debian_package import DebianPackageError, extract
+from jitney.server.installation import missing_libraries
 
 FOLDER = Path(sys.prefix) / "perf_analyzer"
 BINARY = FOLDER / "perf_analyzer"
@@ -27,7 +28,7 @@ LIBB64_PACKAGE = "libb64-0d"
 
 
 class FetchError(Exception):
-    """A part could not be had; the text says which and why."""
+    """A part could not be fetched; the text says which and why."""
 
 
 def main() -> int:
@@ -56,7 +57,7 @@ def fetch() -> Path:
             raise FetchError(f"libb64.so.0d: {error}") from error
     if not BINARY.exists():
         _from_wheel(CLIENT_WHEEL, "perf_analyzer")
-    missing = _missing_libraries()
+    missing = missing_libraries(BINARY, str(FOLDER))
     if missing:
         raise FetchError(f"perf_analyzer lacks {', '.join(missing)} on this machine")
     return BINARY
@@ -81,14 +82,6 @@ def _from_wheel(requirement: str, name: str) -> None:
             made.chmod(0o755)
             shutil.move(made, FOLDER / f"{name}.{os.getpid()}")
             (FOLDER / f"{name}.{os.getpid()}").replace(FOLDER / name)
-
-
-def _missing_libraries() -> list[str]:
-    environment = {"LD_LIBRARY_PATH": str(FOLDER)}
-    result = subprocess.run(
-        ["/usr/bin/ldd", str(BINARY)], env=environment, capture_output=True, text=True, check=False
-    )
-    return [line.split()[0] for line in result.stdout.splitlines() if "not found" in line]
 
 
 if __name__ == "__main__":

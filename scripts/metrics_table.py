@@ -14,35 +14,35 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 INTRODUCTION = """# Metrics
 
-They stand at the server's own endpoint, beside Triton's (`http://127.0.0.1:8002/metrics`;
-`jitney serve` prints the address). Every sample carries the labels `model`, `version` and
-`model_instance`. Each instance counts for itself: sum over `model_instance` for a model.
+The server's metrics endpoint serves them, beside Triton's (`http://127.0.0.1:8002/metrics`;
+`jitney serve` prints the address). Every sample has the labels `model`, `version` and
+`model_instance`. Each instance counts separately: sum over `model_instance` for a model.
 
-What happens is added up in the model's process and sent four times a second
-(`metrics_flush_s`), only as far as it changed. Names end in their unit.
+The model's process adds up its events and sends the metrics that changed four times a second
+(`metrics_flush_s`). Names end in their unit.
 
 """
 
 HISTOGRAMS = """
-Triton takes one observation of a histogram at a time, which thousands of tokens a second do not
-allow. So each of these is sent as the three families that a histogram consists of: the counters
-`NAME_bucket` (label `le`, cumulative, up to `+Inf`), `NAME_sum` and `NAME_count`. Prometheus'
-`histogram_quantile` works on them as on any other; only their declared type is `counter`.
+Triton accepts one observation of a histogram at a time, which is too slow for thousands of tokens a
+second. So each histogram is sent as its three families: the counters `NAME_bucket` (label `le`,
+cumulative, up to `+Inf`), `NAME_sum` and `NAME_count`. Prometheus' `histogram_quantile` works on
+them as on any other histogram; only their declared type is `counter`.
 
 """
 
 ORCA = """
 Triton makes the load headers of ORCA (`endpoint-load-metrics`), by which gateways choose a server,
-from one family of this name, whichever backend it belongs to. The server in the `nvidia-pytriton`
-wheel (2.51) was built without these headers: there the family can be read, and no more.
+from the family of this name, whichever backend sends it. The server in the `nvidia-pytriton` wheel
+(2.51) was built without these headers: it serves the family, but sends no headers.
 
 """
 
 KINDS = {
     "used": "Blocks that a live sequence refers to",
-    "free": "All others: those kept for their content can be evicted",
-    "max": "Blocks in all",
-    "fraction": "Used of all, from 0 to 1",
+    "free": "All other blocks, those of the prefix cache too, which can be evicted",
+    "max": "Total number of blocks",
+    "fraction": "Share of blocks that are used, from 0 to 1",
     "tokens_per": "Tokens in a block",
 }
 
@@ -76,7 +76,7 @@ def make_page(metrics: Any) -> str:
     return "".join(
         [
             INTRODUCTION,
-            "## Gauges\n\nAs after the last step.\n\n" + _table("metric", metrics.GAUGES),
+            "## Gauges\n\nTheir values after the last step.\n\n" + _table("metric", metrics.GAUGES),
             "\n## Counters\n\n",
             _table("metric", {**metrics.COUNTERS, metrics.REQUESTS: requests}),
             "\n## Histograms\n" + HISTOGRAMS + _table("metric", buckets),
@@ -94,7 +94,7 @@ def _table(head: str, rows: dict[str, str]) -> str:
 
 
 def main() -> int:
-    """Write the page. Outside of the server its module is stood in for: nothing of it is called."""
+    """Write the page. An empty module replaces the server's, of which nothing is called."""
     name = "triton_python_backend_utils"
     sys.modules.setdefault(name, types.ModuleType(name))
     from jitney.frontend import metrics

@@ -18,27 +18,27 @@ SOURCE = Path(config.__file__)
 
 INTRODUCTION = """# Options of a model
 
-They stand in `model_repository/<model>/1/model.json`, a JSON object. Only `model` is required. An
-unknown name, a wrong type or a value out of range fails the load of that model, with a message that
-names the option, the value and the bound. The same options are keyword arguments of
+Options are keys of the JSON object in `model_repository/<model>/1/model.json`. Only `model` is
+required. An unknown name, a wrong type or a value out of range fails the load of that model, with a
+message that names the option, the value and the bound. The same options are keyword arguments of
 `jitney.LLM(path, …)`.
 
 ```json
 {"model": "checkpoint", "max_model_len": 4096, "kv_cache_bytes": 2000000000}
 ```
 
-An option may also stand in `config.pbtxt`, where it takes the place of the one in `model.json`: so
-can a model be loaded with other options through the server's repository API, without its files
-being touched. The value is text: a string as it is, all else as in JSON.
+An option in `config.pbtxt` replaces the one in `model.json`. So the server's repository API can
+load a model with other options without a change to its files. The value is text: a string as it is,
+any other value as JSON.
 
 ```protobuf
 parameters { key: "max_num_seqs" value { string_value: "64" } }
 ```
 
-Names in capitals (`EXECUTION_ENV_PATH`) are the server's own.
+Names in capitals (`EXECUTION_ENV_PATH`) belong to the server.
 
-Instances, and the devices they run on, are the server's business: `instance_group` in
-`config.pbtxt`. This page is made from `config.py` by `scripts/options_table.py`.
+The server sets the number of instances and their devices: `instance_group` in `config.pbtxt`. This
+page is generated from `config.py` by `scripts/options_table.py`.
 """
 
 
@@ -80,10 +80,10 @@ def make_page() -> str:
 
 def _row(name: str, node: ast.AnnAssign, meaning: str, aliases: dict[str, ast.expr]) -> str:
     shown = "required" if node.value is None else _show(ast.literal_eval(node.value))
-    choices = aliases.get(ast.unparse(node.annotation))
+    kind = ast.unparse(aliases.get(ast.unparse(node.annotation), node.annotation))
     notes = []
-    if choices is not None:
-        notes.append("One of " + ", ".join(re.findall(r"'(\w+)'", ast.unparse(choices))) + ".")
+    if kind.startswith("Literal["):
+        notes.append("One of " + ", ".join(re.findall(r"'(\w+)'", kind)) + ".")
     if name in config._BOUNDS:
         notes.append(f"Must be {config._BOUNDS[name][2]}.")
     return f"| `{name}` | {shown} | {' '.join([meaning, *notes])} |\n"

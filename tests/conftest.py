@@ -1,12 +1,25 @@
-"""Kernels in the Triton language run in its interpreter where there is no CUDA device.
+"""What every test stands on: kernels that run without a GPU, and how the tests share the cores.
 
-Whether a kernel is compiled or interpreted is fixed when Triton, and then the kernel's module, is
-imported: so this stands before every other import of the tests. It holds for this process alone.
-The environment is left as it was: a server or a compiler that a test starts must behave as it does
-for users.
+Kernels in the Triton language run in its interpreter where there is no CUDA device. Whether a
+kernel is compiled or interpreted is fixed when Triton, and then the kernel's module, is imported:
+so this stands before every other import of the tests. It holds for this process alone. The
+environment is left as it was: a server or a compiler that a test starts must behave as it does for
+users.
+
+`make test` runs two processes. The tests of one file stay in one of them, because they share a
+server, a model or compiled kernels; so do the tests of a folder whose files share a server.
 """
 
 import os
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# They wait more than they compute: begun first, they are over when the others are.
+FIRST = ["server", "house", "export", "benchmarks"]
+# Folders whose files share a server: it is started once, in one process.
+TOGETHER = ["tests/server/features", "tests/server", "tests/server_perf"]
 
 
 def _interpret_kernels() -> None:
@@ -29,3 +42,28 @@ def _interpret_kernels() -> None:
 
 
 _interpret_kernels()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {room: index for index, room in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).parts[0], len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Hands out the tests of a file, or of a folder of TOGETHER, to one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServer(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+
+    return ByServer(config, log)
+
+
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)  # each process has one core

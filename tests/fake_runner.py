@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jitney.errors import InternalError
-from jitney.request import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput, Submit
+from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput, Submit
 from jitney.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
@@ -74,10 +74,10 @@ def solo_stream(
     return output
 
 
-class FakePending:
+class FakeStep:
     """A step in flight, and what came of it once the device has run it."""
 
-    def __init__(self, runner: "FakeRunner", batch: Batch, before: "FakePending | None") -> None:
+    def __init__(self, runner: "FakeRunner", batch: Batch, before: "FakeStep | None") -> None:
         self.batch = batch
         self.before = before
         self.output: StepOutput | None = None
@@ -90,11 +90,11 @@ class FakePending:
         return self.output is not None or self.error is not None
 
     def wait(self) -> StepOutput:
-        """See ``Pending``."""
+        """See ``LaunchedStep``."""
         return self._runner.wait_for(self)
 
     def samples(self) -> list[tuple[tuple[int, int], int]]:
-        """((key, index), token) by place; a step or row that failed left zeros behind."""
+        """((key, index), token) of every sample, in order; zeros for a step or row that failed."""
         made: list[tuple[tuple[int, int], int]] = []
         for at, row in enumerate(self.batch.rows):
             tokens = self.output.rows[at].token_ids if self.output is not None else []
@@ -145,7 +145,7 @@ class FakeRunner:
         self.memory: list[Slot | None] = [None] * (num_blocks * block_size)
         self.bad_keys: set[int] = set()
         self.batches = 0
-        self.in_flight: list[FakePending] = []
+        self.in_flight: list[FakeStep] = []
         """Launched and not yet waited for, the oldest first."""
         self.violations: list[str] = []
         """What was asked of the runner that must never be: tests assert that there is none."""
@@ -187,7 +187,7 @@ class FakeRunner:
 
     # ------------------------------------------------------------------ steps in flight
 
-    def launch(self, batch: Batch) -> FakePending:
+    def launch(self, batch: Batch) -> FakeStep:
         """Note the step as it is now; the device runs it later."""
         self._get_on()
         if self._launch_faults is not None:
@@ -206,23 +206,23 @@ class FakeRunner:
         for other in self.in_flight:
             self._check_apart(other.batch, taken)
         before = self.in_flight[-1] if self.in_flight else None
-        pending = FakePending(self, taken, before)
-        self.in_flight.append(pending)
+        step = FakeStep(self, taken, before)
+        self.in_flight.append(step)
         self._get_on()
-        return pending
+        return step
 
-    def wait_for(self, pending: FakePending) -> StepOutput:
+    def wait_for(self, step: FakeStep) -> StepOutput:
         """Run whatever was launched up to this step. Later ones run by now, or later."""
-        self._check(self.in_flight[:1] == [pending], "it is not the oldest step that is waited for")
-        while not pending.is_over:
+        self._check(self.in_flight[:1] == [step], "it is not the oldest step that is waited for")
+        while not step.is_over:
             self._run_one()
         self._get_on()
-        self.in_flight.remove(pending)
-        pending.before = None
-        if pending.error is not None:
-            raise pending.error
-        assert pending.output is not None
-        return pending.output
+        self.in_flight.remove(step)
+        step.before = None
+        if step.error is not None:
+            raise step.error
+        assert step.output is not None
+        return step.output
 
     def _get_on(self) -> None:
         while self._device is not None and self._device() and self._run_one():
@@ -230,15 +230,15 @@ class FakeRunner:
 
     def _run_one(self) -> bool:
         """Run the oldest step that has not been run. False if there is none."""
-        for pending in self.in_flight:
-            if not pending.is_over:
-                self._run(pending)
+        for step in self.in_flight:
+            if not step.is_over:
+                self._run(step)
                 return True
         return False
 
-    def _run(self, pending: FakePending) -> None:
-        samples = pending.before.samples() if pending.before is not None else []
-        for row in pending.batch.rows:
+    def _run(self, step: FakeStep) -> None:
+        samples = step.before.samples() if step.before is not None else []
+        for row in step.batch.rows:
             if row.carried is None:
                 continue
             owner, token = samples[row.carried] if row.carried < len(samples) else (None, 0)
@@ -247,9 +247,9 @@ class FakeRunner:
             row.token_ids = [token]
             row.output.append(token)
         try:
-            pending.output = self._execute(pending.batch)
+            step.output = self._execute(step.batch)
         except Exception as error:
-            pending.error = error
+            step.error = error
 
     def _check_apart(self, first: Batch, second: Batch) -> None:
         """What one step in flight writes, nobody else touches in the other. The block of a copy is

@@ -6,7 +6,6 @@ These tests read the checkpoint only as a user would: files on disk, and the pub
 from __future__ import annotations
 
 import json
-import re
 import struct
 from pathlib import Path
 
@@ -93,25 +92,11 @@ def test_the_weights_are_bf16_and_at_most_5_million():
     assert sum(shape.numel() for shape in shapes) <= 5_000_000
 
 
-def test_the_configuration_describes_grouped_queries_and_the_context():
-    config = json.loads((CHECKPOINT / "config.json").read_text(encoding="utf-8"))
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["tie_word_embeddings"]
-    assert 2 <= config["num_key_value_heads"] < config["num_attention_heads"]
-    assert config["max_position_embeddings"] == 1024
-
-
 def test_the_end_token_is_the_same_everywhere(tokenizer):
     path = CHECKPOINT / "generation_config.json"
     generation = json.loads(path.read_text(encoding="utf-8"))
     assert generation["eos_token_id"] == tokenizer.eos_token_id
     assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<|endoftext|>"
-
-
-def test_the_vocabulary_fits_the_embedding(tokenizer, model):
-    assert 2_000 <= len(tokenizer) <= 4_000
-    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
-    assert tokenizer.model_max_length == 1024
 
 
 @pytest.mark.parametrize(
@@ -134,45 +119,5 @@ def test_decoding_gives_back_the_exact_text(tokenizer, text):
     assert tokenizer.eos_token_id not in ids
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["def f(x):", "def f(x):\n", "def f(x):\n    ", "def f(x):\n    return", "import os.", "f("],
-)
-def test_a_prompt_cut_at_a_natural_place_is_tokenized_as_in_running_text(tokenizer, line):
-    whole = tokenizer("def f(x):\n    return x\nimport os.path\nf(1)\n").input_ids
-    ids = tokenizer(line).input_ids
-    assert any(whole[start : start + len(ids)] == ids for start in range(len(whole)))
-
-
-def test_the_chat_template_writes_comments_and_keeps_code(tokenizer):
-    messages = [
-        {"role": "system", "content": "Write Python."},
-        {"role": "user", "content": "Add two numbers.\n\nBriefly."},
-        {"role": "assistant", "content": "def add(a, b):\n    return a + b"},
-        {"role": "user", "content": "Now subtract."},
-    ]
-    expected = (
-        "# Write Python.\n\n# Add two numbers.\n#\n# Briefly.\n\n"
-        "def add(a, b):\n    return a + b\n\n# Now subtract."
-    )
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert prompt == expected + "\n\n"
-
-
 def test_the_model_knows_python(tokenizer, model):
     assert mean_loss(model, tokenizer(SNIPPET).input_ids).mean() < 3.5
-
-
-def test_the_last_positions_of_the_context_are_as_good_as_the_first(tokenizer, model):
-    """Repeated text is easy to copy at any trained position, and at no untrained one."""
-    ids = tokenizer(SNIPPET).input_ids
-    losses = mean_loss(model, (ids * 8)[:1024])
-    assert losses[-len(ids) :].mean() < losses[: len(ids)].mean()
-
-
-def test_greedy_completion_is_indented_python(tokenizer, model):
-    prompt = tokenizer("class Stack:\n    def __init__(self):\n", return_tensors="pt")
-    output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
-    text = tokenizer.decode(output[0, prompt.input_ids.shape[1] :])
-    assert re.match(r" {8}\w", text)

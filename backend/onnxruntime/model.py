@@ -11,12 +11,11 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from jitney.errors import JitneyError
-from jitney.standin.batch import Batcher
-from jitney.standin.exchange import answer, log_to_server, refusal
-from jitney.standin.model_file import model_path
-from jitney.standin.onnx_options import read_options
-from jitney.standin.onnx_session import OnnxSession, read_signature
-from jitney.standin.signature import check_config, complete_config
+from jitney.standins.batch import Batcher
+from jitney.standins.exchange import answer, log_to_server, model_path, refusal
+from jitney.standins.onnx_options import read_options
+from jitney.standins.onnx_session import OnnxSession, read_signature
+from jitney.standins.signature import check_config, complete_config
 
 DEFAULT_MAX_BATCH_SIZE = 4
 """Of a model that can batch and does not say how far: the native backend's default."""

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from jitney.errors import InstallationError, JitneyError
-from jitney.standin.batch import Batcher, OnDevice
-from jitney.standin.exchange import answer, log_to_server, refusal
-from jitney.standin.model_file import model_path
-from jitney.standin.signature import check_config, complete_config
-from jitney.standin.trt_engine import Engine, profile_of
+from jitney.standins.batch import Batcher, OnDevice
+from jitney.standins.exchange import answer, log_to_server, model_path, refusal
+from jitney.standins.signature import check_config, complete_config
+from jitney.standins.trt_engine import TensorRtEngine, profile_of
 
 _ELSEWHERE = "or serve the same repository in NVIDIA's container, whose own backend takes it"
 
@@ -62,7 +61,7 @@ class TritonPythonModel:
             )
             if not (config.get("input") and config.get("output")):
                 trt, torch = _libraries()
-                engine = Engine(trt, path, TorchMemory(torch, "cuda:0"))
+                engine = TensorRtEngine(trt, path, TorchMemory(torch, "cuda:0"))
                 complete_config(config, engine.signature, engine.max_batch_size)
         except JitneyError as error:
             raise refusal(pb_utils, error) from None
@@ -79,12 +78,12 @@ class TritonPythonModel:
             if args["model_instance_kind"] != "GPU":
                 raise InstallationError(
                     "a TensorRT engine runs on a GPU only, but this instance is on the CPU; "
-                    "mend it with: instance_group { kind: KIND_GPU }"
+                    "repair it with: instance_group { kind: KIND_GPU }"
                 )
             device = f"cuda:{int(args['model_instance_device_id'])}"
             torch.cuda.set_device(device)
             profile = profile_of(config, args["model_instance_name"])
-            engine = Engine(trt, path, TorchMemory(torch, device), profile)
+            engine = TensorRtEngine(trt, path, TorchMemory(torch, device), profile)
             check_config(config, engine.signature)
         except JitneyError as error:
             raise refusal(pb_utils, error) from None
@@ -114,7 +113,7 @@ def _libraries() -> tuple[Any, Any]:
     if not torch.cuda.is_available():
         raise InstallationError(
             "a TensorRT engine needs an NVIDIA GPU and a CUDA build of torch, and there is none "
-            f"here; mend it with: serve the model's ONNX file instead (backend: onnxruntime), "
+            f"here; repair it with: serve the model's ONNX file instead (backend: onnxruntime), "
             f"{_ELSEWHERE}"
         )
     try:
@@ -122,5 +121,5 @@ def _libraries() -> tuple[Any, Any]:
     except ImportError as error:
         raise InstallationError(
             f"TensorRT's Python package is missing ({error}); "
-            f"mend it with: pip install 'triton-jitney[tensorrt]', {_ELSEWHERE}"
+            f"repair it with: pip install 'triton-jitney[tensorrt]', {_ELSEWHERE}"
         ) from None

@@ -1,7 +1,7 @@
 """When requests arrive: the same moments for every way of batching under test.
 
 Owns the seeded generation of Poisson arrivals. A Poisson stream is what many independent users make
-together: gaps between requests are exponential, so that bursts and lulls come by themselves.
+together: gaps between requests are exponential, with bursts and pauses.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""ONNX Runtime called in a loop in a process of its own: what the server is measured against.
+"""ONNX Runtime called in a loop in a separate process: the reference for the server.
 
     python -m benchmarks.batching.direct model.onnx rows.npz --batch 32 --threads 2 --seconds 3
 

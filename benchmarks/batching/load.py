@@ -1,9 +1,8 @@
-"""The load generator: sends requests at given moments, or keeps a number of them under way.
+"""The load generator: sends requests at given times, or keeps a number of them running.
 
-Owns the clock and the bookkeeping of one run. A target is anything that answers ``send(number)``;
-what it does with the number is its own. Requests are prepared before the run and answers are
-looked at after it, so that the generator's share of the processor stays small; it is measured all
-the same.
+Owns the clock and the records of one run. A target is anything that answers ``send(number)``.
+Requests are prepared before the run and answers are checked after it, so that the generator needs
+little processor time; this time is measured too.
 """
 
 import asyncio

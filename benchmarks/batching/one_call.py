@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 
 from benchmarks.batching.arrivals import poisson
 from benchmarks.batching.load import Reply, closed_loop, open_loop, run_precisely
@@ -209,7 +209,7 @@ class _Bench:
         return summarize(mode, load, level, run, batches=batches)
 
     async def _executed(
-        self, target: AnyTarget, before: dict[int, int], wanted: int
+        self, target: AnyTarget, before: dict[int, int], expected: int
     ) -> dict[int, int]:
         """The executions that held these rows; the server counts one after it has answered it."""
         if target.model is None:
@@ -218,10 +218,12 @@ class _Bench:
         while True:
             batches = batches_between(before, await self._batches(target))
             rows = sum(size * count for size, count in batches.items())
-            if rows == wanted:
+            if rows == expected:
                 return batches
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{target.model}: {rows} rows were executed, {wanted} answered")
+                raise RuntimeError(
+                    f"{target.model}: {rows} rows were executed, {expected} answered"
+                )
             await asyncio.sleep(0.01)
 
     async def _batches(self, target: AnyTarget) -> dict[int, int]:

@@ -86,7 +86,7 @@ class StaticTarget:
         return self._queue.waiting
 
     async def send(self, number: int) -> Reply:
-        """Wait in the queue for company."""
+        """Wait in the queue until the batch is full."""
         return await self._queue.send(number)
 
     def flush(self) -> None:

@@ -6,11 +6,9 @@ the new tokens and the attention. Several caches take turns, so that L2 serves n
 """
 
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from jitney.execution.attention import select
 
 from benchmarks.device.environment import device_of
 from benchmarks.device.paged import Batch, Case, function_of, make_batch
@@ -40,7 +38,7 @@ TINY_CHUNKS = [(Case("chunk of 24 after 8", [(8, 24)], (4, 2, 16), torch.float32
 
 
 def run(bench: Bench) -> None:
-    """Ours, then FlashInfer if it is installed."""
+    """Decodes, then chunks of prompts."""
     device = device_of(bench)
     decodes = TINY_DECODES if bench.tiny else DECODES
     chunks = TINY_CHUNKS if bench.tiny else CHUNKS
@@ -48,10 +46,6 @@ def run(bench: Bench) -> None:
         bench.case(case.name, partial(_decode, bench, case, bar, device), seconds=5)
     for case, bar in chunks:
         bench.case(case.name, partial(_chunk, bench, case, bar, device), seconds=5)
-    if find_spec("flashinfer") is not None and not bench.tiny:
-        for case, _ in (decodes[0], decodes[1], chunks[0], chunks[1]):
-            name = f"FlashInfer: {case.name}"
-            bench.case(name, partial(_flashinfer, bench, case, name, device), seconds=10)
 
 
 def rotated(bench: Bench, case: Case, device: torch.device) -> list[Batch]:
@@ -100,10 +94,3 @@ def _chunk(bench: Bench, case: Case, bar: float | None, device: torch.device) ->
         note="" if timing.graphed else "not graphed",
         details={**timing.details, "TFLOP/s": case.operations() / timing.seconds / 1e12},
     )  # fmt: skip
-
-
-def _flashinfer(bench: Bench, case: Case, name: str, device: torch.device) -> None:
-    heads, kv_heads, size = case.heads
-    attend = select("flashinfer", device, case.dtype, size, heads, kv_heads)
-    timing = time_batches(rotated(bench, case, device), attend, device, 0.5)
-    bench.add(name, value=1e6 * timing.seconds, unit="µs", details=timing.details)

@@ -1,6 +1,7 @@
 """Part ``check-attention``: the kernels against dense float64 attention on this very device.
 
-Few cases, each of which would show another kind of mistake; the many are in tests/attention.
+Few cases, each of which would show another kind of mistake; the many are in
+tests/kernels/attention.
 """
 
 from functools import partial

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from jitney.request import Finished, Tokens
+from jitney.messages import Finished, Tokens
 
 from benchmarks.device.environment import device_of
 from benchmarks.device.serving import Served, make_engine, serve, submit
@@ -88,9 +88,9 @@ def _run(
     bench: Bench, shape: Shape, device: torch.device,
     workloads: list[tuple[Workload, dict[str, object]]], options: dict[str, object],
 ) -> list[Served]:  # fmt: skip
-    seats = 2 if bench.tiny else 24
+    sequences = 2 if bench.tiny else 24
     engine = make_engine(bench, shape, device, **{
-        "max_num_seqs": seats, "max_num_batched_tokens": 32 if bench.tiny else 512,
+        "max_num_seqs": sequences, "max_num_batched_tokens": 32 if bench.tiny else 512,
         "kv_cache_bytes": 1 << (20 if bench.tiny else 28),
         **options,
     })  # fmt: skip

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from jitney.engine import Engine
-from jitney.request import Cancel, Failed, Finished, Tokens
+from jitney.engine.engine import Engine
+from jitney.messages import Cancel, Failed, Finished, Tokens
 
 from benchmarks.device.environment import device_of
 from benchmarks.device.serving import make_engine, submit

@@ -13,8 +13,7 @@ import torch
 from benchmarks.device.supervise import Bench
 from benchmarks.device.timing import time_calls
 
-_PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "accelerate", "torchao",
-             "flashinfer-python")  # fmt: skip
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec", "accelerate", "torchao")
 
 
 def device_of(bench: Bench) -> torch.device:

@@ -19,9 +19,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     from jitney.config import make_config
-    from jitney.engine import Engine
-    from jitney.execution.runner import load_runner
-    from jitney.request import Tokens
+    from jitney.engine.assemble import load_runner
+    from jitney.engine.engine import Engine
+    from jitney.messages import Tokens
 
     from benchmarks.device.serving import submit
 

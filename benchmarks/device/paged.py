@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from jitney.execution.attention import AttentionMetadata, build_metadata, cache_shape
-from jitney.execution.attention.gpu import GpuAttention
-from jitney.execution.attention.gpu_tiles import Tiles
-from jitney.request import Row
+from jitney.kernels.gpu.attention import GpuAttention
+from jitney.kernels.gpu.tiles import Tiles
+from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 from torch import Tensor
 
@@ -99,13 +99,13 @@ def rows_of(case: Case, generator: torch.Generator) -> tuple[list[Row], int]:
 
 
 def make_batch(case: Case, device: torch.device, seed: int = 0) -> Batch:
-    """Draw a case. Only blocks in use are filled where the cache is larger."""
+    """Make a case of random values. Only blocks in use are filled where the cache is larger."""
     host = torch.Generator().manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
     rows, total = rows_of(case, host)
     heads, kv_heads, size = case.heads
 
-    def draw(*shape: int) -> Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
     cache_dtype = case.cache_dtype or case.dtype
@@ -116,15 +116,15 @@ def make_batch(case: Case, device: torch.device, seed: int = 0) -> Batch:
         used = sum(len(row.block_table) for row in rows)
         for begin in range(total - used, total, 4096):  # float32 of all at once may not fit
             part = cache[begin : begin + 4096]
-            part.copy_(draw(*part.shape).to(cache_dtype))
+            part.copy_(random(*part.shape).to(cache_dtype))
         caches.append(cache)
-    q, k, v = (draw(case.tokens, n, size).to(case.dtype) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (random(case.tokens, n, size).to(case.dtype) for n in (heads, kv_heads, kv_heads))
     options: dict[str, Any] = {"scale": size**-0.5}
     for name in ("window", "softcap"):
         if getattr(case, name) is not None:
             options[name] = getattr(case, name)
     if case.sinks:
-        options["sinks"] = draw(heads)
+        options["sinks"] = random(heads)
     if cache_dtype.itemsize == 1:
         options["key_scale"] = torch.linspace(0.5, 1.5, kv_heads, device=device)
         options["value_scale"] = torch.linspace(1.25, 0.75, kv_heads, device=device)

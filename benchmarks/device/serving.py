@@ -3,19 +3,21 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from unittest import mock
 
 import torch
 from jitney.config import EngineConfig, make_config
-from jitney.engine import Engine
-from jitney.execution import interface
-from jitney.execution import runner as runner_module
-from jitney.execution.models import LoadedModel
+from jitney.engine.assemble import load_runner
+from jitney.engine.engine import Engine
+from jitney.execution import interface, load
+from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight, record_layers
-from jitney.execution.quantize import count_bytes, count_parameters, quantize_linears
 from jitney.execution.support import layer_windows
-from jitney.request import Failed, Submit, Tokens
+from jitney.execution.weights import count_bytes
+from jitney.messages import Failed, Submit, Tokens
+from jitney.quantization.quantize import quantize_linears
 from jitney.sampling_params import SamplingParams
 
 from benchmarks.device.shapes import Shape, make_module
@@ -43,6 +45,7 @@ def random_model(shape: Shape, device: torch.device, config: EngineConfig) -> Lo
     """What ``load_model`` would give for a checkpoint of ``shape``, drawn on the device."""
     interface.register()
     module = make_module(shape, device, interface.NAME)
+    num_parameters = module.num_parameters()
     dtype = embedding_weight(module).dtype
     if config.quantization != "none":
         quantize_linears(module, config.quantization, device)
@@ -55,8 +58,9 @@ def random_model(shape: Shape, device: torch.device, config: EngineConfig) -> Lo
         eos_ids=frozenset(),
         max_model_len=config.max_model_len or shape.positions,
         vocab_size=shape.vocab,
-        num_parameters=count_parameters(module),
+        num_parameters=num_parameters,
         weight_bytes=count_bytes(module),
+        forward=partial(interface.forward, module),
     )
 
 
@@ -64,8 +68,8 @@ def make_engine(bench: Bench, shape: Shape, device: torch.device, **options: obj
     """An engine over random weights. All that a load does beside reading files is done."""
     config = make_config(engine_options(bench, shape, **options))
     model = random_model(shape, device, config)
-    with mock.patch.object(runner_module, "load_model", return_value=model):
-        return Engine(config, runner_module.load_runner(config))
+    with mock.patch.object(load, "load_model", return_value=model):
+        return Engine(config, load_runner(config))
 
 
 @dataclass

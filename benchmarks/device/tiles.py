@@ -1,6 +1,6 @@
 """Part ``tiles``: the attention kernels with other tile sizes than the table's.
 
-One run on a device gives the data for that device's line in ``attention/gpu_tiles``: every variant
+One run on a device gives the data for that device's line in ``kernels/gpu/tiles.py``: every variant
 stands in the JSON file, the best of them in the table.
 """
 
@@ -20,7 +20,7 @@ from benchmarks.device.environment import device_of
 from benchmarks.device.paged import Case, function_of
 from benchmarks.device.supervise import Bench, device_is_gone
 
-# Fields of gpu_tiles.Tiles that are tried in place of the table's, each list for one kind of step.
+# Fields of tiles.Tiles that are tried instead of the table's, each list for one kind of step.
 DECODE_TILES: list[dict[str, int]] = [
     {"block_n": 32}, {"block_n": 128}, {"block_n": 128, "stages": 2}, {"stages": 2}, {"stages": 4},
     {"warps": 2}, {"warps": 8}, {"block_n": 128, "warps": 8}, {"block_n": 32, "stages": 4},

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jitney.core.scheduler import Scheduler
-from jitney.execution import fused, panels, program
 from jitney.execution import runner as runner_module
-from jitney.execution.attention import cpu as cpu_attention
-from jitney.execution.linear import PackedLinear
+from jitney.kernels.cpu import attention as cpu_attention
+from jitney.kernels.cpu import layer_kernels, program, tile_linear
+from jitney.kernels.cpu.linear import PackedLinear
 from torch import nn
 
 SEEN_BY_NONE = "Python and small operations"
@@ -67,13 +67,22 @@ def install() -> Stopwatches:
         time_calls(PackedLinear, name, "linear layers")
     time_calls(nn.Linear, "forward", "linear layers")
     time_calls(program.torch, "index_select", "embedding")
-    # All of these launch kernels through what this function returns.
     for module, part in (
         (cpu_attention, "attention"),
-        (fused, "norms and rotary"),
-        (panels, "linear layers"),
+        (layer_kernels, "norms and rotary"),
+        (tile_linear, "linear layers"),
         (program, "layers, one native call"),
     ):
-        make = module.team_runner
-        setattr(module, "team_runner", lambda make=make, part=part: watches.wrap(make(), part))  # noqa: B010
+        module.Kernel = _timed(module.Kernel, watches, part)
     return watches
+
+
+def _timed(make: Callable, watches: Stopwatches, part: str) -> Callable:
+    """Makes kernels as ``make`` does, whose runs are timed."""
+
+    def made(body: Callable) -> Any:
+        kernel = make(body)
+        kernel.run = watches.wrap(kernel.run, part)
+        return kernel
+
+    return made

@@ -5,10 +5,10 @@ import time
 from collections.abc import Iterator
 
 from jitney.config import make_config
-from jitney.engine import Engine
-from jitney.execution.program import StepProgram
-from jitney.execution.runner import load_runner
-from jitney.request import Failed, Submit, Tokens
+from jitney.engine.assemble import load_runner
+from jitney.engine.engine import Engine
+from jitney.kernels.cpu.program import LayerProgram
+from jitney.messages import Failed, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
 from benchmarks.engines.breakdown import Stopwatches, install
@@ -31,7 +31,7 @@ def load(arguments: argparse.Namespace) -> Run:
     config = make_config(options)
     watches = install() if arguments.breakdown else None
     if arguments.layerwise:
-        StepProgram.can_run = staticmethod(lambda layers: False)
+        LayerProgram.of = classmethod(lambda cls, model: None)
     engine = Engine(config, load_runner(config))
     keys = iter(range(1 << 30))
 
@@ -67,7 +67,7 @@ def _serve(
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What can be switched for a comparison."""
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--no-fuse", action="store_true")
     parser.add_argument("--no-prepack", action="store_true")
     parser.add_argument(

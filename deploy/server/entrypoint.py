@@ -6,13 +6,13 @@
 Owns the server's command line, its signals and the container's exit status. Everything that the
 server and its models print goes to standard output, which the container engine rotates.
 
-SIGTERM: the models are told (ours refuse new requests and end the running ones, after their option
-``drain_s`` with an error), and the server gets the signal once they have nothing in flight. By
-itself it would cut streams, and with a stream or a connection open it would not end. The status is
-0 if no request of ours was cut off; what other models compute over gRPC is not known here.
+SIGTERM: the models get it first (ours refuse new requests, and end running ones with an error after
+their option ``drain_s``), and the server gets it once they have nothing in flight. By itself the
+server would cut streams, and would not end while a stream or a connection is open. The status is 0
+if no request of ours was cut off; requests of other models over gRPC are not known here.
 
-A server that ended, that is not ready any more, or that lost a model's process, which it does not
-mend by itself, is ended with status 1: the engine's restart policy then starts a new container.
+If the server ends, stays not ready, or loses a model's process, which it does not start again, this
+process ends with status 1: the engine's restart policy then starts a new container.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from pathlib import Path
 
 import psutil
 from health import remember
-from jitney.installation import backend_directories, find_installation, link_backends
-from jitney.server import RESTRICTED
-from jitney.stopping import hang_up, requests_in_flight
+from jitney.server.installation import backend_directories, find_installation, link_backends
+from jitney.server.server import RESTRICTED
+from jitney.server.stopping import hang_up, requests_in_flight
 
 _POLL_S = 1.0
-# So long must the metrics show no request: they are a quarter of a second late, responses less.
+# How long the metrics must show no request: they are 0.25 s late, responses less.
 _QUIET_S = 0.6
 _STUB = "triton_python_backend_stub"
 
@@ -174,7 +174,7 @@ class Server:
         """End the server; whether every request that it had taken was answered in time."""
         if self.process.poll() is not None:
             return False
-        # A server that was told to go on without a model may serve and never call itself ready.
+        # A server with `--exit-on-error=false` may serve and never be ready.
         if not self.was_ready and not self.answers("/v2/health/live"):
             say("stopping while models load: nothing was taken yet")
             return True  # `kill` follows; the server itself would first load them all
@@ -203,14 +203,14 @@ class Server:
     def wait_until_quiet(self, deadline: float) -> bool:
         """Whether our models had nothing in flight before ``deadline``.
 
-        The other models' requests the server itself waits for once it was told to end.
+        The server itself waits for the requests of other models when it stops.
         """
         quiet_since = time.monotonic()
         while (now := time.monotonic()) < deadline and self.process.poll() is None:
             try:
                 metrics = self.get("/metrics", self.options.metrics_port)[1]
             except (OSError, http.client.HTTPException):
-                return False  # it does not answer: nothing can be said of its requests
+                return False  # without an answer, its requests are unknown
             if any(requests_in_flight(metrics).values()):
                 quiet_since = now
             elif now - quiet_since > _QUIET_S:
@@ -226,8 +226,8 @@ class Server:
 
 
 def command(options: argparse.Namespace, binary: Path, backends: Path, caches: Path) -> list[str]:
-    """The server's command line: models cannot be changed from outside, and what lets a client into
-    the server's memory, models, traces or logs takes a key that nobody has."""
+    """The server's command line: clients cannot load models, and the calls that reach the server's
+    memory, models, traces or logs need a random key that is told to no client."""
     closed = f"{','.join(RESTRICTED)}:jitney-key={secrets.token_hex(16)}"
     return [
         str(binary),

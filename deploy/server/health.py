@@ -2,9 +2,9 @@
 
     python health.py [--url HOST:PORT] [--models FOLDER]
 
-The server's own readiness does not say which model it waits for, so each is asked by name: those
-that were in the repository when the server started, for it looks there only then. Standard library
-only: it runs every few seconds.
+The server's own readiness does not say which model is not ready, so each is asked by name: those
+that were in the repository when the server started, because it reads the repository only then.
+Standard library only: it runs every few seconds.
 """
 
 import argparse

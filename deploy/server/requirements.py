@@ -19,12 +19,12 @@ def main() -> None:
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME")
     options = parser.parse_args()
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = list(project["dependencies"])
+    requirements = list(project["dependencies"])
     for extra in options.extras:
         if extra not in project["optional-dependencies"]:
             parser.error(f"pyproject.toml has no extra {extra!r}")
-        wanted += project["optional-dependencies"][extra]
-    for requirement in wanted:
+        requirements += project["optional-dependencies"][extra]
+    for requirement in requirements:
         if re.split(r"[^A-Za-z0-9_.-]", requirement)[0] not in options.without:
             print(requirement)
 

@@ -77,7 +77,7 @@ def train(images: np.ndarray, labels: np.ndarray, *, epochs: int = EPOCHS) -> Di
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Products this small are slower on more threads, and would round differently with them."""
+    """Products this small are slower on more threads, and are rounded differently there."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -34,11 +34,6 @@ def cases(bench: Bench) -> None:
     bench.case("after", lambda: bench.add("after", value=2.0))
 
 
-def wrong(bench: Bench) -> None:
-    """A check that does not hold."""
-    bench.add("error of the kernel", value=0.5, ratio=0.5, bar=0.01, at_most=True)
-
-
 def dies(bench: Bench) -> None:
     """The process is gone, as a driver may end it."""
     bench.add("last words")

@@ -1,21 +1,16 @@
 """The batching benchmark on the real server, for half a minute, with a tiny model."""
 
 import asyncio
-import xml.etree.ElementTree as xml
-from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from benchmarks.batching.drawing import draw
-from benchmarks.batching.language import make_chat
 from benchmarks.batching.load import Reply
-from benchmarks.batching.one_call import STATIC, Results, measure, read_results
+from benchmarks.batching.one_call import STATIC, Results, measure
 from benchmarks.batching.plan import Plan
 from benchmarks.batching.subjects import Subject, make
-from benchmarks.batching.tables import tables
 from benchmarks.batching.targets import Connection, ServerTarget
 
 FEATURES = 32
@@ -67,18 +62,6 @@ def results(subject: Subject) -> Results:
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_every_mode_met_every_load(results: Results) -> None:
-    modes = list(dict.fromkeys(run.mode for run in results.runs))
-    assert [mode.split()[0] for mode in modes] == ["none", "static", "dynamic", "dynamic"]
-    closed = {(run.mode, run.level) for run in results.runs if run.load == "concurrency"}
-    assert closed == {(mode, level) for mode in modes for level in PLAN.concurrencies}
-    first = [run for run in results.runs if run.level == PLAN.rates[0] * results.capacity]
-    assert [run.mode for run in first] == modes
-    assert len({run.requests for run in first}) == 1, "the same arrivals for all"
-
-
-@pytest.mark.slow
-@pytest.mark.server
 def test_the_server_batched_as_the_mode_says(results: Results) -> None:
     runs = {(run.mode.split()[0], run.load, run.level): run for run in results.runs}
     assert set(runs["none", "concurrency", 16].batches) == {1}
@@ -93,20 +76,6 @@ def test_the_server_batched_as_the_mode_says(results: Results) -> None:
     assert window.summary.p50_ms > without.summary.p50_ms, "a window is waited for"
 
 
-@pytest.mark.slow
-@pytest.mark.server
-def test_tables_and_pictures(results: Results, tmp_path: Path) -> None:
-    text = tables(read_results(results.as_json()))
-    for phrase in ("| none |", f"| static {STATIC} |", "stalls", "| own tier |", "of a core"):
-        assert phrase in text
-    files = draw(results, tmp_path)
-    assert len(files) == 3
-    for file in files:
-        assert xml.parse(file).getroot().tag.endswith("svg")
-    written = {file.name: file.read_bytes() for file in files}
-    assert {file.name: file.read_bytes() for file in draw(results, tmp_path)} == written, "same"
-
-
 def test_a_wrong_answer_is_noticed(subject: Subject) -> None:
     async def scene() -> None:
         async with Connection("127.0.0.1:1") as connection:
@@ -117,13 +86,3 @@ def test_a_wrong_answer_is_noticed(subject: Subject) -> None:
                 target.check([Reply(4, right)])
 
     asyncio.run(scene())
-
-
-def test_the_language_models_requests_vary_and_repeat() -> None:
-    chat = make_chat(1000, count=50)
-    assert len({len(prompt) for prompt in chat.prompts}) > 10
-    assert len(set(chat.lengths)) > 10
-    assert (chat.prompt(50) == chat.prompt(0)).all()
-    again = make_chat(1000, count=50)
-    assert again.lengths == chat.lengths
-    assert all((a == b).all() for a, b in zip(again.prompts, chat.prompts, strict=True))

@@ -1,12 +1,9 @@
 """The GPU benchmark's supervisor: failing, dying and hanging parts cost themselves alone."""
 
 import json
-import math
 from pathlib import Path
 
-import pytest
-
-from benchmarks.device.report import Report, Row, table
+from benchmarks.device.report import Report
 from benchmarks.device.supervise import Part, supervise
 
 WHERE = "tests.benchmarks.parts_of_a_run"
@@ -54,33 +51,3 @@ def test_a_part_that_hangs_is_killed_and_a_late_one_is_not_begun(tmp_path: Path)
     report = run({"a": "hangs", "b": "fine"}, tmp_path / "y.json", seconds=1.5)
     assert [state.status for state in report.parts.values()] == ["late", "skipped"]
     assert not report.ok
-
-
-def test_a_failed_check_makes_the_timings_it_guards_worthless(tmp_path: Path) -> None:
-    names = {"check-attention": "wrong", "attention": "fine"}
-    report = run(names, tmp_path / "x.json")
-    assert report.worthless() == {"attention": "check-attention: error of the kernel"}
-    assert not report.ok
-    text = table(report)
-    assert "attention: WORTHLESS" in text
-    assert "0 of 1 checks hold" in text
-    fine = run({"check-attention": "fine", "attention": "fine"}, tmp_path / "y.json")
-    assert fine.worthless() == {"attention": "check-attention: second"}
-
-
-def test_missed_bars_of_speed_are_shown_and_fail_nothing(tmp_path: Path) -> None:
-    report = run({"attention": "fine"}, tmp_path / "x.json")
-    assert report.ok
-    text = table(report)
-    assert "≥ 0.8 met" in text
-    assert "≥ 0.8 MISSED" in text
-
-
-@pytest.mark.parametrize(
-    ("ratio", "at_most", "met"),
-    [(0.8, False, True), (0.79, False, False), (0.8, True, True), (0.81, True, False),
-     (None, False, False), (math.nan, False, False), (math.nan, True, False)],
-)  # fmt: skip
-def test_bars(ratio: float | None, at_most: bool, met: bool) -> None:
-    assert Row("p", "n", ratio=ratio, bar=0.8, at_most=at_most).met is met
-    assert Row("p", "n", ratio=ratio).met is None

@@ -1,14 +1,11 @@
 """Percentiles, throughput, batch sizes and what counts as having fallen behind."""
 
-import json
-
 import numpy as np
 import pytest
 
 from benchmarks.batching.outcomes import (
     Run,
     batches_between,
-    from_json,
     percentiles_ms,
     summarize,
 )
@@ -25,15 +22,6 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert percentiles_ms(values, (1, 50, 95, 99, 100)) == pytest.approx((1, 50, 95, 99, 100))
 
 
-def test_few_values_give_the_largest_and_nothing_in_between() -> None:
-    assert percentiles_ms(np.array([0.001, 0.1]), (50, 95, 99)) == pytest.approx((1, 100, 100))
-
-
-def test_nothing_measured_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no request"):
-        percentiles_ms(np.array([]), (50,))
-
-
 def test_a_summary_of_a_run() -> None:
     run = make_run([0.01, 0.02, 0.03, 0.04], seconds=2.0, first=np.array([0.005] * 4))
     summary = summarize("dynamic", "rate", 2.1, run, batches={1: 2, 2: 1}, tokens=100)
@@ -45,36 +33,6 @@ def test_a_summary_of_a_run() -> None:
     assert summary.generator_us == pytest.approx(62_500)
     assert summary.mean_batch == pytest.approx(4 / 3)
     assert not summary.behind
-
-
-@pytest.mark.parametrize(
-    ("load", "level", "behind"),
-    [("rate", 100, False), ("rate", 112, True), ("concurrency", 1000, False)],
-)
-def test_falling_behind_is_of_open_loops_alone(load: str, level: float, behind: bool) -> None:
-    latencies = np.linspace(0.01, 0.1, 100).tolist()
-    assert summarize("none", load, level, make_run(latencies)).behind is behind
-
-
-def test_a_long_last_answer_is_not_falling_behind() -> None:
-    """Four requests, each of which takes as long as the others, in a run that ends with the last
-    answer: less than offered was completed in that time, and yet nothing piled up."""
-    assert not summarize("static", "rate", 4, make_run([1.0] * 4, seconds=2.0)).behind
-
-
-@pytest.mark.parametrize(("late_s", "bound"), [(0.004, False), (0.006, True)])
-def test_a_late_generator_is_told(late_s: float, bound: bool) -> None:
-    run = Run(np.full(10, 0.01), np.full(10, late_s), 1.0, cpu_seconds=0.1)
-    assert summarize("none", "rate", 10, run).generator_bound is bound
-
-
-def test_no_batches_have_no_mean() -> None:
-    assert summarize("naive", "rate", 1, make_run([0.01])).mean_batch is None
-
-
-def test_a_summary_survives_json() -> None:
-    summary = summarize("dynamic", "rate", 3, make_run([0.1, 0.2]), batches={1: 1, 16: 2})
-    assert from_json(json.loads(json.dumps(summary.as_json()))) == summary
 
 
 def test_batches_between_two_readings() -> None:

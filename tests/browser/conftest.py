@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 Look = Callable[..., View]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Only known where this folder is named on the command line."""
-    parser.addoption("--screenshots", type=Path, help="keep pictures of all pages in this folder")
-
-
 @pytest.fixture(scope="session")
 def browser() -> Iterator["Browser"]:
     """Debian's Chromium without a window."""
@@ -47,9 +42,3 @@ def look(browser: "Browser") -> Iterator[Look]:
     yield opened
     for view in views:
         view.close()
-
-
-@pytest.fixture(scope="session")
-def screenshots(request: pytest.FixtureRequest) -> Path | None:
-    """Where pictures are kept, if anywhere."""
-    return request.config.getoption("--screenshots", default=None)

@@ -29,22 +29,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_quiet_and_its_figures_are_drawn(
-    name: str, site: Path, look: Look, screenshots: Path | None
+def test_a_page_is_quiet_and_fits_and_its_figures_are_drawn(
+    name: str, width: int, site: Path, look: Look
 ) -> None:
-    view = look(site / f"{name}.html")
-    if screenshots is not None:
-        view.screenshot(screenshots / f"site-{name}.png")
+    view = look(site / f"{name}.html", width=width)
     assert view.said() == []
     assert view.names() == []
+    assert view.overflow() == []
     figures = view.page.locator("article img").count()
     assert figures > 0 or name != "index", "the picture of the batch"
     if figures:
         assert view.undrawn("article img") == []
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_fits(name: str, width: int, site: Path, look: Look) -> None:
-    assert look(site / f"{name}.html", width=width).overflow() == []

@@ -1,7 +1,6 @@
 """One page in a browser without a network, and what there is to complain about it.
 
-Each check returns sentences; a page is right if there are none. test_browser_breaks.py breaks a
-page in every way that a check is there for.
+Each check returns sentences; a page is right if there are none.
 """
 
 import io
@@ -153,11 +152,6 @@ class View:
         """As they are shown."""
         return [text.strip() for text in self.page.locator(selector).all_inner_texts()]
 
-    def screenshot(self, path: Path) -> None:
-        """The whole length of the page."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=path, full_page=True)
-
     def _answer(self, route: "Route") -> None:
         address = urlsplit(route.request.url)
         folder = self._path.parent
@@ -199,11 +193,11 @@ def cut_off(png: bytes) -> list[str]:
     ]
 
 
-def missing(shown: Iterable[str], promised: Iterable[str]) -> list[str]:
+def missing(shown: Iterable[str], expected: Iterable[str]) -> list[str]:
     """What a record promises and the page does not have, or the other way round."""
-    here, wanted = set(shown), set(promised)
-    return [f"{name} is missing" for name in sorted(wanted - here)] + [
-        f"{name} was not promised" for name in sorted(here - wanted)
+    here, due = set(shown), set(expected)
+    return [f"{name} is missing" for name in sorted(due - here)] + [
+        f"{name} was not expected" for name in sorted(here - due)
     ]
 
 

@@ -1,8 +1,8 @@
 """The dashboard's queries and the alerts' conditions, as the files in deploy/ have them, and
 which of them a machine without a GPU can show.
 
-Every one is either evaluated on the running server or stands below with the reason why it is not;
-those are evaluated by promtool over series that are made up.
+Every alert is either brought about on the running server or stands below with the reason why it is
+not. promtool evaluates all of them over series that are made up.
 """
 
 import json

@@ -3,8 +3,8 @@
 from typing import Any
 
 from jitney.config import make_config
-from jitney.engine import Engine
-from jitney.request import (
+from jitney.engine.engine import Engine
+from jitney.messages import (
     Batch,
     Cancelled,
     Event,

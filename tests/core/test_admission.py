@@ -1,10 +1,10 @@
-"""The door and the queue: what is refused, with which words, and who is let in."""
+"""Admission and the queue: what is refused, with which words, and what is admitted."""
 
 import sys
 
 import pytest
 from jitney.core.queue import LazyHeap
-from jitney.request import Failed, Finished
+from jitney.messages import Failed, Finished
 
 from tests.core.play import Play
 
@@ -39,7 +39,7 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
     assert len(play.got(longest)[0]) == 1
 
 
-def test_never_admits_only_what_fits_beside_all_promises() -> None:
+def test_never_admits_only_what_fits_beside_all_reserved_blocks() -> None:
     play = Play(num_blocks=6, block_size=4, eviction="never")
     keys = [play.submit([key] * 4, max_tokens=9) for key in range(4)]  # 3 blocks each
     play.step()
@@ -60,7 +60,7 @@ def test_never_counts_all_sequences_of_a_request_and_shares_its_prompt() -> None
     assert "n = 4" in failure(play, beyond)[1]
     assert play.got(fits) == play.run_alone(fits)
     assert play.got(one_token) == play.run_alone(one_token)
-    assert play.scheduler.live.promised == 0
+    assert play.scheduler.live.reserved_blocks == 0
 
 
 def test_preempt_asks_for_the_prompt_and_the_watermark_only() -> None:
@@ -79,22 +79,13 @@ def test_the_queue_limit_names_length_and_limit() -> None:
     play = Play(max_num_seqs=2, max_queued=3)
     keys = [play.submit([1, 2], max_tokens=4) for _ in range(7)]
     play.step()
-    for key in keys[5:]:  # two find seats, three wait
+    for key in keys[5:]:  # two are admitted, three wait
         code, message = failure(play, key)
         assert code == "UNAVAILABLE"
         assert "3 requests wait" in message
         assert "at most 3" in message
     play.drain()
     assert all(isinstance(play.ends[key], Finished) for key in keys[:5])
-
-
-def test_a_limit_of_nothing_still_serves_who_finds_a_seat() -> None:
-    play = Play(max_num_seqs=1, max_queued=0)
-    for _ in range(2):
-        first, second = (play.submit([1, 2], max_tokens=2) for _ in range(2))
-        play.drain()
-        assert isinstance(play.ends[first], Finished)
-        assert failure(play, second)[0] == "UNAVAILABLE"
 
 
 def test_lower_priority_numbers_go_first_and_equals_by_arrival() -> None:
@@ -145,16 +136,6 @@ def test_a_deadline_in_the_queue_says_so() -> None:
     assert isinstance(play.ends[running], Finished)
 
 
-def test_a_deadline_before_the_first_token_says_so() -> None:
-    play = Play(max_num_batched_tokens=2)
-    key = play.submit([1] * 10, deadline=1.0)
-    play.step(2)
-    play.now = 2.0
-    play.step()
-    assert "at work on its prompt" in failure(play, key)[1]
-    assert play.scheduler.kv.num_used == 0
-
-
 def test_a_deadline_of_a_running_request_ends_it_with_what_it_has() -> None:
     play = Play()
     key = play.submit([1, 2], n=2, max_tokens=20, logprobs=0, deadline=1.0)
@@ -162,24 +143,24 @@ def test_a_deadline_of_a_running_request_ends_it_with_what_it_has() -> None:
     play.now = 1.0
     report = play.step()
     assert report is not None
-    words = report.events[:2]
-    assert [(word.index, word.ids, word.finish_reason) for word in words] == [
+    ends = report.events[:2]
+    assert [(end.index, end.ids, end.finish_reason) for end in ends] == [
         (0, [], "deadline"),
         (1, [], "deadline"),
     ]
-    assert words[0].logprobs == []
-    assert words[0].cumulative_logprob < 0
+    assert ends[0].logprobs == []
+    assert ends[0].cumulative_logprob < 0
     assert isinstance(play.ends[key], Finished)
     assert [len(stream) for stream in play.got(key)] == [4, 4]
     assert play.scheduler.kv.num_used == 0
 
 
-@pytest.mark.parametrize("shortage", ["seats", "blocks"])
+@pytest.mark.parametrize("shortage", ["rows", "blocks"])
 def test_the_cost_of_a_step_does_not_depend_on_the_queue(shortage: str) -> None:
     """Counts lines of Python, not time."""
 
     def lines_of_a_step(waiting: int) -> int:
-        options = {"max_num_seqs": 4} if shortage == "seats" else {"num_blocks": 24}
+        options = {"max_num_seqs": 4} if shortage == "rows" else {"num_blocks": 24}
         play = Play(max_queued=10**6, watermark=0.0, **options)
         for _ in range(4 + waiting):
             play.submit([len(play.submits)] * 18, max_tokens=40, deadline=1e9)

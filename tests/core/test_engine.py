@@ -6,7 +6,7 @@ import time
 
 import pytest
 from jitney.errors import DeviceLostError, UnavailableError
-from jitney.request import Batch, Cancel, Failed, Finished, StepReport, Submit, Tokens
+from jitney.messages import Batch, Cancel, Failed, Finished, StepReport, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
 from tests.core.play import Play
@@ -163,20 +163,6 @@ def test_a_lost_device_ends_every_request_and_the_loop(overlap: bool, fault_at: 
         play.engine.send(play.submits[0])
 
 
-def test_an_idle_loop_does_not_turn(monkeypatch) -> None:
-    play = Play()
-    steps = []
-    real = play.engine.step
-    monkeypatch.setattr(play.engine, "step", lambda: steps.append(1) or real())
-    checks = []
-    monkeypatch.setattr(play.scheduler, "check_integrity", lambda: checks.append(1))
-    loop = Loop(play)
-    time.sleep(0.6)
-    assert len(steps) == 1
-    assert len(checks) == 1
-    loop.stop()
-
-
 def test_a_bug_in_the_loop_ends_every_request_and_the_engine_goes_on(monkeypatch) -> None:
     play = Play(num_blocks=4096)
 
@@ -194,7 +180,7 @@ def test_a_bug_in_the_loop_ends_every_request_and_the_engine_goes_on(monkeypatch
     loop.stop()
 
 
-def test_broken_integrity_while_idle_is_mended() -> None:
+def test_broken_integrity_while_idle_is_repaired() -> None:
     play = Play()
     broken = play.scheduler
     broken.kv._free.pop()

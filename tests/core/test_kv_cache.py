@@ -12,11 +12,11 @@ def chain(*blocks: list[int], salt: str | None = None) -> list[bytes]:
 
 
 def filled(kv: KvCache, hashes: list[bytes]) -> list[int]:
-    """A table whose blocks are published under ``hashes``."""
-    table = kv.open([], len(hashes))
+    """A table whose blocks are cached under ``hashes``."""
+    table = kv.allocate([], len(hashes))
     assert table is not None
     for block, key in zip(table, hashes, strict=True):
-        kv.publish(block, key)
+        kv.cache_block(block, key)
     return table
 
 
@@ -42,13 +42,13 @@ def test_a_failed_allocation_changes_nothing() -> None:
     kv = KvCache(4, 2)
     hashes = chain([1, 2], [3, 4])
     kv.release(filled(kv, hashes))
-    held = kv.open([], 1)
+    held = kv.allocate([], 1)
     assert held is not None
     before = (kv.num_free, kv.num_cached, kv.find(hashes))
-    assert kv.open(kv.find(hashes), 2) is None  # 3 free, of which the hits are 2
-    assert kv.open([], 3, spare=1) is None
+    assert kv.allocate(kv.find(hashes), 2) is None  # 3 free, of which the hits are 2
+    assert kv.allocate([], 3, spare=1) is None
     assert (kv.num_free, kv.num_cached, kv.find(hashes)) == before
-    rest = kv.open([], 3)
+    rest = kv.allocate([], 3)
     assert rest is not None
     assert not kv.grow(held)
     assert kv.fork(held, 1) is None
@@ -62,24 +62,24 @@ def test_tails_are_evicted_before_heads_and_the_oldest_first() -> None:
     kv.release(first)
     kv.release(second)
     assert kv.num_cached == 4
-    taken = kv.open([], 1)
+    taken = kv.allocate([], 1)
     assert taken == first[1:]
     assert kv.find(old) == first[:1]
-    more = kv.open([], 2)
+    more = kv.allocate([], 2)
     assert more == [first[0], second[1]]
     assert kv.find(new) == second[:1]
 
 
-def test_a_hit_revives_a_block_and_renews_its_age() -> None:
+def test_a_hit_takes_a_block_out_of_the_cache_and_renews_its_age() -> None:
     kv = KvCache(3, 2)
     a, b = chain([1, 2]), chain([3, 4])
     kv.release(filled(kv, a))
     kv.release(filled(kv, b))
-    table = kv.open(kv.find(a), 0)
+    table = kv.allocate(kv.find(a), 0)
     assert table is not None
     kv.check_integrity([(table, 2)])
     kv.release(table)
-    assert kv.open([], 2) is not None  # the free one, then b's
+    assert kv.allocate([], 2) is not None  # the free one, then b's
     assert kv.find(b) == []
     assert kv.find(a) == table
 
@@ -96,38 +96,38 @@ def test_of_two_blocks_with_one_content_the_first_stays() -> None:
     kv.check_integrity([])
 
 
-def test_fork_shares_full_blocks_and_owes_a_copy_of_the_partial_one() -> None:
+def test_fork_shares_full_blocks_and_has_a_pending_copy_of_the_partial_one() -> None:
     kv = KvCache(6, 2)
-    table = kv.open([], 3)
+    table = kv.allocate([], 3)
     assert table is not None
     fork = kv.fork(table, 5)
     assert fork is not None
     assert fork[:2] == table[:2]
-    assert kv.owed_copies() == [(table[2], fork[2])]
+    assert kv.pending_copies() == [(table[2], fork[2])]
     kv.check_integrity([(table, 5), (fork, 5)])
     kv.release(table)
     assert kv.num_free == 2  # the source is held although its owner is gone
-    kv.settle(kv.owed_copies())
+    kv.complete_copies(kv.pending_copies())
     assert kv.num_free == 3
     kv.check_integrity([(fork, 5)])
 
 
 def test_fork_at_a_block_boundary_copies_nothing() -> None:
     kv = KvCache(2, 2)
-    table = kv.open([], 2)
+    table = kv.allocate([], 2)
     assert table is not None
     assert kv.fork(table, 4) == table
-    assert kv.owed_copies() == []
+    assert kv.pending_copies() == []
 
 
-def test_a_copy_to_a_block_that_is_given_up_is_no_longer_owed() -> None:
+def test_a_copy_to_a_released_block_is_no_longer_pending() -> None:
     kv = KvCache(2, 2)
-    table = kv.open([], 1)
+    table = kv.allocate([], 1)
     assert table is not None
     fork = kv.fork(table, 1)
     assert fork is not None
     kv.release(fork)
-    assert kv.owed_copies() == []
+    assert kv.pending_copies() == []
     kv.release(table)
     assert kv.num_free == 2
     kv.check_integrity([])

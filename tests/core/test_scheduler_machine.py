@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from jitney.config import make_config
 from jitney.core.kv_cache import block_hash, root_hash
-from jitney.engine import Engine
-from jitney.request import (
+from jitney.engine.engine import Engine
+from jitney.messages import (
     Batch,
     Cancel,
     Cancelled,
@@ -87,12 +87,14 @@ class Expected:
 class Traffic(RuleBasedStateMachine):
     """One engine, its clients and its clock."""
 
+    engine: Engine | None = None  # until ``start``
+
     @initialize(
         num_blocks=st.integers(3, 16) | st.integers(8, 16),
         block_size=st.sampled_from([1, 2, 3, 4, 4]),
         eviction=st.sampled_from(["never", "preempt", "preempt"]),
         budget=st.integers(1, 12),
-        seats=st.integers(1, 6),
+        max_num_seqs=st.integers(1, 6),
         max_queued=st.sampled_from([0, 3, 100, 100]),
         caching=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
@@ -105,7 +107,7 @@ class Traffic(RuleBasedStateMachine):
         block_size,
         eviction,
         budget,
-        seats,
+        max_num_seqs,
         max_queued,
         caching,
         watermark,
@@ -117,7 +119,7 @@ class Traffic(RuleBasedStateMachine):
             "model": "fake",
             "block_size": block_size,
             "eviction": eviction,
-            "max_num_seqs": seats,
+            "max_num_seqs": max_num_seqs,
             "max_queued": max_queued,
             "prefix_caching": caching,
             "watermark": watermark,
@@ -228,7 +230,7 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(20):
             self.step(0.0)
             self.integrity()
-            if kv.owed_copies():
+            if kv.pending_copies():
                 break
         else:
             return
@@ -242,10 +244,10 @@ class Traffic(RuleBasedStateMachine):
         self.step(0.0)
 
     def _owners_of_copies(self) -> list[tuple[int, int]]:
-        """(key, index) of the sequences at either end of an owed copy."""
-        owed = {block for copy in self.engine.scheduler.kv.owed_copies() for block in copy}
+        """(key, index) of the sequences at either end of a pending copy."""
+        copied = {block for copy in self.engine.scheduler.kv.pending_copies() for block in copy}
         running = self.engine.scheduler.live.running
-        return [(one.request.message.key, one.index) for one in running if owed & set(one.table)]
+        return [(one.request.message.key, one.index) for one in running if copied & set(one.table)]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -280,7 +282,7 @@ class Traffic(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        if hasattr(self, "engine"):
+        if self.engine is not None:
             self.engine.scheduler.check_integrity()
             kv = self.engine.scheduler.kv
             for key, block in kv._block_of.items():
@@ -289,7 +291,7 @@ class Traffic(RuleBasedStateMachine):
             assert len(self.engine._in_flight) == len(self.runner.in_flight) <= 1
 
     def teardown(self) -> None:
-        if not hasattr(self, "engine"):
+        if self.engine is None:
             return
         self.raise_once = None
         live = [one for one in self.requests.values() if one.terminal is None]
@@ -297,7 +299,7 @@ class Traffic(RuleBasedStateMachine):
         # tokens of prompts and recomputations, all of which are there at once in the worst case.
         to_make = sum(one.most * one.submit.params.n for one in live)
         to_compute = sum((len(one.submit.prompt) + one.most) * one.submit.params.n for one in live)
-        bound = 2 * (to_make + 1) * (to_compute + 1)  # twice: some only land the step before
+        bound = 2 * (to_make + 1) * (to_compute + 1)  # twice: some only complete the step before
         steps = 0
         while self.engine.has_work:
             report = self.engine.step()
@@ -426,16 +428,16 @@ _checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_t
 
 
 class TestTraffic(Traffic.TestCase):
-    """The default run."""
+    """The short profile, of every run."""
 
     settings = settings(
-        max_examples=350, stateful_step_count=30, deadline=None, suppress_health_check=_checks
+        max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=_checks
     )
 
 
 @pytest.mark.slow
 class TestTrafficAtLength(Traffic.TestCase):
-    """Ten times as much, and longer."""
+    """The long profile, of ``make test-all``: ten times as many examples, and longer ones."""
 
     settings = settings(
         max_examples=1500, stateful_step_count=100, deadline=None, suppress_health_check=_checks

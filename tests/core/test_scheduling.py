@@ -1,7 +1,7 @@
 """What stands in a step: chunks beside decodes, forks, preemption and the prefix cache."""
 
 import pytest
-from jitney.request import Cancel, Cancelled, Finish, Finished
+from jitney.messages import Cancel, Cancelled, Finish, Finished
 
 from tests.core.play import Play
 from tests.fake_runner import VOCAB_SIZE, candidates
@@ -67,24 +67,6 @@ def test_n_sequences_prefill_once_then_share_full_blocks_and_copy_the_partial_on
     assert len(set(map(tuple, play.got(key)))) == 3
 
 
-def test_the_first_sequence_may_end_at_its_first_token() -> None:
-    play = Play(block_size=4, choose=lambda row, index: index + row.end)
-    key = play.submit([1] * 6, n=3, max_tokens=4, stop_ids=frozenset({6}))
-    play.drain()
-    assert play.reasons == {(key, 0): "stop", (key, 1): "length", (key, 2): "length"}
-    assert play.got(key) == [[6], [7, 8, 9, 10], [8, 9, 10, 11]]
-
-
-def test_a_fork_without_a_block_waits_and_recomputes() -> None:
-    play = Play(num_blocks=3, block_size=4)
-    key = play.submit([1] * 10, n=2, max_tokens=3)
-    play.drain()
-    assert play.got(key) == play.run_alone(key)
-    end = play.ends[key]
-    assert isinstance(end, Finished)
-    assert end.timing.preemptions >= 1
-
-
 def test_the_last_arrived_of_the_lowest_priority_is_preempted_and_resumes_first() -> None:
     play = Play(num_blocks=6, block_size=4, watermark=0.0, prefix_caching=False)
     low = play.submit([1] * 7, max_tokens=6, priority=1)
@@ -142,28 +124,6 @@ def test_a_cached_prefix_is_not_computed_again_but_one_token_always_is() -> None
         assert play.got(key) == play.run_alone(key)
 
 
-def test_output_is_cached_too() -> None:
-    play = Play(block_size=4)
-    first = play.submit([1, 2], max_tokens=8)
-    play.drain()
-    turn = play.submit([1, 2, *play.got(first)[0], 3], max_tokens=2)
-    play.step()
-    assert play.rows() == [(turn, 0, 8, 11)]
-
-
-def test_a_block_is_found_only_after_the_step_that_filled_it() -> None:
-    play = Play(block_size=4)
-    twins = [play.submit([1] * 9, max_tokens=3) for _ in range(2)]
-    play.step()
-    assert [row[2] for row in play.rows()] == [0, 0]
-    third = play.submit([1] * 9, max_tokens=3)
-    play.step()
-    assert play.rows()[-1] == (third, 0, 8, 9)
-    play.drain()
-    for key in (*twins, third):
-        assert play.got(key) == play.run_alone(key)
-
-
 @pytest.mark.parametrize(("salts", "start"), [(("a", "a"), 8), (("a", "b"), 0), ((None, "a"), 0)])
 def test_salts_separate_tenants(salts: tuple[str | None, str | None], start: int) -> None:
     play = Play(block_size=4)
@@ -171,15 +131,6 @@ def test_salts_separate_tenants(salts: tuple[str | None, str | None], start: int
         play.submit([1] * 9, max_tokens=1, cache_salt=salt)
         play.drain()
     assert play.rows()[0][2] == start
-
-
-def test_caching_can_be_switched_off() -> None:
-    play = Play(block_size=4, prefix_caching=False)
-    for _ in range(2):
-        play.submit([1] * 9, max_tokens=1)
-        play.drain()
-    assert play.rows()[0][2] == 0
-    assert play.scheduler.kv.num_cached == 0
 
 
 def test_prompt_logprobs_read_no_prefix_and_come_once_and_whole() -> None:

@@ -1,11 +1,9 @@
 """What can be told of a block without running it: names, syntax, whether its mark is true."""
 
-import ast
 import json
 import re
 import subprocess
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import yaml
@@ -139,9 +137,6 @@ def mentions(path: Path, command: Command) -> bool:
             block.is_run and any(_keys(other) == keys for other in commands(block.text))
             for block in read_page(path)
         )
-    if path.suffix == ".py":
-        said = _said(ROOT / path)
-        return all(any(key in word.split() for word in said) for key in keys)
     text = (ROOT / path).read_text(encoding="utf-8")
     return all(re.search(rf"(?<![\w-]){re.escape(key)}(?![\w-])", text) for key in keys)
 
@@ -158,23 +153,6 @@ def _keys(command: Command) -> tuple[str, ...]:
         (url,) = (word for word in command.words if "://" in word)
         return (url.rpartition("/")[2],)
     return (program,)
-
-
-@cache
-def _said(path: Path) -> frozenset[str]:
-    """Texts, but for docstrings, and imported modules of a Python file."""
-    said = set()
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    unused = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in unused:
-                said |= {node.value, *node.value.split("/")}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            said |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            said |= {alias.name for alias in node.names}
-    return frozenset(said)
 
 
 # --------------------------------------------------------------------------- between the lines

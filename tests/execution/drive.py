@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from jitney.config import EngineConfig
 from jitney.config import make_config as make_engine_config
 from jitney.core.scheduler import Scheduler
-from jitney.execution.runner import Runner
-from jitney.request import Event, Failed, Finished, PromptLogprobs, Submit, Tokens
+from jitney.execution.runner import TorchRunner
+from jitney.messages import Event, Failed, Finished, PromptLogprobs, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
 
@@ -15,7 +15,7 @@ class Driven:
     """What came of one run."""
 
     outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    """(place of the request, sequence index) -> tokens."""
+    """(index of the request, sequence index) -> tokens."""
     events: list[Event] = field(default_factory=list)
     timings: dict[int, Finished] = field(default_factory=dict)
     preemptions: int = 0
@@ -24,7 +24,7 @@ class Driven:
 
 
 def drive(
-    runner: Runner,
+    runner: TorchRunner,
     requests: list[tuple[list[int], SamplingParams]],
     *,
     budget: int = 512,

@@ -1,13 +1,15 @@
-"""The size of the KV cache, and what an impossible one is told (survival.md, row 30)."""
+"""The size of the KV cache, and what an impossible one is told."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jitney.config import make_config
 from jitney.errors import ConfigError
+from jitney.execution.interface import LayerSpec
 from jitney.execution.machine import available_cores, available_memory
-from jitney.execution.memory import LayerSpec, block_bytes, estimate_activations, plan_memory
+from jitney.execution.memory import StepMemory, block_bytes, estimate_steps, plan_memory
 
 LAYERS = [LayerSpec(8, 2, 64, None), LayerSpec(8, 2, 64, 128), LayerSpec(8, 1, 256, None)]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -23,14 +25,10 @@ def plan(
 ):
     return plan_memory(
         make_config({"model": "m", **options}),
-        LAYERS,
-        dtype=torch.bfloat16,
-        device=device,
-        weights=GIB,
-        activations=GIB // 2,
-        available=available,
-        max_model_len=length,
-        graphs=graphs,
+        SimpleNamespace(layers=LAYERS, device=device, weight_bytes=GIB, max_model_len=length),
+        torch.bfloat16,
+        StepMemory(GIB // 2, graphs),
+        available,
     )
 
 
@@ -68,10 +66,6 @@ def test_graphs_need_room_too() -> None:
         plan(GPU, 2 * GIB, graphs=GIB, kv_cache_bytes=GIB)
 
 
-def test_default_stops_where_more_is_of_no_use() -> None:
-    assert plan(length=100, max_num_seqs=4).num_blocks == 4 * 7
-
-
 @pytest.mark.parametrize("size", [9 * GIB, 7.6 * GIB, 1 << 60])
 def test_larger_than_memory(size: float) -> None:
     with pytest.raises(ConfigError, match=f"kv_cache_bytes is {int(size)}, but must be at most"):
@@ -93,13 +87,11 @@ def test_not_enough_for_one_block(options: dict[str, object], key: str) -> None:
 
 
 def test_activations_count_logits_of_sampled_rows_only() -> None:
-    small, large = (
-        estimate_activations(
-            512, hidden=64, intermediate=128, vocab=1000, logits_rows=rows, itemsize=2
-        )
-        for rows in (8, 16)
-    )
+    config = SimpleNamespace(hidden_size=64, intermediate_size=[128, 32])
+    model = SimpleNamespace(config=config, vocab_size=1000, dtype=torch.bfloat16)
+    small, large = (estimate_steps(model, 512, rows).activations for rows in (8, 16))
     assert large - small == 8 * 1000 * 6
+    assert small == 512 * (4 * 64 + 3 * 128) * 2 + 8 * 1000 * 6
 
 
 def test_limits_of_a_container(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 from jitney.config import make_config
-from jitney.execution.runner import Runner, load_runner
+from jitney.engine.assemble import load_runner
+from jitney.execution.runner import TorchRunner
 from jitney.sampling_params import SamplingParams
 
 from tests.execution.drive import drive
@@ -22,6 +23,17 @@ MIN_GAP = 1e-3
 # Attention -> tokens in a block: few, and the default, whose blocks the CPU kernel reads in place.
 BLOCK_SIZES = {"reference": 4, "cpu": 16}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, seed=0)
+
+
+# Every architecture is served in a mixed batch; in the other ways one is, unless slow tests run.
+ONE_AT_LEAST = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=() if name == "llama" else pytest.mark.slow)
+        for name in sorted(ARCHITECTURES)
+    ],
+    indirect=True,
+)
 
 
 @dataclasses.dataclass
@@ -96,23 +108,27 @@ def runner(request, case: Case):
     runner.close()
 
 
-@pytest.mark.parametrize(("place", "budget"), [(0, 512), (1, 512), (2, 512), (2, 7), (1, 1)])
-def test_alone(case: Case, runner: Runner, place: int, budget: int) -> None:
+@ONE_AT_LEAST
+@pytest.mark.parametrize(("index", "budget"), [(0, 512), (1, 512), (2, 512), (2, 7), (1, 1)])
+def test_alone(case: Case, runner: TorchRunner, index: int, budget: int) -> None:
     """In one chunk, in chunks of 7, and token by token."""
-    driven = drive(runner, [(case.prompts[place], PARAMS)], budget=budget)
-    assert driven.outputs == {(0, 0): case.expected[place]}
-    assert driven.steps == -(-len(case.prompts[place]) // budget) + NUM_NEW - 1
+    driven = drive(runner, [(case.prompts[index], PARAMS)], budget=budget)
+    assert driven.outputs == {(0, 0): case.expected[index]}
+    assert driven.steps == -(-len(case.prompts[index]) // budget) + NUM_NEW - 1
 
 
-@pytest.mark.parametrize(("budget", "stagger"), [(512, 0), (9, 5)])
-def test_mixed_batch(case: Case, runner: Runner, budget: int, stagger: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "stagger"), [pytest.param(512, 0, marks=pytest.mark.slow), (9, 5)]
+)
+def test_mixed_batch(case: Case, runner: TorchRunner, budget: int, stagger: int) -> None:
     """Prompts of different lengths that join and leave, chunks beside decodes."""
     requests = [(prompt, PARAMS) for prompt in case.prompts]
     driven = drive(runner, requests, budget=budget, stagger=stagger)
     assert driven.outputs == {(i, 0): tokens for i, tokens in enumerate(case.expected)}
 
 
-def test_prefix_hits(case: Case, runner: Runner) -> None:
+@ONE_AT_LEAST
+def test_prefix_hits(case: Case, runner: TorchRunner) -> None:
     """A prompt served again, and its continuation, start from cached blocks."""
     prompt, tokens = case.prompts[2], case.expected[2]
     size = runner.info.block_size
@@ -126,8 +142,9 @@ def test_prefix_hits(case: Case, runner: Runner) -> None:
     assert driven.timings[2].timing.cached_prompt_tokens == (len(grown) - 1) // size * size
 
 
+@ONE_AT_LEAST
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_preemption(case: Case, runner: Runner, prefix_caching: bool) -> None:
+def test_preemption(case: Case, runner: TorchRunner, prefix_caching: bool) -> None:
     """A pool that cannot hold all three: sequences lose their blocks and are computed again."""
     requests = [(prompt, PARAMS) for prompt in case.prompts]
     needed = sum(-(-(length + NUM_NEW) // runner.info.block_size) for length in LENGTHS)

@@ -8,9 +8,11 @@ import safetensors.torch
 import torch
 import transformers
 from jitney.config import make_config
+from jitney.engine.assemble import load_model
 from jitney.errors import ConfigError, InstallationError, LoadError, UnsupportedModelError
-from jitney.execution import interface, models
-from jitney.execution.models import load_model, resolve_device, resolve_dtype
+from jitney.execution import interface
+from jitney.execution import load as loading
+from jitney.execution.machine import resolve_device, resolve_dtype
 from jitney.execution.probe import check_same, compare_with_eager, probe_logits, record_layers
 from jitney.execution.support import layer_windows
 
@@ -109,16 +111,6 @@ def test_rotary_scaling_of_one_kind_of_layer(tmp_path: Path) -> None:
     assert "'dynamic'" in refusal(config_only(tmp_path / "m", config), "gemma3_text")
 
 
-def test_other_rotary_scaling_is_served(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    assert load(make_checkpoint(tmp_path / "m", rope_parameters=rope)).max_model_len == 256
-
-
 def test_remote_code_is_never_run(tmp_path: Path) -> None:
     config = {
         "model_type": "homemade",
@@ -143,11 +135,6 @@ def test_remote_code_beside_native_support_is_ignored(tmp_path: Path) -> None:
 def test_unknown_type(tmp_path: Path) -> None:
     folder = config_only(tmp_path / "m", {"model_type": "homemade"})
     assert "does not know it" in refusal(folder, "homemade")
-
-
-def test_quantized_weights(tmp_path: Path) -> None:
-    config = make_hf_config("llama").to_dict() | {"quantization_config": {"quant_method": "gptq"}}
-    assert "'gptq'" in refusal(config_only(tmp_path / "m", config), "llama")
 
 
 BY_PROBE = {
@@ -219,7 +206,7 @@ def _mixes_neighbours(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _counts_from_zero(hidden: torch.Tensor) -> torch.Tensor:
-    """A position that is the place in the batch, not ``position_ids``."""
+    """A position that is the index in the batch, not ``position_ids``."""
     return hidden * (1 + 0.1 * torch.arange(hidden.shape[1])[None, :, None])
 
 
@@ -270,7 +257,7 @@ def test_dtype() -> None:
 
 def test_weights_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(tmp_path / "m")
-    monkeypatch.setattr(models, "available_memory", lambda device: 300_000)
+    monkeypatch.setattr(loading.machine, "available_memory", lambda device: 300_000)
     with pytest.raises(LoadError, match=r"need 328,960 bytes, but only 300,000 are free on cpu"):
         load(folder)
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 import transformers
 from jitney.config import make_config
+from jitney.engine.assemble import load_runner
 from jitney.errors import ConfigError
+from jitney.execution import load
 from jitney.execution import runner as runner_module
-from jitney.execution.runner import Runner, load_runner
-from jitney.request import Batch, Row, Tokens
+from jitney.execution.runner import TorchRunner
+from jitney.messages import Batch, Row, Tokens
 from jitney.sampling_params import SamplingParams
 
 from tests.execution.drive import drive, prompt_logprobs_of
@@ -76,7 +78,7 @@ def row(tokens: list[int], start: int, table: list[int], **fields: object) -> Ro
     return dataclasses.replace(base, **fields)
 
 
-def test_a_crowd_of_sequences_is_sampled_in_slices(runner: Runner, monkeypatch) -> None:
+def test_a_crowd_of_sequences_is_sampled_in_slices(runner: TorchRunner, monkeypatch) -> None:
     """Prompts of n > 1 that end together: a hundred sequences of five rows, never at once."""
     params = SamplingParams(seed=3, n=40, temperature=1.5, top_p=0.9, logprobs=1)
     rows = [
@@ -106,25 +108,30 @@ def test_kernels_are_checked_on_blocks_of_the_size_in_service(path: Path, monkey
     sizes = []
 
     def note(*args):
-        sizes.append(args[2:])
+        sizes.append(args[3:4])
         return real(*args)
 
-    real = runner_module.probe_logits
-    monkeypatch.setattr(runner_module, "probe_logits", note)
+    real = load.probe.probe_logits
+    monkeypatch.setattr(load.probe, "probe_logits", note)
     for size in (1, 16):
         load_runner(options(path, block_size=size)).close()
-    assert sizes == [(), ("reference", 1), (), ("reference", 16)]
+    assert sizes == [(), (), (1,), (), (), (16,)]
 
 
-def test_empty_batch_and_middle_of_a_prompt(runner: Runner) -> None:
-    assert runner.execute(Batch(rows=[])).rows == []
-    output = runner.execute(Batch(rows=[row(PROMPT[:5], 0, [0, 1], sample=())])).rows
-    assert [(o.token_ids, o.logprobs, o.prompt_logprobs, o.error) for o in output] == [
-        ([], None, None, None)
-    ]
+def test_the_first_ring_runs_alone(path: Path, runner: TorchRunner) -> None:
+    """Without kernels and quantization: the same tokens, and a refusal of what needs them."""
+    alone = load.load_runner(options(path, attention="auto", fuse=True, prepack=True))
+    assert alone.info.attention == "reference"
+    requests = [(PROMPT, GREEDY)]
+    assert drive(alone, requests).outputs == drive(runner, requests).outputs
+    alone.close()
+    with pytest.raises(ConfigError, match="option quantization is 'fp8'"):
+        load.load_runner(options(path, quantization="fp8"))
+    with pytest.raises(ConfigError, match="option batch_invariant is True"):
+        load.load_runner(options(path, batch_invariant=True))
 
 
-def test_rows_that_sample_beside_rows_that_do_not(runner: Runner, model) -> None:
+def test_rows_that_sample_beside_rows_that_do_not(runner: TorchRunner, model) -> None:
     rows = [
         row(PROMPT[:7], 0, [9, 3]),
         row(PROMPT[:9], 0, [4, 5, 6], sample=()),
@@ -135,7 +142,7 @@ def test_rows_that_sample_beside_rows_that_do_not(runner: Runner, model) -> None
     assert [o.token_ids for o in output] == [[expected[0]], [], [expected[1]]]
 
 
-def test_copies_come_before_the_step(runner: Runner, model) -> None:
+def test_copies_come_before_the_step(runner: TorchRunner, model) -> None:
     """A block is forked: both sequences go on from it, each with a token of its own. A chain of
     copies reads every source as it was before the step."""
     runner.execute(Batch(rows=[row(PROMPT[:6], 0, [0, 1], sample=())]))
@@ -146,7 +153,7 @@ def test_copies_come_before_the_step(runner: Runner, model) -> None:
     assert [o.token_ids for o in output] == [[expected[0]], [expected[1]]]
 
 
-def test_several_sequences_of_one_prompt(runner: Runner, model) -> None:
+def test_several_sequences_of_one_prompt(runner: TorchRunner, model) -> None:
     """n = 3 samples three first tokens from one row of logits, then forks."""
     params = SamplingParams(n=3, temperature=1.5, seed=7, max_tokens=6, logprobs=0, ignore_eos=True)
     driven = drive(runner, [(PROMPT, params)])
@@ -163,7 +170,7 @@ def test_several_sequences_of_one_prompt(runner: Runner, model) -> None:
 
 
 @pytest.mark.parametrize("budget", [512, 22, 7, 1])
-def test_prompt_logprobs_over_chunks(runner: Runner, model, budget: int) -> None:
+def test_prompt_logprobs_over_chunks(runner: TorchRunner, model, budget: int) -> None:
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=3, prompt_logprobs=2, logprobs=1)
     driven = drive(runner, [(PROMPT, params), (PROMPT[:9], GREEDY)], budget=budget)
     found = prompt_logprobs_of(driven, 0).logprobs
@@ -179,10 +186,10 @@ def test_prompt_logprobs_over_chunks(runner: Runner, model, budget: int) -> None
             assert candidate.rank == rank
 
 
-def test_logits_that_are_not_finite_fail_their_row_alone(runner: Runner, model) -> None:
+def test_logits_that_are_not_finite_fail_their_row_alone(runner: TorchRunner, model) -> None:
     bad = 77
     with torch.no_grad():
-        runner._module.get_input_embeddings().weight[bad] = float("nan")
+        runner._model.module.get_input_embeddings().weight[bad] = float("nan")
     rows = [
         row(PROMPT[:5], 0, [0, 1]),
         row([3, bad, 4], 0, [2], sample=(0, 1)),
@@ -191,9 +198,9 @@ def test_logits_that_are_not_finite_fail_their_row_alone(runner: Runner, model) 
     output = runner.execute(Batch(rows=rows)).rows
     assert "finite" in str(output[1].error)
     assert output[1].token_ids == []
-    for place, ids in ((0, PROMPT[:5]), (2, [3, 4])):
-        assert output[place].error is None
-        assert output[place].token_ids == [logprobs_of(model, ids)[-1].argmax().item()]
+    for index, ids in ((0, PROMPT[:5]), (2, [3, 4])):
+        assert output[index].error is None
+        assert output[index].token_ids == [logprobs_of(model, ids)[-1].argmax().item()]
 
 
 def test_what_it_says_of_itself(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,16 +227,3 @@ def test_sixteen_bits(path: Path, model) -> None:
         output = runner.execute(Batch(rows=[row(PROMPT, 0, [1, 2, 3, 4, 5, 6], params=params)]))
         for entry in output.rows[0].logprobs[0]:
             assert entry.logprob == pytest.approx(expected[entry.token_id].item(), abs=0.4)
-
-
-def test_a_cache_larger_than_memory(path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"kv_cache_bytes is {1 << 50}, but must be at most"):
-        load_runner(options(path, kv_cache_bytes=1 << 50))
-
-
-def test_two_runners_share_nothing(path: Path, runner: Runner) -> None:
-    other = load_runner(options(path, kv_cache_bytes=1 << 16, block_size=8))
-    first = drive(runner, [(PROMPT, GREEDY)]).outputs
-    assert drive(other, [(PROMPT, GREEDY)]).outputs == first
-    other.close()
-    assert drive(runner, [(PROMPT, GREEDY)]).outputs == first

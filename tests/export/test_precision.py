@@ -1,6 +1,5 @@
 """int8 and fp16: that they compute nearly the same, and that losing too much is noticed."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 
 from export.errors import CheckError, RecipeError
 from export.onnx_model import export_onnx, ports
@@ -62,6 +62,22 @@ def test_int8_multiplies_whole_numbers_and_stays_close(tmp_path: Path) -> None:
         list(check_parity(recipe, run, runtime="ONNX Runtime", tolerance=1e-7))
 
 
+def test_int8_weights_fit_the_sums_of_a_processor_without_vnni(tmp_path: Path) -> None:
+    """It clips a sum of two products to 16 bits, which no test on a machine with VNNI would see."""
+    recipe = of(torch.nn.Linear(7, 5), input=torch.rand(3, 7))
+    to_int8(exported(recipe, tmp_path), tmp_path / "model.onnx", example(recipe))
+    (weight,) = (
+        numpy_helper.to_array(each).astype(int)
+        for each in onnx.load(str(tmp_path / "model.onnx")).graph.initializer
+        if each.name.endswith("_quantized")
+    )
+    assert weight.shape == (7, 5)
+    sums = np.abs(np.vstack([weight, np.zeros((1, 5), int)])).reshape(4, 2, 5).sum(1)
+    assert sums.max() <= 128
+    assert (sums.max(0) >= 126).all(), "the range is used"
+    assert cosine(onnx_run(tmp_path / "model.onnx"), recipe) > 0.999
+
+
 def test_smoothing_changes_nothing_but_the_rounding(tmp_path: Path) -> None:
     recipe = with_outlier()
     source = exported(recipe, tmp_path)
@@ -76,34 +92,11 @@ def test_smoothing_changes_nothing_but_the_rounding(tmp_path: Path) -> None:
         model = onnx.load(str(path))
         del model.graph.value_info[:]  # the quantizer changes shapes without changing their notes
         onnx.save(model, str(path))
-        quantize_dynamic(path, path.with_suffix(".int8"), per_channel=True)
+        quantize_dynamic(path, path.with_suffix(".int8"), per_channel=True, reduce_range=True)
     rough, smoothed = (
         cosine(onnx_run(path.with_suffix(".int8")), recipe) for path in (plain, source)
     )
     assert 1 - smoothed < (1 - rough) / 4, (rough, smoothed)
-
-
-def test_a_graph_without_normalization_is_not_smoothed(tmp_path: Path) -> None:
-    module = Pooled().eval()
-    module.norm = torch.nn.Identity()  # type: ignore[assignment]
-    recipe = pooled(module=module)
-    source = exported(recipe, tmp_path)
-    before = source.read_bytes()
-    assert smooth(source, example(recipe), largest_inline=2**30) == 0
-    assert source.read_bytes() == before
-
-
-def test_large_weights_stay_beside_an_int8_model(tmp_path: Path) -> None:
-    recipe = pooled()
-    source = exported(recipe, tmp_path, largest_inline=0)
-    made = tmp_path / "made"
-    made.mkdir()
-    to_int8(source, made / "model.onnx", example(recipe), largest_inline=0)
-    assert len(list(made.iterdir())) == 2
-    for each in source.parent.iterdir():
-        os.unlink(each)
-    run = onnx_run(made / "model.onnx")
-    assert cosine(run, recipe) > 0.98
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -193,26 +186,3 @@ def test_int8_of_a_model_without_products_is_refused(tmp_path: Path) -> None:
     source = exported(recipe, tmp_path)
     with pytest.raises(CheckError, match="the model has none of them"):
         to_int8(source, tmp_path / "model.onnx", example(recipe))
-
-
-class Counted(torch.nn.Module):
-    """A whole number first, then one real number per row."""
-
-    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (image > 0).sum(-1), image.sum(-1)
-
-
-def test_one_number_per_row_is_judged_over_the_rows() -> None:
-    recipe = of(Counted(), image=torch.rand(4, 3))
-    assert quality_of(recipe).output == "output_1"
-
-    def distorted(inputs: Arrays) -> dict[str, np.ndarray]:
-        made = torch_run(recipe)(inputs)
-        return {**made, "output_1": made["output_1"] ** 4}
-
-    with pytest.raises(CheckError, match="fp16 loses too much"):
-        check_quality(
-            recipe, quality_of(recipe), "fp16", original=torch_run(recipe), reduced=distorted
-        )
-    with pytest.raises(RecipeError, match="no output of model 'own' has several real numbers"):
-        quality_of(of(Counted(), image=torch.rand(1, 3)))

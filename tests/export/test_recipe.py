@@ -11,7 +11,7 @@ from torch import nn
 
 from export.errors import RecipeError
 from export.recipe import Dimension, Quality
-from export.resolve import from_parts, known_recipes, resolve
+from export.resolve import from_parts, resolve
 from tests.export.tiny import pooled
 
 
@@ -27,14 +27,6 @@ def test_inputs_and_profiles_have_the_sizes_asked_for() -> None:
     sizes = recipe.check_sizes()
     assert {each["batch"] for each in sizes} == {1, 2, 3, 4}
     assert {each["length"] for each in sizes} == {1, 5, 9}
-
-
-def test_many_combinations_are_thinned_and_keep_the_extremes() -> None:
-    wide = Dimension("length", 1, 30, 60, checks=tuple(range(1, 61)))
-    sizes = pooled(dimensions={**pooled().dimensions, "length": wide}).check_sizes()
-    assert len(sizes) <= 24
-    assert sizes[0] == {"batch": 1, "length": 1}
-    assert sizes[-1] == {"batch": 4, "length": 60}
 
 
 @pytest.mark.parametrize(
@@ -189,16 +181,6 @@ def test_what_cannot_be_resolved(own_models: Path, model: str, words: str) -> No
     with pytest.raises(RecipeError) as caught:
         resolve(model)
     assert words in str(caught.value)
-
-
-def test_an_error_in_ones_own_module_stays_as_it_is(own_models: Path) -> None:
-    """Whoever wrote it needs its line, and not advice on the command's arguments."""
-    with pytest.raises(ValueError, match="invalid literal"):
-        resolve("broken_value:model")
-
-
-def test_the_models_of_the_project_are_known() -> None:
-    assert {"digits", "minilm"} <= set(known_recipes())
 
 
 def test_a_dimension_by_name_gets_bounds_around_the_example() -> None:

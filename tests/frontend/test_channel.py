@@ -4,24 +4,11 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney.frontend.channel import Channel
 from jitney.frontend.sweeper import Sweeper
-from jitney.request import Cancel
-
-
-def test_final_data_closes(pb: Any) -> None:
-    sender = pb.Sender()
-    channel = Channel(sender)
-    assert channel.send([("text_output", np.array([b"a"], dtype=object))], final=False)
-    assert not channel.closed
-    assert channel.send([("text_output", np.array([b"b"], dtype=object))], final=True)
-    assert channel.closed
-    assert (sender.final, len(sender.sent)) == (1, 2)
-    with pytest.raises(AssertionError):
-        channel.send([], final=False)
+from jitney.messages import Cancel
 
 
 @pytest.mark.parametrize(
@@ -41,14 +28,6 @@ def test_errors_carry_the_servers_code_and_begin_with_its_name(
     assert response.error.code == getattr(pb.TritonError, code)
     assert response.error.text == text
     assert sender.final == 1
-
-
-def test_a_client_that_has_gone_closes_the_channel(pb: Any) -> None:
-    sender = pb.Sender()
-    channel = Channel(sender)
-    sender.broken = True
-    assert not channel.send([], final=False)
-    assert channel.closed
 
 
 def test_the_server_is_never_asked_during_or_after_the_final_response(pb: Any) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 from jitney.config import EngineConfig
-from jitney.frontend.model import TritonPythonModel, _start, place
+from jitney.frontend.model import TritonPythonModel, _start, assign_device
 
+from tests.server.client import wait_until
 from tests.tiny_models import make_checkpoint
 
 REVISION = 40 * "a"
@@ -43,13 +44,13 @@ def arguments(kind: str, groups: list[dict[str, Any]], device: int = 0) -> dict[
 def test_instances_of_one_device_share_it(
     kind: str, groups: list[dict[str, Any]], device: int, instances: int, placed: str
 ) -> None:
-    config = place(EngineConfig(model="m"), arguments(kind, groups, device))
+    config = assign_device(EngineConfig(model="m"), arguments(kind, groups, device))
     assert (config.instances, config.device) == (instances, placed)
 
 
 def test_a_device_in_the_options_is_kept() -> None:
     groups = [{"kind": "KIND_GPU", "count": 1, "gpus": [0]}]
-    config = place(EngineConfig(model="m", device="cpu"), arguments("GPU", groups))
+    config = assign_device(EngineConfig(model="m", device="cpu"), arguments("GPU", groups))
     assert config.device == "cpu"
 
 
@@ -89,7 +90,14 @@ def test_a_model_of_the_hub_cache_is_served(
     config = EngineConfig(
         model="some/model", device="cpu", attention="reference", fuse=False, kv_cache_bytes=1 << 20
     )
-    _start(config, arguments("CPU", [])).close()
+    service = _start(config, arguments("CPU", []))
+    request = pb.Request(text_input="the bus", sampling_parameters='{"max_tokens": 3}')
+    service.accept(request)
+    wait_until(lambda: request.sender.final == 1)
+    service.close()
+    (response,) = request.sender.sent
+    assert response.error is None
+    assert response.tensors["text_output"][0].startswith(b"the bus")
 
 
 def test_nothing_heavy_is_imported_to_complete_a_configuration() -> None:

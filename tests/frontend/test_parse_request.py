@@ -19,12 +19,6 @@ def test_defaults(pb: Any) -> None:
     assert not request.returns
 
 
-def test_streaming_leaves_the_input_out_by_default(pb: Any) -> None:
-    assert not parse_request(pb.Request(text_input="a", stream=True)).echo
-    echo = parse_request(pb.Request(text_input="a", exclude_input_in_output=True)).echo
-    assert not echo
-
-
 def test_streaming_with_the_input_is_refused_in_the_words_clients_know(pb: Any) -> None:
     request = pb.Request(text_input="a", stream=True, exclude_input_in_output=False)
     with pytest.raises(InvalidArgumentError) as caught:
@@ -74,12 +68,6 @@ def test_parameters_of_the_request_without_the_servers_own(pb: Any) -> None:
     assert params.priority == 0
 
 
-def test_an_unknown_parameter_of_the_request_is_refused(pb: Any) -> None:
-    request = pb.Request(json.dumps({"max_token": 7}), text_input="a")
-    with pytest.raises(InvalidArgumentError, match="did you mean 'max_tokens'"):
-        parse_request(request)
-
-
 def test_the_tensor_goes_before_the_parameters_of_the_request(pb: Any) -> None:
     request = pb.Request(
         json.dumps({"max_tokens": 7}),
@@ -94,12 +82,6 @@ def test_the_tensor_goes_before_the_parameters_of_the_request(pb: Any) -> None:
 def test_parameters_that_are_not_a_json_object(pb: Any, text: str | bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="sampling_parameters"):
         parse_request(pb.Request(text_input="a", sampling_parameters=text))
-
-
-def test_flags_become_outputs(pb: Any) -> None:
-    request = pb.Request(text_input="a", return_logprobs=True, return_timing=True,
-                         return_finish_reason=False)  # fmt: skip
-    assert parse_request(request).returns == {"logprobs", "timing"}
 
 
 def test_output_ids_of_several_sequences_are_refused(pb: Any) -> None:

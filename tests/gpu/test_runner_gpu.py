@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from jitney.config import EngineConfig, make_config
-from jitney.engine import Engine
-from jitney.execution.runner import load_runner
-from jitney.request import Batch, Failed, Row, Submit, Tokens
+from jitney.engine.assemble import load_runner
+from jitney.messages import Batch, Row, Tokens
 from jitney.sampling_params import SamplingParams
 from msgspec.structs import replace
 
@@ -86,41 +85,6 @@ def test_the_logits_of_a_graph_are_those_of_its_kernels(path: Path) -> None:
     assert logprobs[0] == logprobs[1]
 
 
-def test_contexts_past_every_border_of_the_graphs(path: Path) -> None:
-    """A graph with a stale longest context would read a part of the cache only."""
-    params = replace(GREEDY, max_tokens=700)
-    long = [([(7 * i + n) % VOCAB_SIZE for i in range(n)], params) for n in (3, 480, 1000, 3900)]
-    outputs = []
-    for mode in ("never", "lazy"):
-        runner = load_runner(options(path, cuda_graphs=mode, kv_cache_bytes=256 << 20))
-        outputs.append(drive(runner, long, budget=256).outputs)
-        runner.close()
-    assert outputs[0] == outputs[1]
-
-
-def test_overlap_gives_what_waiting_gives(path: Path) -> None:
-    tokens: list[dict[int, list[int]]] = []
-    for overlap in (False, True):
-        config = options(path, overlap=overlap)
-        runner = load_runner(config)
-        engine = Engine(config, runner)
-        for key, (prompt, params) in enumerate(requests()):
-            engine.send(
-                Submit(key=key, prompt=prompt, params=params, stop_ids=frozenset({9}), arrival=0.0)
-            )
-        found: dict[int, list[int]] = {}
-        while engine.has_work:
-            report = engine.step()
-            for event in report.events if report is not None else ():
-                assert not isinstance(event, Failed), event
-                if isinstance(event, Tokens):
-                    found.setdefault(event.key, []).extend(event.ids)
-        engine.scheduler.check_integrity()
-        tokens.append(found)
-        runner.close()
-    assert tokens[0] == tokens[1]
-
-
 def test_a_decode_step_waits_for_nothing(path: Path) -> None:
     """Two steps ahead of the device, with tokens carried on it."""
     runner = load_runner(options(path))
@@ -140,29 +104,6 @@ def test_a_decode_step_waits_for_nothing(path: Path) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     before.wait()
-    runner.close()
-
-
-def test_a_module_that_waits_runs_without_graphs(
-    path: Path, monkeypatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from jitney.execution.gpu import runner as runner_module
-
-    right = load_runner(options(path, cuda_graphs="never"))
-    expected = drive(right, requests(3)).outputs
-    right.close()
-    real = runner_module.forward
-
-    def forward(module, ids, *others):
-        ids.sum().item()
-        return real(module, ids, *others)
-
-    monkeypatch.setattr(runner_module, "forward", forward)
-    with caplog.at_level(logging.WARNING, logger="jitney"):
-        runner = load_runner(options(path))
-        assert drive(runner, requests(3)).outputs == expected
-    found = [r.message for r in caplog.records if "without CUDA graphs" in r.message]
-    assert len(found) == 1
     runner.close()
 
 
@@ -197,22 +138,6 @@ def test_a_step_fits_into_what_the_ledger_set_aside(path: Path, caplog) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("cache", ["auto", "float8_e4m3"])
-def test_sixteen_bits(path: Path, cache: str) -> None:
-    """bf16, with graphs and overlap: it runs, and its log-probabilities are near those in f32."""
-    params = replace(GREEDY, max_tokens=1, logprobs=5)
-    found = []
-    for more in ({}, {"dtype": "bfloat16", "kv_cache_dtype": cache}):
-        runner = load_runner(options(path, **more))
-        driven = drive(runner, [([5, 9, 11, 13] * 6, params)])
-        (event,) = (e for e in driven.events if isinstance(e, Tokens))
-        found.append({each.token_id: each.logprob for each in event.logprobs[0]})
-        runner.close()
-    for token in set(found[0]) & set(found[1]):
-        assert found[1][token] == pytest.approx(found[0][token], abs=0.5)
-    assert len(set(found[0]) & set(found[1])) >= 3
-
-
 def test_others_of_the_process_capture_graphs_meanwhile(path: Path) -> None:
     """Outside of inference mode, as transformers does: torch keeps one state for all graphs."""
     runner = load_runner(options(path))
@@ -226,26 +151,4 @@ def test_others_of_the_process_capture_graphs_meanwhile(path: Path) -> None:
     x.fill_(4)
     graph.replay()
     assert y.tolist() == [5.0] * 8
-    runner.close()
-
-
-def test_no_kernel_of_sampling_is_compiled_in_service(path: Path) -> None:
-    from jitney.execution.gpu.edit_kernels import edit
-    from jitney.execution.gpu.sampling_kernels import scan, select
-
-    def compiled() -> int:
-        return sum(
-            len(cache[0]) for each in (scan, select, edit) for cache in each.device_caches.values()
-        )
-
-    runner = load_runner(options(path))
-    before = compiled()
-    asked = [
-        GREEDY,
-        replace(GREEDY, logit_bias={5: 2.0}),
-        replace(GREEDY, temperature=0.8, top_p=0.9, top_k=20),
-        replace(GREEDY, temperature=0.8, repetition_penalty=1.2, logprobs=3),
-    ]
-    drive(runner, [([5 + i] * 9, params) for i, params in enumerate(asked)], stagger=2)
-    assert compiled() == before > 0
     runner.close()

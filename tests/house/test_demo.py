@@ -35,10 +35,10 @@ def test_demo(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     text = result.stdout
     assert "Triton Inference Server is up" in text
-    assert len(re.findall(r"\d boards \(gRPC", text)) == 6
-    assert len(re.findall(r"\d boards \(HTTP", text)) == 6
-    assert len(re.findall(r"leaves after \d+ tokens", text)) == 12
-    assert int(re.findall(r"aboard at once +up to (\d+)", text)[0]) >= 2
+    assert len(re.findall(r"\d joins \(gRPC", text)) == 6
+    assert len(re.findall(r"\d joins \(HTTP", text)) == 6
+    assert len(re.findall(r"ends after \d+ tokens", text)) == 12
+    assert int(re.findall(r"running at once +up to (\d+)", text)[0]) >= 2
     mean = float(re.findall(r"with ([\d.]+) sequences each", text)[0])
     assert mean > 1.0, "by the server's own metrics too, steps were shared"
     assert "stopped cleanly" in text
@@ -54,42 +54,22 @@ def test_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("scripts")
-def test_lanes_and_counts() -> None:
-    from demo_passengers import make_passengers
-    from demo_picture import aboard, lane, most_aboard, picture
-
-    first, second, third = make_passengers()[:3]
-    first.sent, first.tokens, first.left = 0.0, [(2.0, 1), (5.0, 3)], 6.0
-    second.sent, second.tokens, second.left = 4.0, [(5.0, 1)], 10.0
-    everyone = [first, second, third]
-    assert [aboard(everyone, moment) for moment in (0.0, 2.0, 5.5, 6.0, 10.0)] == [0, 1, 2, 1, 0]
-    assert most_aboard(everyone) == 2
-    assert first.made == 4
-    assert lane(first, 0.0, 10.0, 10) == "░░████    "
-    assert lane(second, 0.0, 10.0, 10) == "    ░█████"
-    assert lane(third, 0.0, 10.0, 10) == " " * 10
-    drawn = picture(everyone, 0.0, 10.0, width=80, tails=False).plain
-    assert drawn.splitlines()[1].startswith(" 1  gRPC")
-    assert len(drawn.splitlines()) == 5
-
-
-@pytest.mark.usefixtures("scripts")
 def test_what_makes_the_demo_fail() -> None:
     import demo
-    from demo_passengers import make_passengers
+    from demo_requests import make_requests
 
-    passengers = make_passengers()
-    for passenger in passengers:
-        passenger.sent, passenger.tokens, passenger.left = 0.0, [(1.0, 2)], 2.0
-    demo.check(passengers)
-    passengers[3].error = "gone"
+    requests = make_requests()
+    for request in requests:
+        request.sent, request.tokens, request.ended = 0.0, [(1.0, 2)], 2.0
+    demo.check(requests)
+    requests[3].error = "gone"
     with pytest.raises(demo.DemoError, match="request 4: gone"):
-        demo.check(passengers)
-    passengers[3].error = ""
-    passengers[4].tokens = []
+        demo.check(requests)
+    requests[3].error = ""
+    requests[4].tokens = []
     with pytest.raises(demo.DemoError, match="request 5 brought 0 tokens"):
-        demo.check(passengers)
-    for number, passenger in enumerate(passengers):
-        passenger.tokens, passenger.left = [(float(number), 1)], number + 0.5
+        demo.check(requests)
+    for number, request in enumerate(requests):
+        request.tokens, request.ended = [(float(number), 1)], number + 0.5
     with pytest.raises(demo.DemoError, match="no two requests"):
-        demo.check(passengers)
+        demo.check(requests)

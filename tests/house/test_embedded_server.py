@@ -7,14 +7,13 @@ import os
 import signal
 import socket
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from jitney.errors import InstallationError, InvalidArgumentError, LoadError
-from jitney.server import TritonServer
+from jitney.errors import InstallationError, LoadError
+from jitney.server.server import TritonServer
 
 pytestmark = pytest.mark.server
 
@@ -122,17 +121,6 @@ def test_it_answers_with_our_environment(server: TritonServer) -> None:
     assert f"PREFIX {sys.prefix} NUMPY 1." in server.log_tail(500)
 
 
-def test_states_addresses_and_metrics(server: TritonServer) -> None:
-    assert server.is_alive()
-    assert server.is_ready()
-    assert server.model_states() == {"plus_one": ("READY", "")}
-    assert server.model_inputs("plus_one")[0]["name"] == "x"
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
-        assert b"nv_inference_request_success" in response.read()
-    ports = {address.rsplit(":")[-1] for address in (server.http_url, server.grpc_url)}
-    assert len(ports) == 2
-
-
 def test_it_listens_on_loopback_only(server: TritonServer) -> None:
     listening = {
         connection.laddr.ip
@@ -169,15 +157,6 @@ def test_grpc_restrictions(server: TritonServer) -> None:
         index = client.get_model_repository_index(headers=key)
         assert index.models[0].name == "plus_one"
         assert client.is_model_ready("plus_one")
-
-
-def test_a_stop_without_metrics_is_clean(repository: Path) -> None:
-    """They tell whether requests are in flight; the endpoint may be off, or not open yet."""
-    server = TritonServer(repository, extra_args=["--allow-metrics=false"])
-    server.start()
-    assert infer(server.http_url, [4])[0] == 200
-    assert server.stop() is True
-    assert server.exit_status == 0
 
 
 def test_a_stop_leaves_nothing_behind(repository: Path) -> None:
@@ -285,13 +264,6 @@ def test_a_model_that_fails_is_explained(repository: Path, tmp_path: Path) -> No
         assert {state for state, _ in empty.model_states().values()} == {""}
 
 
-def test_wrong_arguments_are_refused_before_a_start(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="is not a folder"):
-        TritonServer(tmp_path / "nowhere")
-    with pytest.raises(InvalidArgumentError, match="'minus_one' is not in"):
-        TritonServer(repository, models=["minus_one"])
-
-
 def test_a_port_in_use_is_named(repository: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -311,10 +283,3 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="not ready within 2 s"):
         server.start(timeout_s=2)
     assert not server.is_alive()
-
-
-def test_arguments_are_handed_on(repository: Path) -> None:
-    with TritonServer(repository, extra_args=["--log-verbose=1"], open_endpoints=True) as server:
-        assert server.admin_headers == {}
-        assert post(server.http_url, "/v2/repository/index")[0] == 200
-        assert "HTTP request: 2 /v2/repository/index" in server.log_tail(500), "a verbose line"

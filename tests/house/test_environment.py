@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -54,28 +55,75 @@ def test_a_recent_torch_is_kept(environment: ModuleType, torch: str, kept: bool)
     assert environment.fits(torch) is kept
 
 
-def test_the_constraint_follows_the_torch_that_is_there(environment: ModuleType) -> None:
-    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pinned = environment.pin_torch(constraints, "2.14.0+cu130")
-    assert re.findall(r"^torch=.*$", pinned, re.M) == ["torch==2.14.0+cu130"]
-    assert pinned.count("\n") == constraints.count("\n")
+def test_a_part_that_is_there_costs_nothing(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the demo does not wait for the rest."""
+    built: list[tuple[str, str]] = []
+    monkeypatch.setattr(environment, "build", lambda *given: built.append(given))
+    command = ["environment.py", "--torch-index", "URL"]
+    for words, parts in (
+        (["--part", "demo"], ["demo"]),
+        (["--part", "demo"], []),
+        ([], ["rest"]),
+        ([], []),
+    ):
+        monkeypatch.setattr("sys.argv", [*command, *words])
+        assert environment.main() == 0
+        assert built == [(part, "URL") for part in parts]
+        built.clear()
 
 
-def test_every_constraint_is_exact_and_numpy_is_below_2() -> None:
+@pytest.mark.parametrize("required", [["sympy", "triton==3.9; platform_system == 'Linux'"], []])
+def test_a_torch_that_is_there_and_its_triton_stay(
+    environment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    required: list[str],
+) -> None:
+    """A CUDA build of torch brings the triton that it needs: the lock's must not replace it."""
+    ran: list[list[str]] = []
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").touch()
+    monkeypatch.setattr(environment, "run", lambda what, command: ran.append(command))
+    monkeypatch.setattr(environment, "torch_of", lambda python: ("2.14.0+cu130", required))
+    monkeypatch.setattr(environment, "ensure_libpython", lambda python: None)
+    for part in environment.PARTS:
+        environment.build(part, "")
+        lock = (tmp_path / "lock.txt").read_text(encoding="utf-8")
+    assert [command for command in ran if "--require-hashes" not in command] == [ran[1]]
+    assert str(ROOT) in ran[1], "no torch is installed"
+    assert "--hash" in lock
+    assert len(re.findall(r"^(?:triton|torch)==", lock, re.M)) == (0 if required else 1)
+    constraints = (tmp_path / "constraints.txt").read_text(encoding="utf-8")
+    assert re.findall(r"^torch=.*$", constraints, re.M) == ["torch==2.14.0+cu130"]
+
+
+def test_the_noise_of_a_step_is_left_out(
+    environment: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = "print(\"WARNING: Location 'file:///x' is ignored: no folder\\nWARNING: a real one\")"
+    environment.run("Installing", [sys.executable, "-c", said])
+    assert re.fullmatch(r"Installing … \d+ s\nWARNING: a real one\n", capfd.readouterr().out)
+    with pytest.raises(environment.StepError, match=r"gone\nThis step failed \(1\)"):
+        environment.run("Installing", [sys.executable, "-c", "raise SystemExit('gone')"])
+
+
+def test_the_lock_is_made_of_the_constraints() -> None:
+    """Exact pins, each with a hash or two, and nothing of the index that pip was given."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
-    assert "numpy==1.26.4" in pins
-    assert len({pin.split("==")[0].lower().replace("_", "-") for pin in pins}) == len(pins)
-
-
-def test_a_finished_environment_costs_nothing(
-    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    built: list[str] = []
-    monkeypatch.setattr(environment, "STAMP", tmp_path / "stamp")
-    monkeypatch.setattr(environment, "build", built.append)
-    monkeypatch.setattr("sys.argv", ["environment.py", "--torch-index", "URL"])
-    assert environment.main() == 0
-    assert environment.main() == 0
-    assert built == ["URL"]
+    wanted = {re.sub(r"[-_.]+", "-", name).lower(): version
+              for name, version in (pin.split("==") for pin in pins)}  # fmt: skip
+    locked: list[str] = []
+    for part in ("demo", "rest"):
+        text = (ROOT / "locks" / f"{part}.txt").read_text(encoding="utf-8")
+        for entry in text.replace("\\\n", "").splitlines()[1:]:
+            match = re.fullmatch(r"(\S+)==(\S+)(?: +--hash=sha256:[0-9a-f]{64}){1,2}", entry)
+            assert match is not None, entry
+            assert wanted[match[1]] == match[2], "run `make lock`"
+            locked.append(match[1])
+    assert len(set(locked)) == len(locked)
+    assert wanted.keys() - set(locked) == {"torch", "playwright"}, "run `make lock`"
+    assert wanted["numpy"].startswith("1."), "with 2 the embedded server answers with nothing"

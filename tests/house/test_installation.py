@@ -1,4 +1,4 @@
-"""A wrong or incomplete installation is refused before anything starts, with the way to mend it."""
+"""A wrong or incomplete installation is refused first, with the way to repair it."""
 
 import importlib.metadata
 import importlib.util
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jitney import installation
 from jitney.errors import InstallationError
+from jitney.server import installation
 
 
 def version_of(answers: dict[str, str]) -> Callable[[str], str]:
@@ -37,7 +37,7 @@ def test_other_pythons_are_refused(
 @pytest.mark.parametrize("version", ["2.0.0", "2.4.1", "10.0"])
 def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version_of({"numpy": version}))
-    with pytest.raises(InstallationError, match=r"mend it with: pip install 'numpy>=1\.26,<2'"):
+    with pytest.raises(InstallationError, match=r"repair it with: pip install 'numpy>=1\.26,<2'"):
         installation.check_numpy()
 
 
@@ -84,21 +84,6 @@ def test_everything_is_found_here_and_complete() -> None:
     found = installation.find_installation()
     for program in (found.binary, found.stub):
         assert installation.missing_libraries(program, found.library_path) == []
-
-
-def test_missing_libraries_are_named(tmp_path: Path) -> None:
-    found = installation.find_installation()
-    alone = tmp_path / "tritonserver"
-    alone.write_bytes(found.binary.read_bytes())  # away from the libraries it is linked to
-    alone.chmod(0o755)
-    missing = installation.missing_libraries(alone, str(tmp_path))
-    assert any(name.startswith("libtritonserver") for name in missing)
-    assert installation.missing_libraries(tmp_path / "absent", "") != []
-
-
-def test_the_checkout_is_its_own_backend_directory() -> None:
-    (folder,) = installation.backend_directories()
-    assert folder == Path(__file__).resolve().parents[2] / "backend"
 
 
 def test_runtime_directory_of_links(tmp_path: Path) -> None:

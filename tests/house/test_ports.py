@@ -4,7 +4,7 @@ import socket
 
 import pytest
 from jitney.errors import InstallationError
-from jitney.ports import choose_ports, port_problem, reachable
+from jitney.server.ports import choose_ports, port_problem
 
 
 def test_free_ports_differ() -> None:
@@ -28,8 +28,3 @@ def test_a_wanted_port_is_kept_and_a_taken_one_refused() -> None:
 def test_a_foreign_address_is_refused() -> None:
     with pytest.raises(InstallationError, match=r"192\.0\.2\.1"):
         choose_ports("192.0.2.1", [0])
-
-
-def test_where_a_client_reaches_it() -> None:
-    assert reachable("0.0.0.0") == "127.0.0.1"
-    assert reachable("10.0.0.7") == "10.0.0.7"

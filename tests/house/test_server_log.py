@@ -1,13 +1,9 @@
 """A failed start is explained in a few lines, taken from the server's own log."""
 
-from pathlib import Path
-
-from jitney.server_log import (
+from jitney.server.log import (
     explain_failure,
     failed_models,
-    read_tail,
     said_once,
-    without_traceback,
 )
 
 # ruff: noqa: E501 - lines of a real log
@@ -72,15 +68,3 @@ def test_a_warm_up_says_an_error_once() -> None:
     sample = "warmup sample 'w': "
     assert said_once(f"{sample}a; b; a; b; c") == f"{sample}a; b; c"
     assert said_once("") == ""
-
-
-def test_a_traceback_is_cut_off() -> None:
-    assert without_traceback("Internal: no\n\nAt:\n  a.py(1): f\n") == "Internal: no"
-    assert without_traceback("plain") == "plain"
-
-
-def test_tail(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert read_tail(log, 3) == ""
-    log.write_bytes(b"a\nb\n\xff\n")
-    assert read_tail(log, 2) == "b\n\N{REPLACEMENT CHARACTER}"

@@ -65,7 +65,7 @@ def test_wheel_declares_its_command_and_extras(wheel: Path) -> None:
 
 def test_an_installed_wheel_finds_its_backends(wheel: Path, tmp_path: Path) -> None:
     code = (
-        "import jitney, jitney.installation as i\n"
+        "import jitney, jitney.server.installation as i\n"
         "(folder,) = i.backend_directories()\n"
         "print(folder)\n"
         "for name in ('jitney', 'onnxruntime', 'tensorrt'):\n"
@@ -76,8 +76,9 @@ def test_an_installed_wheel_finds_its_backends(wheel: Path, tmp_path: Path) -> N
     assert folder == str(tmp_path / "site" / "jitney_backends")
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_an_installed_wheel_serves(wheel: Path, tmp_path: Path) -> None:
     """The stub finds the unpacked package too."""
-    code = "from jitney.trial import try_server\ntry_server()\nprint('served')"
+    code = "from jitney.server.trial import try_server\ntry_server()\nprint('served')"
     assert run_installed(wheel, tmp_path, code) == "served"

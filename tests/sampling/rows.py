@@ -1,9 +1,11 @@
-"""Rows as the scheduler makes them, for the sampler alone."""
+"""Rows as the scheduler makes them, for the sampler alone, and what they draw."""
 
 from typing import Any
 
-from jitney.request import Row
+from jitney.execution.sampler import Sampled, sample
+from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
+from torch import Tensor
 
 
 def make_row(
@@ -29,3 +31,8 @@ def make_row(
         stop_ids=stop_ids,
         bad_words_ids=bad_words_ids or [],
     )
+
+
+def sampled(logits: Tensor, pairs: list[tuple[Row, int]]) -> list[Sampled]:
+    """The next token of each pair, on the host."""
+    return sample(logits, pairs).wait()

@@ -25,20 +25,6 @@ def test_known_answers(counter: tuple, key: tuple, expected: tuple) -> None:
     assert tuple(words[0]) == expected
 
 
-def test_rows_do_not_touch_each_other() -> None:
-    seeds, indices, positions = [5, -1, 1 << 62, 5], [0, 1, 127, 0], [1, 2, 1 << 40, 2]
-    together = uniforms(seeds, indices, positions)
-    alone = [uniforms([s], [i], [p])[0] for s, i, p in zip(seeds, indices, positions, strict=True)]
-    assert together.tolist() == alone
-
-
-def test_every_part_of_the_key_matters() -> None:
-    base = uniforms([1], [0], [10])[0]
-    others = [uniforms([s], [i], [p])[0] for s, i, p in ((2, 0, 10), (1, 1, 10), (1, 0, 11))]
-    others.append(uniforms([1 + (1 << 40)], [0], [10])[0])
-    assert len({base, *others}) == 5
-
-
 def test_uniform_over_positions_and_seeds() -> None:
     """Mean and variance of 20,000 draws along either axis lie within five standard errors."""
     count = 20_000

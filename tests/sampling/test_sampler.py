@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jitney.errors import InternalError, InvalidArgumentError
 from jitney.execution import sampler
-from jitney.execution.constraints import constrain
-from jitney.execution.draw import _weights
+from jitney.execution.filters import _weights
+from jitney.execution.logits_processors import process_logits
 from jitney.execution.philox import uniforms
-from jitney.execution.sampler import prompt_logprobs, sample
-from jitney.request import Row
+from jitney.execution.sampler import prompt_logprobs
+from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 
-from tests.sampling.rows import make_row
+from tests.sampling.rows import make_row, sampled
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -30,36 +30,25 @@ def test_greedy_is_argmax_in_any_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         logits = logits_of(5, 100).to(dtype)
         rows = [(make_row(temperature=0), 0)] * 5
-        assert [each.token_id for each in sample(logits, rows)] == logits.argmax(-1).tolist()
+        assert [each.token_id for each in sampled(logits, rows)] == logits.argmax(-1).tolist()
 
 
 def test_plain_greedy_rows_do_no_sampling_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("sampling work for a greedy batch")
 
-    for name in ("draw", "constrain", "_candidates"):
+    for name in ("choose_tokens", "process_logits", "measure"):
         monkeypatch.setattr(sampler, name, fail)
-    assert len(sample(logits_of(3, 50), [(make_row(temperature=0), 0)] * 3)) == 3
-
-
-def test_no_pairs() -> None:
-    assert sample(torch.empty(0, 10), []) == []
-
-
-def test_logits_are_left_as_they_are() -> None:
-    logits = logits_of(1, 50)
-    before = logits.clone()
-    sample(logits, [(make_row(output=[4], top_k=3, presence_penalty=1.0, logprobs=2), 0)])
-    assert torch.equal(logits, before)
+    assert len(sampled(logits_of(3, 50), [(make_row(temperature=0), 0)] * 3)) == 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_logits_fail_their_row_alone(value: float, temperature: float) -> None:
     logits = logits_of(3, 700)
-    expected = sample(logits, [(make_row(temperature=temperature, top_p=0.9, logprobs=1), 0)] * 3)
+    expected = sampled(logits, [(make_row(temperature=temperature, top_p=0.9, logprobs=1), 0)] * 3)
     logits[1, 30] = value
-    got = sample(logits, [(make_row(temperature=temperature, top_p=0.9, logprobs=1), 0)] * 3)
+    got = sampled(logits, [(make_row(temperature=temperature, top_p=0.9, logprobs=1), 0)] * 3)
     assert isinstance(got[1].error, InternalError)
     assert "not finite" in str(got[1].error)
     assert got[0] == expected[0]
@@ -68,7 +57,7 @@ def test_broken_logits_fail_their_row_alone(value: float, temperature: float) ->
 
 def test_everything_forbidden_is_an_error_of_the_row() -> None:
     row = make_row(allowed_token_ids=(3,), bad_words_ids=[[3]])
-    (got,) = sample(logits_of(1, 10), [(row, 0)])
+    (got,) = sampled(logits_of(1, 10), [(row, 0)])
     assert isinstance(got.error, InvalidArgumentError), "the request is at fault"
     assert "forbid every token" in str(got.error)
 
@@ -81,7 +70,7 @@ def allowed(logits: torch.Tensor, row: Row) -> set[int]:
     vocab = logits.shape[1]
     lifted = logits.repeat(vocab, 1)
     lifted[range(vocab), range(vocab)] = 50.0
-    return {each.token_id for each in sample(lifted, [(row, 0)] * vocab)}
+    return {each.token_id for each in sampled(lifted, [(row, 0)] * vocab)}
 
 
 def test_allowed_token_ids() -> None:
@@ -134,7 +123,7 @@ def test_a_repeated_token_is_penalized_once_and_by_its_own_row() -> None:
         make_row([2], [2]),
         make_row([1, 1], repetition_penalty=4.0),
     ]
-    constrain(logits, rows)
+    process_logits(logits, rows)
     assert logits.tolist() == [
         [1.0, -4.0, 3.0, 2.0],
         [2.0, -2.0, 3.0, 4.0],
@@ -202,7 +191,7 @@ def test_draw_equals_the_plain_statement(params: dict, noise: int, output: list[
         prompt=[1, 3, 3], output=output, stop_ids=frozenset({0, 4}), max_tokens=50, **params
     )
     logits = logits_of(1, 60, noise)
-    (got,) = sample(logits, [(row, 2)])
+    (got,) = sampled(logits, [(row, 2)])
     weights = reference_weights(reference_logits(logits[0].tolist(), row), row.params)
     target = uniforms([row.params.seed], [2], [row.end])[0] * sum(weights)
     running, near = 0.0, []
@@ -236,12 +225,12 @@ def test_batch_never_changes_a_draw(vocab: int) -> None:
         for seed, kind in enumerate(kinds * 4)
     ]
     logits = logits_of(len(pairs), vocab)
-    alone = [sample(logits[i : i + 1], [pair])[0] for i, pair in enumerate(pairs)]
-    assert sample(logits, pairs) == alone
-    assert sample(logits.flip(0), pairs[::-1]) == alone[::-1]
-    assert sample(logits[5:17], pairs[5:17]) == alone[5:17]
+    alone = [sampled(logits[i : i + 1], [pair])[0] for i, pair in enumerate(pairs)]
+    assert sampled(logits, pairs) == alone
+    assert sampled(logits.flip(0), pairs[::-1]) == alone[::-1]
+    assert sampled(logits[5:17], pairs[5:17]) == alone[5:17]
     plain = [(make_row(temperature=0), 0)] * len(pairs)
-    mixed = sample(torch.cat((logits, logits)), pairs + plain)
+    mixed = sampled(torch.cat((logits, logits)), pairs + plain)
     assert mixed[: len(pairs)] == alone
 
 
@@ -251,10 +240,10 @@ def test_distribution_by_chi_square() -> None:
     count, vocab = 20_000, 600
     logits = logits_of(1, vocab)
     expected = torch.softmax(logits[0].double(), 0) * count
-    pairs = [(make_row(prompt=[1] * (place + 1), seed=11), 0) for place in range(200)]
+    pairs = [(make_row(prompt=[1] * (index + 1), seed=11), 0) for index in range(200)]
     got: Counter[int] = Counter()
     for index in range(count // 200):
-        drawn = sample(logits.expand(200, vocab), [(row, index) for row, _ in pairs])
+        drawn = sampled(logits.expand(200, vocab), [(row, index) for row, _ in pairs])
         got.update(each.token_id for each in drawn)
     statistic, cells, rest_expected, rest_got = 0.0, 0, 0.0, 0
     for token in range(vocab):
@@ -289,7 +278,7 @@ def test_a_token_of_no_weight_is_never_drawn() -> None:
     logits = torch.full((1, 1500), -math.inf)
     logits[0, 700] = 1.0
     logits[0, 1400] = 1.0
-    drawn = {sample(logits, [(make_row(seed=seed), 0)])[0].token_id for seed in range(200)}
+    drawn = {sampled(logits, [(make_row(seed=seed), 0)])[0].token_id for seed in range(200)}
     assert drawn == {700, 1400}
 
 
@@ -303,37 +292,23 @@ def test_logprobs_are_the_models_own() -> None:
     order = raw.argsort(descending=True).tolist()
     worst = order[-1]
     row = make_row(temperature=0, logit_bias={worst: 100.0}, logprobs=3)
-    (got,) = sample(logits, [(row, 0)])
+    (got,) = sampled(logits, [(row, 0)])
     assert [each.token_id for each in got.logprobs] == [worst, *order[:3]]
     assert [each.rank for each in got.logprobs] == [40, 1, 2, 3]
     for each in got.logprobs:
         assert each.logprob == pytest.approx(raw[each.token_id].item())
 
 
-def test_chosen_among_the_best_is_not_repeated() -> None:
-    logits = logits_of(2, 40)
-    order = logits[0].argsort(descending=True).tolist()
-    pairs = [(make_row(temperature=0, logprobs=2), 0), (make_row(temperature=0, logprobs=0), 0)]
-    first, second = sample(logits, pairs)
-    assert [(each.token_id, each.rank) for each in first.logprobs] == [(order[0], 1), (order[1], 2)]
-    assert [each.rank for each in second.logprobs] == [1]
-
-
-def test_more_logprobs_than_tokens() -> None:
-    (got,) = sample(logits_of(1, 4), [(make_row(logprobs=20), 0)])
-    assert sorted(each.token_id for each in got.logprobs) == [0, 1, 2, 3]
-
-
 def test_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = logits_of(9, 50)
     raw = torch.log_softmax(logits, -1)
     whole = prompt_logprobs(logits, list(range(9)), 2)
-    for place, candidates in enumerate(whole):
-        assert candidates[0].token_id == place
-        assert candidates[0].logprob == pytest.approx(raw[place, place].item())
-        assert candidates[0].rank == int((raw[place] >= raw[place, place]).sum())
-        best = raw[place].topk(2).indices.tolist()
-        assert [each.token_id for each in candidates[1:]] == [t for t in best if t != place]
+    for index, candidates in enumerate(whole):
+        assert candidates[0].token_id == index
+        assert candidates[0].logprob == pytest.approx(raw[index, index].item())
+        assert candidates[0].rank == int((raw[index] >= raw[index, index]).sum())
+        best = raw[index].topk(2).indices.tolist()
+        assert [each.token_id for each in candidates[1:]] == [t for t in best if t != index]
     monkeypatch.setattr(sampler, "_SLICE_FLOATS", 100)
     assert prompt_logprobs(logits, list(range(9)), 2) == whole
     assert [len(each) for each in prompt_logprobs(logits, [0] * 9, 0)] == [1] * 9

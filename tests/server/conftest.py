@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 
 from tests.server.client import Reply, metric, stream, wait_until
 from tests.tiny_models import make_checkpoint

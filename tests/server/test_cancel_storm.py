@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 
 from tests.server.client import Stream, generate_stream_events, metric, wait_until
 from tests.server.conftest import CONTEXT, MODELS, write_model

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 
 from tests.server.client import Reply, generate, generate_stream, stream, stream_asyncio
 
@@ -86,14 +86,6 @@ def test_generate_with_nested_parameters_as_vllm_clients_send_them(
     assert (status, body["text_output"]) == (200, expected)
 
 
-def test_generate_of_a_stream_is_an_error_and_does_no_harm(
-    server: TritonServer, expected: str
-) -> None:
-    _, body = generate(server.http_url, "tiny", text_input=PROMPT, stream=True, **GREEDY)
-    assert "exactly 1 response" in body["error"]  # the server's own words
-    test_generate(server, expected)
-
-
 def test_generate_stream(server: TritonServer, expected: str) -> None:
     events = generate_stream(server.http_url, "tiny", text_input=PROMPT, stream=True, **GREEDY)
     assert "".join(event["text_output"] for event in events) == expected
@@ -121,27 +113,11 @@ def test_numbers_may_be_strings(ask: Ask, expected: str, wrap: Callable[[int], A
     assert ask(sampling_parameters=sampling).text == expected
 
 
-def test_json_numbers_as_strings_over_http(server: TritonServer, expected: str) -> None:
-    status, body = generate(
-        server.http_url, "tiny", text_input=PROMPT, max_tokens="12", temperature="0.0",
-        ignore_eos=True, exclude_input_in_output=True,
-    )  # fmt: skip
-    assert (status, body["text_output"]) == (200, expected)
-
-
 def test_input_ids(ask: Ask, tokenizer: Any, expected: str) -> None:
     ids = tokenizer(PROMPT)["input_ids"]
     assert ask(input_ids=ids, sampling_parameters=GREEDY).text == expected
     whole = ask(input_ids=ids, sampling_parameters=GREEDY, stream=False).text
     assert whole == PROMPT + expected
-
-
-def test_input_ids_over_http(server: TritonServer, tokenizer: Any, expected: str) -> None:
-    status, body = generate(
-        server.http_url, "tiny", input_ids=tokenizer(PROMPT)["input_ids"],
-        exclude_input_in_output=True, **GREEDY,
-    )  # fmt: skip
-    assert (status, body["text_output"]) == (200, expected)
 
 
 def test_messages_go_through_the_chat_template(ask: Ask, tokenizer: Any) -> None:

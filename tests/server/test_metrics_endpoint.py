@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 
 from tests.server.client import Reply, Stream, metric, metrics, stream, wait_until
 from tests.server.conftest import NARROW_BLOCKS

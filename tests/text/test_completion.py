@@ -5,20 +5,17 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jitney.completion import Completion, SequenceDelta
-from jitney.request import (
-    Cancelled,
-    Failed,
+from jitney.messages import (
     Finish,
     Finished,
     Logprob,
-    PromptLogprobs,
     Submit,
     Timing,
     Tokens,
 )
 from jitney.sampling_params import SamplingParams
-from jitney.tokenizer import Tokenizer
+from jitney.text.completion import Completion, SequenceDelta
+from jitney.text.tokenizer import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from tests.text.tiny_tokenizers import tiny
@@ -62,12 +59,12 @@ def letters(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def cuts(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
     """``ids`` in parts of these sizes, then the rest one by one."""
-    place = 0
+    at = 0
     for size in sizes:
-        if place < len(ids):
-            yield ids[place : place + size]
-            place += size
-    yield from ([each] for each in ids[place:])
+        if at < len(ids):
+            yield ids[at : at + size]
+            at += size
+    yield from ([each] for each in ids[at:])
 
 
 @settings(max_examples=300, deadline=None)
@@ -116,14 +113,6 @@ def test_stop_string_in_the_last_step_makes_it_a_stop(tokenizer: Tokenizer) -> N
     assert (delta.text, delta.finish_reason, len(delta.ids)) == ("a", "stop", 2)
 
 
-def test_held_text_is_given_at_the_end(tokenizer: Tokenizer) -> None:
-    completion = begin(tokenizer, stop=("abc",))
-    completion.feed(tokens(letters(tokenizer, "xab")))
-    assert one(completion.take()).text == "x"
-    completion.feed(tokens(letters(tokenizer, "a"), finish_reason="length"))
-    assert one(completion.take()).text == "aba"
-
-
 @pytest.mark.parametrize("include", [False, True])
 def test_text_of_a_stop_token(tokenizer: Tokenizer, include: bool) -> None:
     """It counts, but is not shown unless asked for."""
@@ -159,7 +148,7 @@ def test_incomplete_character_waits_and_is_flushed(tokenizer: Tokenizer) -> None
 def test_tokens_after_the_stop_are_dropped_and_not_counted(tokenizer: Tokenizer) -> None:
     completion = begin(tokenizer, stop=("b",), logprobs=0)
     ids = letters(tokenizer, "abcc")
-    logprobs = [[Logprob(each, -1.0 - place, 1)] for place, each in enumerate(ids)]
+    logprobs = [[Logprob(each, -1.0 - at, 1)] for at, each in enumerate(ids)]
     finish = completion.feed(tokens(ids, logprobs=logprobs, cumulative_logprob=-10.0))
     assert finish == [Finish(KEY, 0)]
     assert completion.pending_tokens == 2
@@ -191,29 +180,3 @@ def test_sequences_do_not_mix(tokenizer: Tokenizer) -> None:
     assert [each.text for each in deltas] == ["bd", "", "b"]
     assert [each.finish_reason for each in deltas] == ["length", "stop", "length"]
     assert [each.index for each in deltas] == [0, 1, 2]
-
-
-def test_has_pending(tokenizer: Tokenizer) -> None:
-    completion = begin(tokenizer, prompt_logprobs=0)
-    assert not completion.has_pending
-    completion.feed(PromptLogprobs(KEY, [None]))
-    assert completion.has_pending
-    assert completion.prompt_logprobs == [None]
-    completion.take()
-    assert not completion.has_pending
-    completion.feed(tokens(letters(tokenizer, "a")))
-    assert completion.has_pending
-    completion.take()
-    completion.feed(Cancelled(KEY))
-    assert completion.has_pending
-    completion.take()
-    assert not completion.has_pending
-    assert completion.terminal == Cancelled(KEY)
-
-
-def test_logprobs_only_if_asked_for(tokenizer: Tokenizer) -> None:
-    completion = begin(tokenizer)
-    completion.feed(tokens(letters(tokenizer, "a")))
-    assert one(completion.take()).logprobs is None
-    completion.feed(Failed(KEY, "INTERNAL", "the step failed"))
-    assert isinstance(completion.terminal, Failed)

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jitney.stop_strings import StopScanner, StopStrings
+from jitney.text.stop_strings import StopScanner, StopStrings
 
 LETTERS = st.text("ab", max_size=30)
 STRINGS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -59,9 +59,3 @@ def test_matches_before_min_tokens_pass(before: str, after: str, strings: list[s
     expected = truncated(before + after, strings, False, armed_from=len(before))
     assert scanner.stopped == (expected is not None)
     assert text == (before + after if expected is None else expected)
-
-
-def test_no_stop_strings_hold_nothing_back() -> None:
-    scanner = StopScanner(None, include=False)
-    assert scanner.feed("abc") == "abc"
-    assert not scanner.stopped

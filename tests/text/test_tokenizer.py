@@ -1,13 +1,10 @@
 """Tokenizers of checkpoints, and chat templates in their sandbox."""
 
-import json
-import threading
-import time
 from pathlib import Path
 
 import pytest
 from jitney.errors import CheckpointError, InvalidArgumentError
-from jitney.tokenizer import Tokenizer
+from jitney.text.tokenizer import Tokenizer
 
 from tests.text.tiny_tokenizers import KINDS, save, tiny
 
@@ -33,27 +30,6 @@ def test_load_encode_decode(tmp_path: Path, kind: str) -> None:
     assert tokenizer.vocab == tiny(kind).get_vocab(with_added_tokens=True)
 
 
-def test_saved_truncation_and_padding_do_not_apply(tmp_path: Path) -> None:
-    save("byte_level", tmp_path)
-    data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
-    data["truncation"] = {
-        "direction": "Right",
-        "max_length": 3,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.decode(tokenizer.encode("the lazy dog " * 20)) == "the lazy dog " * 20
-
-
-def test_token_text_shows_special_tokens_and_nothing_for_unknown_ids(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(save("byte_level", tmp_path))
-    assert tokenizer.token_text(tokenizer.vocab["</s>"]) == "</s>"
-    assert tokenizer.token_text(tokenizer.vocab["Ġt"]) == " t"
-    assert tokenizer.token_text(10_000) == ""
-
-
 def test_missing_or_broken_files(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -69,8 +45,7 @@ def test_chat(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, TEMPLATE)
     expected = "<|im start|>user\nhello</s><|im start|>assistant"
     assert tokenizer.render_chat(CHAT, {}) == expected
-    ids = tokenizer.encode_chat(CHAT, {})
-    assert ids == tokenizer.encode(expected, add_special_tokens=False)
+    ids = tokenizer.encode(expected, add_special_tokens=False)
     assert ids[0] == tokenizer.vocab["<|im start|>"]
     quiet = {"add_generation_prompt": False, "enable_thinking": False}
     assert tokenizer.render_chat(CHAT, quiet) == "<|im start|>user\nhello</s><quiet>"
@@ -78,9 +53,8 @@ def test_chat(tmp_path: Path) -> None:
 
 def test_no_template(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, None)
-    assert not tokenizer.has_chat_template
     with pytest.raises(InvalidArgumentError, match="this model has no chat template"):
-        tokenizer.encode_chat(CHAT, {})
+        tokenizer.render_chat(CHAT, {})
 
 
 @pytest.mark.parametrize(
@@ -127,25 +101,3 @@ def test_a_malicious_template_reaches_nothing(tmp_path: Path, template: str) -> 
     assert "class" not in rendered
     assert "os" not in rendered
     assert chat == CHAT
-
-
-def test_encoding_a_long_prompt_lets_other_threads_run(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(save("byte_level", tmp_path))
-    text = "def f(x):\n    return x + 1  # some comment\n" * 8_000
-    done = threading.Event()
-    rounds = 0
-
-    def count() -> None:
-        nonlocal rounds
-        while not done.is_set():
-            time.sleep(0.001)
-            rounds += 1
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    began = time.perf_counter()
-    tokenizer.encode(text)
-    seconds = time.perf_counter() - began
-    done.set()
-    thread.join()
-    assert rounds > 20 * seconds, f"{rounds} rounds of 1 ms in {seconds:.2f} s"

@@ -6,7 +6,7 @@ Importing the package does nothing; ``LLM`` and ``SamplingParams`` are resolved 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jitney.llm import LLM as LLM
+    from jitney.offline.llm import LLM as LLM
     from jitney.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
@@ -15,7 +15,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from jitney.llm import LLM
+        from jitney.offline.llm import LLM
 
         return LLM
     if name == "SamplingParams":

@@ -1,32 +1,23 @@
 """The ``jitney`` command: ``serve``, ``generate``, ``doctor``, ``bench`` and ``tune``.
 
-Owns what is printed on the terminal. Every error that Jitney raises on purpose becomes one readable
-line and exit status 1; a traceback means a bug of ours. Heavy modules are imported by the command
-that needs them, so that ``--help`` is quick.
+Holds options and their help; what a command does is one function of another room, imported when
+the command runs, so that ``--help`` is quick. Every error that Jitney raises on purpose becomes one
+readable line and exit status 1; a traceback means a bug of ours.
 """
 
-import json
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from jitney import __version__
-from jitney.errors import InvalidArgumentError, JitneyError
-from jitney.quiet import quiet_imports
-from jitney.sweep.command import bench
-from jitney.tune.command import tune
-
-if TYPE_CHECKING:
-    from jitney.server import TritonServer
+from jitney.engine.quiet import quiet_imports
+from jitney.errors import JitneyError
+from jitney.measure.bench import bench
+from jitney.measure.tune import tune
 
 app = typer.Typer(
     help="In-flight batching over a paged KV cache, as a backend of Triton Inference Server.",
@@ -35,21 +26,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
 
 
 def main() -> None:
     """Entry point of the ``jitney`` script."""
+    quiet_imports()
     try:
         app()
     except JitneyError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        console = Console(stderr=True, highlight=False)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(asked: bool) -> None:
+    if asked:
         print(f"jitney {__version__}")
         raise typer.Exit
 
@@ -62,9 +53,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-# --------------------------------------------------------------------------- serve
 
 
 @app.command()
@@ -119,7 +107,8 @@ def serve(
         jitney serve
         jitney serve my_models --model chat --http-port 0 --grpc-port 0 --metrics-port 0
     """
-    from jitney.server import TritonServer
+    from jitney.server.server import TritonServer
+    from jitney.server.serving import serve_until_stopped
 
     server = TritonServer(
         repository,
@@ -134,113 +123,7 @@ def serve(
         extra_args=server_arg or (),
         exit_timeout_s=grace,
     )
-    stop = threading.Event()
-    with _stopping(stop):
-        try:
-            with err.status(f"Loading {', '.join(model) if model else f'all of {repository}'} …"):
-                server.start(start_timeout)
-            _print_welcome(server)
-            while server.is_alive() and not stop.wait(0.5):
-                pass
-        except _Interrupted:
-            pass
-        if not stop.is_set():
-            tail = server.log_tail(15)
-            server.stop()
-            raise JitneyError(f"the server ended by itself; its last lines are:\n{tail}")
-        _stop(server, grace)
-
-
-def _stop(server: "TritonServer", grace: int) -> None:
-    err.print(f"Stopping: running requests get up to {grace} s; Ctrl-C again to end them now.")
-    try:
-        clean = server.stop()
-    except _Interrupted:
-        clean = server.stop(0)
-    if not clean:
-        raise JitneyError(
-            f"the stop was not clean: {server.unclean}"
-            f"{f'; its log is {server.log_file}' if server.log_file else ''}"
-        )
-    err.print("Stopped.")
-
-
-class _Interrupted(Exception):
-    """A signal asked to stop; raised in the main thread, wherever it is."""
-
-
-@contextmanager
-def _stopping(stop: threading.Event) -> Iterator[None]:
-    """SIGINT, SIGTERM and the closing of the terminal set ``stop`` and raise _Interrupted, until
-    the block ends. What the caller has switched off (``nohup``) stays off."""
-
-    def interrupt(number: int, frame: object) -> None:
-        stop.set()
-        raise _Interrupted
-
-    before = {
-        number: signal.signal(number, interrupt)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _states(server: "TritonServer") -> dict[str, tuple[str, str]]:
-    """Model -> (state, reason) of every model that was asked for or that was loaded for another.
-
-    What the server did not even try to load (an ensemble without its parts, a configuration that
-    cannot be read) has no state in its index, or is not there; its log has the reason.
-    """
-    from jitney.server_log import failed_models, read_tail, said_once
-
-    states = server.model_states()
-    wanted = server.models or [
-        folder.name
-        for folder in server.model_repository.iterdir()
-        if folder.is_dir() and not folder.name.startswith(".")
-    ]
-    failures = failed_models(read_tail(server.log_file, 5000)) if server.log_file else {}
-    shown = {name for name, (state, _) in states.items() if state}
-    made = {}
-    for name in shown.union(wanted):
-        state, reason = states.get(name, ("", ""))
-        made[name] = (state, said_once(reason) or failures.get(name, "the log says why"))
-    return made
-
-
-def _print_welcome(server: "TritonServer") -> None:
-    """Models, addresses, and one line to try."""
-    table = Table("model", "state", box=None, pad_edge=False, header_style="dim")
-    speaking = []
-    for name, (state, reason) in sorted(_states(server).items()):
-        if state == "READY":
-            table.add_row(name, "[green]ready[/]")
-            if any(tensor["name"] == "text_input" for tensor in server.model_inputs(name)):
-                speaking.append(name)
-        elif state in ("LOADING", "UNLOADING"):
-            table.add_row(name, state.lower())
-        else:
-            table.add_row(name, f"[red]failed[/]: {escape(reason)}")
-    out.print(table)
-    out.print(f"\nHTTP     http://{server.http_url}\ngRPC     {server.grpc_url}")
-    out.print(f"metrics  {server.metrics_url}\nlog      {server.log_file}", soft_wrap=True)
-    if speaking:
-        body = json.dumps({"text_input": "def add(a, b):", "stream": True, "max_tokens": 32})
-        out.print("\nTry it:", style="bold")
-        out.print(
-            f"curl -N http://{server.http_url}/v2/models/{speaking[0]}/generate_stream -d '{body}'",
-            soft_wrap=True,
-            markup=False,
-        )
-    out.print("\nCtrl-C stops the server.", style="dim")
-
-
-# --------------------------------------------------------------------------- generate
+    serve_until_stopped(server, start_timeout, grace)
 
 
 @app.command()
@@ -282,15 +165,10 @@ def generate(
         jitney generate "import os" --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 200
         jitney generate - --model path/to/checkpoint < prompt.txt
     """
-    path = model or str(_demo_checkpoint())
-    text = sys.stdin.read() if prompt == "-" else prompt
-    quiet_imports()
-    from transformers.utils import logging as transformers_logging
-
-    from jitney.llm import LLM
+    from jitney.offline.terminal import generate_on_terminal
     from jitney.sampling_params import SamplingParams
+    from jitney.server.installation import demo_checkpoint
 
-    transformers_logging.disable_progress_bar()  # the terminal is ours
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -302,40 +180,8 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    if threads is not None:
-        options["threads"] = threads
-    with err.status(f"Loading {path} (the first time, kernels are compiled) …"):
-        llm = LLM(path, **options)
-    try:
-        _stream(llm, text, params)
-    finally:
-        llm.close()
-
-
-def _stream(llm: Any, prompt: str, params: Any) -> None:
-    """Print the prompt and, as they come, its tokens' text."""
-    out.print(escape(prompt), style="dim", end="", soft_wrap=True)
-    for piece in llm.stream(prompt, params):
-        sys.stdout.write(piece.text)
-        sys.stdout.flush()
-    print()
-
-
-def _demo_checkpoint() -> Path:
-    """The demo model of a source checkout. Raises InvalidArgumentError outside of one."""
-    from jitney.installation import backend_directories
-
-    folder = backend_directories()[0].parent / "model_repository" / "pylm" / "1" / "checkpoint"
-    if not folder.is_dir():
-        raise InvalidArgumentError(
-            "no model was named, and the demo model is only in a source checkout: "
-            "give --model a checkpoint folder"
-        )
-    return folder
-
-
-# --------------------------------------------------------------------------- doctor
+    options = {"dtype": dtype, "device": device, "threads": threads}
+    generate_on_terminal(prompt, model or str(demo_checkpoint()), params, options)
 
 
 @app.command()
@@ -347,38 +193,17 @@ def doctor(
         bool, typer.Option("--start", help="Also start a server with a trivial model and ask it.")
     ] = False,
 ) -> None:
-    """Look over this installation: say what is wrong and how to mend it.
+    """Look over this installation: say what is wrong and how to repair it.
 
     Checks Python, packages and their versions, the server's binary, stub and libraries, ports,
     shared memory, memory, processor and GPU. Changes nothing. The exit status is 1 if serving is
     impossible as things stand.
     """
-    from jitney.doctor import Finding, can_serve, examine
+    from jitney.server.doctor import run_doctor
 
-    findings = examine([http_port, grpc_port, metrics_port])
-    if start and can_serve(findings):
-        from jitney.trial import try_server
-
-        try:
-            with err.status("Starting a server …"):
-                try_server()
-            findings.append(Finding("trial", "ok", "a server started, answered and stopped"))
-        except JitneyError as error:
-            findings.append(Finding("trial", "fails", str(error), "see docs/troubleshooting.md"))
-    marks = {"ok": "[green]ok   [/]", "warns": "[yellow]warns[/]", "fails": "[red]FAILS[/]"}
-    for finding in findings:
-        out.print(
-            f"{marks[finding.state]} {finding.name:<14}{escape(finding.text)}", soft_wrap=True
-        )
-        if finding.mend:
-            out.print(f"      {'':<14}[bold]mend:[/] {escape(finding.mend)}", soft_wrap=True)
-    if not can_serve(findings):
-        out.print("\n[bold red]Serving is impossible as things stand.[/]")
+    if not run_doctor([http_port, grpc_port, metrics_port], start=start):
         raise typer.Exit(1)
-    out.print("\n[bold green]Ready to serve.[/]")
 
-
-# --------------------------------------------------------------------------- bench, tune
 
 app.command()(bench)
 app.command()(tune)

@@ -16,11 +16,6 @@ from msgspec import inspect
 
 from jitney.errors import ConfigError, nearest
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Eviction = Literal["never", "preempt"]
-AttentionName = Literal["auto", "reference", "cpu", "gpu", "flashinfer"]
-CacheDtype = Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3"]
-GraphCapture = Literal["lazy", "load", "never"]
 Quantization = Literal["none", "fp8", "int8", "int4"]
 
 
@@ -30,22 +25,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # -- the model
     model: str
     """A folder, relative to the version folder, or the id of a model in the local hub cache."""
-    dtype: Dtype = "auto"
-    """Of weights and activations. ``auto``: the checkpoint's, as far as the device has it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and activations. ``auto``: the checkpoint's, if the device supports it."""
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
-    attention: AttentionName = "auto"
-    """``auto``: the fast kernel of the device, if it can be built. ``reference``: plain torch.
-    ``flashinfer``: that library's kernels, if it is installed."""
+    attention: Literal["auto", "reference", "cpu", "gpu"] = "auto"
+    """``auto``: the fast kernel of the device, if it can be built. ``reference``: plain torch."""
     threads: int | None = None
     """CPU threads of one instance. None: the cores this process may use."""
     prepack: bool = True
-    """Prepack linear layers for the CPU, where the operators for it exist."""
+    """Prepack linear layers for the CPU, if the operators for it exist."""
     fuse: bool = True
     """Replace norms, projections and gated activations by fused kernels, where they fit."""
     quantization: Quantization = "none"
     """Quantize the linear layers while loading. ``fp8``: weights and activations; ``int8`` and
-    ``int4``: weights alone."""
+    ``int4``: only weights."""
     instances: int = 1
     """Instances that share this device: the default cache size is divided by it."""
 
@@ -60,30 +54,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # -- the step on a GPU
     overlap: bool = True
     """Plan and launch a step while the one before it still runs."""
-    cuda_graphs: GraphCapture = "lazy"
-    """When decode steps are captured as CUDA graphs: at their first use, while loading, or not."""
+    cuda_graphs: Literal["lazy", "load", "never"] = "lazy"
+    """When decode steps are captured as CUDA graphs: at their first use, at load, or never."""
     cuda_graph_sizes: tuple[int, ...] | None = None
-    """Numbers of rows that decode steps are padded to. None: powers of two, then steps of 16."""
+    """Batch sizes that decode steps are padded to. None: powers of two, then multiples of 16."""
     batch_invariant: bool = False
     """Fixed tiles and split sizes: a request's logits are bitwise the same in every batch."""
     compile: bool = False
-    """Run the modules through ``torch.compile`` in place of ``fuse``: on a GPU. Loading then takes
-    minutes."""
+    """Use ``torch.compile`` instead of ``fuse``: only on a GPU. Loading then takes minutes."""
 
     # -- the KV cache
     block_size: int = 16
-    """Tokens in a block."""
+    """Tokens in a block. The CPU's attention kernel needs a multiple of 16."""
     kv_cache_bytes: int | None = None
-    """Size of the cache. None: a share of the free memory, by the next option."""
+    """Size of the cache. None: a share of the free memory, ``kv_cache_fraction``."""
     kv_cache_fraction: float | None = None
-    """Of the memory left after loading. None: 0.9 on a GPU; a quarter, at most 4 GiB, on a CPU."""
-    kv_cache_dtype: CacheDtype = "auto"
-    """``auto``: the dtype of the activations. ``float8_e4m3``, with a scale per head: on a GPU."""
+    """Share of the memory left after loading. None: 0.9 on a GPU; on a CPU 0.25, at most 4 GiB."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3"] = "auto"
+    """``auto``: the activations' dtype. ``float8_e4m3``: a scale per head, only on a GPU."""
     prefix_caching: bool = True
-    """Reuse the blocks of a prompt's beginning that was computed before."""
-    eviction: Eviction = "preempt"
-    """``never`` admits a request only when its longest possible output fits beside all others;
-    ``preempt`` when its prompt does, and computes the last one again should blocks run out."""
+    """Reuse the cached blocks of a prompt prefix that was computed before."""
+    eviction: Literal["never", "preempt"] = "preempt"
+    """``never`` admits a request only if its longest possible output fits beside that of all
+    others; ``preempt`` if its prompt fits: if no block is free later, the last sequence is
+    preempted and computed again."""
     watermark: float = 0.01
     """With ``preempt``: the share of all blocks that an admission must leave free."""
 
@@ -91,9 +85,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queued: int = 1024
     """Requests that may wait; one more is refused as UNAVAILABLE."""
     aging_s: float = 10.0
-    """Seconds of waiting that lift a request by one priority level, so that none starves."""
+    """Seconds of waiting that raise a request by one priority level, so that none starves."""
 
-    # -- the face to clients
+    # -- limits of requests and responses
     max_n: int = 128
     """Most sequences of one request."""
     max_logprobs: int = 20
@@ -105,44 +99,44 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_list_ids: int = 8192
     """Ids in any one list of a request (stop_token_ids, logit_bias, …)."""
     max_prompt_bytes: int | None = None
-    """Refused above it, before tokenizing. None: 32 a token of the context, at least 65,536."""
+    """Longest prompt, in bytes, checked before tokenizing. None: 32 per token of
+    ``max_model_len``, at least 65,536."""
     chat_template_parameters: tuple[str, ...] = ("add_generation_prompt", "enable_thinking")
     """Names that a client may pass to the chat template."""
     max_pending_tokens: int = 65536
-    """Tokens of one request that may wait to be sent before it is cancelled."""
+    """Tokens of one request that may wait to be sent. Beyond it the request is cancelled."""
     send_share: float = 0.2
-    """Share of the time that sending may take. Above it a stream's tokens gather, and leave
-    together in fewer responses; 1 sends as fast as the server takes them."""
+    """Share of the time that sending may take. Above it several tokens of a stream share a
+    response; 1 sends as fast as the server accepts them."""
     cancel_sweep_s: float = 0.05
-    """Seconds between two looks for clients that went away."""
+    """Seconds between two checks for clients that disconnected."""
     metrics_flush_s: float = 0.25
     """Seconds between two updates of the server's metrics."""
     drain_s: float = 5.0
-    """Once the model's process gets SIGTERM: seconds that running requests have to end by
-    themselves. Less than the server's exit timeout, so that their clients still hear why."""
+    """Seconds that running requests have to finish after the model's process gets SIGTERM. Less
+    than the server's exit timeout, so that clients of the others still get an error."""
 
 
 # Option -> (least, most, how an error states the bound). None is always allowed where it is typed.
-_INF = math.inf
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     "threads": (1, 4096, "from 1 to 4096"),
     "instances": (1, 1024, "from 1 to 1024"),
-    "max_model_len": (1, _INF, "at least 1"),
+    "max_model_len": (1, math.inf, "at least 1"),
     "max_num_seqs": (1, 65536, "from 1 to 65536"),
     "max_num_batched_tokens": (1, 1 << 24, "from 1 to 16777216"),
     "block_size": (1, 1024, "from 1 to 1024"),
-    "kv_cache_bytes": (1, _INF, "at least 1"),
+    "kv_cache_bytes": (1, math.inf, "at least 1"),
     "kv_cache_fraction": (1e-6, 1.0, "above 0 and at most 1"),
     "watermark": (0.0, 0.5, "from 0 to 0.5"),
-    "max_queued": (0, _INF, "at least 0"),
-    "aging_s": (1e-3, _INF, "at least 0.001"),
+    "max_queued": (0, math.inf, "at least 0"),
+    "aging_s": (1e-3, math.inf, "at least 0.001"),
     "max_n": (1, 65536, "from 1 to 65536"),
     "max_logprobs": (0, 1 << 20, "from 0 to 1048576"),
-    "max_stop_strings": (0, _INF, "at least 0"),
-    "max_stop_length": (1, _INF, "at least 1"),
-    "max_list_ids": (0, _INF, "at least 0"),
-    "max_prompt_bytes": (1, _INF, "at least 1"),
-    "max_pending_tokens": (1, _INF, "at least 1"),
+    "max_stop_strings": (0, math.inf, "at least 0"),
+    "max_stop_length": (1, math.inf, "at least 1"),
+    "max_list_ids": (0, math.inf, "at least 0"),
+    "max_prompt_bytes": (1, math.inf, "at least 1"),
+    "max_pending_tokens": (1, math.inf, "at least 1"),
     "send_share": (0.01, 1.0, "from 0.01 to 1"),
     "cancel_sweep_s": (0.001, 10.0, "from 0.001 to 10"),
     "metrics_flush_s": (0.01, 60.0, "from 0.01 to 60"),
@@ -150,22 +144,11 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
 }
 
 # What transformers' apply_chat_template takes for itself.
-_NOT_TEMPLATE_PARAMETERS = frozenset(
-    {
-        "conversation",
-        "messages",
-        "chat_template",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "sanitize_control_tokens",
-    }
-)
+_NOT_TEMPLATE_PARAMETERS = frozenset({
+    "conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+    "sanitize_control_tokens",
+})  # fmt: skip
 
 
 def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> EngineConfig:
@@ -185,27 +168,24 @@ def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> Engi
         raise ConfigError(f"{path.name} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path.name} must hold a JSON object of options")
-    config = make_config(
-        raw | {key: from_text(key, text) for key, text in (parameters or {}).items()}
-    )
+    given = {key: from_text(key, text) for key, text in (parameters or {}).items()}
+    config = make_config(raw | given)
     folder = path.parent / config.model
-    return (
-        msgspec.structs.replace(config, model=str(folder.resolve())) if folder.is_dir() else config
-    )
+    if folder.is_dir():
+        config = msgspec.structs.replace(config, model=str(folder.resolve()))
+    return config
 
 
 def from_text(key: str, text: str) -> object:
     """The value of an option that is written as text: a string as it stands, all else as in JSON
-    (``64``, ``true``, ``[1, 2]``, ``null`` for the default). Whether it may be that is for
-    :func:`make_config` to say, and whether there is such an option."""
+    (``64``, ``true``, ``[1, 2]``, ``null`` for the default). :func:`make_config` checks it."""
     kinds = {each.encode_name: each.type for each in msgspec.structs.fields(EngineConfig)}
     if key not in kinds or isinstance(_kind(kinds[key]), (inspect.StrType, inspect.LiteralType)):
         return text
     try:
-        value: object = msgspec.json.decode(text)
+        return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return text
-    return value
 
 
 def make_config(options: dict[str, object]) -> EngineConfig:
@@ -219,34 +199,33 @@ def make_config(options: dict[str, object]) -> EngineConfig:
     for key, (low, high, bound) in _BOUNDS.items():
         value = options.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue  # its type is judged below
+            continue  # its type is checked below
         if not low <= value <= high:
             raise ConfigError.of(key, value, bound)
     if options.get("kv_cache_bytes") is not None and options.get("kv_cache_fraction") is not None:
         raise ConfigError("options kv_cache_bytes and kv_cache_fraction exclude each other")
+    if options.get("attention") == "flashinfer":
+        raise ConfigError("option attention is 'flashinfer', which was removed: set 'gpu'")
     _check_template_names(options.get("chat_template_parameters"))
     try:
         config = msgspec.convert(options, EngineConfig)
     except msgspec.ValidationError as error:
-        key = misfit(error)
-        raise ConfigError.of(key, options.get(key), wanted(EngineConfig, key)) from None
+        key = field_at_fault(error)
+        raise ConfigError.of(key, options.get(key), describe_type(EngineConfig, key)) from None
     _check_gpu_options(config)
     return config
 
 
 def _check_gpu_options(config: EngineConfig) -> None:
-    """What can be judged without the device; the rest is when the model is loaded."""
+    """What can be checked without the device; the rest is checked when the model is loaded."""
     sizes = config.cuda_graph_sizes
     if sizes is not None:
         if config.cuda_graphs == "never":
             raise ConfigError("options cuda_graph_sizes and cuda_graphs 'never' exclude each other")
-        for size in sizes:
-            if not 1 <= size <= config.max_num_seqs:
-                raise ConfigError.of(
-                    "cuda_graph_sizes",
-                    list(sizes),
-                    f"numbers from 1 to max_num_seqs, {config.max_num_seqs}",
-                )
+        most = config.max_num_seqs
+        if not all(1 <= size <= most for size in sizes):
+            bound = f"numbers from 1 to max_num_seqs, {most}"
+            raise ConfigError.of("cuda_graph_sizes", list(sizes), bound)
         if not sizes:
             raise ConfigError.of("cuda_graph_sizes", [], "one size or more; else set cuda_graphs")
     if config.compile and config.batch_invariant:
@@ -258,28 +237,26 @@ def _check_gpu_options(config: EngineConfig) -> None:
             raise ConfigError.of(key, getattr(config, key), "left out with device 'cpu'")
     if config.cuda_graphs == "load":
         raise ConfigError.of("cuda_graphs", "load", "'lazy' or 'never' with device 'cpu'")
-    if config.attention == "flashinfer":
-        raise ConfigError.of("attention", "flashinfer", "another one with device 'cpu'")
 
 
 def _check_template_names(names: object) -> None:
-    """A client may never hand over a template of its own, or steer how one is applied."""
+    """A client may neither send a template of its own nor change how one is applied."""
     for name in names if isinstance(names, (list, tuple)) else ():
         if isinstance(name, str) and name in _NOT_TEMPLATE_PARAMETERS:
             raise ConfigError(f"option chat_template_parameters must not hold {name!r}")
 
 
-def misfit(error: msgspec.ValidationError) -> str:
+def field_at_fault(error: msgspec.ValidationError) -> str:
     """The name of the field whose value has a wrong type, out of msgspec's error."""
     match = re.search(r"`\$\.(\w+)", str(error))
     assert match is not None, f"a field is at fault: {error}"
     return match[1]
 
 
-def wanted(struct: type[msgspec.Struct], name: str) -> str:
-    """What a field takes, for an error message: ``an integer``, ``a list of strings``, …"""
+def describe_type(struct: type[msgspec.Struct], name: str) -> str:
+    """The type of a field for an error message: ``an integer``, ``a list of strings``, …"""
     (field,) = (each for each in msgspec.structs.fields(struct) if each.encode_name == name)
-    return _describe(inspect.type_info(field.type))
+    return _describe(_kind(field.type))
 
 
 def _kind(annotation: object) -> inspect.Type:
@@ -292,9 +269,6 @@ def _kind(annotation: object) -> inspect.Type:
 
 def _describe(kind: inspect.Type) -> str:
     match kind:
-        case inspect.UnionType():
-            (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
-            return _describe(kind)
         case inspect.LiteralType():
             return "one of " + ", ".join(repr(value) for value in kind.values)
         case inspect.VarTupleType():

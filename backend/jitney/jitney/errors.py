@@ -11,9 +11,9 @@
         ├── ConfigError         an impossible option: names the key, the value and the bound
         ├── CheckpointError     a missing, truncated or corrupt file: names the file
         ├── UnsupportedModelError  an architecture that cannot run on a paged cache: says why
-        └── InstallationError   a part of the installation is missing: says how to mend it
+        └── InstallationError   a part of the installation is missing: says how to repair it
 
-Errors cross from the engine to the front as a code and a message (``request.Failed``); the front
+Errors cross from the engine to the front as a code and a message (``messages.Failed``); the front
 rebuilds them with :func:`from_code`.
 """
 
@@ -35,7 +35,7 @@ class JitneyError(Exception):
 
 
 class InvalidArgumentError(JitneyError):
-    """The request cannot be served as it stands."""
+    """The request cannot be served as it is."""
 
     code = "INVALID_ARGUMENT"
     server_code = "INVALID_ARG"
@@ -54,7 +54,7 @@ class UnavailableError(JitneyError):
 
 
 class DeadlineExceededError(JitneyError):
-    """The deadline passed before anything was made. The server has no code of that name."""
+    """The deadline passed before the first token. The server has no code of that name."""
 
     code = "DEADLINE_EXCEEDED"
     server_code = "UNAVAILABLE"
@@ -72,8 +72,8 @@ class InternalError(JitneyError):
 
 
 class DeviceLostError(InternalError):
-    """After a fault of the device nothing runs on it any more: only a new process helps. Looking
-    for the request at fault would fail them all, one by one."""
+    """The device failed for good: only a new process helps. To look for the request at fault would
+    fail them all, one by one."""
 
 
 class LoadError(JitneyError):
@@ -109,13 +109,7 @@ class InstallationError(LoadError):
 
 _BY_CODE: dict[str, type[JitneyError]] = {
     cls.code: cls
-    for cls in (
-        InvalidArgumentError,
-        UnavailableError,
-        DeadlineExceededError,
-        CancelledError,
-        InternalError,
-    )
+    for cls in (InvalidArgumentError, UnavailableError, DeadlineExceededError, CancelledError)
 }
 
 

@@ -6,12 +6,11 @@ the result as given.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from jitney.config import EngineConfig, misfit, wanted
+from jitney.config import EngineConfig, describe_type, field_at_fault
 from jitney.errors import InvalidArgumentError, nearest
 
 MAX_JSON_BYTES = 1 << 20
@@ -59,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 _LISTED = ("stop", "bad_words")
+"""A single string stands for a list of one, as in vLLM."""
 
 NAMES = tuple(field.encode_name for field in msgspec.structs.fields(SamplingParams))
 
@@ -91,12 +91,15 @@ def parse_sampling_params(raw: Mapping[str, object]) -> SamplingParams:
                 f"sampling parameter {str(name)[:64]!r} is unknown or not supported"
                 f"{nearest(str(name)[:64], NAMES)}"
             )
-    fields = {name: _listed(name, value) for name, value in raw.items() if value is not None}
+    fields = {name: value for name, value in raw.items() if value is not None}
+    for name in _LISTED:
+        if isinstance(fields.get(name), str):
+            fields[name] = [fields[name]]
     try:
         return msgspec.convert(fields, SamplingParams, strict=False)
     except msgspec.ValidationError as error:
-        name = misfit(error)
-        bound = wanted(SamplingParams, name)
+        name = field_at_fault(error)
+        bound = describe_type(SamplingParams, name)
         if name in _LISTED:
             bound = f"a string or {bound}"
         raise InvalidArgumentError.of(name, fields[name], bound) from None
@@ -111,32 +114,26 @@ def decode_sampling_json(text: str | bytes) -> dict[str, object]:
         raise InvalidArgumentError(
             f"{field} has {len(data):,} bytes, but at most {MAX_JSON_BYTES:,} are read"
         )
-    if max_json_depth(data) > MAX_JSON_DEPTH:
-        raise InvalidArgumentError(f"{field} is nested deeper than {MAX_JSON_DEPTH} levels")
     try:
         value = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        too_deep = _is_deeper(value, MAX_JSON_DEPTH)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
+    except RecursionError:
+        too_deep = True
+    if too_deep:
+        raise InvalidArgumentError(f"{field} is nested deeper than {MAX_JSON_DEPTH} levels")
     if not isinstance(value, dict):
         raise InvalidArgumentError.of(field, value, "a JSON object")
     return value
 
 
-# Possessive, and content with an end of input for an end of string: no input takes quadratic time.
-_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-
-
-def max_json_depth(data: bytes) -> int:
-    """How deep lists and objects are nested outside of strings. No recursion, linear time."""
-    depth = deepest = 0
-    for byte in _STRINGS.sub(b"", data).translate(None, _NO_BRACKETS):
-        if byte in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        else:
-            depth -= 1
-    return deepest
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than so many levels."""
+    if not isinstance(value, (dict, list)):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
 
 
 def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab_size: int) -> None:
@@ -144,15 +141,13 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
 
     Raises InvalidArgumentError that names the field, the value and the bound.
     """
-    for name, (low, high, bound) in _BOUNDS.items():
+    logprobs = (0, config.max_logprobs, f"from 0 to {config.max_logprobs}")
+    n = (1, config.max_n, f"from 1 to {config.max_n}")
+    capped = {"n": n, "logprobs": logprobs, "prompt_logprobs": logprobs}
+    for name, (low, high, bound) in (_BOUNDS | capped).items():
         value = getattr(params, name)
         if value is not None and not low <= value <= high:  # NaN fails the comparison too
             raise InvalidArgumentError.of(name, value, bound)
-    _check_range("n", params.n, 1, config.max_n)
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        if value is not None:
-            _check_range(name, value, 0, config.max_logprobs)
     if params.min_tokens > params.max_tokens:
         raise InvalidArgumentError.of(
             "min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})"
@@ -180,16 +175,6 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
             raise InvalidArgumentError.of(
                 field, token, f"from 0 to {vocab_size - 1} (the model's vocabulary)"
             )
-
-
-def _listed(name: str, value: object) -> object:
-    """A single stop string or word stands for a list of one, as in vLLM."""
-    return [value] if name in _LISTED and isinstance(value, str) else value
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise InvalidArgumentError.of(name, value, f"from {low} to {high}")
 
 
 def _check_strings(name: str, strings: Sequence[str], config: EngineConfig) -> None:

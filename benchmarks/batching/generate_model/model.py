@@ -60,10 +60,10 @@ def _rows(request: Any) -> list[tuple[np.ndarray, int]]:
         array: np.ndarray = pb_utils.get_input_tensor_by_name(request, name).as_numpy()
         return array
 
-    lengths, wanted = tensor("prompt_tokens")[:, 0], tensor("max_tokens")[:, 0]
+    lengths, max_tokens = tensor("prompt_tokens")[:, 0], tensor("max_tokens")[:, 0]
     return [
         (ids[:length], int(count))
-        for ids, length, count in zip(tensor("input_ids"), lengths, wanted, strict=True)
+        for ids, length, count in zip(tensor("input_ids"), lengths, max_tokens, strict=True)
     ]
 
 

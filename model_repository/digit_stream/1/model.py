@@ -121,31 +121,30 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request, in order."""
         try:
-            return self._take_in(requests)
+            return self._read(requests)
         except Exception:  # the clients must hear of it, but not what this machine looks like
             pb_utils.Logger.log_error(f"a batch of views failed: {traceback.format_exc()}")
             text = "the recognition failed; the server's log says why"
             return [_failure(text, pb_utils.TritonError.INTERNAL) for _ in requests]
 
-    def _take_in(self, requests: Sequence[Any]) -> list[Any]:
+    def _read(self, requests: Sequence[Any]) -> list[Any]:
         views = [read_view(request) for request in requests]
         for view in views:
             if view.start:
                 self._ledger.begin(view.sequence)
         accepted = [view for view in views if not view.refusal]
-        responses = {id(view): _failure(view.refusal) for view in views if view.refusal}
         try:
             logits = classify([view.image for view in accepted])
         except InnerError as error:
             code = pb_utils.TritonError.UNAVAILABLE
-            responses |= {id(view): _failure(f"{DIGITS}: {error}", code) for view in accepted}
+            answers = [_failure(f"{DIGITS}: {error}", code) for _ in accepted]
         else:
-            for view, row in zip(accepted, logits, strict=True):
-                responses[id(view)] = self._answer(view, row)
+            answers = [self._answer(*each) for each in zip(accepted, logits, strict=True)]
         for view in views:
             if view.end:
                 self._ledger.end(view.sequence)
-        return [responses[id(view)] for view in views]
+        following = iter(answers)
+        return [_failure(view.refusal) if view.refusal else next(following) for view in views]
 
     def finalize(self) -> None:
         """Called when every request was answered."""

@@ -45,7 +45,7 @@ class TritonPythonModel:
         self._inner_batch = read_parameter(parameters, "inner_batch")
         inner_requests = read_parameter(parameters, "max_inner_requests")
         # Requests under way; those beyond wait in the server's queue, under its policies.
-        self._places = threading.BoundedSemaphore(read_parameter(parameters, "max_requests"))
+        self._slots = threading.BoundedSemaphore(read_parameter(parameters, "max_requests"))
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(inner_requests, "inner"))
         self._thread = threading.Thread(target=self._loop.run_forever, name="loop", daemon=True)
@@ -54,7 +54,7 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Take the requests over; each is answered through its response sender."""
         for request in requests:
-            self._places.acquire()
+            self._slots.acquire()
             sender = request.get_response_sender()
             asyncio.run_coroutine_threadsafe(self._answer(request, sender), self._loop)
 
@@ -82,7 +82,7 @@ class TritonPythonModel:
                 "the ranking failed; the server's log says why", pb_utils.TritonError.INTERNAL
             )
         finally:
-            self._places.release()
+            self._slots.release()
         sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     async def _score(self, request: Any) -> np.ndarray:
@@ -103,9 +103,9 @@ class TritonPythonModel:
             embeddings[group] = rows
         return embeddings[1:] @ embeddings[0]  # they have length 1
 
-    async def _embed(self, texts: Sequence[bytes], places: Sequence[int]) -> np.ndarray:
-        """Their embeddings, FP32 [texts, width]. ``places`` are the texts' places in the request:
-        0 is the query, passage i is at i + 1."""
+    async def _embed(self, texts: Sequence[bytes], indices: Sequence[int]) -> np.ndarray:
+        """Their embeddings, FP32 [texts, width]. ``indices`` are those of the texts in the
+        request: 0 is the query, i + 1 is passage i."""
         request = pb_utils.InferenceRequest(
             model_name=EMBED,
             requested_output_names=["sentence_embedding"],
@@ -116,7 +116,7 @@ class TritonPythonModel:
         except pb_utils.TritonModelException as error:
             raise InnerError(str(error)) from None
         if response.has_error():
-            raise in_own_terms(response.error().message(), places)
+            raise in_own_terms(response.error().message(), indices)
         return pb_utils.get_output_tensor_by_name(response, "sentence_embedding").as_numpy()
 
 
@@ -143,15 +143,14 @@ def group_by_length(lengths: Sequence[int], most: int) -> list[list[int]]:
     return groups
 
 
-def in_own_terms(message: str, places: Sequence[int]) -> RequestError | InnerError:
-    """The error for an inner one. A message about ``text[i]`` is about a text of the client's and
-    gets the name that the client knows it by. (An inner error's code is not handed on here: the
-    server gives every one the same.)"""
+def in_own_terms(message: str, indices: Sequence[int]) -> RequestError | InnerError:
+    """The error for an inner error. A message about ``text[i]`` gets the client's name for that
+    text. (The inner error's code is not returned: the server gives all of them the same.)"""
     match = re.search(r"\btext\[(\d+)\](.*)", message, re.DOTALL)
     if match is None:
         return InnerError(message)
-    place = places[int(match[1])]
-    name = "query" if place == 0 else f"passages[{place - 1}]"
+    index = indices[int(match[1])]
+    name = "query" if index == 0 else f"passages[{index - 1}]"
     return RequestError(f"{name}{match[2]}")
 
 

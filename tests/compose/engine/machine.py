@@ -126,8 +126,8 @@ class Engine:
                 self._process.terminate()
             self._process.wait(60)
             # The machine's own network, by which images were built, stays mounted.
-            for place in reversed(self._mounts()):
-                subprocess.run(["umount", place], check=False)
+            for mount in reversed(self._mounts()):
+                subprocess.run(["umount", mount], check=False)
         left = self.leftovers()
         if left and error is None:
             raise RuntimeError(f"the container engine left behind: {', '.join(left)}")
@@ -141,11 +141,11 @@ class Engine:
     def leftovers(self) -> list[str]:
         """What the engine has outside of its folder: processes, mounts, interfaces, rules of
         the packet filter."""
-        place = str(self.folder)
+        folder = str(self.folder)
         left = [
             f"process {process.pid} ({' '.join(process.info['cmdline'])[:80]})"
             for process in psutil.process_iter(["cmdline"])
-            if any(place in word for word in process.info["cmdline"] or ())
+            if any(folder in word for word in process.info["cmdline"] or ())
             and process.pid != os.getpid()
             and process.info["cmdline"][0].rpartition("/")[2] in _ENGINE_PROGRAMS
         ]
@@ -157,8 +157,8 @@ class Engine:
     def _mounts(self) -> list[str]:
         """What is mounted below the engine's folder, in order."""
         table = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
-        places = [line.split()[1] for line in table]
-        return [place for place in places if place.startswith(f"{self.folder}/")]
+        mounts = [line.split()[1] for line in table]
+        return [mount for mount in mounts if mount.startswith(f"{self.folder}/")]
 
     def docker(
         self, *arguments: str, check: bool = True, timeout_s: float = 60

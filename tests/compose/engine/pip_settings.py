@@ -16,8 +16,8 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
-_PLACES = ("index-url", "extra-index-url", "find-links")
-_KEPT = (*_PLACES, "trusted-host", "timeout", "default-timeout", "retries")
+_SOURCES = ("index-url", "extra-index-url", "find-links")
+_KEPT = (*_SOURCES, "trusted-host", "timeout", "default-timeout", "retries")
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def build_secrets(folder: Path) -> Iterator[list[str]]:
     with offered(folders_of(settings)) as address:
         lines = ["[global]", "disable-pip-version-check = 1"]
         for name, value in settings.items():
-            if name in _PLACES:
+            if name in _SOURCES:
                 value = " ".join(over_http(each, address) for each in value.split())
             if name not in ("trusted-host", "cert"):
                 lines.append(f"{name} = {value}")
@@ -57,25 +57,25 @@ def pip_settings() -> dict[str, str]:
     return found
 
 
-def local_path(place: str) -> Path | None:
+def local_path(source: str) -> Path | None:
     """The folder or file behind a ``file:`` address or a path; None for what is elsewhere."""
-    parts = urlsplit(place)
+    parts = urlsplit(source)
     if parts.scheme == "file":
         return Path(unquote(parts.path))
-    return Path(place) if place.startswith("/") else None
+    return Path(source) if source.startswith("/") else None
 
 
 def folders_of(settings: dict[str, str]) -> list[Path]:
-    """The local folders among pip's places; the pages of an index point to files beside it."""
-    places = [local_path(each) for name in _PLACES for each in settings.get(name, "").split()]
-    return [path.resolve().parent for path in places if path is not None]
+    """The local folders among pip's sources; the pages of an index point to files beside it."""
+    paths = [local_path(each) for name in _SOURCES for each in settings.get(name, "").split()]
+    return [path.resolve().parent for path in paths if path is not None]
 
 
-def over_http(place: str, address: str) -> str:
-    """A place as a container reaches it."""
-    path = local_path(place)
+def over_http(source: str, address: str) -> str:
+    """A source as a container reaches it."""
+    path = local_path(source)
     if path is None:
-        return place
+        return source
     slash = "/" if path.is_dir() else ""
     return f"http://{address}{quote(str(path.resolve()))}{slash}"
 

@@ -37,15 +37,12 @@ def share_environment(folder: Path) -> None:
     venv.mkdir()
     for name in ("bin", "lib", "pyvenv.cfg"):
         (venv / name).symlink_to(Path(sys.prefix) / name)
-    program = "import environment; print(environment.fingerprint())"
-    made = subprocess.run(
-        [venv / "bin" / "python", "-c", program],
-        cwd=folder / "scripts",
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    (venv / ".jitney-stamp").write_text(made, encoding="utf-8")
+    program = (
+        "import environment as e; "
+        "[e.stamp(part).write_text(e.fingerprint(part), encoding='utf-8') for part in e.PARTS]"
+    )
+    command = [venv / "bin" / "python", "-c", program]
+    subprocess.run(command, cwd=folder / "scripts", check=True)
 
 
 def document_block(part: str) -> Block:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 from tests.compose.engine.clients import tensor
@@ -66,17 +65,6 @@ def test_a_stream_over_grpc_leaves_token_by_token(deployment: Deployment) -> Non
     assert came[0][0] - asked < (came[-1][0] - asked) / 3
     text = "".join(event["text_output"] for _, event in client.stream(300))
     assert "".join(piece for _, piece in came) == text
-
-
-def test_an_embedding_is_the_same_over_http_and_grpc(deployment: Deployment) -> None:
-    client = deployment.client()
-    over_http = client.embed("a jitney is a small bus")
-    assert len(over_http) == 384
-    assert sum(x * x for x in over_http) == pytest.approx(1, abs=1e-3)
-    with client.grpc() as connection:
-        text = tensor("text", "BYTES", b"a jitney is a small bus", (1, 1))
-        answer = connection.infer("embed", [text], headers=client.headers)
-    assert answer.as_numpy("sentence_embedding")[0].tolist() == pytest.approx(over_http, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -187,19 +175,6 @@ def test_no_key_is_in_a_log(deployment: Deployment) -> None:
     assert '"key":"first"' in log
     for name in ("first", "limited"):
         assert deployment.client(name).key not in log
-
-
-def test_a_key_over_its_rate_is_refused_over_grpc(deployment: Deployment) -> None:
-    limited = deployment.client("limited")
-
-    def hurry(connection: InferenceServerClient) -> None:
-        for _ in range(3000):
-            connection.is_server_live(headers=limited.headers)
-
-    with limited.grpc() as connection, pytest.raises(InferenceServerException) as refused:
-        hurry(connection)
-    assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
-    assert "more requests than its limit" in refused.value.message()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.docs.blocks import ROOT
 
 _STAMP = (
     "import sys; sys.path.insert(0, 'scripts'); import environment as e; "
-    "e.STAMP.write_text(e.fingerprint(), encoding='utf-8')"
+    "[e.stamp(part).write_text(e.fingerprint(part), encoding='utf-8') for part in e.PARTS]"
 )
 
 # Of the tests, and of the `make` that started them, whose words the pages' own must not inherit.

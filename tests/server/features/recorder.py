@@ -1,8 +1,8 @@
 """The model of these tests: it does nothing and writes down when it did it.
 
-Copied into the repository as ``1/model.py`` of a Python-based model by ``models.write_recorder``.
-Every execution, with all the requests that the server gave it at once, appends two lines of JSON to
-the model's log: one when it starts and one when it ends. In between it waits for the gates that its
+Copied into the repository as ``1/model.py`` of a Python-based model by ``repository.py``. Every
+execution, with all the requests that the server gave it at once, appends two lines of JSON to the
+model's log: one when it starts and one when it ends. In between it waits for the gates that its
 rows name: gate n is the file ``gate-n`` beside the log, 0 is none. So a test decides how long an
 execution takes, and no clock does.
 """
@@ -23,10 +23,9 @@ class TritonPythonModel:
     """Answers each row with its own value, the rows of the execution and the model's version."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Read the model's parameters: ``folder`` and, for the log, ``tag``."""
+        """Read the model's parameter ``folder``, where its log and its gates are."""
         parameters = json.loads(args["model_config"])["parameters"]
         self.folder = Path(parameters["folder"]["string_value"])
-        self.tag = parameters.get("tag", {"string_value": ""})["string_value"]
         self.version = int(args["model_version"])
         self.instance = args["model_instance_name"]
 
@@ -49,9 +48,7 @@ class TritonPythonModel:
             "event": event,
             "values": values,
             "at": time.monotonic(),
-            "version": self.version,
             "instance": self.instance,
-            "tag": self.tag,
         }
         # One write of one short line: instances are processes and share the file.
         log = os.open(self.folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -59,13 +56,12 @@ class TritonPythonModel:
         os.close(log)
 
     def _response(self, value: np.ndarray, rows: int) -> Any:
-        return pb_utils.InferenceResponse(
-            [
-                pb_utils.Tensor("VALUE_OUT", value),
-                pb_utils.Tensor("ROWS", np.full_like(value, rows)),
-                pb_utils.Tensor("VERSION", np.full_like(value, self.version)),
-            ]
-        )
+        outputs = {
+            "VALUE_OUT": value,
+            "ROWS": np.full_like(value, rows),
+            "VERSION": np.full_like(value, self.version),
+        }
+        return pb_utils.InferenceResponse([pb_utils.Tensor(*each) for each in outputs.items()])
 
 
 def _tensor(request: Any, name: str) -> np.ndarray:

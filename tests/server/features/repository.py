@@ -4,195 +4,111 @@
 the rate limiter, which are flags of the whole server.
 """
 
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
-from tests.server.features.models import (
-    laborious,
-    times,
-    times_rows,
-    write_accumulator,
-    write_onnx,
-    write_recorder,
-)
+from tests.standins import onnx_models
+from tests.standins.onnx_models import ONE, io
 
 HOUR_US = 3_600_000_000
-DELAY_S = 1.0
-"""The window of the models called ``delay``."""
 TIMEOUT_S = 2.0
 """How long a request may wait in ``reject``."""
-IDLE_S = 2.0
-"""How long a sequence of ``idle`` may be silent."""
+WARM_BATCH = 3
 
-BATCHERS = {
-    # Longer than any test: only a full or a preferred batch leaves before.
-    "full": (4, f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR_US} }}"),
-    "delay": (8, f"dynamic_batching {{ max_queue_delay_microseconds: {round(DELAY_S * 1e6)} }}"),
-    "preferred": (
-        8,
-        "dynamic_batching { preferred_batch_size: [ 4 ] "
-        f"max_queue_delay_microseconds: {HOUR_US} }}",
-    ),
-    "ordered": (
+_TWO = "instance_group [ { kind: KIND_CPU count: 2 } ]"
+_TENSORS = """
+input [
+  { name: "VALUE" data_type: TYPE_INT32 dims: [ 1 ] },
+  { name: "GATE" data_type: TYPE_INT32 dims: [ 1 ] }
+]
+output [
+  { name: "VALUE_OUT" data_type: TYPE_INT32 dims: [ 1 ] },
+  { name: "ROWS" data_type: TYPE_INT32 dims: [ 1 ] },
+  { name: "VERSION" data_type: TYPE_INT32 dims: [ 1 ] }
+]
+"""
+# A window longer than any test: only a full or a preferred batch leaves before.
+_WINDOW = f"max_queue_delay_microseconds: {HOUR_US}"
+# Name -> the rows of a batch and the lines of the feature.
+_FEATURES = {
+    "full": (4, f"dynamic_batching {{ {_WINDOW} }}"),
+    "preferred": (8, f"dynamic_batching {{ preferred_batch_size: [ 4 ] {_WINDOW} }}"),
+    "ordered": (1, f"dynamic_batching {{ preserve_ordering: true }} {_TWO}"),
+    "priorities": (1, "dynamic_batching { priority_levels: 2 default_priority_level: 2 }"),
+    "limited": (1, "dynamic_batching { default_queue_policy { max_queue_size: 2 } }"),
+    "reject": (
         1,
-        "dynamic_batching { preserve_ordering: true } "
-        "instance_group [ { kind: KIND_CPU count: 2 } ]",
+        "dynamic_batching { default_queue_policy { timeout_action: REJECT "
+        f"default_timeout_microseconds: {round(TIMEOUT_S * 1e6)} }} }}",
     ),
+    "pair": (1, _TWO),
+    "swap": (1, ""),
 }
-
-QUEUES = {
-    "priorities": """
-      priority_levels: 2 default_priority_level: 2
-      priority_queue_policy { key: 2 value { max_queue_size: 3 } }""",
-    "limited": "default_queue_policy { max_queue_size: 2 }",
-    "reject": f"""
-      default_queue_policy {{
-        timeout_action: REJECT
-        default_timeout_microseconds: {round(TIMEOUT_S * 1e6)}
-      }}""",
-    "late": f"""
-      default_queue_policy {{
-        timeout_action: DELAY
-        default_timeout_microseconds: {HOUR_US}
-        allow_timeout_override: true
-      }}""",
-    "override": f"""
-      default_queue_policy {{
-        timeout_action: REJECT
-        default_timeout_microseconds: {HOUR_US}
-        allow_timeout_override: true
-      }}""",
-    "no_override": f"""
-      default_queue_policy {{
-        timeout_action: REJECT
-        default_timeout_microseconds: {HOUR_US}
-      }}""",
-    "no_default": """
-      default_queue_policy {
-        timeout_action: REJECT
-        allow_timeout_override: true
-      }""",
-}
-"""Inside ``dynamic_batching`` of models that execute one row at a time."""
-
-VERSION_POLICIES = {
+# Name -> the versions in the folder, and which of them are served.
+_VERSIONS = {
     "latest": ((1, 2, 3), "latest { num_versions: 2 }"),
     "specific": ((1, 2, 3), "specific { versions: [ 1 ] }"),
     "all": ((1, 2), "all { }"),
 }
-"""The versions in the folder, and which of them are served."""
-
-WARM_VALUE = 41
-WARM_BATCH = 3
-_WARM_RECORDER = f"""
+_WARM_UP = f"""
 model_warmup [ {{
   name: "first" batch_size: {WARM_BATCH} count: 2
-  inputs {{ key: "VALUE" value {{ data_type: TYPE_INT32 dims: [ 1 ] input_data_file: "value" }} }}
-  inputs {{ key: "GATE" value {{ data_type: TYPE_INT32 dims: [ 1 ] zero_data: true }} }}
+  inputs {{ key: "x" value {{ data_type: TYPE_FP32 dims: [ 5 ] random_data: true }} }}
 }} ]
 """
-_WARM_ONNX = f"""
-model_warmup [ {{
-  name: "first" batch_size: {WARM_BATCH} count: 2
-  inputs {{ key: "X" value {{ data_type: TYPE_FP32 dims: [ 5 ] random_data: true }} }}
-}} ]
+# It needs all the tokens that the server's flag gives.
+_ALL_TOKENS = """
+instance_group [ {
+  kind: KIND_CPU count: 1
+  rate_limiter { resources [ { name: "TOKENS" global: true count: 4 } ] }
+} ]
 """
 
 
 def write_features(repository: Path) -> None:
     """The models for the server without special flags."""
-    for name, (max_batch_size, extra) in BATCHERS.items():
-        write_recorder(repository, name, extra, max_batch_size=max_batch_size)
-    for name, policy in QUEUES.items():
-        write_recorder(repository, name, f"dynamic_batching {{ {policy} }}")
-    for name, (versions, policy) in VERSION_POLICIES.items():
-        write_recorder(repository, name, f"version_policy: {{ {policy} }}", versions=versions)
-    write_recorder(repository, "pair", "instance_group [ { kind: KIND_CPU count: 2 } ]")
-    write_recorder(repository, "swap")
-    warm = write_recorder(repository, "warm", _WARM_RECORDER, max_batch_size=WARM_BATCH)
-    (warm / "warmup").mkdir()
-    (warm / "warmup" / "value").write_bytes(
-        WARM_BATCH * WARM_VALUE.to_bytes(4, "little", signed=True)
-    )
-    _write_sequences(repository)
-    _write_onnx(repository)
-    _write_ensemble(repository)
-
-
-def _write_sequences(repository: Path) -> None:
-    write_accumulator(repository, "direct", "direct { }", max_batch_size=2)
-    write_accumulator(
-        repository,
-        "oldest",
-        f"oldest {{ max_candidate_sequences: 4 max_queue_delay_microseconds: {HOUR_US} "
-        "preferred_batch_size: [ 2 ] }",
-        max_batch_size=4,
-    )
-    write_accumulator(repository, "idle", "direct { }", max_batch_size=1, idle_s=IDLE_S)
-
-
-def _write_onnx(repository: Path) -> None:
-    batching = f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR_US} }}"
-    write_onnx(repository, "onnx_by_rows", times_rows(), batching, max_batch_size=4)
-    two = "instance_group [ { kind: KIND_CPU count: 2 } ]"
-    write_onnx(repository, "onnx_pair", laborious(), two)
-    write_onnx(repository, "onnx_by_six", times(6), _WARM_ONNX)
-
-
-def _write_ensemble(repository: Path) -> None:
-    """``two_steps``: X -> onnx_by_six, each alone -> onnx_by_rows, in batches of 4 -> Y."""
-    ensemble = repository / "two_steps"
-    (ensemble / "1").mkdir(parents=True)
-    text = """
-platform: "ensemble"
-max_batch_size: 4
-input [ { name: "X" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "Y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-ensemble_scheduling {
-  step [
-    {
-      model_name: "onnx_by_six" model_version: -1
-      input_map { key: "X" value: "X" }
-      output_map { key: "Y" value: "sixfold" }
-    },
-    {
-      model_name: "onnx_by_rows" model_version: -1
-      input_map { key: "X" value: "sixfold" }
-      output_map { key: "Y" value: "Y" }
-    }
-  ]
-}
-"""
-    (ensemble / "config.pbtxt").write_text(text, encoding="utf-8")
-
-
-CACHE = "response_cache { enable: true }"
-
-RESOURCES = {
-    "whole": (4, 1),
-    "seldom": (4, 3),
-    "half": (2, 1),
-    "other_half": (2, 1),
-}
-"""How many of the 4 tokens that the server's flag gives to all models, and the priority."""
+    for name, (max_batch_size, lines) in _FEATURES.items():
+        _write_recorder(repository, name, lines, max_batch_size)
+    for name, (versions, policy) in _VERSIONS.items():
+        _write_recorder(repository, name, f"version_policy: {{ {policy} }}", versions=versions)
+    tensors = io("input", "x", "TYPE_FP32", "[ -1 ]") + io("output", "y", "TYPE_FP32", "[ -1 ]")
+    config = f'backend: "onnxruntime"\nmax_batch_size: 8\n{tensors}{ONE}{_WARM_UP}'
+    onnx_models.write_model(repository, "doubled", onnx_models.doubled(), config)
 
 
 def write_limited(repository: Path) -> None:
     """The models for the server with a response cache and the rate limiter."""
-    write_recorder(repository, "cached", CACHE)
-    write_onnx(repository, "onnx_cached", times(7), CACHE)
-    write_recorder(repository, "free")
-    for name, (count, priority) in RESOURCES.items():
-        write_recorder(repository, name, limited_instance(count, priority))
+    _write_recorder(repository, "cached", "response_cache { enable: true }")
+    _write_recorder(repository, "free")
+    for name in ("one", "other"):
+        _write_recorder(repository, name, _ALL_TOKENS)
 
 
-def limited_instance(count: int, priority: int) -> str:
-    """One instance that needs ``count`` of the resource TOKENS to execute."""
-    return f"""
-instance_group [ {{
-  kind: KIND_CPU count: 1
-  rate_limiter {{
-    resources [ {{ name: "TOKENS" global: true count: {count} }} ]
-    priority: {priority}
-  }}
-}} ]
+def log_folder(repository: Path, name: str) -> Path:
+    """Where the recorder ``name`` keeps its log and looks for its gates."""
+    return repository.with_name(repository.name + ".logs") / name
+
+
+def _write_recorder(
+    repository: Path,
+    name: str,
+    lines: str = "",
+    max_batch_size: int = 1,
+    versions: Iterable[int] = (1,),
+) -> None:
+    """A model of :mod:`recorder`, in one instance unless ``lines`` has an ``instance_group``."""
+    for version in versions:
+        folder = repository / name / str(version)
+        folder.mkdir(parents=True)
+        shutil.copy(Path(__file__).with_name("recorder.py"), folder / "model.py")
+    log = log_folder(repository, name)
+    log.mkdir(parents=True)
+    instances = "" if "instance_group" in lines else ONE
+    text = f"""
+backend: "python"
+max_batch_size: {max_batch_size}
+parameters {{ key: "folder" value {{ string_value: "{log}" }} }}
+{_TENSORS}{instances}{lines}
 """
+    (repository / name / "config.pbtxt").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The door: what a request may need at most, and whether an empty cache could ever hold it.
+"""Admission: what a request may need at most, and whether an empty cache could ever hold it.
 
 Pure arithmetic over token counts; the scheduler asks it once per request.
 """
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError
-from jitney.request import Submit
+from jitney.messages import Submit
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a request may come to, in the worst case."""
+    """What a request needs in the worst case."""
 
     max_output: int
     """Tokens of one sequence: max_tokens, or fewer where the context ends."""

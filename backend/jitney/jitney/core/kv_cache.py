@@ -3,16 +3,16 @@
 Owned and called by the scheduler alone. It deals in block numbers; the memory behind them is the
 runner's. A block is in exactly one of three states:
 
-- *referenced*: its reference count is above 0: it stands in that many block tables, plus once for
-  each copy that is owed from it;
+- *referenced*: its reference count is above 0: it is in that many block tables, plus once for
+  each pending copy of which it is the source;
 - *cached*: nobody references it, but its content can still be found by its hash. Such blocks are
-  taken for other uses in the order in which they were released (LRU);
+  evicted in the order in which they were released (LRU);
 - *free*: it holds nothing that could be found.
 
 Only full blocks carry a hash: sha256 over the parent block's hash and the block's tokens. The chain
 begins at a root made from the tenant's salt, so equal hashes mean equal tokens from position 0 on,
-and tenants with different salts never share a block. A hash is published only after the step that
-filled the block, so that nobody reads what is not yet written.
+and tenants with different salts never share a block. A block gets its hash only after the step
+that filled it, so that nobody reads what is not yet written.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class KvCache:
         self._block_of: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the warmest block first
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently released first
-        self._owed: dict[int, int] = {}  # destination -> source of copies not yet made
+        self._pending_copies: dict[int, int] = {}  # destination -> source of copies not yet made
 
     # ------------------------------------------------------------------ queries
 
@@ -85,13 +85,13 @@ class KvCache:
             found.append(block)
         return found
 
-    def owed_copies(self) -> list[tuple[int, int]]:
+    def pending_copies(self) -> list[tuple[int, int]]:
         """(source, destination) of all copies that the next step must make before it writes."""
-        return [(source, destination) for destination, source in self._owed.items()]
+        return [(source, destination) for destination, source in self._pending_copies.items()]
 
     # ------------------------------------------------------------------ tables
 
-    def open(self, hits: list[int], num_new: int, spare: int = 0) -> list[int] | None:
+    def allocate(self, hits: list[int], num_new: int, spare: int = 0) -> list[int] | None:
         """A new table: ``hits`` (from :meth:`find`) shared, then ``num_new`` blocks of its own.
 
         None, and nothing changed, unless ``spare`` blocks would still be free afterwards.
@@ -99,7 +99,7 @@ class KvCache:
         revived = sum(self._refs[block] == 0 for block in hits)
         if self.num_free < revived + num_new + spare:
             return None
-        for block in hits:  # before anything is taken, lest a hit be evicted for its own table
+        for block in hits:  # first of all, so that no hit is evicted for its own table
             if self._refs[block] == 0:
                 del self._cached[block]
             self._refs[block] += 1
@@ -115,9 +115,9 @@ class KvCache:
     def fork(self, table: list[int], num_tokens: int) -> list[int] | None:
         """A second table over the first ``num_tokens`` tokens of ``table``, all of it written.
 
-        Full blocks are shared; a partial last one gets a block of its own and owes a copy. Until
-        the copy is settled the source is held, so that it is not reused even if ``table`` ends.
-        None, and nothing changed, if a block is wanting.
+        Full blocks are shared; a partial last one gets a block of its own and a pending copy.
+        Until that copy is made the source is held, so that it is not reused even if ``table``
+        ends. None, and nothing changed, if no block is free.
         """
         num_full, rest = divmod(num_tokens, self.block_size)
         shared = table[:num_full]
@@ -126,16 +126,17 @@ class KvCache:
             if not self.num_free:
                 return None
             own.append(self._take())
-            self._owed[own[0]] = table[num_full]
+            self._pending_copies[own[0]] = table[num_full]
             self._refs[table[num_full]] += 1
         for block in shared:
             self._refs[block] += 1
         return shared + own
 
-    def settle(self, copies: Iterable[tuple[int, int]]) -> None:
-        """These owed copies have been made: their sources need no longer be held."""
+    def complete_copies(self, copies: Iterable[tuple[int, int]]) -> None:
+        """These pending copies have been made: their sources need no longer be held."""
         for source, destination in copies:
-            assert self._owed.pop(destination) == source, "a copy was made that nobody owed"
+            expected = self._pending_copies.pop(destination)
+            assert source == expected, "a copy was made that was not pending"
             self._drop(source)
 
     def release(self, table: list[int]) -> None:
@@ -143,13 +144,13 @@ class KvCache:
         for block in reversed(table):
             self._drop(block)
 
-    def publish(self, block: int, key: bytes) -> None:
-        """The full ``block`` may from now on be found by ``key``, the hash of its chain.
+    def cache_block(self, block: int, key: bytes) -> None:
+        """From now on the full ``block`` can be found by ``key``, the hash of its chain.
 
         If another block with that content is already known, it stays the one that is found.
         """
-        assert self._refs[block] > 0, "a block was published that nobody holds"
-        assert self._hash_of[block] is None, "a block was published twice"
+        assert self._refs[block] > 0, "a block was cached that nobody holds"
+        assert self._hash_of[block] is None, "a block was cached twice"
         if key not in self._block_of:
             self._block_of[key] = block
             self._hash_of[block] = key
@@ -170,7 +171,7 @@ class KvCache:
         return block
 
     def _drop(self, block: int) -> None:
-        """One reference less. A copy that is owed *to* a block nobody holds is no longer owed."""
+        """One reference less. A pending copy *to* a block that nobody holds any more is dropped."""
         refs = self._refs[block] - 1
         assert refs >= 0, "a block was released that nobody held"
         self._refs[block] = refs
@@ -180,8 +181,8 @@ class KvCache:
             self._free.append(block)
         else:
             self._cached[block] = None
-        if self._owed and block in self._owed:
-            self._drop(self._owed.pop(block))
+        if self._pending_copies and block in self._pending_copies:
+            self._drop(self._pending_copies.pop(block))
 
     # ------------------------------------------------------------------ integrity
 
@@ -193,11 +194,11 @@ class KvCache:
             assert len(set(table)) == len(table), "a table names a block twice"
             owners.update(table)
             for block in table[num_written // self.block_size :]:
-                held = sum(source == block for source in self._owed.values())
+                held = sum(source == block for source in self._pending_copies.values())
                 assert self._refs[block] - held == 1, f"writable block {block} is shared"
-                assert self._hash_of[block] is None, f"writable block {block} is published"
-        for destination, source in self._owed.items():
-            assert owners[destination] == 1, f"a copy is owed to block {destination} of nobody"
+                assert self._hash_of[block] is None, f"writable block {block} has a hash"
+        for destination, source in self._pending_copies.items():
+            assert owners[destination] == 1, f"a copy is pending to the free block {destination}"
             owners[source] += 1
         referenced = 0
         for block, refs in enumerate(self._refs):
@@ -214,5 +215,5 @@ class KvCache:
         assert all(self._hash_of[block] is not None for block in cached), "a cached block has none"
         for key, block in self._block_of.items():
             assert self._hash_of[block] == key, f"block {block} is found by another hash"
-        published = sum(key is not None for key in self._hash_of)
-        assert published == len(self._block_of), "a published block cannot be found"
+        hashed = sum(key is not None for key in self._hash_of)
+        assert hashed == len(self._block_of), "a block with a hash cannot be found"

@@ -1,28 +1,27 @@
 """All live requests and the only ways in which a sequence changes its state.
 
-        add            seat              end
+        add            admit             end
     ──────► WAITING ─────────► RUNNING ───────► ENDED
                ▲                  │
                └──────────────────┘
                      preempt           (a waiting sequence may end, too)
 
-Owned by the scheduler. Whoever plans a step or takes in its result moves sequences through these
-methods, so that queues, block tables and counters cannot part ways. Steps in flight are noted here
-too, because blocks that these still use are given back only when they are over.
+Owned by the scheduler. Whoever plans a step or applies its output moves sequences through these
+methods, so that queues, block tables and counters always agree. Steps in flight are noted here too,
+because blocks that a step still uses are freed only when it is complete.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
+from operator import attrgetter
 
-from jitney.core.flight import Flight
 from jitney.core.kv_cache import KvCache
 from jitney.core.queue import LazyHeap
-from jitney.core.sequence import Request, Sequence, State
-from jitney.request import Batch, Finished, Row
+from jitney.core.request import Request, Sequence, State
+from jitney.core.step_in_flight import StepInFlight
+from jitney.messages import Batch, Finished, Row
 
-
-def _rank(sequence: Sequence) -> tuple[float, int, int]:
-    return sequence.rank
+_rank = attrgetter("rank")
 
 
 class LiveRequests:
@@ -37,12 +36,12 @@ class LiveRequests:
         self.deadlines: LazyHeap[int] = LazyHeap()
         """Keys, by (deadline, key)."""
         self.num_queued = 0
-        """Requests that were never seated."""
-        self.promised = 0
-        """Blocks set aside for the seated requests (``eviction: never``)."""
+        """Requests of which nothing was ever admitted."""
+        self.reserved_blocks = 0
+        """Blocks reserved for the admitted requests (``eviction: never``)."""
         self.preemptions = 0
         """Ever."""
-        self.flights: list[Flight] = []
+        self.in_flight: list[StepInFlight] = []
         """Steps in flight, the oldest first: one, or two from a plan ahead to the next update."""
 
     # ------------------------------------------------------------------ requests and sequences
@@ -57,37 +56,38 @@ class LiveRequests:
             self.deadlines.push((message.deadline, message.key), message.key)
         self.waiting.push(first.rank, first)
 
-    def seat(self, sequence: Sequence, table: list[int], num_computed: int, now: float) -> None:
+    def admit(self, sequence: Sequence, table: list[int], num_computed: int, now: float) -> None:
         """Run ``sequence`` on ``table``, whose first ``num_computed`` tokens are written and whose
-        full blocks among these are published already, as far as they ever will be."""
+        full blocks among these have been offered to the prefix cache."""
         assert sequence.state is State.WAITING
         self.waiting.discard(sequence)
         sequence.table = table
         sequence.num_computed = sequence.num_planned = num_computed
-        sequence.num_published = num_computed // self.kv.block_size
+        sequence.num_cached_blocks = num_computed // self.kv.block_size
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=_rank)
         request = sequence.request
         if request.first_scheduled is None:
             request.first_scheduled = now
             self.num_queued -= 1
-            self.promised += request.promised
+            self.reserved_blocks += request.reserved_blocks
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the queue without blocks (a new fork: for want of them). It will recompute prompt
-        and output, less what is still cached by then. Never happens to a sequence in flight."""
+        """Back to the queue without blocks (a new fork: because none was free). It will recompute
+        prompt and output, except for what is still cached then. Never called for a sequence in
+        flight."""
         assert sequence.num_planned == sequence.num_computed, "a step in flight computes it"
         if sequence.state is State.RUNNING:
             self._leave_running(sequence)
         self._give_up_table(sequence)
-        sequence.num_computed = sequence.num_planned = sequence.num_published = 0
+        sequence.num_computed = sequence.num_planned = sequence.num_cached_blocks = 0
         sequence.request.preemptions += 1
         self.preemptions += 1
         sequence.state = State.WAITING
         self.waiting.push(sequence.rank, sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """A live sequence leaves its queue and gives back its blocks."""
+        """A live sequence leaves its queue and frees its blocks."""
         assert sequence.state is not State.ENDED
         if sequence.state is State.RUNNING:
             self._leave_running(sequence)
@@ -98,7 +98,7 @@ class LiveRequests:
         sequence.request.live -= 1
 
     def close(self, request: Request) -> None:
-        """End what lives of a request and forget it."""
+        """End the live sequences of a request and forget it."""
         for sequence in request.sequences:
             if sequence.state is not State.ENDED:
                 self.end(sequence)
@@ -108,7 +108,7 @@ class LiveRequests:
         if request.first_scheduled is None:
             self.num_queued -= 1
         else:
-            self.promised -= request.promised
+            self.reserved_blocks -= request.reserved_blocks
 
     def finish(self, request: Request, now: float) -> Finished:
         """Close a request whose sequences have all ended."""
@@ -121,50 +121,54 @@ class LiveRequests:
         assert self.running.pop(position) is sequence
 
     def _give_up_table(self, sequence: Sequence) -> None:
-        """Give the blocks back: behind the fence, if a step in flight uses them. A copy may be made
-        for a sequence that is not itself in the step."""
+        """Free the blocks; if a step in flight uses them, only once it is complete (*deferred
+        free*). A copy may be made for a sequence that is not itself in the step."""
         table = sequence.table
         sequence.table = []
-        latest = self.flights[-1] if self.flights else None
+        latest = self.in_flight[-1] if self.in_flight else None
         in_use = sequence.num_planned > sequence.num_computed
         if latest is not None and (in_use or latest.batch.copies):
-            latest.fenced.append((table, sequence.num_computed))
+            latest.deferred.append((table, sequence.num_computed))
         else:
             self.kv.release(table)
 
     # ------------------------------------------------------------------ steps in flight
 
     def sequence_of(self, row: Row) -> Sequence | None:
-        """Whose step this row is. None if the sequence has ended meanwhile: the row is surplus."""
+        """Whose step this row is. None if the sequence has ended meanwhile: the row is surplus.
+
+        A sequence has blocks while it runs, and one in flight is never preempted: so the blocks
+        that it has are still those of the row.
+        """
         request = self.requests.get(row.key)
         if request is None:
             return None
         sequence = request.sequences[row.index]
-        return sequence if sequence.table is row.block_table else None
+        return sequence if sequence.table else None
 
-    def land(self, batch: Batch) -> None:
-        """The oldest step in flight is over: its copies are made, its fence falls."""
-        assert self.flights, "no step is in flight"
-        flight = self.flights.pop(0)
-        assert flight.batch is batch, "this step is not the oldest in flight"
-        self.kv.settle(batch.copies)
-        for table, _ in flight.fenced:
+    def complete(self, batch: Batch) -> None:
+        """The oldest step in flight is over: its copies are made, the deferred frees are due."""
+        assert self.in_flight, "no step is in flight"
+        step = self.in_flight.pop(0)
+        assert step.batch is batch, "this step is not the oldest in flight"
+        self.kv.complete_copies(batch.copies)
+        for table, _ in step.deferred:
             self.kv.release(table)
 
     def revert(self, batch: Batch) -> None:
         """The latest step in flight counts as not made, and nothing of it runs any more. Its copies
-        are still owed."""
-        assert self.flights, "no step is in flight"
-        flight = self.flights.pop()
-        assert flight.batch is batch, "this step is not the latest in flight"
+        are still pending."""
+        assert self.in_flight, "no step is in flight"
+        step = self.in_flight.pop()
+        assert step.batch is batch, "this step is not the latest in flight"
         for row in batch.rows:
             sequence = self.sequence_of(row)
             if sequence is not None:
                 sequence.num_planned -= len(row.token_ids)
-        if self.flights:  # which may use the same tables
-            self.flights[-1].fenced += flight.fenced
+        if self.in_flight:  # which may use the same tables
+            self.in_flight[-1].deferred += step.deferred
             return
-        for table, _ in flight.fenced:
+        for table, _ in step.deferred:
             self.kv.release(table)
 
     # ------------------------------------------------------------------ integrity
@@ -172,8 +176,8 @@ class LiveRequests:
     def check_integrity(self) -> None:
         """Assert that each request is in exactly one state, and every invariant of queues, steps in
         flight and blocks. Its cost is that of all requests and blocks."""
-        seated: list[Sequence] = []
-        queued = promised = waiting = 0
+        admitted: list[Sequence] = []
+        queued = reserved = waiting = 0
         for key, request in self.requests.items():
             assert request.message.key == key
             states = [sequence.state for sequence in request.sequences]
@@ -183,30 +187,32 @@ class LiveRequests:
             assert unmade == 0 or request.first_token is None, f"request {key} did not fork"
             waiting += states.count(State.WAITING)
             queued += request.first_scheduled is None
-            promised += 0 if request.first_scheduled is None else request.promised
+            reserved += 0 if request.first_scheduled is None else request.reserved_blocks
             for sequence in request.sequences:
                 self._check_sequence(sequence)
-            seated += [one for one in request.sequences if one.state is State.RUNNING]
-        assert sorted(seated, key=_rank) == self.running, "running is out of order or incomplete"
+            admitted += [one for one in request.sequences if one.state is State.RUNNING]
+        assert sorted(admitted, key=_rank) == self.running, "running is out of order or incomplete"
         assert waiting == len(self.waiting), "a sequence waits that is not live"
         assert queued == self.num_queued
-        assert promised == self.promised <= self.kv.num_blocks, "more is promised than there is"
+        assert reserved == self.reserved_blocks <= self.kv.num_blocks, "too much is reserved"
         with_deadline = sum(one.message.deadline is not None for one in self.requests.values())
         assert with_deadline == len(self.deadlines)
         assert all(key in self.requests for key in self.deadlines.members())
         self.waiting.check_integrity()
         self.deadlines.check_integrity()
-        self._check_flights()
+        self._check_steps_in_flight()
         tables = [(one.table, one.num_computed) for one in self.running]
-        self.kv.check_integrity(tables + [one for each in self.flights for one in each.fenced])
+        self.kv.check_integrity(tables + [one for each in self.in_flight for one in each.deferred])
 
-    def _check_flights(self) -> None:
+    def _check_steps_in_flight(self) -> None:
         """What is planned beyond the computed tokens is what the steps in flight compute."""
         tokens: Counter[tuple[int, int]] = Counter()
         samples: Counter[tuple[int, int]] = Counter()
-        for flight in self.flights:
-            for row in flight.batch.rows:
-                if self.sequence_of(row) is not None:
+        for step in self.in_flight:
+            for row in step.batch.rows:
+                sequence = self.sequence_of(row)
+                if sequence is not None:
+                    assert row.block_table == sequence.table, "a row in flight has another table"
                     tokens[row.key, row.index] += len(row.token_ids)
                     samples[row.key, row.index] += bool(row.sample)
         for sequence in self.running:
@@ -214,12 +220,12 @@ class LiveRequests:
             ahead = sequence.num_planned - sequence.num_computed
             assert ahead == tokens[key], f"{ahead} tokens are planned, {tokens[key]} in flight"
             pending = max(sequence.num_planned + 1 - sequence.num_tokens, 0)
-            assert pending == samples[key], f"{pending} samples pend, {samples[key]} are in flight"
-        owed = set(self.kv.owed_copies())
-        for flight in self.flights:
-            assert owed.issuperset(flight.batch.copies), "a copy in flight is not owed any more"
-            owed.difference_update(flight.batch.copies)
-        assert not self.flights or not owed, "a copy is owed, and no step in flight makes it"
+            assert pending == samples[key], f"{pending} samples pending, {samples[key]} in flight"
+        copies = set(self.kv.pending_copies())
+        for step in self.in_flight:
+            assert copies.issuperset(step.batch.copies), "a copy in flight is not pending any more"
+            copies.difference_update(step.batch.copies)
+        assert not self.in_flight or not copies, "no step in flight makes a pending copy"
 
     def _check_sequence(self, sequence: Sequence) -> None:
         size, capacity = sequence.num_tokens, len(sequence.table) * self.kv.block_size
@@ -228,12 +234,12 @@ class LiveRequests:
         if sequence.state is State.RUNNING:
             planned = sequence.num_planned
             assert sequence.num_computed < size, "nothing is left to compute"
-            assert planned <= sequence.limit, "more is planned than can come of it"
+            assert planned <= sequence.limit, "more is planned than is ever computed"
             assert planned <= capacity, "tokens were planned into no block"
             assert len(sequence.table) <= self.kv.blocks_for(max(size, planned)), (
                 "a block is not needed"
             )
-            assert sequence.num_published <= sequence.num_computed // self.kv.block_size
+            assert sequence.num_cached_blocks <= sequence.num_computed // self.kv.block_size
         else:
             assert not sequence.table, "a sequence that does not run holds blocks"
         if sequence.state is State.WAITING:

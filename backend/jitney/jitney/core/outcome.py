@@ -1,23 +1,14 @@
-"""What a step's result does to the live requests: new tokens, ends, full blocks, forks.
+"""What a step's output does to the live requests: new tokens, ends, full blocks, forks.
 
-The second half of the scheduler: :func:`take_in` is called by ``Scheduler.update`` alone.
+The second half of the scheduler: :func:`apply_output` is called by ``Scheduler.update`` alone.
 """
 
-from collections.abc import Sequence as Seq
-
 from jitney.core.live import LiveRequests
-from jitney.core.sequence import Request, Sequence
-from jitney.request import (
-    Event,
-    FinishReason,
-    PromptLogprobs,
-    Row,
-    RowOutput,
-    Tokens,
-)
+from jitney.core.request import Request, Sequence
+from jitney.messages import Event, FinishReason, PromptLogprobs, Row, RowOutput, Tokens
 
 
-def take_in(
+def apply_output(
     live: LiveRequests,
     sequence: Sequence,
     row: Row,
@@ -25,12 +16,12 @@ def take_in(
     now: float,
     caching: bool,
 ) -> list[Event]:
-    """Advance a row's sequence by what was computed and say what came of it, in order."""
+    """Advance a row's sequence by what was computed. Returns the events, in order."""
     request = sequence.request
     count = len(row.token_ids)
     sequence.num_computed += count
     if caching:
-        _publish(live, sequence)
+        _cache_full_blocks(live, sequence)
     events: list[Event] = []
     if not sequence.output:
         request.computed_prompt_tokens += count
@@ -50,37 +41,37 @@ def take_in(
     return events
 
 
-def last_word(sequence: Sequence, reason: FinishReason) -> Tokens:
-    """The end of a sequence for a reason from outside: no token comes with it."""
-    wanted = sequence.request.message.params.logprobs is not None
+def final_event(sequence: Sequence, reason: FinishReason) -> Tokens:
+    """The end of a sequence for a reason other than a token: none comes with it."""
+    logprobs = sequence.request.message.params.logprobs is not None
     return Tokens(
         key=sequence.request.message.key,
         index=sequence.index,
         ids=[],
-        logprobs=[] if wanted else None,
-        cumulative_logprob=sequence.cumulative_logprob if wanted else None,
+        logprobs=[] if logprobs else None,
+        cumulative_logprob=sequence.cumulative_logprob if logprobs else None,
         finish_reason=reason,
     )
 
 
-def _publish(live: LiveRequests, sequence: Sequence) -> None:
+def _cache_full_blocks(live: LiveRequests, sequence: Sequence) -> None:
     """Offer the blocks that this step filled to the prefix cache."""
     block_size = live.kv.block_size
     full = sequence.num_computed // block_size
-    if full == sequence.num_published:
+    if full == sequence.num_cached_blocks:
         return
     hashes = sequence.hash_blocks(full, block_size)
-    for position in range(sequence.num_published, full):
-        live.kv.publish(sequence.table[position], hashes[position])
-    sequence.num_published = full
+    for position in range(sequence.num_cached_blocks, full):
+        live.kv.cache_block(sequence.table[position], hashes[position])
+    sequence.num_cached_blocks = full
 
 
 def _collect_prompt_logprobs(request: Request, row: Row, result: RowOutput) -> None:
-    """Append what a chunk told of the prompt positions after it began."""
+    """Append the logprobs of the prompt positions that a chunk gave."""
     known, entries = request.prompt_logprobs, result.prompt_logprobs or []
     last = min(row.end, len(row.prompt) - 1)
     assert len(entries) == max(last - row.start, 0), "prompt logprobs are missing"
-    repeated = len(known) - (row.start + 1)  # a recomputed chunk says what was said before
+    repeated = len(known) - (row.start + 1)  # a recomputed chunk gives them again
     assert repeated >= 0, "prompt logprobs have a gap"
     known += entries[repeated:]
 
@@ -104,9 +95,9 @@ def _take_first_tokens(
         live.end(sequence)
 
 
-def _fork(live: LiveRequests, leader: Sequence, alive: Seq[Sequence], now: float) -> None:
-    """Give the sequences that go on a table over the prompt's blocks: full blocks are shared, a
-    partial last one is copied. Who finds no block for its copy waits, and recomputes."""
+def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: float) -> None:
+    """Give the live sequences a table over the prompt's blocks: full blocks are shared, a partial
+    last one is copied. A sequence for whose copy no block is free waits and recomputes."""
     num_computed = leader.num_computed
     hashes = leader.hashes[: num_computed // live.kv.block_size]
     for sequence in alive:
@@ -117,11 +108,12 @@ def _fork(live: LiveRequests, leader: Sequence, alive: Seq[Sequence], now: float
         if table is None:
             live.preempt(sequence)
         else:
-            live.seat(sequence, table, num_computed, now)
+            live.admit(sequence, table, num_computed, now)
 
 
 def _append(sequence: Sequence, result: RowOutput, position: int) -> Tokens:
-    """Append the token sampled at ``position`` of the row's sample and say whether it ends."""
+    """Append the token sampled at ``position`` of the row's sample. Returns its event, with the
+    finish reason if the sequence ends."""
     request = sequence.request
     message = request.message
     token = result.token_ids[position]

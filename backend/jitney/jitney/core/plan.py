@@ -6,24 +6,24 @@ order,
 
 1. running sequences with one token to compute (decodes),
 2. running sequences with more (chunks of a prompt, or of a recomputation),
-3. waiting sequences, as far as seats, blocks and budget go,
+3. waiting sequences, as far as ``max_num_seqs``, blocks and budget allow,
 
 each by *rank*: ``priority * aging_s + arrival``, lower first.
 
 A plan *ahead* is made while a step is in flight. It is the same but for three things. A token that
-this step is still sampling is *carried*: the row names its place among the samples instead of the
+this step is still sampling is *carried*: the row has its index among the samples instead of the
 token. A sequence whose pending token is its last by length gets no row. And nothing is preempted:
-:meth:`Planner.can_plan_ahead` has said that blocks suffice.
+:meth:`Planner.can_plan_ahead` has checked that there are enough blocks.
 """
 
 import math
 from dataclasses import dataclass, field
 
 from jitney.config import EngineConfig
-from jitney.core.flight import Counts, Flight
 from jitney.core.live import LiveRequests
-from jitney.core.sequence import Sequence, State
-from jitney.request import Batch, Row
+from jitney.core.request import Sequence, State
+from jitney.core.step_in_flight import Counts, StepInFlight
+from jitney.messages import Batch, Row
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Plan:
     ahead: bool
     rows: list[Row] = field(default_factory=list)
     num_samples: int = 0
-    lands_first: bool = False
+    completes_first: bool = False
 
 
 class Planner:
@@ -53,12 +53,12 @@ class Planner:
 
     @property
     def can_plan_ahead(self) -> bool:
-        """Whether a plan may be made now although a step may be in flight: nothing of the next one
-        depends on a token's value, and there is a block for every decode that needs one."""
+        """Whether a step may be planned now, even if one is in flight: nothing in it depends on the
+        value of a pending token, and there is a block for every decode that needs one."""
         live, size = self._live, self._block_size
-        if not live.flights:
+        if not live.in_flight:
             return True
-        if live.flights[-1].lands_first:
+        if live.in_flight[-1].completes_first:
             return False
         free = self._kv.num_free
         return free >= len(live.running) or free >= sum(
@@ -66,20 +66,20 @@ class Planner:
             for one in live.running
         )
 
-    def make(self, now: float, counts: Counts) -> Flight:
+    def make(self, now: float, counts: Counts) -> StepInFlight:
         """Plan a step. What it looks up in the prefix cache is added to ``counts``."""
         live = self._live
-        plan = _Plan(self._max_tokens, self._max_rows, ahead=bool(live.flights))
+        plan = _Plan(self._max_tokens, self._max_rows, ahead=bool(live.in_flight))
         preemptions = live.preemptions
         for sequence in self._plan_decodes(plan):
             if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
                 self._plan_chunk(plan, sequence)
         if live.preemptions == preemptions:  # else blocks are short as it is
-            self._admit(plan, now, counts)
+            self._admit_waiting(plan, now, counts)
         assert plan.tokens_left >= 0, "the step is over its budget"
-        # Forks are made with nothing else in flight: what is owed now, that step copies already.
-        copies = [] if plan.ahead else self._kv.owed_copies()
-        return Flight(Batch(plan.rows, copies), plan.lands_first)
+        # Forks are made with nothing else in flight: that step makes all copies pending now.
+        copies = [] if plan.ahead else self._kv.pending_copies()
+        return StepInFlight(Batch(plan.rows, copies), plan.completes_first)
 
     # ------------------------------------------------------------------ running sequences
 
@@ -105,14 +105,14 @@ class Planner:
                 if left == 1:
                     self._add_row(plan, sequence, [sequence.output[-1]], (sequence.index,), None)
                 else:  # that token is pending
-                    self._add_row(plan, sequence, [0], (sequence.index,), sequence.place)
+                    self._add_row(plan, sequence, [0], (sequence.index,), sequence.sample_index)
         return others
 
     def _make_room(self, plan: _Plan, sequence: Sequence) -> bool:
-        """Give ``sequence`` one more block, preempting from the end of ``running`` if need be.
-        False if that came to ``sequence`` itself."""
+        """Allocate one more block for ``sequence``, preempting from the end of ``running`` if none
+        is free. False if ``sequence`` itself was preempted."""
         while not self._kv.grow(sequence.table):
-            assert self._preempts, "a promised block is not there"
+            assert self._preempts, "a reserved block is not free"
             assert not plan.ahead, "blocks are short, and a step is in flight"
             victim = self._live.running[-1]
             self._live.preempt(victim)
@@ -164,29 +164,29 @@ class Planner:
         )
         sequence.num_planned += count
         if sample:
-            sequence.place = plan.num_samples
+            sequence.sample_index = plan.num_samples
             plan.num_samples += len(sample)
             if request.reads_output or len(sample) > 1:
-                plan.lands_first |= sequence.num_planned < sequence.limit
+                plan.completes_first |= sequence.num_planned < sequence.limit
 
     # ------------------------------------------------------------------ waiting sequences
 
-    def _admit(self, plan: _Plan, now: float, counts: Counts) -> None:
-        """Seat waiting sequences by rank until one does not fit. None is passed over: a large
-        request would starve behind small ones."""
+    def _admit_waiting(self, plan: _Plan, now: float, counts: Counts) -> None:
+        """Admit waiting sequences by rank until one does not fit. None is passed over: small
+        requests would starve a large one."""
         live = self._live
         while plan.tokens_left and plan.rows_left and len(live.running) < self._max_rows:
             sequence = live.waiting.first()
-            if sequence is None or not self._seat(plan, sequence, now, counts):
+            if sequence is None or not self._admit(plan, sequence, now, counts):
                 return
             self._plan_chunk(plan, sequence)
 
-    def _seat(self, plan: _Plan, sequence: Sequence, now: float, counts: Counts) -> bool:
-        """Give a waiting sequence the blocks of all its tokens, cached ones where there are any.
-        False, and nothing changed, if there are not enough."""
+    def _admit(self, plan: _Plan, sequence: Sequence, now: float, counts: Counts) -> bool:
+        """Allocate the blocks of all tokens of a waiting sequence, cached ones where there are any,
+        and run it. False, and nothing changed, if there are not enough."""
         request, kv = sequence.request, self._kv
         fresh = request.first_scheduled is None
-        if fresh and self._live.promised + request.promised > kv.num_blocks:
+        if fresh and self._live.reserved_blocks + request.reserved_blocks > kv.num_blocks:
             return False
         hits: list[int] = []
         reads = self._caching and request.reads_cache
@@ -194,13 +194,13 @@ class Planner:
             usable = (sequence.num_tokens - 1) // kv.block_size
             hits = kv.find(sequence.hash_blocks(usable, kv.block_size))
         num_new = kv.blocks_for(sequence.num_tokens) - len(hits)
-        # With nothing running there is nobody to leave room for, and waiting would never end.
-        table = kv.open(hits, num_new, spare=self._watermark if self._live.running else 0)
+        # With nothing running no blocks need stay free, and waiting would never end.
+        table = kv.allocate(hits, num_new, spare=self._watermark if self._live.running else 0)
         if table is None:
-            assert self._preempts or plan.ahead, "a promised block is not there"
+            assert self._preempts or plan.ahead, "a reserved block is not free"
             return False
         num_cached = len(hits) * kv.block_size
-        self._live.seat(sequence, table, num_cached, now)
+        self._live.admit(sequence, table, num_cached, now)
         if not sequence.output:
             request.cached_prompt_tokens, request.computed_prompt_tokens = num_cached, 0
         if reads:

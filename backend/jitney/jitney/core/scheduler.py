@@ -1,13 +1,13 @@
-"""The scheduler: which sequence computes which tokens in the next step, and what came of it.
+"""The scheduler: which sequence computes which tokens in the next step, and what follows.
 
 Owns all requests from submission to their terminal event, and the KV manager. The engine's thread
 alone calls it. How a step is filled is in ``plan``, what its result does in ``outcome``.
 
 Steps take sequences by *rank*: ``priority * aging_s + arrival``, lower first. Waiting ``aging_s``
 seconds weighs as much as one level of priority, so an old request overtakes younger ones without
-its rank ever being touched. Preemption takes the running sequence of the highest rank, and it goes
+its rank ever changing. Preemption takes the running sequence of the highest rank, and it goes
 back to the queue with the rank it has. So the sequence of the lowest rank is never preempted, and
-every sequence comes to be that one: none starves.
+every sequence becomes that one in time: none starves.
 
 Without overlap, every :meth:`Scheduler.schedule` is followed by :meth:`Scheduler.update` or
 :meth:`Scheduler.revert`. With overlap, a second step may be planned before the first is updated, if
@@ -15,33 +15,18 @@ Without overlap, every :meth:`Scheduler.schedule` is followed by :meth:`Schedule
 Whatever ends a sequence then, its rows in flight are *surplus*: their results are dropped.
 """
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from jitney.config import EngineConfig
 from jitney.core.admission import check_fits, needs_of
-from jitney.core.flight import Counts, Flight
 from jitney.core.kv_cache import KvCache
 from jitney.core.live import LiveRequests
-from jitney.core.outcome import last_word, take_in
+from jitney.core.outcome import apply_output, final_event
 from jitney.core.plan import Planner
-from jitney.core.sequence import Request, State
-from jitney.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    JitneyError,
-    UnavailableError,
-)
-from jitney.request import (
-    Batch,
-    Cancelled,
-    Event,
-    Failed,
-    Row,
-    StepOutput,
-    StepStats,
-    Submit,
-)
+from jitney.core.request import Request, State
+from jitney.core.step_in_flight import Counts, StepInFlight
+from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
+from jitney.messages import Batch, Cancelled, Event, Failed, Row, StepOutput, StepStats, Submit
 
 
 class Scheduler:
@@ -62,7 +47,7 @@ class Scheduler:
         self.live = LiveRequests(self.kv)
         self._preempts = config.eviction == "preempt"
         self._planner = Planner(config, self.live, max_num_batched_tokens)
-        self._left_waiting = False  # by the last step, for want of seats, blocks or budget
+        self._left_waiting = False  # whether the last step had no room for all that waited
         self.reset_counts()
 
     # ------------------------------------------------------------------ queries
@@ -116,7 +101,7 @@ class Scheduler:
     # ------------------------------------------------------------------ messages
 
     def submit(self, message: Submit, now: float) -> list[Event]:
-        """Accept a request, or refuse it at the door: Failed INVALID_ARGUMENT if an empty cache
+        """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
         could not hold it, Failed UNAVAILABLE if the queue is full."""
         assert message.prompt, "a prompt without tokens was not refused in front"
         needs = needs_of(message, self.config.block_size, self.max_model_len)
@@ -131,9 +116,9 @@ class Scheduler:
             self._check_queue()
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
-        promised = 0 if self._preempts else needs.request_blocks
+        reserved_blocks = 0 if self._preempts else needs.request_blocks
         aged = message.params.priority * self.config.aging_s + message.arrival
-        self.live.add(Request(message, needs.max_output, promised, aged))
+        self.live.add(Request(message, needs.max_output, reserved_blocks, aged))
         return []
 
     def finish(self, key: int, index: int, now: float) -> list[Event]:
@@ -146,13 +131,13 @@ class Scheduler:
         if sequence.state is State.ENDED or not sequence.output:
             return []
         self.live.end(sequence)
-        events: list[Event] = [last_word(sequence, "stop")]
+        events: list[Event] = [final_event(sequence, "stop")]
         if not request.live:
             events.append(self.live.finish(request, now))
         return events
 
     def cancel(self, key: int) -> list[Event]:
-        """End a request at its client's wish. An unknown or ended key is ignored."""
+        """End a request because its client asked. An unknown or ended key is ignored."""
         request = self.live.requests.get(key)
         if request is None:
             return []
@@ -181,7 +166,7 @@ class Scheduler:
             for sequence in request.sequences:
                 if sequence.state is not State.ENDED:
                     self.live.end(sequence)
-                    events.append(last_word(sequence, "deadline"))
+                    events.append(final_event(sequence, "deadline"))
             events.append(self.live.finish(request, now))
         return events
 
@@ -191,21 +176,22 @@ class Scheduler:
         """Plan the next step. The batch has no rows only if there is no request at all, or if a
         step is in flight, and there is nothing to do before it is updated."""
         live = self.live
-        assert len(live.flights) < 2, "two steps are neither updated nor reverted"
-        flight = self._planner.make(now, self._counts)
+        assert len(live.in_flight) < 2, "two steps are neither updated nor reverted"
+        step = self._planner.make(now, self._counts)
         self._left_waiting = bool(live.waiting)
-        rows = flight.batch.rows
-        assert rows or live.flights or not live.requests, "work waits, and the step does none of it"
+        rows = step.batch.rows
+        assert rows or live.in_flight or not live.requests, "work waits, and the step is empty"
         if rows:
-            live.flights.append(flight)
-        return flight.batch
+            live.in_flight.append(step)
+        return step.batch
 
     # ------------------------------------------------------------------ update
 
     def update(self, batch: Batch, output: StepOutput, now: float) -> list[Event]:
-        """Take in what the oldest step in flight computed: new tokens, ends, full blocks, forks."""
+        """Complete the oldest step in flight and apply its output: new tokens, ends, full blocks,
+        forks."""
         live, counts, caching = self.live, self._counts, self.config.prefix_caching
-        live.land(batch)
+        live.complete(batch)
         events: list[Event] = []
         for row, result in zip(batch.rows, output.rows, strict=True):
             size = len(row.token_ids)
@@ -218,22 +204,22 @@ class Scheduler:
             if result.error is not None:
                 events += self.fail(row.key, result.error)
                 continue
-            events += take_in(live, sequence, row, result, now, caching)
+            events += apply_output(live, sequence, row, result, now, caching)
             counts.generated_tokens += len(row.sample)
         counts.rows += len(batch.rows)
         return events
 
     def revert(self, batch: Batch) -> None:
-        """The latest step in flight failed, or is not wanted: nothing it was to compute counts, and
-        its copies are still owed. None of it may still run. What it may have written is written
-        again, over the same slots, before anybody reads it."""
+        """The latest step in flight failed or is dropped: it counts as not made, and its copies are
+        still pending. Nothing of it may still run. What it has written is written again, into the
+        same slots, before anybody reads it."""
         self.live.revert(batch)
 
-    def retry(self, rows: Seq[Row]) -> Batch:
+    def retry(self, rows: list[Row]) -> Batch:
         """With nothing in flight, after :meth:`revert` or the update of another part: a step of
-        those of the reverted ``rows`` whose sequences still live, with every copy that is owed."""
+        those of the reverted ``rows`` whose sequences still live, with every pending copy."""
         live = self.live
-        assert not live.flights
+        assert not live.in_flight
         again: list[Row] = []
         for row in rows:
             sequence = live.sequence_of(row)
@@ -244,17 +230,17 @@ class Scheduler:
                 row = replace(row, token_ids=[sequence.output[-1]], carried=None)
             sequence.num_planned = row.end
             again.append(row)
-        batch = Batch(again, self.kv.owed_copies())
+        batch = Batch(again, self.kv.pending_copies())
         if again:
-            live.flights.append(Flight(batch))
+            live.in_flight.append(StepInFlight(batch))
         return batch
 
     def _check_queue(self) -> None:
-        """Raise UnavailableError if the queue is full. Requests that will find a seat in the next
-        steps do not count as waiting; none will while the last step left some behind."""
+        """Raise UnavailableError if the queue is full. Requests that the next steps will admit do
+        not count as waiting; if the last step left some waiting, the next may admit none."""
         held_up = self._left_waiting and self.live.waiting
-        seats = 0 if held_up else max(self.config.max_num_seqs - len(self.live.running), 0)
-        waiting = self.live.num_queued - seats
+        free_rows = 0 if held_up else max(self.config.max_num_seqs - len(self.live.running), 0)
+        waiting = self.live.num_queued - free_rows
         if waiting >= self.config.max_queued:
             raise UnavailableError(
                 f"the queue is full: {waiting:,} requests wait, and at most "

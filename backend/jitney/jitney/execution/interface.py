@@ -1,4 +1,4 @@
-"""The bridge between transformers' modules and our paged attention.
+"""A loaded model, and the bridge between transformers' modules and our paged attention.
 
 transformers looks attention functions up by name in its AttentionInterface. Ours is registered as
 ``jitney``; it keeps no state. What it needs of a step travels as the keyword argument ``paged``
@@ -10,11 +10,12 @@ position p sees what the block table holds up to p.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionFunction, AttentionMetadata
 
@@ -56,6 +57,45 @@ class LayerCache(NamedTuple):
     value_scale: Tensor | None = None
 
 
+StepFunction = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
+"""(ids [T], positions [T], rows, attention) -> logits [len(rows), vocabulary] of the tokens that
+``rows`` index, at least one. All three are int64."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer keeps in the cache and how it attends."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A module in eval mode and what the runner must know of it."""
+
+    module: PreTrainedModel
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    device: torch.device
+    layers: list[LayerSpec]
+    eos_ids: frozenset[int]
+    max_model_len: int
+    """Prompt and output together: the option, or what the checkpoint was made for."""
+    vocab_size: int
+    """Rows of the embedding."""
+    num_parameters: int
+    """Values of all weights; tied ones count once."""
+    weight_bytes: int
+    forward: StepFunction
+    """Through transformers (:func:`forward`), or the fused form of the whole model."""
+    cache_scales: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By layer, what a float8 cache's keys and values are multiplied by when they are read, as the
+    checkpoint states it: float32 [KV heads], on the device. Empty if it does not."""
+
+
 class PagedStep:
     """One step's attention: the metadata of its rows, and the caches by layer index."""
 
@@ -66,8 +106,8 @@ class PagedStep:
     def __call__(self, call: AttentionCall) -> Tensor:
         """Returns [T, heads, head size]."""
         cache = self.layers[call.layer]
-        scales: dict[str, Any] = {}
-        if cache.key_scale is not None:  # a function without float8 caches need not know the names
+        scales: dict[str, Any] = {}  # a function without float8 caches need not know the names
+        if cache.key_scale is not None:
             scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
         return cache.attend(
             call.query,
@@ -135,10 +175,6 @@ def forward(
     ids and positions are int64 [T], rows int64 indices into them, at least one.
     """
     with torch.inference_mode():
-        step = getattr(module.forward, "step", None)  # a fused_model.FusedForward's
-        if step is not None:  # with less around it than a call of the module
-            logits: Tensor = step(ids, positions, rows, paged)
-            return logits
         output = module(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),

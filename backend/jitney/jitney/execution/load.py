@@ -1,191 +1,236 @@
-"""What loading a runner takes, whichever runner it is: options that depend on the device, the
-estimate of a step's memory, what the front is told, the first steps. Called by the ``load_runner``
-of ``runner`` and by ``gpu.load``.
+"""Loading, from top to bottom: files, configuration, dtype, weights, proof, speed-up, memory,
+caches, runner, first steps. Called by ``engine.assemble``, which knows what may speed a model up.
+
+Whatever is wrong with options, files or architecture is a LoadError of ``errors``; the weights are
+read only after everything that can be judged without them has been.
 """
 
+import dataclasses
+import functools
 import logging
 import math
 import time
-from typing import Protocol
 
+import msgspec
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from jitney.config import EngineConfig
-from jitney.errors import ConfigError
-from jitney.execution.interface import LayerCache
-from jitney.execution.memory import (
-    Ledger,
-    estimate_activations,
-    make_layer_caches,
-    select_attention,
-)
-from jitney.execution.models import LoadedModel, resolve_dtype
-from jitney.request import Batch, ModelInfo, Row, StepOutput
+from jitney.errors import ConfigError, LoadError
+from jitney.execution import interface, machine, memory, probe, support
+from jitney.execution.accelerator import Accelerator, DeviceRunner, select_attention
+from jitney.execution.attention import AttentionFunction
+from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_folder
+from jitney.execution.interface import LayerSpec, LoadedModel
+from jitney.execution.quantized import Quantizer, WeightFormat, coarse_layers
+from jitney.execution.runner import TorchRunner
+from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
+from jitney.messages import Batch, ModelInfo
 from jitney.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
-_GREEDY = SamplingParams(temperature=0.0, seed=0)
+_BUDGET = {"cpu": 512, "cuda": 8192}
 FLOAT8 = "float8_e4m3"
 
 
-class Executing(Protocol):
-    """A runner, as far as its first steps go."""
+def load_runner(
+    config: EngineConfig,
+    accelerator: Accelerator | None = None,
+    quantizer: Quantizer | None = None,
+) -> DeviceRunner:
+    """Load the model, size and allocate the KV cache, log the ledger, warm the kernels up.
 
-    info: ModelInfo
+    Without ``accelerator`` everything runs in plain torch; without ``quantizer`` no quantized
+    weights are read or made. Sets the number of threads of the process's tensor operations.
+    """
+    begin = time.monotonic()
+    torch.set_num_threads(config.threads or machine.available_cores())
+    machine.enter_device(
+        machine.resolve_device(config.device)
+    )  # kernels run on the thread's device
+    if accelerator is None:
+        refuse_gpu_options(config)
+    model = load_model(config, quantizer)
+    dtype = _cache_dtype(config, model)
+    attention = select_attention(config, model.layers, dtype, model.device, accelerator)
+    if accelerator is not None and not accelerator.fits(attention):
+        refuse_gpu_options(config)
+        accelerator = None
+    budget = config.max_num_batched_tokens or _BUDGET[model.device.type]
+    info = _describe(config, model, attention, budget)
+    make_caches = functools.partial(
+        memory.make_layer_caches, model.layers, attention, config.block_size, dtype, model.device
+    )
+    scales = steps = None
+    if accelerator is not None:
+        model = _speed_up(config, model, accelerator, min(budget, config.max_num_seqs))
+        scales = accelerator.kv_scales(model)
+        steps = accelerator.step_memory(model, make_caches(1), info)
+    steps = steps or memory.estimate_steps(model, budget, config.max_num_seqs)
+    ledger = memory.plan_memory(config, model, dtype, steps, machine.available_memory(model.device))
+    try:
+        caches = make_caches(ledger.num_blocks)
+    except (torch.OutOfMemoryError, MemoryError, OSError) as error:  # the allocators'
+        raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
+    if scales is not None:
+        caches = [
+            cache._replace(key_scale=keys, value_scale=values)
+            for cache, (keys, values) in zip(caches, scales, strict=True)
+        ]
+    info = msgspec.structs.replace(info, num_blocks=ledger.num_blocks)
+    runner: DeviceRunner = (
+        TorchRunner(model, caches, info)
+        if accelerator is None
+        else accelerator.runner(model, caches, info)
+    )
+    runner.warm_up(_first_steps(info))
+    _log_loaded(model, info, ledger, begin)
+    return runner
 
-    def execute(self, batch: Batch) -> StepOutput:
-        """Compute one step."""
+
+def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> LoadedModel:
+    """Load and check the checkpoint of ``config``, and prove that it runs on a paged cache."""
+    device = machine.resolve_device(config.device)
+    checkpoint = check_checkpoint(resolve_folder(config.model))
+    hf_config = support.parse_config(checkpoint)
+    max_model_len = support.context_length(config, hf_config)
+    dtype = machine.resolve_dtype(config.dtype, support.stored_dtype(checkpoint), device)
+    weights = (quantizer or _no_quantizer)(checkpoint, config, dtype, device)
+    needed = checkpoint.num_values * dtype.itemsize
+    if weights is not None:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+        needed, num_parameters = weights.needed_bytes(skeleton), skeleton.num_parameters()
+    free = machine.available_memory(device)
+    if needed > free:
+        raise LoadError(
+            f"the weights need {needed:,} bytes, but only {free:,} are free on {device.type}"
+        )
+    if weights is not None:
+        weights.before_reading(hf_config)
+    in_place = weights is None or weights.in_place
+    module = read_weights(checkpoint, hf_config, dtype, device if in_place else None)
+    if weights is None:
+        num_parameters = module.num_parameters()
+    else:
+        weights.after_reading(module)
+    module.to(device)  # type: ignore[arg-type]
+    module.eval()
+    layers = _prove(module, weights_name(checkpoint))
+    vocab_size = probe.embedding_weight(module).shape[0]
+    return LoadedModel(
+        module=module,
+        config=hf_config,
+        dtype=dtype,
+        device=device,
+        layers=layers,
+        eos_ids=support.eos_ids(checkpoint, vocab_size),
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        num_parameters=num_parameters,
+        weight_bytes=count_bytes(module),
+        forward=functools.partial(interface.forward, module),
+        cache_scales=cache_scales(checkpoint, [each.num_kv_heads for each in layers], device),
+    )
 
 
-def enter_device(device: torch.device) -> None:
-    """Make a GPU the calling thread's: torch's own operations go where their tensors are, kernels
-    of others to the thread's device."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+def _no_quantizer(
+    checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> WeightFormat | None:
+    """A Quantizer that has none: weights are taken as they are."""
+    if config.quantization != "none":
+        raise ConfigError.of("quantization", config.quantization, "'none' without a quantizer")
+    if checkpoint.config.get("quantization_config"):
+        raise support.refuse(str(checkpoint.config["model_type"]), "its weights are quantized")
+    return None
 
 
-def check_gpu_options(config: EngineConfig) -> None:
+def _prove(module: PreTrainedModel, weights: str) -> list[LayerSpec]:
+    """Run the probes. Whatever they raise means that the architecture cannot be served."""
+    try:
+        specs = probe.record_layers(module, support.layer_windows(module.config))
+        probe.compare_with_eager(module, specs, weights)
+    except LoadError:
+        raise
+    except Exception as error:
+        reason = f"a trial step over a paged cache failed ({first_line(error)})"
+        raise support.refuse(module.config.model_type, reason) from error
+    return specs
+
+
+def _speed_up(
+    config: EngineConfig, model: LoadedModel, accelerator: Accelerator, rows: int
+) -> LoadedModel:
+    """Let the accelerator rearrange the module, and check that it still gives the same."""
+    before = probe.probe_logits(model.module, model.layers)
+    added, forward = accelerator.speed_up(model, rows)
+    forward = forward or model.forward
+    attention = select_attention(config, model.layers, model.dtype, model.device, accelerator)
+    after = probe.probe_logits(model.module, model.layers, attention, config.block_size, forward)
+    probe.check_same(before, after, coarse=bool(coarse_layers(model.module)))
+    return dataclasses.replace(model, forward=forward, weight_bytes=model.weight_bytes + added)
+
+
+def _describe(
+    config: EngineConfig, model: LoadedModel, attention: list[AttentionFunction], budget: int
+) -> ModelInfo:
+    """What the front must know; the number of blocks is not known yet."""
+    return ModelInfo(
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        num_blocks=1,
+        block_size=config.block_size,
+        eos_ids=model.eos_ids,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        attention="+".join(sorted({attend.name for attend in attention})),
+        num_parameters=model.num_parameters,
+        max_num_batched_tokens=budget,
+    )
+
+
+def refuse_gpu_options(config: EngineConfig) -> None:
     """Refuse options that only the GPU's kernels give a meaning, where those do not run. Raises
     ConfigError naming the first."""
-    refused: dict[str, tuple[object, object]] = {
-        "batch_invariant": (config.batch_invariant, False),
-        "compile": (config.compile, False),
-        "cuda_graph_sizes": (config.cuda_graph_sizes, None),
-    }
-    for key, (value, allowed) in refused.items():
-        if value != allowed:
-            raise ConfigError.of(key, value, f"{allowed} without the attention kernels of a GPU")
-    if config.cuda_graphs == "load":
-        raise ConfigError.of(
-            "cuda_graphs", "load", "lazy or never without the attention kernels of a GPU"
-        )
-    if config.kv_cache_dtype == FLOAT8:
-        raise ConfigError.of(
-            "kv_cache_dtype", FLOAT8, "another one without the attention kernels of a GPU"
-        )
+    others = "without the attention kernels of a GPU"
+    refused: tuple[tuple[str, object, str], ...] = (
+        ("batch_invariant", True, "False"),
+        ("compile", True, "False"),
+        ("cuda_graphs", "load", "lazy or never"),
+        ("kv_cache_dtype", FLOAT8, "another one"),
+    )
+    for key, value, allowed in refused:
+        if getattr(config, key) == value:
+            raise ConfigError.of(key, value, f"{allowed} {others}")
+    if config.cuda_graph_sizes is not None:
+        raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, f"None {others}")
 
 
-def cache_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:
+def _cache_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:
     """The dtype of option ``kv_cache_dtype``. Raises ConfigError if the device has no such."""
     if config.kv_cache_dtype == "auto":
         return model.dtype
     if config.kv_cache_dtype == FLOAT8:
         return torch.float8_e4m3fn
-    return resolve_dtype(config.kv_cache_dtype, model.dtype, model.device, "kv_cache_dtype")
+    return machine.resolve_dtype(config.kv_cache_dtype, model.dtype, model.device, "kv_cache_dtype")
 
 
-def step_activations(
-    config: EngineConfig, model: LoadedModel, budget: int, logits_rows: int | None = None
-) -> int:
-    """The estimate for the largest step, from the widths that the configuration states."""
-    hf = model.config
-    width = getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size
-    return estimate_activations(
-        budget,
-        hidden=hf.hidden_size,
-        intermediate=width if isinstance(width, int) else max(width),  # some state one per layer
-        vocab=model.vocab_size,
-        logits_rows=logits_rows or config.max_num_seqs,
-        itemsize=model.dtype.itemsize,
-    )
-
-
-def runs_gpu_kernels(config: EngineConfig, model: LoadedModel) -> bool:
-    """Whether all layers attend through the GPU's own kernels, which plan without looking at the
-    device. Raises ConfigError if they were asked for by name and cannot run."""
-    if config.attention not in ("auto", "gpu") or (
-        model.device.type == "cpu" and config.attention == "auto"
-    ):
-        return False
-    functions = select_attention(
-        model.layers, cache_dtype(config, model), model.device, config.attention
-    )
-    return all(hasattr(attend, "plan") for attend in functions)
-
-
-def allocate_caches(
-    config: EngineConfig, model: LoadedModel, ledger: Ledger, dtype: torch.dtype
-) -> list[LayerCache]:
-    """The KV cache. Raises ConfigError if the memory cannot be had."""
-    try:
-        return make_layer_caches(
-            model.layers,
-            ledger.num_blocks,
-            config.block_size,
-            dtype,
-            model.device,
-            config.attention,
-            batch_invariant=config.batch_invariant,
-        )
-    except (torch.OutOfMemoryError, MemoryError, OSError) as error:  # the allocators'
-        raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
-
-
-def describe(
-    model: LoadedModel,
-    caches: list[LayerCache],
-    ledger: Ledger,
-    budget: int,
-    *,
-    overlap: bool = False,
-) -> ModelInfo:
-    """What the front must know."""
-    return ModelInfo(
-        vocab_size=model.vocab_size,
-        max_model_len=model.max_model_len,
-        num_blocks=ledger.num_blocks,
-        block_size=ledger.block_size,
-        eos_ids=model.eos_ids,
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=str(model.device),
-        attention="+".join(sorted({cache.attend.name for cache in caches})),
-        num_parameters=model.num_parameters,
-        max_num_batched_tokens=budget,
-        overlap=overlap,
-    )
-
-
-def dummy_row(tokens: int, start: int, block_table: list[int], params: SamplingParams) -> Row:
-    """A row that computes some tokens of a prompt that ends with them, and samples."""
-    return Row(
-        key=0,
-        index=0,
-        token_ids=[0] * tokens,
-        start=start,
-        block_table=block_table,
-        sample=(0,),
-        params=params,
-        prompt=[0] * (start + tokens),
-        output=[],
-        stop_ids=frozenset(),
-        bad_words_ids=[],
-    )
-
-
-def warm_up(runner: Executing) -> None:
-    """Run a chunk of a prompt and a decode, so that kernels are compiled and memory is touched
-    before the first request. What this writes into blocks is overwritten before it is ever read."""
-    info = runner.info
+def _first_steps(info: ModelInfo) -> list[Batch]:
+    """A chunk of a prompt and a decode. What they write into blocks is overwritten before it is
+    ever read."""
     slots = info.num_blocks * info.block_size
     count = min(16, info.max_num_batched_tokens, info.max_model_len - 1, slots - 1)
-    for start, tokens in ((0, count), (count, 1)):
-        if tokens:
-            blocks = math.ceil((start + tokens) / info.block_size)
-            row = dummy_row(tokens, start, list(range(blocks)), _GREEDY)
-            runner.execute(Batch(rows=[row]))
+    greedy = SamplingParams(temperature=0.0, seed=0)
+    table = list(range(math.ceil((count + 1) / info.block_size)))
+    prompt = [0] * (count + 1)
+    steps = ((0, count), (count, 1)) if count else ((0, 1),)
+    return [Batch([probe.probe_row(prompt, start, n, table, greedy)]) for start, n in steps]
 
 
-def log_loaded(model: LoadedModel, info: ModelInfo, ledger: Ledger, begin: float) -> None:
+def _log_loaded(model: LoadedModel, info: ModelInfo, ledger: memory.Ledger, begin: float) -> None:
     """Say where the memory goes and what is served; ``begin`` is when the load began."""
     _log.info("%s", ledger)
-    _log.info(
-        "loaded a %s of %s parameters in %s on %s with %s attention, context %s, in %.1f s",
-        model.config.model_type,
-        f"{info.num_parameters:,}",
-        info.dtype,
-        info.device,
-        info.attention,
-        f"{info.max_model_len:,}",
-        time.monotonic() - begin,
-    )
+    what = f"a {model.config.model_type} of {info.num_parameters:,} parameters in {info.dtype}"
+    where = f"on {info.device} with {info.attention} attention, context {info.max_model_len:,}"
+    _log.info("loaded %s %s, in %.1f s", what, where, time.monotonic() - begin)

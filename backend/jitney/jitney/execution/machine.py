@@ -1,28 +1,97 @@
-"""What this process may use of the machine: cores and memory, with the limits of its cgroup.
+"""What this process may use of the machine (the device and its dtypes, cores, memory), and the way
+of numbers to the device.
 
 A container sees the host's figures in most places; the limits that bind it stand in the cgroup
-files (docs.kernel.org/admin-guide/cgroup-v2). Only ``runner.load_runner`` asks.
+files (docs.kernel.org/admin-guide/cgroup-v2).
 """
 
 import math
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
+from torch import Tensor
+
+from jitney.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+def resolve_device(name: str) -> torch.device:
+    """The device of option ``device``. Raises ConfigError if it is not here."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
+        raise ConfigError.of("device", name, "auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= count:
+        raise ConfigError.of("device", name, f"a device of this machine, which has {count} GPUs")
+    return torch.device("cuda:0" if name == "cuda" else name)
+
+
+def enter_device(device: torch.device) -> None:
+    """Make a GPU the calling thread's: torch's own operations go where their tensors are, kernels
+    of others to the thread's device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything that was launched on a GPU. Raises whatever a kernel has done wrong."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def to_device(
+    values: Sequence[object] | npt.NDArray, device: torch.device, dtype: npt.DTypeLike = None
+) -> Tensor:
+    """The values on ``device``: of an array's own type, else of ``dtype`` (int64 if not given).
+
+    A CPU's tensor shares an array's memory. To a GPU the copy goes through pinned memory, which
+    torch's allocator gives out again only when the copy is over.
+    """
+    array = values if isinstance(values, np.ndarray) else np.array(values, dtype or np.int64)
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def resolve_dtype(
+    name: str, stored: torch.dtype, device: torch.device, key: str = "dtype"
+) -> torch.dtype:
+    """The dtype for option ``key`` with value ``name`` and a checkpoint in ``stored``.
+
+    ``auto`` on a CPU takes bfloat16 for 16-bit checkpoints where the processor multiplies it, and
+    float32 otherwise. Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
+    """
+    if name != "auto":
+        dtype = DTYPES[name]
+    elif device.type == "cuda" or stored == torch.float32:
+        dtype = stored
+    else:
+        dtype = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+    if device.type == "cpu" and dtype == torch.float16:
+        raise ConfigError.of(key, name, "auto, float32 or bfloat16 on a CPU")
+    return dtype
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16 products."""
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
 def available_cores(cgroup: Path = _CGROUP) -> int:
     """CPU cores that this process may run on: its affinity, and its CPU quota rounded up."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
-    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit() and int(period) > 0:
-        cores = min(cores, math.ceil(int(quota) / int(period)))
+    cores = len(os.sched_getaffinity(0))
+    if limit := re.match(r"(\d+) (\d+)", _read(cgroup / "cpu.max")):
+        cores = min(cores, math.ceil(int(limit[1]) / int(limit[2])))
     return max(1, cores)
 
 
@@ -34,7 +103,8 @@ def available_memory(device: torch.device, cgroup: Path = _CGROUP) -> int:
     limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
     if limit.isdigit() and used.isdigit():
         # File pages that nobody maps count as used but are given back under pressure.
-        reclaimable = _stat(cgroup, "inactive_file")
+        unmapped = re.search(r"^inactive_file (\d+)", _read(cgroup / "memory.stat"), re.MULTILINE)
+        reclaimable = int(unmapped[1]) if unmapped else 0
         free = min(free, max(0, int(limit) - int(used) + reclaimable))
     return free
 
@@ -45,12 +115,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii").strip()
     except OSError:
         return ""
-
-
-def _stat(cgroup: Path, name: str) -> int:
-    """One value of ``memory.stat``; 0 if it is not there."""
-    for line in _read(cgroup / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.isdigit():
-            return int(value)
-    return 0

@@ -1,9 +1,7 @@
 """Philox 4x32-10: random numbers that are a function of their place, not of what came before.
 
 Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A counter of
-128 bits and a key of 64 bits give 128 random bits; there is no state. The sampler draws each token
-from (seed, sequence index, position), so that neither the batch around a request, nor preemption,
-nor a restart of the engine can change what is drawn.
+128 bits and a key of 64 bits give 128 random bits; there is no state.
 """
 
 import numpy as np

@@ -1,27 +1,34 @@
 """The proof, at load, that a module really runs through our attention and gives what it should.
 
-Two parts, both on a dozen tokens:
-
-- :func:`record_layers` runs the module with a recorder in place of the attention and refuses
-  whatever an attention over a paged cache would get wrong silently: a layer that does not call us,
-  a mask or bias of the module's own, a window the configuration does not account for, an option we
-  do not know. It returns what each layer's cache must hold.
-- :func:`compare_with_eager` runs two interleaved, chunked sequences over a real paged cache and
-  compares their logits with those of transformers' own eager attention on each sequence alone. A
-  module that mixes neighbours, ignores positions or keeps state between calls cannot pass.
+Two parts, both on a dozen tokens. :func:`record_layers` runs the module with a recorder in place of
+the attention and refuses whatever a paged cache would get wrong silently.
+:func:`compare_with_eager` runs two interleaved, chunked sequences over a real paged cache and
+compares their logits with those of transformers' own eager attention on each sequence alone: a
+module that mixes neighbours, ignores positions or keeps state between calls cannot pass.
 """
 
+import functools
+from collections.abc import Iterator, Sequence
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from jitney.errors import CheckpointError, InstallationError
-from jitney.execution.attention import build_metadata
-from jitney.execution.interface import NAME, AttentionCall, PagedStep, forward
-from jitney.execution.memory import LayerSpec, make_layer_caches
-from jitney.execution.quantize_fp8 import Fp8Linear, exact_products
+from jitney.execution.attention import AttentionFunction, build_metadata
+from jitney.execution.attention.reference import ReferenceAttention
+from jitney.execution.interface import (
+    NAME,
+    AttentionCall,
+    LayerSpec,
+    PagedStep,
+    StepFunction,
+    forward,
+)
+from jitney.execution.memory import make_layer_caches
+from jitney.execution.quantized import QuantizedLinear, exact_products
 from jitney.execution.support import refuse
-from jitney.request import Row
+from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 
 # Keyword arguments that modules pass along and that change nothing of one forward pass here.
@@ -38,10 +45,9 @@ _TABLES = ([4, 1, 5], [2, 3])
 # Most of the difference to eager attention, relative to the spread of the logits. In 16 bits, the
 # rounding of a deep model or a router's flip is far above that of one operation.
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.35, torch.float16: 0.2}
-# Where activations are rounded to 8 bits, a difference in a last bit tips a few of them to the next
-# value, which is up to 1/8 away, and in every layer after it tips more. In bfloat16 that makes the
-# difference of two ways to compute the same five times as large: 0.11 after 32 layers. The proof
-# against eager attention therefore does without this rounding, and looks at the products apart.
+# Where activations are rounded to 8 bits, a difference in a last bit tips some to the next value,
+# up to 1/8 away, and more in each later layer: 0.11 after 32 layers in bfloat16. The proof against
+# eager attention does without this rounding, and looks at the products apart.
 _E4M3_TOLERANCE = 0.35
 # Relative to the norm of a product's result: that of inputs rounded to 3 bits of fraction is 0.027.
 _E4M3_PRODUCT = 0.06
@@ -55,8 +61,7 @@ def record_layers(module: PreTrainedModel, windows: list[int | None]) -> list[La
     recorder = _Recorder(module.config.model_type, windows)
     ids = _probe_ids(module)[0]
     positions = torch.arange(len(ids), device=ids.device)
-    last = torch.tensor([len(ids) - 1], device=ids.device)
-    logits = forward(module, ids, positions, last, recorder)
+    logits = forward(module, ids, positions, positions[-1:], recorder)
     if logits.shape[0] != 1:
         raise refuse(recorder.model_type, "it does not compute the logits of chosen tokens alone")
     return recorder.specs()
@@ -95,23 +100,22 @@ def compare_with_eager(
     _check_products(layers)
 
 
-def check_same(before: Tensor, after: Tensor, module: nn.Module | None = None) -> None:
-    """Check that ``module`` gives what it gave before it was rearranged for speed: ``probe_logits``
-    of it then and now. Raises InstallationError, because a kernel went wrong on this machine."""
-    quantized = module is not None and any(isinstance(m, Fp8Linear) for m in module.modules())
-    if (error := _distance(after, before, _E4M3_TOLERANCE if quantized else 0.0)) is not None:
+def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
+    """Check that a module gives what it gave before it was rearranged for speed: ``probe_logits``
+    of it then and now. ``coarse``: some of its layers round their inputs to 8 bits. Raises
+    InstallationError, because a kernel went wrong on this machine."""
+    if (error := _distance(after, before, _E4M3_TOLERANCE if coarse else 0.0)) is not None:
         raise InstallationError(
             f"the fast kernels of this machine give logits {error:.2g} of their spread away from "
             "torch's own: set the options attention to 'reference', prepack and fuse to false"
         )
 
 
-def _check_products(layers: list[Fp8Linear]) -> None:
+def _check_products(layers: list[QuantizedLinear]) -> None:
     """Run one layer of each shape on rows of random numbers. Raises InstallationError if torch's
     product of e4m3 is wrong on this machine."""
-    shapes = {(each.out_features, each.in_features): each for each in layers}
     generator = torch.Generator().manual_seed(0)
-    for layer in shapes.values():
+    for layer in {(each.out_features, each.in_features): each for each in layers}.values():
         x = torch.randn(sum(_LENGTHS), layer.in_features, generator=generator)
         x = x.to(device=layer.weight.device, dtype=layer.dtype)
         with torch.inference_mode():
@@ -153,73 +157,78 @@ class _Recorder:
         self._specs: dict[int, LayerSpec] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        layer = call.layer
-        if layer in self._specs:
-            raise refuse(self.model_type, f"layer {layer} attends twice in one pass")
-        if not 0 <= layer < len(self._windows):
-            raise refuse(self.model_type, f"it attends in layer {layer}, outside its own count")
-        if call.mask is not None:
-            raise refuse(self.model_type, f"layer {layer} brings a mask of its own")
-        if call.extra.get("is_causal", getattr(call.module, "is_causal", True)) is False:
-            raise refuse(self.model_type, f"the attention of layer {layer} is not causal")
-        if call.window != self._windows[layer]:
-            raise refuse(
-                self.model_type,
-                f"layer {layer} attends with a window of {call.window}, but its configuration "
-                f"states {self._windows[layer]}",
-            )
-        unknown = sorted(
-            name
-            for name, value in call.extra.items()
-            if name not in _HARMLESS and value is not None and value is not False
-        )
-        if unknown:
-            raise refuse(self.model_type, f"layer {layer} asks attention for {', '.join(unknown)}")
-        if call.key.shape != call.value.shape or call.query.shape[-1] != call.key.shape[-1]:
-            raise refuse(self.model_type, "its keys and values have different head sizes")
-        self._specs[layer] = LayerSpec(
+        for problem in self._problems(call):
+            raise refuse(self.model_type, problem)
+        self._specs[call.layer] = LayerSpec(
             call.query.shape[1], call.key.shape[1], call.key.shape[2], call.window
         )
         return torch.zeros_like(call.query)
 
+    def _problems(self, call: AttentionCall) -> Iterator[str]:
+        layer = call.layer
+        if layer in self._specs:
+            yield f"layer {layer} attends twice in one pass"
+        if not 0 <= layer < len(self._windows):
+            yield f"it attends in layer {layer}, outside its own count"
+        if call.mask is not None:
+            yield f"layer {layer} brings a mask of its own"
+        if call.extra.get("is_causal", getattr(call.module, "is_causal", True)) is False:
+            yield f"the attention of layer {layer} is not causal"
+        if call.window != (stated := self._windows[layer]):
+            yield (
+                f"layer {layer} attends with a window of {call.window}, but its configuration "
+                f"states {stated}"
+            )
+        given = {
+            name for name, value in call.extra.items() if value is not None and value is not False
+        }
+        if unknown := sorted(given - _HARMLESS):
+            yield f"layer {layer} asks attention for {', '.join(unknown)}"
+        if call.key.shape != call.value.shape or call.query.shape[-1] != call.key.shape[-1]:
+            yield "its keys and values have different head sizes"
+
     def specs(self) -> list[LayerSpec]:
         """By layer index. Raises UnsupportedModelError if a layer never called."""
-        missing = [i for i in range(len(self._windows)) if i not in self._specs]
-        if missing:
-            raise refuse(
-                self.model_type, f"layer {missing[0]} does not attend through our interface"
-            )
-        return [self._specs[i] for i in range(len(self._windows))]
+        layers = range(len(self._windows))
+        for layer in layers:
+            if layer not in self._specs:
+                reason = f"layer {layer} does not attend through our interface"
+                raise refuse(self.model_type, reason)
+        return [self._specs[layer] for layer in layers]
 
 
+@torch.inference_mode()
 def probe_logits(
     module: PreTrainedModel,
     specs: list[LayerSpec],
-    attention: str = "reference",
+    attention: Sequence[AttentionFunction] | None = None,
     block_size: int = _BLOCK_SIZE,
+    step: StepFunction | None = None,
 ) -> Tensor:
     """Logits [sum of _LENGTHS, vocabulary] of both probe sequences over a paged cache.
 
-    Kernels lay tokens out by ``block_size``; the probe's tables hold their sequences from
+    By default the layers attend in plain torch, and the module runs through transformers. Kernels
+    lay tokens out by ``block_size``; the probe's tables hold their sequences from
     _BLOCK_SIZE on, so a smaller one is taken for that.
     """
     block_size = max(block_size, _BLOCK_SIZE)
     sequences = _probe_ids(module)
-    device = sequences[0].device
-    dtype = embedding_weight(module).dtype
+    device, dtype = sequences[0].device, embedding_weight(module).dtype
+    attention = attention or [ReferenceAttention()] * len(specs)
     num_blocks = max(map(max, _TABLES)) + 1
-    caches = make_layer_caches(specs, num_blocks, block_size, dtype, device, attention)
+    caches = make_layer_caches(specs, attention, block_size, dtype, device, num_blocks)
+    step = step or functools.partial(forward, module)
     parts: list[list[Tensor]] = [[] for _ in sequences]
-    for step in _STEPS:
+    for chunks in _STEPS:
         rows = [
-            _row(sequences[i].tolist(), start, count, _TABLES[i])
-            for i, (start, count) in enumerate(step)
+            probe_row(sequences[i].tolist(), start, count, _TABLES[i])
+            for i, (start, count) in enumerate(chunks)
         ]
         meta = build_metadata(rows, block_size, device)
         ids = torch.tensor([t for row in rows for t in row.token_ids], device=device)
         every = torch.arange(len(ids), device=device)
-        logits = forward(module, ids, meta.positions, every, PagedStep(caches, meta))
-        for part, piece in zip(parts, logits.split([len(r.token_ids) for r in rows]), strict=True):
+        logits = step(ids, meta.positions, every, PagedStep(caches, meta))
+        for part, piece in zip(parts, logits.split([count for _, count in chunks]), strict=True):
             part.append(piece)
     return torch.cat([piece for part in parts for piece in part])
 
@@ -227,22 +236,28 @@ def probe_logits(
 def _probe_ids(module: PreTrainedModel) -> list[Tensor]:
     """Two fixed sequences of _LENGTHS, spread over the vocabulary; int64 on the module's device."""
     weight = embedding_weight(module)
-    size = weight.shape[0]
-    count = sum(_LENGTHS)
-    ids = torch.tensor([(size // 3 + i * 7919) % size for i in range(count)], device=weight.device)
-    return list(ids.split(list(_LENGTHS)))
+    size = len(weight)
+    ids = torch.arange(sum(_LENGTHS), device=weight.device) * 7919 + size // 3
+    return list((ids % size).split(list(_LENGTHS)))
 
 
-def _row(tokens: list[int], start: int, count: int, table: list[int]) -> Row:
+def probe_row(
+    prompt: list[int],
+    start: int,
+    count: int,
+    block_table: list[int],
+    params: SamplingParams | None = None,
+) -> Row:
+    """A row that computes ``count`` tokens of a prompt, and samples if there are ``params``."""
     return Row(
         key=0,
         index=0,
-        token_ids=tokens[start : start + count],
+        token_ids=prompt[start : start + count],
         start=start,
-        block_table=table,
-        sample=(),
-        params=SamplingParams(),
-        prompt=tokens,
+        block_table=block_table,
+        sample=(0,) if params else (),
+        params=params or SamplingParams(),
+        prompt=prompt,
         output=[],
         stop_ids=frozenset(),
         bad_words_ids=[],

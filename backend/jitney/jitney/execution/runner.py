@@ -1,207 +1,234 @@
-"""A Batch in, a StepOutput out: the only thing that touches the model and the KV cache in service.
+"""A Batch in, a StepOutput out, in torch's own operations and whatever a load put in their place.
 
-:func:`load_runner` makes a :class:`Runner`, or a ``gpu.runner.GpuRunner`` where the GPU's attention
-kernels run; the engine's thread calls it once per step. A runner keeps no request: everything about
-a row stands in the row. An exception in a step leaves the cache usable: slots of tokens that were
-not reported back are written again.
+Everything about a row stands in the row. An exception in a step leaves the cache usable: slots of
+tokens that were not reported back are written again.
+
+A step is launched, then waited for. On a GPU its tokens stay there as the next step's inputs, so
+that one can be launched before :meth:`PendingStep.wait` has brought them to the host.
 """
 
-import logging
-import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from jitney.config import EngineConfig
-from jitney.execution.attention import BlockTables, build_metadata
-from jitney.execution.fuse import fuse_modules
-from jitney.execution.interface import LayerCache, PagedStep, forward
-from jitney.execution.linear import prepack_linears
-from jitney.execution.load import (
-    allocate_caches,
-    cache_dtype,
-    check_gpu_options,
-    describe,
-    enter_device,
-    log_loaded,
-    runs_gpu_kernels,
-    step_activations,
-    warm_up,
-)
-from jitney.execution.machine import available_cores, available_memory
-from jitney.execution.memory import plan_memory
-from jitney.execution.models import LoadedModel, load_model, resolve_device
-from jitney.execution.probe import check_same, probe_logits
-from jitney.execution.sampler import Sampled, prompt_logprobs, sample, select_greatest
-from jitney.execution.wanted import Wanted, row_output
-from jitney.request import Batch, ModelInfo, Row, StepOutput
+from jitney.errors import DeviceLostError
+from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
+from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
+from jitney.execution.machine import enter_device, synchronize, to_device
+from jitney.execution.sampler import Samples, prompt_logprobs, sample
+from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput
 
-if TYPE_CHECKING:  # needs the Triton language
-    from jitney.execution.gpu.runner import GpuRunner
-
-_log = logging.getLogger(__name__)
-
-_BUDGET = {"cpu": 512, "cuda": 8192}
+# Logits of one pass. A step with more prompt logprobs than that is computed several times.
+_LOGITS_FLOATS = 1 << 28
 # Logits that are sampled at once. Bounds the sampler's memory; how a step is cut changes no token.
 _SAMPLED_FLOATS = 1 << 24
 
+Forward = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
+"""(ids [T], the step, indices of tokens, at least one) -> their logits [len(indices), V], which the
+next call may overwrite."""
+_Targets = dict[int, tuple[int, list[int]]]
+_PromptLogprobs = dict[int, list[list[Logprob]]]  # index of a row -> per position
 
-class Runner:
-    """Owns the module, the KV cache and the device. Not thread-safe: one thread calls it."""
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step in flight; see ``engine.LaunchedStep``."""
+
+    rows: list[Row]
+    samples: list[Samples]
+    prompt: _PromptLogprobs
+    recover: Callable[[], None]
+
+    def wait(self) -> StepOutput:
+        """The step's output, once the device has it. Raises whatever the device raises."""
+        try:
+            sampled = iter([each for samples in self.samples for each in samples.wait()])
+        except BaseException:
+            self.recover()
+            raise
+        outputs = []
+        for r, row in enumerate(self.rows):
+            own = [next(sampled) for _ in row.sample]
+            error = next((each.error for each in own if each.error is not None), None)
+            if error is not None:
+                outputs.append(RowOutput([], error=error))
+                continue
+            tokens = [each.token_id for each in own]
+            asked = own and row.params.logprobs is not None
+            logprobs = [each.logprobs or [] for each in own] if asked else None
+            outputs.append(RowOutput(tokens, logprobs, self.prompt.get(r)))
+        return StepOutput(rows=outputs)
+
+
+class TorchRunner:
+    """Owns the model, the KV cache and the device: the only thing that touches them in service. Not
+    thread-safe: one thread calls it."""
 
     info: ModelInfo
 
-    def __init__(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        caches: list[LayerCache],
+        info: ModelInfo,
+        forward: Forward | None = None,
+    ) -> None:
+        """``forward``: in the place of the model's own over ``caches``."""
         self.info = info
-        self._module = model.module
+        self._model = model
         self._device = model.device
         self._caches = caches
         self._tables = BlockTables()
-        self._greatest = select_greatest(model.device, model.dtype)
+        self._forward = forward or self.forward
+        self._most_logits = max(1, _LOGITS_FLOATS // info.vocab_size)
+        self._sampled: Tensor | None = None  # tokens of the step launched last
 
     def execute(self, batch: Batch) -> StepOutput:
         """Compute one step: copy blocks, write the new K and V, sample.
 
         Raises whatever the device raises; then no row of the batch may be taken as computed.
         """
-        rows = batch.rows
+        return self.launch(batch).wait()
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Queue a step behind those before it. Returns before a GPU is done, unless a row asks for
+        prompt logprobs; if it raises, nothing is in flight."""
         enter_device(self._device)
         with torch.inference_mode():
-            self._copy_blocks(batch.copies)
-            if not rows:
-                return StepOutput(rows=[])
-            meta = build_metadata(rows, self.info.block_size, self._device, self._tables)
-            ids = self._put([token for row in rows for token in row.token_ids])
-            wanted = Wanted(rows)
-            logits = forward(
-                self._module,
-                ids,
-                meta.positions,
-                self._put(wanted.tokens or [0]),
-                PagedStep(self._caches, meta),
-            )
-            return self._outputs(rows, wanted, logits)
+            try:
+                return self._launch(list(batch.rows), batch.copies)
+            except BaseException:
+                self.recover()
+                raise
+
+    def recover(self) -> None:
+        """A step failed: wait until nothing is in flight. Raises DeviceLostError if the device does
+        not even answer."""
+        self._sampled = None
+        try:
+            synchronize(self._device)
+        except Exception as fault:
+            raise DeviceLostError("the device has failed for good") from fault
+
+    def forward(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
+        """A :data:`Forward`: the model's own."""
+        return self._model.forward(ids, meta.positions, indices, PagedStep(self._caches, meta))
+
+    def warm_up(self, batches: Sequence[Batch]) -> None:
+        """Compute first steps, so that kernels are compiled and memory is touched."""
+        for batch in batches:
+            self.execute(batch)
 
     def close(self) -> None:
         """Give the memory of module and cache back. The runner is of no use afterwards."""
         self._caches = []
-        del self._module
+        self._sampled = None
+        del self._model, self._forward
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """All sources are read before any destination is written."""
-        if not copies:
-            return
-        source, destination = self._put(copies).unbind(1)
-        for keys, values, *_ in self._caches:
-            keys[destination] = keys[source]
-            values[destination] = values[source]
+    # ------------------------------------------------------------------ a step
 
-    def _outputs(self, rows: list[Row], wanted: Wanted, logits: Tensor) -> StepOutput:
-        sampled = self._sample(rows, wanted.sampled_of_pairs, logits)
-        outputs, done = [], 0
-        for r, row in enumerate(rows):
-            output = row_output(row, sampled[done : done + len(row.sample)])
-            done += len(row.sample)
-            if r in wanted.prompt and output.error is None:
-                first, targets = wanted.prompt[r]
-                k = row.params.prompt_logprobs
-                assert k is not None
-                part = logits[first : first + len(targets)]
-                output.prompt_logprobs = prompt_logprobs(part, targets, k)
-            outputs.append(output)
-        return StepOutput(rows=outputs)
+    def _launch(self, rows: list[Row], copies: list[tuple[int, int]]) -> PendingStep:
+        self._copy_blocks(copies)
+        if not rows:
+            return PendingStep([], [], {}, self.recover)
+        meta = build_metadata(rows, self.info.block_size, self._device, self._tables)
+        ids = to_device([token for row in rows for token in row.token_ids], self._device)
+        if self.info.overlap:
+            self._take_carried(rows, ids, meta)
+        logits, sources, prompt = self._run(rows, ids, meta)
+        samples = self._sample(rows, logits, sources)
+        if self.info.overlap:
+            self._sampled = torch.cat([each.token_ids for each in samples]) if samples else None
+        return PendingStep(rows, samples, prompt, self.recover)
 
-    def _sample(self, rows: list[Row], sources: list[int], logits: Tensor) -> list[Sampled]:
-        """For each (row, sequence) of the step, in order; ``sources`` are its rows of ``logits``.
+    def _take_carried(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> None:
+        """Put the tokens that the step before samples into ``ids`` [T], without waiting for it."""
+        carried = [(r, row.carried) for r, row in enumerate(rows) if row.carried is not None]
+        if carried:
+            assert self._sampled is not None, "a row takes a token of a step that is not there"
+            takers, sources = to_device(carried, self._device).unbind(1)
+            ids[meta.query_start[takers].long()] = self._sampled[sources]
+
+    def _run(
+        self, rows: list[Row], ids: Tensor, meta: AttentionMetadata
+    ) -> tuple[Tensor, list[int], _PromptLogprobs]:
+        """Logits to sample from, for each (row, sequence) the index of its own, prompt logprobs.
+
+        In as many passes as it takes to hold the logits: each writes the same K and V again.
+        """
+        chosen, of_samples, targets_of = _logits_indices(rows)
+        tokens = to_device(chosen or [0], self._device)
+        if not targets_of:
+            return self._forward(ids, meta, tokens), of_samples, {}
+        sampled = sorted(set(of_samples))
+        prompt: _PromptLogprobs = {r: [] for r in targets_of}
+        kept: list[Tensor] = []
+        for begin in range(0, len(tokens), self._most_logits):
+            logits = self._forward(ids, meta, tokens[begin : begin + self._most_logits])
+            end = begin + logits.shape[0]
+            for r, (first, targets) in targets_of.items():
+                low, high = max(first, begin), min(first + len(targets), end)
+                if low < high:
+                    k = rows[r].params.prompt_logprobs
+                    assert k is not None
+                    part = logits[low - begin : high - begin]
+                    prompt[r] += prompt_logprobs(part, targets[low - first : high - first], k)
+            here = [index - begin for index in sampled if begin <= index < end]
+            kept.append(logits[to_device(here, self._device)])
+        order = {index: i for i, index in enumerate(sampled)}
+        return torch.cat(kept), [order[index] for index in of_samples], prompt
+
+    def _sample(self, rows: list[Row], logits: Tensor, sources: list[int]) -> list[Samples]:
+        """For each (row, sequence) of the step, in order; ``sources`` index ``logits``.
 
         In slices: prompts of n > 1 that end in one step can give a hundred times as many sequences
         as rows, and the sampler makes several copies of its logits.
         """
         pairs = [(row, index) for row in rows for index in row.sample]
         size = max(1, _SAMPLED_FLOATS // logits.shape[1])
-        sampled: list[Sampled] = []
+        samples = []
         for begin in range(0, len(pairs), size):
-            places = sources[begin : begin + size]
-            first, last = places[0], places[-1] + 1
-            if places == list(range(first, last)):  # as a rule each row of logits, once
-                part = logits[first:last]
-            else:
-                part = logits[self._put(places)]
-            sampled += sample(part, pairs[begin : begin + size], self._greatest)
-        return sampled
+            some = sources[begin : begin + size]
+            whole = slice(some[0], some[-1] + 1)  # as a rule each row of logits, once
+            once = some == list(range(whole.start, whole.stop))
+            part = logits[whole if once else to_device(some, self._device)]
+            samples.append(sample(part, pairs[begin : begin + size]))
+        return samples
 
-    def _put(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
-        """int64 on the device."""
-        array = np.asarray(values, dtype=np.int64)
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-
-def load_runner(config: EngineConfig) -> "Runner | GpuRunner":
-    """Load the model, size and allocate the KV cache, log the ledger, warm the kernels up.
-
-    Raises a LoadError of ``errors`` for whatever is wrong with options, files or architecture.
-    Sets the number of threads of the process's tensor operations.
-    """
-    torch.set_num_threads(config.threads or available_cores())
-    begin = time.monotonic()
-    enter_device(resolve_device(config.device))  # kernels of our own run on the thread's device
-    model = load_model(config)
-    budget = config.max_num_batched_tokens or _BUDGET[model.device.type]
-    if runs_gpu_kernels(config, model):
-        from jitney.execution.gpu.load import load_gpu_runner
-
-        return load_gpu_runner(config, model, budget, begin)
-    check_gpu_options(config)
-    added = _speed_up(config, model, budget)
-    dtype = cache_dtype(config, model)
-    ledger = plan_memory(
-        config,
-        model.layers,
-        dtype=dtype,
-        device=model.device,
-        weights=model.weight_bytes + added,
-        activations=step_activations(config, model, budget),
-        available=available_memory(model.device),
-        max_model_len=model.max_model_len,
-    )
-    caches = allocate_caches(config, model, ledger, dtype)
-    info = describe(model, caches, ledger, budget)
-    runner = Runner(model, caches, info)
-    warm_up(runner)
-    log_loaded(model, info, ledger, begin)
-    return runner
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """All sources are read before any destination is written."""
+        if not copies:
+            return
+        source, destination = to_device(copies, self._device).unbind(1)
+        for keys, values, *_ in self._caches:
+            for cache in (keys, values):
+                if cache.itemsize == 1:  # indexing knows no 8-bit floats
+                    cache = cache.view(torch.uint8)
+                cache[destination] = cache[source]
 
 
-def _speed_up(config: EngineConfig, model: LoadedModel, budget: int) -> int:
-    """Rearrange a loaded module for the CPU, as far as the options say, and check that it still
-    gives the same. Returns the bytes that this adds to its weights."""
-    if model.device.type != "cpu":
-        return 0
-    before = probe_logits(model.module, model.layers)
-    rows = min(budget, config.max_num_seqs)
-    added = 0
-    if config.fuse:
-        fused = fuse_modules(model.module, rows)
-        added = fused.added_bytes
-        _log.info(
-            "fused %d layers, %d gated MLPs, %d norms%s",
-            fused.layers,
-            fused.mlps,
-            fused.norms,
-            "; a step's layers are one native call" if fused.program else "",
-        )
-        for reason, count in fused.reasons.items():
-            _log.info("not fused (%d): %s", count, reason)
-    if config.prepack:
-        packed = prepack_linears(model.module, rows)
-        added += packed.added_bytes
-        if packed.reason is not None:
-            _log.info("no linear layers prepacked: %s", packed.reason)
-    after = probe_logits(model.module, model.layers, config.attention, config.block_size)
-    check_same(before, after, model.module)
-    return added
+def _logits_indices(rows: list[Row]) -> tuple[list[int], list[int], _Targets]:
+    """Which of the step's T tokens need logits: their indices among the T, ascending; for each
+    (row, sequence) to sample, its index in these; and for each row with prompt logprobs, by its
+    number, (its first index in these, the tokens to be predicted)."""
+    tokens: list[int] = []
+    of_samples: list[int] = []
+    prompt: _Targets = {}
+    begin = 0
+    for r, row in enumerate(rows):
+        if row.params.prompt_logprobs is not None:
+            # The token at position p predicts prompt[p + 1].
+            targets = row.prompt[row.start + 1 : row.end + 1]
+            if targets:
+                prompt[r] = (len(tokens), targets)
+                tokens.extend(range(begin, begin + len(targets)))
+        begin += len(row.token_ids)
+        if row.sample:
+            if not tokens or tokens[-1] != begin - 1:
+                tokens.append(begin - 1)
+            of_samples.extend([len(tokens) - 1] * len(row.sample))
+    return tokens, of_samples, prompt

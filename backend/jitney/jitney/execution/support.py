@@ -1,21 +1,27 @@
-"""Which architectures can run on a paged cache: the refusals that a configuration alone decides.
+"""A checkpoint's configuration: what it says of the model, and what cannot run on a paged cache.
 
 Every check here is made before any weight is read. What only a running module can show (layers that
-do not call us, masks of their own, …) is ``probe``'s. All raise UnsupportedModelError with the
-model type and the reason.
+do not call us, masks of their own, …) is ``probe``'s. Architectures that cannot be served are an
+UnsupportedModelError with the model type and the reason.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from jitney.errors import CheckpointError, UnsupportedModelError
+from jitney.config import EngineConfig
+from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError, show
+from jitney.execution.checkpoint import Checkpoint, first_line
+from jitney.execution.machine import DTYPES
 
 # Rotary scalings whose factors depend on the longest sequence of the whole batch: what a request
 # gets would depend on its neighbours, and keys cached before a change would be wrong after it.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_CHECKPOINT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -24,48 +30,68 @@ def refuse(model_type: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"models of type {model_type} cannot be served: {reason}")
 
 
-def check_raw_config(config: dict[str, Any], known_types: set[str]) -> None:
-    """Checks on ``config.json`` as it stands, before transformers interprets it."""
-    model_type = config.get("model_type")
+def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """``config.json`` as transformers reads it, once it has passed every check here. What
+    transformers cannot read is a CheckpointError."""
+    model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError("config.json does not name a model_type")
-    if model_type not in known_types:
-        if config.get("auto_map"):
-            raise refuse(
-                model_type,
-                "config.json asks for code from the checkpoint (auto_map), and none is ever run",
-            )
-        raise refuse(model_type, "this version of transformers does not know it")
+    if model_type not in CONFIG_MAPPING:
+        reason = "config.json asks for code from the checkpoint (auto_map), and none is ever run"
+        if not checkpoint.config.get("auto_map"):
+            reason = "this version of transformers does not know it"
+        raise refuse(model_type, reason)
+    try:
+        config = AutoConfig.from_pretrained(
+            checkpoint.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # validation errors come in many classes
+        reason = first_line(error, checkpoint.folder)
+        raise CheckpointError(f"config.json cannot be used: {reason}") from error
+    for obstacle in _obstacles(config):
+        raise refuse(config.model_type, obstacle)
+    return config
 
 
-def check_config(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Checks on the configuration; returns the class that will be loaded."""
-    name = config.model_type
-    text = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        raise refuse(name, "it is an encoder-decoder, whose decoder reads a second sequence")
-    if text is not config:
-        raise refuse(name, "it is a multi-modal model, and only text models are served")
-    _check_layer_types(config)
-    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
-        if rope_type in _BATCH_DEPENDENT_ROPE:
-            raise refuse(
-                name,
-                f"its rotary scaling is {rope_type!r}, whose factors depend on the longest "
-                "sequence of a batch",
-            )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise refuse(name, "transformers has no causal language model of it")
-    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if getattr(cls, "_is_stateful", False):
-        raise refuse(name, "it has recurrent layers, whose state is not kept in a paged cache")
-    if not getattr(cls, "_supports_attention_backend", False):
-        raise refuse(name, "its attention does not go through transformers' AttentionInterface")
-    if getattr(config, "add_cross_attention", False):
-        raise refuse(name, "it has cross-attention, which reads a second sequence")
-    if not getattr(config, "is_causal", True):
-        raise refuse(name, "its attention is not causal")
-    return cls
+def context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
+    """``max_model_len``, or the checkpoint's. Raises ConfigError if it is beyond the latter."""
+    asked, made_for = config.max_model_len, getattr(hf_config, "max_position_embeddings", None)
+    if asked is None and made_for is None:
+        raise ConfigError(
+            "option max_model_len is missing, and config.json does not state a context length"
+        )
+    if asked is not None and made_for is not None and asked > made_for:
+        raise ConfigError.of(
+            "max_model_len", asked, f"at most {made_for}, which the checkpoint was made for"
+        )
+    return asked or int(made_for or 0)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype most of the weights are stored in, or were before they were quantized. Raises
+    UnsupportedModelError for 8 bits that are not said to be quantized."""
+    if checkpoint.config.get("quantization_config"):
+        name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+        return DTYPES.get(str(name), torch.bfloat16)
+    try:
+        return _CHECKPOINT_DTYPES[checkpoint.weights_dtype]
+    except KeyError:
+        reason = f"its weights are stored as {checkpoint.weights_dtype}, and only F32, BF16 and F16"
+        raise refuse(str(checkpoint.config["model_type"]), f"{reason} are read") from None
+
+
+def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
+    """Ends of sequence of ``generation_config.json`` and ``config.json`` together."""
+    ids: set[int] = set()
+    for source in (checkpoint.generation_config, checkpoint.config):
+        value = source.get("eos_token_id")
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        for item in listed:
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise CheckpointError(f"eos_token_id is {show(value)}, which is not a token id")
+            if 0 <= item < vocab_size:  # some configurations carry -1 for none
+                ids.add(item)
+    return frozenset(ids)
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
@@ -80,14 +106,36 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def _check_layer_types(config: PreTrainedConfig) -> None:
+def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
+    """Why the configuration, as transformers reads it, describes no model that can be served."""
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder, whose decoder reads a second sequence"
+    if config.get_text_config() is not config:
+        yield "it is a multi-modal model, and only text models are served"
     for index, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind not in _PAGED_LAYER_TYPES:
-            raise refuse(
-                config.model_type,
+            yield (
                 f"layer {index} is of type {kind!r}, and only full and sliding attention are kept "
-                "in a paged cache",
+                "in a paged cache"
             )
+    for kind in _rope_types(getattr(config, "rope_parameters", None)):
+        if kind in _BATCH_DEPENDENT_ROPE:
+            yield (
+                f"its rotary scaling is {kind!r}, whose factors depend on the longest sequence of "
+                "a batch"
+            )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        yield "transformers has no causal language model of it"
+        return
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if getattr(cls, "_is_stateful", False):
+        yield "it has recurrent layers, whose state is not kept in a paged cache"
+    if not getattr(cls, "_supports_attention_backend", False):
+        yield "its attention does not go through transformers' AttentionInterface"
+    if getattr(config, "add_cross_attention", False):
+        yield "it has cross-attention, which reads a second sequence"
+    if not getattr(config, "is_causal", True):
+        yield "its attention is not causal"
 
 
 def _rope_types(parameters: object) -> Iterator[str]:

@@ -2,19 +2,19 @@
 
 transformers reads the files: it knows every rename and merge between a checkpoint and its modules.
 What it reads for a CPU in the stored dtype are views of the mapped files, so nothing is copied
-until :func:`stream` sends a tensor from the page cache to the device, a few at a time.
+until a tensor is sent from the page cache to the device.
 """
 
 import logging
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from jitney.errors import CheckpointError
 from jitney.execution import interface
-from jitney.execution.checkpoint import Checkpoint
+from jitney.execution.checkpoint import Checkpoint, first_line
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 _THREADS = 4
 # As the extra ``quantization`` of the distribution has them.
 _PACKAGES = {"torchao": (0, 17), "compressed-tensors": (0, 18)}
+_CACHE_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.([kv])_scale$")
 # Tensors on their way at once: bounds what the device holds beside the module.
 _AHEAD = 6
 
@@ -45,10 +46,11 @@ def read_weights(
     """The module of ``checkpoint`` in ``dtype``, on ``device`` if it is given and transformers can
     place it there as it reads; else on the CPU, for the caller to move.
 
-    A tensor the model needs and the files lack is a CheckpointError: transformers would draw it at
+    A tensor the model needs and the files lack is a CheckpointError: transformers would fill it at
     random.
     """
     interface.register()
+    name = weights_name(checkpoint)
     options: dict[str, Any] = {}
     if device is not None and device.type != "cpu":
         if is_accelerate_available():
@@ -71,12 +73,16 @@ def read_weights(
         )
     except Exception as error:  # shapes that do not fit, headers newer than the library, …
         reason = first_line(error, checkpoint.folder)
-        raise CheckpointError(f"{weights_name(checkpoint)} cannot be loaded: {reason}") from error
+        raise CheckpointError(f"{name} cannot be loaded: {reason}") from error
     finally:
         if bars:
             hf_logging.enable_progress_bar()
     module, report = loaded
-    _check_complete(weights_name(checkpoint), report)
+    for kind, verb in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape of")):
+        keys = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[kind])
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise CheckpointError(f"{name} {verb} {', '.join(keys[:3])}{more}")
     return module
 
 
@@ -86,37 +92,18 @@ def weights_name(checkpoint: Checkpoint) -> str:
     return f"{first} (or one of {len(others)} more)" if others else first
 
 
-def first_line(error: Exception, folder: Path | None = None) -> str:
-    """The gist of a foreign error, without the folder's path or a multi-line report."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-    if folder is not None:
-        text = text.replace(str(folder), "the checkpoint")
-    return text if len(text) <= 200 else text[:200] + "…"
-
-
 def stream(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     """Each tensor on ``device``, in order, the next few already on their way. Those that are there
     already come back as they are."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as pool:
-        waiting: deque[Future[Tensor] | Tensor] = deque()
+        waiting: deque[Future[Tensor]] = deque()
         for tensor in tensors:
-            there = tensor.device == device
-            waiting.append(tensor if there else pool.submit(_copy, tensor, device))
+            waiting.append(pool.submit(torch.Tensor.to, tensor, device))
             del tensor
             if len(waiting) > _AHEAD:
-                yield _landed(waiting.popleft())
+                yield waiting.popleft().result()
         while waiting:
-            yield _landed(waiting.popleft())
-
-
-def move(module: nn.Module, device: torch.device) -> None:
-    """Move what is not on ``device`` yet. Parameters stay the objects they are, so that tied ones
-    stay tied."""
-    left = [p for p in module.parameters() if p.device != device and type(p) is nn.Parameter]
-    for parameter, moved in zip(left, stream((p.data for p in left), device), strict=True):
-        parameter.data = moved
-    module.to(device)  # buffers, and tensors of other classes
+            yield waiting.popleft().result()
 
 
 def missing_package(name: str) -> str | None:
@@ -131,26 +118,34 @@ def missing_package(name: str) -> str | None:
     return None if found >= least else f"{needed} is needed, and {version} is installed"
 
 
+def cache_scales(
+    checkpoint: Checkpoint, kv_heads: Sequence[int], device: torch.device
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """By layer, the scales of a float8 cache of keys and of values that the checkpoint states:
+    float32 [KV heads] on ``device``. ``kv_heads`` are each layer's. A cached value times its scale
+    is the value. Raises CheckpointError for scales that are not one, or one per KV head."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, stored in checkpoint.tensors.items():
+        if (match := _CACHE_SCALE.search(name)) is None:
+            continue
+        layer = int(match[1])
+        with safe_open(str(checkpoint.folder / stored.file), framework="pt") as file:
+            scale = file.get_tensor(name).float().flatten()
+        heads = kv_heads[layer] if layer < len(kv_heads) else 0
+        if len(scale) not in (1, heads):
+            raise CheckpointError(f"the cache scales of layer {layer} are not one, or one per head")
+        found.setdefault(layer, {})[match[2]] = scale.to(device).expand(heads).contiguous()
+    return {layer: (pair["k"], pair["v"]) for layer, pair in found.items() if len(pair) == 2}
+
+
+def count_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers as they are stored."""
+    return sum(stored_bytes(each) for each in [*module.parameters(), *module.buffers()])
+
+
 def stored_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor; of one that is made of others (torchao's), those of its parts."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return sum(stored_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device)
-
-
-def _landed(waiting: "Future[Tensor] | Tensor") -> Tensor:
-    return waiting if isinstance(waiting, Tensor) else waiting.result()
-
-
-def _check_complete(name: str, report: dict[str, Any]) -> None:
-    """Raise CheckpointError if tensors were missing or of another shape."""
-    for kind, verb in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape of")):
-        keys = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[kind])
-        if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            raise CheckpointError(f"{name} {verb} {', '.join(keys[:3])}{more}")

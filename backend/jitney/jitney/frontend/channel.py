@@ -1,13 +1,12 @@
-"""One request's way back: the server's response sender, closed exactly once.
+"""One request's responses: the server's response sender, closed exactly once.
 
-Owned by whoever answers the request: the thread in ``execute`` until the request is accepted, the
-responder afterwards. Only :meth:`Channel.is_cancelled` may be called from another thread at the
-same time. A send is a round trip of 0.2 to 0.4 ms to the server, whatever its size, and never waits
-for the client.
+Owned by the thread in ``execute`` until the request is accepted, by the responder afterwards. Only
+:meth:`Channel.is_cancelled` may be called from another thread at the same time. A send is a round
+trip of 0.2 to 0.4 ms to the server, whatever its size, and never waits for the client.
 
-The final response makes the server delete what :meth:`Channel.is_cancelled` asks, and a question
-that comes later, or is under way, crashes the whole server (2.51). Hence the lock: the channel
-closes before its final response leaves, and waits for a question to be answered before it closes.
+The final response makes the server delete the object that :meth:`Channel.is_cancelled` asks; to ask
+later, or at the same moment, crashes the whole server (2.51). Hence the lock: the channel closes
+before it sends the final response, and before it closes it waits for an answer that is due.
 """
 
 import logging
@@ -55,7 +54,7 @@ class Channel:
             try:
                 return self._sender is not None and bool(self._sender.is_cancelled())
             except pb_utils.TritonModelException as error:
-                _LOG.debug("the server does not say whether a client is there: %s", error)
+                _LOG.debug("the server does not answer whether a client is there: %s", error)
                 return False
 
     def _send(self, response: Any, final: bool) -> bool:

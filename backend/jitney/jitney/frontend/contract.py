@@ -1,6 +1,6 @@
 """The contract table as data: the tensors a client may send and receive, with their types.
 
-Owned by nobody, read by three: the server's auto-complete step (:func:`complete_config`), the
+Read by three: the server's auto-complete step (:func:`complete_config`), the
 parser of requests and the writer of responses. Imports nothing heavy, because auto-completion runs
 in a process of its own that lives for a moment.
 """
@@ -41,7 +41,7 @@ INPUTS = (
     TensorSpec("exclude_input_in_output", "TYPE_BOOL", 1),
     *(TensorSpec(flag, "TYPE_BOOL", 1) for flag in RETURN_FLAGS),
 )
-"""All optional towards the server; which combinations make sense is the parser's to judge."""
+"""All optional for the server; the parser checks which combinations make sense."""
 
 OUTPUTS = (
     TensorSpec("text_output", "TYPE_STRING", -1),
@@ -64,16 +64,12 @@ def complete_config(config: Any) -> Any:
     """
     declared = {tensor["name"] for tensor in config.as_dict()["input"]}
     for spec in INPUTS:
-        tensor: dict[str, object] = _as_dict(spec)
+        tensor: dict[str, object] = {**spec._asdict(), "dims": [spec.dims]}
         if spec.name not in declared:  # a config may insist on an input that we do not
             tensor["optional"] = True
         config.add_input(tensor)
     for spec in OUTPUTS:
-        config.add_output(_as_dict(spec))
+        config.add_output({**spec._asdict(), "dims": [spec.dims]})
     config.set_max_batch_size(0)
     config.set_model_transaction_policy({"decoupled": True})
     return config
-
-
-def _as_dict(spec: TensorSpec) -> dict[str, object]:
-    return {"name": spec.name, "data_type": spec.data_type, "dims": [spec.dims]}

@@ -1,25 +1,26 @@
 """Figures of one model instance at the server's own metrics endpoint.
 
-Owns the counts since the last flush and the server's metric objects. The dispatcher adds to the
+Owns the counts since the last flush and the server's metric objects. The responder adds to the
 counts; one thread of the service calls :meth:`Metrics.flush` a few times a second. Every update of
 a server metric is a round trip of about 0.1 ms through the queue that responses take too, so the
 counts are summed up here and only what changed is sent.
 
 The server's own histogram takes one observation per round trip, which thousands of tokens a second
-do not allow. So a histogram here is what Prometheus makes of one anyway, sent as sums: the counters
-``NAME_bucket`` (label ``le``, cumulative), ``NAME_sum`` and ``NAME_count``. ``histogram_quantile``
-works on them as on any other.
+do not allow. So a histogram is sent as the counters that Prometheus keeps of one: ``NAME_bucket``
+(label ``le``, cumulative), ``NAME_sum`` and ``NAME_count``. ``histogram_quantile`` works on them.
 """
 
 import bisect
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from jitney.request import ModelInfo, StepStats, Timing
+from jitney.messages import ModelInfo, StepStats, Timing
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,21 +32,21 @@ _SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 # Name -> what it is. Gauges show the last step, counters grow.
 GAUGES = {
-    "jitney_waiting_requests": "Requests that wait for a place in the batch",
+    "jitney_waiting_requests": "Requests that wait to join the batch",
     "jitney_running_requests": "Requests accepted and not waiting",
     "jitney_running_sequences": "Sequences in the running batch (a request with n > 1 has several)",
     "jitney_kv_used_blocks": "KV blocks that a live sequence refers to",
-    "jitney_kv_cached_blocks": "KV blocks kept for their content alone, free to be evicted",
+    "jitney_kv_cached_blocks": "KV blocks kept only for the prefix cache, which can be evicted",
     "jitney_kv_free_blocks": "KV blocks that hold nothing",
 }
 COUNTERS = {
-    "jitney_prompt_tokens_total": "Prompt tokens of requests, those that find the queue full too",
-    "jitney_generated_tokens_total": "Tokens made, those after a stop string too",
-    "jitney_computed_prompt_tokens_total": "Prompt tokens computed, those after a preemption too",
+    "jitney_prompt_tokens_total": "Prompt tokens of requests, also of those that find a full queue",
+    "jitney_generated_tokens_total": "Tokens generated, also those after a stop string",
+    "jitney_computed_prompt_tokens_total": "Prompt tokens computed, also again after a preemption",
     "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
     "jitney_preemptions_total": "Sequences that lost their blocks and were computed again",
-    "jitney_responses_total": "Responses sent; tokens made while one is under way share the next",
+    "jitney_responses_total": "Responses sent; tokens made while one is sent share the next one",
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "jitney_step_seconds": ("Duration of a step", _SECONDS),
@@ -57,33 +58,40 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 REQUESTS = "jitney_requests_total"
 OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
-"""How a request ended: finished for that reason (of its last sequence), refused at the door, …"""
+"""How a request ended: finished for that reason (of its last sequence), refused at once, …"""
 ORCA = "nv_trt_llm_kv_cache_block_metrics"
 """The one family from which the server makes ORCA load headers; its names are fixed."""
 
 
-class Histogram:
+_Key = tuple[str, ...]
+"""A server metric: the name of its family and, if it has a label of its own, that label's value."""
+
+
+class _Histogram:
     """Counts per bucket since the last :meth:`take`. ``bounds`` are upper, inclusive, ascending."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, name: str, bounds: Sequence[float]) -> None:
+        self._name = name
         self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
+        self.edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+        self._counts = [0] * len(self.edges)
         self._sum = 0.0
 
-    def observe(self, value: float, times: int = 1) -> None:
+    def observe(self, value: float, times: int) -> None:
         """Count ``value`` ``times`` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def take(self) -> tuple[list[int], float]:
-        """What came since the last call: cumulative counts (the last is of all) and the sum."""
-        cumulative, running = [], 0
-        for count in self._counts:
-            running += count
-            cumulative.append(running)
-        total, self._sum = self._sum, 0.0
-        self._counts = [0] * len(self._counts)
-        return cumulative, total
+    def take(self) -> dict[_Key, float]:
+        """What its counters have grown by since the last call."""
+        cumulative = list(accumulate(self._counts))
+        grown: dict[_Key, float] = {
+            (f"{self._name}_bucket", edge): count
+            for edge, count in zip(self.edges, cumulative, strict=True)
+        }
+        grown |= {(f"{self._name}_sum",): self._sum, (f"{self._name}_count",): cumulative[-1]}
+        self._counts, self._sum = [0] * len(self._counts), 0.0
+        return grown
 
 
 class Metrics:
@@ -92,28 +100,28 @@ class Metrics:
     def __init__(self, labels: Mapping[str, str], info: ModelInfo) -> None:
         """``labels`` go on every metric. A server without metrics is fine: nothing is sent then."""
         self._lock = threading.Lock()
-        self._info = info
+        self._block_size = info.block_size
         self._live = 0
-        self._gauges = dict.fromkeys(GAUGES, 0)
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._outcomes = dict.fromkeys(OUTCOMES, 0)
-        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self._stats = StepStats(blocks_total=info.num_blocks)
+        self._counts: Counter[_Key] = Counter()
+        self._histograms = {
+            name: _Histogram(name, bounds) for name, (_, bounds) in HISTOGRAMS.items()
+        }
         try:
             self._server: _ServerMetrics | None = _ServerMetrics(labels)
         except pb_utils.TritonModelException as error:
             _LOG.info("the server takes no metrics: %s", error)
             self._server = None
-        self._set_gauges(StepStats(blocks_total=info.num_blocks))
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to one of ``COUNTERS``."""
         with self._lock:
-            self._counts[name] += amount
+            self._counts[(name,)] += amount
 
     def outcome(self, name: str) -> None:
         """Count one request that ended as ``name``, one of ``OUTCOMES``."""
         with self._lock:
-            self._outcomes[name] += 1
+            self._counts[REQUESTS, name] += 1
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         """Add to one of ``HISTOGRAMS``."""
@@ -126,145 +134,109 @@ class Metrics:
             self._live = requests
 
     def step(self, stats: StepStats) -> None:
-        """Take in a step."""
+        """Add the counts of a step and keep its gauges."""
         with self._lock:
-            self._set_gauges(stats)
-            self._counts["jitney_generated_tokens_total"] += stats.generated_tokens
-            self._counts["jitney_computed_prompt_tokens_total"] += stats.prefill_tokens
-            self._counts["jitney_prefix_query_tokens_total"] += stats.prefix_query_tokens
-            self._counts["jitney_prefix_hit_tokens_total"] += stats.prefix_hit_tokens
-            self._counts["jitney_preemptions_total"] += stats.preemptions
-            if stats.batch_sequences:  # a step that only took in a cancellation computes nothing
-                self._histograms["jitney_step_seconds"].observe(stats.step_seconds)
-                self._histograms["jitney_batch_sequences"].observe(stats.batch_sequences)
+            self._stats = stats
+            self._counts["jitney_generated_tokens_total",] += stats.generated_tokens
+            self._counts["jitney_computed_prompt_tokens_total",] += stats.prefill_tokens
+            self._counts["jitney_prefix_query_tokens_total",] += stats.prefix_query_tokens
+            self._counts["jitney_prefix_hit_tokens_total",] += stats.prefix_hit_tokens
+            self._counts["jitney_preemptions_total",] += stats.preemptions
+            if stats.batch_sequences:  # a step of messages alone computes nothing
+                self._histograms["jitney_step_seconds"].observe(stats.step_seconds, 1)
+                self._histograms["jitney_batch_sequences"].observe(stats.batch_sequences, 1)
 
     def finished(self, timing: Timing, reason: str) -> None:
-        """Take in a request that ran to its end."""
+        """Count a request that ran to its end."""
         with self._lock:
-            self._outcomes[reason] += 1
-            self._histograms["jitney_request_seconds"].observe(timing.total_s)
+            self._counts[REQUESTS, reason] += 1
+            self._histograms["jitney_request_seconds"].observe(timing.total_s, 1)
             if timing.queue_s is not None:
-                self._histograms["jitney_queue_seconds"].observe(timing.queue_s)
+                self._histograms["jitney_queue_seconds"].observe(timing.queue_s, 1)
 
     def flush(self) -> None:
         """Send what changed. Called by one thread; blocks for about 0.1 ms a change."""
         with self._lock:
-            gauges = dict(self._gauges)
-            running = max(0, self._live - gauges["jitney_waiting_requests"])
-            gauges["jitney_running_requests"] = running
-            counts, self._counts = self._counts, dict.fromkeys(COUNTERS, 0)
-            outcomes, self._outcomes = self._outcomes, dict.fromkeys(OUTCOMES, 0)
-            histograms = {name: made.take() for name, made in self._histograms.items()}
+            gauges = self._gauges()
+            counts: dict[_Key, float] = dict(self._counts)
+            self._counts.clear()
+            for histogram in self._histograms.values():
+                counts |= histogram.take()
         if self._server is None:
             return
         try:
-            self._send(self._server, counts, outcomes, histograms)
-            self._send_gauges(self._server, gauges)
+            for key, amount in counts.items():
+                self._server.increment(key, amount)
+            for key, value in gauges.items():
+                self._server.set(key, value)
         except pb_utils.TritonModelException as error:
             _LOG.warning("the server takes no more metrics: %s", error)
             self._server = None
 
     def close(self) -> None:
-        """Flush for the last time and let go of the server's objects."""
+        """Flush for the last time and drop the server's objects."""
         self.flush()
         self._server = None
 
-    def _set_gauges(self, stats: StepStats) -> None:
-        free = stats.blocks_total - stats.blocks_used - stats.blocks_cached
-        self._gauges = {
-            "jitney_waiting_requests": stats.waiting,
-            "jitney_running_requests": 0,  # known when they are sent
-            "jitney_running_sequences": stats.running,
-            "jitney_kv_used_blocks": stats.blocks_used,
-            "jitney_kv_cached_blocks": stats.blocks_cached,
-            "jitney_kv_free_blocks": free,
+    def _gauges(self) -> dict[_Key, float]:
+        stats, total = self._stats, self._stats.blocks_total
+        unused = total - stats.blocks_used
+        return {
+            ("jitney_waiting_requests",): stats.waiting,
+            ("jitney_running_requests",): max(0, self._live - stats.waiting),
+            ("jitney_running_sequences",): stats.running,
+            ("jitney_kv_used_blocks",): stats.blocks_used,
+            ("jitney_kv_cached_blocks",): stats.blocks_cached,
+            ("jitney_kv_free_blocks",): unused - stats.blocks_cached,
+            (ORCA, "used"): stats.blocks_used,
+            (ORCA, "free"): unused,
+            (ORCA, "max"): total,
+            (ORCA, "fraction"): stats.blocks_used / total,
+            (ORCA, "tokens_per"): self._block_size,
         }
-
-    @staticmethod
-    def _send(
-        server: "_ServerMetrics",
-        counts: Mapping[str, int],
-        outcomes: Mapping[str, int],
-        histograms: Mapping[str, tuple[list[int], float]],
-    ) -> None:
-        for name, amount in counts.items():
-            server.increment((name,), amount)
-        for name, amount in outcomes.items():
-            server.increment((REQUESTS, name), amount)
-        for name, (cumulative, total) in histograms.items():
-            for index, amount in enumerate(cumulative):
-                server.increment((f"{name}_bucket", str(index)), amount)
-            server.increment((f"{name}_sum",), total)
-            server.increment((f"{name}_count",), cumulative[-1])
-
-    def _send_gauges(self, server: "_ServerMetrics", gauges: Mapping[str, int]) -> None:
-        for name, value in gauges.items():
-            server.set((name,), value)
-        used, total = gauges["jitney_kv_used_blocks"], self._info.num_blocks
-        server.set((ORCA, "used"), used)
-        server.set((ORCA, "free"), total - used)
-        server.set((ORCA, "max"), total)
-        server.set((ORCA, "fraction"), used / total)
-        server.set((ORCA, "tokens_per"), self._info.block_size)
-
-
-_Variants = Mapping[tuple[str, ...], Mapping[str, str]]
-"""What tells the metrics of a family apart -> their labels beside the common ones."""
 
 
 class _ServerMetrics:
-    """The server's metric objects, by (family name, variant)."""
+    """The server's metric objects."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
         self._families: list[Any] = []  # a family that is dropped takes its metrics with it
-        self._metrics: dict[tuple[str, ...], Any] = {}
-        self._last: dict[tuple[str, ...], float] = {}
+        self._metrics: dict[_Key, Any] = {}
+        self._last: dict[_Key, float] = {}
         counter, gauge = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
         for name, text in GAUGES.items():
-            self._add(name, text, gauge, {(): {}})
+            self._add(name, text, gauge)
         for name, text in COUNTERS.items():
-            self._add(name, text, counter, {(): {}})
-        self._add(
-            REQUESTS,
-            "Requests by how they ended",
-            counter,
-            {(outcome,): {"outcome": outcome} for outcome in OUTCOMES},
-        )
+            self._add(name, text, counter)
+        self._add(REQUESTS, "Requests by how they ended", counter, "outcome", OUTCOMES)
         for name, (text, bounds) in HISTOGRAMS.items():
-            edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
-            buckets: _Variants = {(str(i),): {"le": edge} for i, edge in enumerate(edges)}
-            self._add(f"{name}_bucket", f"{text}: observations up to le", counter, buckets)
-            self._add(f"{name}_sum", f"{text}: sum", counter, {(): {}})
-            self._add(f"{name}_count", f"{text}: observations", counter, {(): {}})
+            edges = _Histogram(name, bounds).edges
+            self._add(f"{name}_bucket", f"{text}: observations up to le", counter, "le", edges)
+            self._add(f"{name}_sum", f"{text}: sum", counter)
+            self._add(f"{name}_count", f"{text}: observations", counter)
+        text = "KV blocks, in the form that the server's load headers are made of"
         kinds = ("used", "free", "max", "fraction", "tokens_per")
-        self._add(
-            ORCA,
-            "KV blocks, in the form that the server's load headers are made of",
-            gauge,
-            {(kind,): {"kv_cache_block_type": kind} for kind in kinds},
-        )
+        self._add(ORCA, text, gauge, "kv_cache_block_type", kinds)
 
-    def increment(self, key: tuple[str, ...], amount: float) -> None:
-        """Add to a counter; nothing is sent for nothing."""
+    def increment(self, key: _Key, amount: float) -> None:
+        """Add to a counter, unless the amount is 0."""
         if amount:
             self._metrics[key].increment(amount)
 
-    def set(self, key: tuple[str, ...], value: float) -> None:
-        """Set a gauge; nothing is sent if it stands there already."""
+    def set(self, key: _Key, value: float) -> None:
+        """Set a gauge, unless it has that value already."""
         if self._last.get(key) != value:
             self._metrics[key].set(value)
             self._last[key] = value
 
     def _add(
-        self,
-        name: str,
-        description: str,
-        kind: Any,
-        variants: _Variants,
+        self, name: str, text: str, kind: Any, label: str = "", values: Sequence[str] = ()
     ) -> None:
-        family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+        """A family of one metric, or of one for each of the ``values`` of ``label``."""
+        family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
         self._families.append(family)
-        for variant, labels in variants.items():
-            metric = family.Metric(labels={**self._labels, **labels})
-            self._metrics[(name, *variant)] = metric
+        if not label:
+            self._metrics[name,] = family.Metric(labels=self._labels)
+        for value in values:
+            self._metrics[name, value] = family.Metric(labels={**self._labels, label: value})

@@ -15,10 +15,10 @@ import msgspec
 import triton_python_backend_utils as pb_utils
 
 from jitney.config import EngineConfig, load_config
+from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
 from jitney.frontend.contract import complete_config
 from jitney.frontend.termination import on_sigterm
-from jitney.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from jitney.frontend.service import Service
@@ -45,7 +45,7 @@ class TritonPythonModel:
         version_folder = Path(args["model_repository"]) / args["model_version"]
         try:
             options = load_config(version_folder / "model.json", parameters(args))
-            config = place(options, args)
+            config = assign_device(options, args)
             self._service = _start(config, args)
             on_sigterm(lambda: self._service.drain(config.drain_s))
         except JitneyError as error:
@@ -73,8 +73,8 @@ def parameters(args: dict[str, str]) -> dict[str, str]:
     return {name: said["string_value"] for name, said in given.items() if not name.isupper()}
 
 
-def place(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
-    """Fill in what the server decides: the device of this instance, and how many share it."""
+def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
+    """Fill in what the server decides: this instance's device and how many instances share it."""
     groups = json.loads(args["model_config"]).get("instance_group", [])
     device = int(args["model_instance_device_id"])
     on_gpu = args["model_instance_kind"] == "GPU"
@@ -91,11 +91,10 @@ def place(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
 
 
 def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
-    from jitney.engine import Engine
-    from jitney.execution.checkpoint import resolve_folder
-    from jitney.execution.runner import load_runner
+    from jitney.engine.assemble import load_runner, resolve_folder
+    from jitney.engine.engine import Engine
     from jitney.frontend.service import Service
-    from jitney.tokenizer import Tokenizer
+    from jitney.text.tokenizer import Tokenizer
 
     runner = load_runner(config)
     tokenizer = Tokenizer.load(resolve_folder(config.model))
@@ -104,23 +103,22 @@ def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
         "version": args["model_version"],
         "model_instance": args["model_instance_name"],
     }
-    return Service(Engine(config, runner), tokenizer, runner.info, config, labels)
+    return Service(Engine(config, runner), tokenizer, labels)
 
 
 class _ServerLog(logging.Handler):
     """Python's log records into the server's log. Each is a round trip: nothing logs per token."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        logger = pb_utils.Logger
-        text = self.format(record)
+        log, text = pb_utils.Logger, self.format(record)
         if record.levelno >= logging.ERROR:
-            logger.log_error(text)
+            log.log_error(text)
         elif record.levelno >= logging.WARNING:
-            logger.log_warn(text)
+            log.log_warn(text)
         elif record.levelno >= logging.INFO:
-            logger.log_info(text)
+            log.log_info(text)
         else:
-            logger.log_verbose(text)
+            log.log_verbose(text)
 
 
 def _log_to_server() -> None:

@@ -1,8 +1,8 @@
-"""Tensors in, tensors out: the client contract of design.md, without threads or state.
+"""Tensors in, tensors out: the contract with clients (docs/contract.md), without threads or state.
 
 :func:`parse_request` turns the server's request into a :class:`ClientRequest` and refuses what is
-wrong with it; :func:`write_response` turns what a completion has to say into named arrays. Called
-by the service and the responder.
+wrong with it; :class:`ResponseWriter` turns a completion's news into named arrays. Called by the
+service and the responder.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jitney.completion import SequenceDelta
 from jitney.errors import InvalidArgumentError
 from jitney.frontend.channel import NamedArray
 from jitney.frontend.contract import INPUTS, PROMPT_INPUTS, RETURN_FLAGS
-from jitney.request import Logprob, Timing
+from jitney.messages import Logprob, Timing
 from jitney.sampling_params import SamplingParams, decode_sampling_json, parse_sampling_params
+from jitney.text.completion import SequenceDelta
 
 _NUMPY_KINDS = {
     "TYPE_STRING": ("O", "BYTES"),
@@ -94,9 +94,9 @@ def _check_array(name: str, array: np.ndarray) -> None:
     if array.dtype.kind != kind or (kind == "i" and array.dtype.itemsize != 4):
         raise InvalidArgumentError(f"input {name} has type {array.dtype}, but must be {shown}")
     if array.ndim != 1 or (spec.dims >= 0 and array.shape[0] != spec.dims):
-        wanted = "[-1]" if spec.dims < 0 else f"[{spec.dims}]"
+        shape = [spec.dims]
         raise InvalidArgumentError(
-            f"input {name} has shape {list(array.shape)}, but must be {wanted}"
+            f"input {name} has shape {list(array.shape)}, but must be {shape}"
         )
 
 
@@ -125,7 +125,7 @@ def _parse_params(arrays: dict[str, np.ndarray], request: Any) -> SamplingParams
 
 
 class ResponseWriter:
-    """Writes one request's responses as named arrays; remembers what ends it has told.
+    """Writes one request's responses as named arrays; keeps the finish reasons sent so far.
 
     Shapes, with n sequences: text_output, finish_reason, cumulative_logprob, logprobs and
     num_output_tokens [n]; prompt_logprobs, num_input_tokens and timing [1]; output_ids [number of
@@ -149,7 +149,7 @@ class ResponseWriter:
         self._cumulative = [0.0] * n
         self._first = True
         self.finish_reasons: list[str | None] = [None] * n
-        """Per sequence, as far as the client has been told."""
+        """Per sequence, as far as they were sent."""
 
     def write(
         self,

@@ -1,11 +1,11 @@
-"""From the engine's reports to responses: in order per request, and never in the engine's way.
+"""From the engine's reports to responses: in order per request, without delaying the engine.
 
-One thread owns the requests in flight, feeds the engine's events to their completions and sends.
-A send is a round trip to the server; while one is under way, events queue up behind it, and a
-request's new tokens leave together in its next response. Requests with something to say take
-turns, so that one fast stream delays the others by one send at most.
+One thread owns the replies, feeds the engine's events to their completions and sends. Other
+threads put calls into its inbox. A send is a round trip to the server; while one is under way,
+events queue up behind it, and a request's new tokens leave together in its next response. Requests
+with something to send take turns, so that one fast stream delays the others by one send at most.
 
-Every request that is opened ends in exactly one final response: its last data, or an error.
+Every reply ends in exactly one final response: its last data, or an error.
 """
 
 import logging
@@ -14,71 +14,35 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from jitney.completion import Completion
 from jitney.errors import CancelledError, InternalError, JitneyError, from_code
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ResponseWriter
-from jitney.request import (
-    Cancel,
-    Cancelled,
-    Event,
-    Failed,
-    Finished,
-    Message,
-    StepReport,
-    Tokens,
-)
+from jitney.messages import Cancel, Cancelled, Event, Failed, Message, StepReport, Tokens
+from jitney.text.completion import Completion
 
 _LOG = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 0.02
-"""Longest pause after one send: a send that was slow for once holds nobody up for long."""
+"""Longest pause after one send, so that a single slow send delays the others only briefly."""
 
 
 @dataclass(slots=True)
-class Opened:
-    """A request that the engine is about to get. Its events come later in the same queue."""
+class Reply:
+    """What a request's client gets, and how far that is sent."""
 
     key: int
     channel: Channel
     streamed: bool
-    """Whether it gets a response whenever there is something to say, or one."""
+    """Whether it gets a response whenever there is something to send, or one."""
     completion: Completion
     writer: ResponseWriter
     arrival: float
     """Monotonic seconds."""
-
-
-@dataclass(slots=True)
-class Reported:
-    """A step's report and when it was made (monotonic seconds), because it may wait here."""
-
-    report: StepReport
-    at: float
-
-
-@dataclass(slots=True)
-class Abort:
-    """End one request, or every request in flight, with this error."""
-
-    error: JitneyError
-    key: int | None
-
-
-@dataclass(slots=True)
-class _Stop:
-    """End the thread; what is still open is ended with an error first."""
-
-
-@dataclass(slots=True)
-class _Stream:
-    """A request in flight."""
-
-    opened: Opened
     queued: bool = False
-    """Whether it stands in the line of those that have something to send."""
+    """Whether it is in the queue of those that have something to send."""
     last_token_at: dict[int, float] = field(default_factory=dict)
     cancel_reason: str = "the request was cancelled by its client"
     cancelling: bool = False
@@ -88,8 +52,8 @@ class _Stream:
 
     @property
     def urgent(self) -> bool:
-        """Whether a client waits for the next response as for no other: the first or the last."""
-        return not self.begun or self.opened.completion.terminal is not None
+        """Whether its next response is the first or the last: these do not wait."""
+        return not self.begun or self.completion.terminal is not None
 
 
 class Responder:
@@ -100,38 +64,36 @@ class Responder:
         send_message: Callable[[Message], None],
         metrics: Metrics,
         max_pending_tokens: int,
-        send_share: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
+        send_share: float,
     ) -> None:
         self._send_message = send_message
         self._metrics = metrics
         self._max_pending_tokens = max_pending_tokens
-        self._clock = clock
-        self._inbox: queue.SimpleQueue[Opened | Reported | Abort | _Stop] = queue.SimpleQueue()
-        self._streams: dict[int, _Stream] = {}
-        self._line: deque[_Stream] = deque()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._replies: dict[int, Reply] = {}
+        self._queue: deque[Reply] = deque()
         self._stopping = False
         self._send_share = send_share
         self._pause_until = 0.0
 
     # ------------------------------------------------------------------ from other threads
 
-    def open(self, opened: Opened) -> None:
+    def add(self, reply: Reply) -> None:
         """Take over a request. Must be called before the engine gets it."""
-        self._inbox.put(opened)
+        self._inbox.put(partial(self._replies.__setitem__, reply.key, reply))
 
     def put(self, report: StepReport) -> None:
-        """Take in what the engine reports; the engine's outbox."""
-        self._inbox.put(Reported(report, self._clock()))
+        """What the engine reports; this is the engine's outbox."""
+        self._inbox.put(partial(self._read, report, time.monotonic()))
 
     def abort(self, error: JitneyError, key: int | None = None) -> None:
-        """End request ``key``, or every request opened so far, with ``error``; the engine is told
+        """End request ``key``, or every request added so far, with ``error``; the engine is told
         to cancel them. A key that has ended is ignored."""
-        self._inbox.put(Abort(error, key))
+        self._inbox.put(partial(self._abort, error, key))
 
     def stop(self) -> None:
-        """End :meth:`run` after what is in the queue now."""
-        self._inbox.put(_Stop())
+        """End :meth:`run` after what is in the inbox now."""
+        self._inbox.put(self._stop)
 
     # ------------------------------------------------------------------ the thread
 
@@ -142,165 +104,149 @@ class Responder:
         self._abort(InternalError("the model was stopped before the request ended"))
 
     def turn(self) -> None:
-        """Take in everything that has come, then send at most one response. Waits while there is
-        nothing to do and while sending has had its share."""
+        """Make all calls in the inbox, then send at most one response. Waits while there is
+        nothing to do and while sending has used up its share of the time."""
         patience = self._patience()
         try:
-            message = self._inbox.get(timeout=patience) if patience != 0 else None
+            call = self._inbox.get(block=patience != 0, timeout=patience)
             while True:
-                if message is not None:
-                    self._take_in(message)
-                message = self._inbox.get_nowait()
+                call()
+                call = self._inbox.get_nowait()
         except queue.Empty:
             pass
-        self._metrics.live(len(self._streams))
-        if self._patience() == 0:
-            stream = self._line.popleft()
-            stream.queued = False
-            # Between joining the line and its turn it may have been aborted, or have come to where
-            # it must wait for its end.
-            if stream.opened.key in self._streams and self._may_send(stream):
-                began = self._clock()
-                self._answer(stream)
-                took = self._clock() - began
-                self._pause_until = began + took + min(took / self._send_share - took, MAX_PAUSE_S)
-                self._metrics.live(len(self._streams))
+        self._metrics.live(len(self._replies))
+        if self._patience() != 0:
+            return
+        reply = self._queue.popleft()
+        reply.queued = False
+        # Since it joined the queue it may have been aborted, or must now wait for its end.
+        if reply.key in self._replies and self._may_send(reply):
+            began = time.monotonic()
+            self._guard(reply, self._send)
+            took = time.monotonic() - began
+            self._pause_until = began + took + min(took / self._send_share - took, MAX_PAUSE_S)
+            self._metrics.live(len(self._replies))
 
     def _patience(self) -> float | None:
         """Seconds until the next response may be sent; None while there is none to send.
 
         A response costs the engine's cores as much as a token or two. So sending keeps to a share
-        of the time, and what is made in a pause leaves with the next response of its stream. First
+        of the time, and tokens made in a pause leave with the next response of their request. First
         and last responses do not wait.
         """
-        if not self._line:
+        if not self._queue:
             return None
-        if self._line[0].urgent:
+        if self._queue[0].urgent:
             return 0
-        return max(self._pause_until - self._clock(), 0)
+        return max(self._pause_until - time.monotonic(), 0)
 
-    def _take_in(self, message: Opened | Reported | Abort | _Stop) -> None:
-        match message:
-            case Opened():
-                self._streams[message.key] = _Stream(message)
-            case Reported(report, at):
-                self._metrics.step(report.stats)
-                for event in report.events:
-                    stream = self._streams.get(event.key)
-                    if stream is not None:  # else it ended here before the engine heard of it
-                        self._feed(stream, event, at)
-            case Abort(error, key):
-                self._abort(error, key)
-            case _Stop():
-                self._stopping = True
+    def _stop(self) -> None:
+        self._stopping = True
 
-    def _feed(self, stream: _Stream, event: Event, at: float) -> None:
-        if isinstance(event, Tokens):
-            self._observe_latency(stream, event, at)
-        try:
-            finishes = stream.opened.completion.feed(event)
-        except Exception:
-            self._fail(stream)
-            return
-        for finish in finishes:
+    def _read(self, report: StepReport, at: float) -> None:
+        """A step's report that was made at ``at`` (monotonic seconds)."""
+        self._metrics.step(report.stats)
+        for event in report.events:
+            reply = self._replies.get(event.key)
+            if reply is not None:  # else it ended here first
+                if isinstance(event, Tokens):
+                    self._observe_latency(reply, event, at)
+                self._guard(reply, self._feed, event)
+
+    def _feed(self, reply: Reply, event: Event) -> None:
+        for finish in reply.completion.feed(event):
             self._send_message(finish)
-        if stream.opened.streamed:
-            self._bound(stream)
-        if not stream.queued and self._may_send(stream):
-            stream.queued = True
-            if stream.urgent:
-                self._line.appendleft(stream)
+        if reply.streamed:
+            self._bound(reply)
+        if not reply.queued and self._may_send(reply):
+            reply.queued = True
+            if reply.urgent:
+                self._queue.appendleft(reply)
             else:
-                self._line.append(stream)
+                self._queue.append(reply)
 
-    def _observe_latency(self, stream: _Stream, tokens: Tokens, at: float) -> None:
-        if not stream.last_token_at:
-            waited = at - stream.opened.arrival
+    def _observe_latency(self, reply: Reply, tokens: Tokens, at: float) -> None:
+        if not reply.last_token_at:
+            waited = at - reply.arrival
             self._metrics.observe("jitney_time_to_first_token_seconds", waited)
-        last = stream.last_token_at.get(tokens.index)
+        last = reply.last_token_at.get(tokens.index)
         if last is not None and tokens.ids:
             each = (at - last) / len(tokens.ids)
             self._metrics.observe("jitney_inter_token_seconds", each, len(tokens.ids))
-        stream.last_token_at[tokens.index] = at
+        reply.last_token_at[tokens.index] = at
 
-    def _bound(self, stream: _Stream) -> None:
+    def _bound(self, reply: Reply) -> None:
         """Cancel a stream whose tokens cannot be sent as fast as they are made."""
-        waiting = stream.opened.completion.pending_tokens
-        if waiting > self._max_pending_tokens and not stream.cancelling:
-            stream.cancelling = True
-            stream.cancel_reason = (
+        waiting = reply.completion.pending_tokens
+        if waiting > self._max_pending_tokens and not reply.cancelling:
+            reply.cancelling = True
+            reply.cancel_reason = (
                 f"{waiting:,} tokens wait to be sent, but at most {self._max_pending_tokens:,} may "
                 f"(max_pending_tokens)"
             )
-            self._send_message(Cancel(stream.opened.key))
+            self._send_message(Cancel(reply.key))
 
-    def _may_send(self, stream: _Stream) -> bool:
+    def _may_send(self, reply: Reply) -> bool:
         """Whether a response can be made now.
 
-        When the text of all sequences has ended (a stop string) but the engine has not said so
-        yet, the last data waits for its word, one step away: the last data response is the final
-        one and carries the timing.
+        When the text of all sequences has ended (at a stop string) and the engine has not reported
+        the end yet, the last data waits for that report, one step away: the last data response is
+        the final one and carries the timing.
         """
-        completion = stream.opened.completion
+        completion = reply.completion
         if completion.terminal is not None:
             return True
-        if not stream.opened.streamed or stream.cancelling:
+        if not reply.streamed or reply.cancelling:
             return False
         return completion.has_pending and not completion.all_ended
 
-    def _answer(self, stream: _Stream) -> None:
-        try:
-            self._send(stream)
-        except Exception:
-            self._fail(stream)
-
-    def _send(self, stream: _Stream) -> None:
-        completion = stream.opened.completion
+    def _send(self, reply: Reply) -> None:
+        completion = reply.completion
         terminal = completion.terminal
         if isinstance(terminal, Failed):
-            self._end(stream, from_code(terminal.code, terminal.message))
-        elif isinstance(terminal, Cancelled) or stream.cancelling:
-            self._end(stream, CancelledError(stream.cancel_reason))
-        else:
-            self._send_data(stream, terminal)
-
-    def _send_data(self, stream: _Stream, terminal: Finished | None) -> None:
-        opened = stream.opened
-        tensors = opened.writer.write(
-            opened.completion.take(),
-            prompt_logprobs=opened.completion.prompt_logprobs,
+            self._end(reply, from_code(terminal.code, terminal.message))
+            return
+        if isinstance(terminal, Cancelled) or reply.cancelling:
+            self._end(reply, CancelledError(reply.cancel_reason))
+            return
+        tensors = reply.writer.write(
+            completion.take(),
+            prompt_logprobs=completion.prompt_logprobs,
             timing=None if terminal is None else terminal.timing,
         )
-        stream.begun = True
-        delivered = opened.channel.send(tensors, final=terminal is not None)
+        reply.begun = True
+        delivered = reply.channel.send(tensors, final=terminal is not None)
         self._metrics.count("jitney_responses_total")
         if terminal is not None:
-            del self._streams[opened.key]
-            reasons = [reason for reason in opened.writer.finish_reasons if reason is not None]
+            del self._replies[reply.key]
+            reasons = [reason for reason in reply.writer.finish_reasons if reason is not None]
             self._metrics.finished(terminal.timing, reasons[-1])
         elif not delivered:
-            del self._streams[opened.key]
+            del self._replies[reply.key]
             self._metrics.outcome("cancelled")
-            self._send_message(Cancel(opened.key))
+            self._send_message(Cancel(reply.key))
 
-    def _end(self, stream: _Stream, error: JitneyError) -> None:
-        del self._streams[stream.opened.key]
+    def _end(self, reply: Reply, error: JitneyError) -> None:
+        del self._replies[reply.key]
         self._metrics.outcome(outcome_of(error))
-        if not stream.opened.channel.closed:
-            stream.opened.channel.fail(error)
+        if not reply.channel.closed:
+            reply.channel.fail(error)
 
-    def _fail(self, stream: _Stream) -> None:
-        """Our bug in one request's text must not end the others: called while it is handled."""
-        _LOG.exception("request %d could not be answered", stream.opened.key)
-        if stream.opened.key in self._streams:
-            self._send_message(Cancel(stream.opened.key))
-            self._end(stream, InternalError("the output could not be put into text"))
+    def _guard(self, reply: Reply, work: Callable[..., None], *arguments: Event) -> None:
+        """Our bug in the text of one request must not end the others."""
+        try:
+            work(reply, *arguments)
+        except Exception:
+            _LOG.exception("request %d could not be answered", reply.key)
+            if reply.key in self._replies:
+                self._send_message(Cancel(reply.key))
+                self._end(reply, InternalError("the output could not be put into text"))
 
     def _abort(self, error: JitneyError, key: int | None = None) -> None:
-        for stream in list(self._streams.values()):
-            if key is None or stream.opened.key == key:
-                self._send_message(Cancel(stream.opened.key))
-                self._end(stream, error)
+        for reply in list(self._replies.values()):
+            if key is None or reply.key == key:
+                self._send_message(Cancel(reply.key))
+                self._end(reply, error)
 
 
 def outcome_of(error: JitneyError) -> str:

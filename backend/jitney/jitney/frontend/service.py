@@ -1,52 +1,37 @@
-"""One model instance at work: the engine in its thread and the threads around it.
+"""One model instance: the engine in its thread and the threads around it.
 
 Owns the life of the engine, the responder, the sweeper and the flushing of metrics; all threads are
-daemons, so that none can hold up the server's exit. ``model.py`` calls :meth:`Service.accept` for
+daemons, so that none can delay the server's exit. ``model.py`` calls :meth:`Service.accept` for
 each request, from one thread, and :meth:`Service.close` once.
 
-    accept ──Opened──▶ responder ◀──StepReport── engine ◀──Submit, Finish, Cancel── all of them
+    accept ──Reply──▶ responder ◀──StepReport── engine ◀──Submit, Finish, Cancel── all of them
 """
 
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from jitney.completion import Completion
-from jitney.config import EngineConfig
-from jitney.engine import Outbox
+from jitney.engine.engine import Engine
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
-from jitney.frontend.responder import Opened, Responder, outcome_of
+from jitney.frontend.responder import Reply, Responder, outcome_of
 from jitney.frontend.sweeper import Sweeper
-from jitney.intake import decode_prompt_text, encode_messages, encode_prompt, make_submit
-from jitney.request import Message, ModelInfo
-from jitney.sampling_params import check_token_ids
-from jitney.tokenizer import Tokenizer
+from jitney.text.chat import parse_chat
+from jitney.text.completion import Completion
+from jitney.text.intake import decode_prompt_text, encode_chat, encode_prompt, make_submit
+from jitney.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
-"""How long :meth:`Service.close` waits for each thread; a step that takes longer is abandoned."""
-
-
-class EngineLike(Protocol):
-    """What the service asks of an engine; the tests have an arithmetic one."""
-
-    def send(self, message: Message) -> None:
-        """Queue a message; never blocks. UnavailableError for a Submit once it stops."""
-
-    def run(self, outbox: Outbox) -> None:
-        """Step until stopped, putting each report into ``outbox``; on return all is ended."""
-
-    def stop(self) -> None:
-        """Make :meth:`run` return after the current step."""
+"""Seconds for which :meth:`Service.close` waits for each thread."""
 
 
 class Service:
@@ -54,24 +39,20 @@ class Service:
 
     def __init__(
         self,
-        engine: EngineLike,
+        engine: Engine,
         tokenizer: Tokenizer,
-        info: ModelInfo,
-        config: EngineConfig,
         labels: Mapping[str, str],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._info = info
-        self._config = config
-        self._clock = clock
+        self._info = info = engine.runner.info
+        self._config = config = engine.config
         self._keys = itertools.count()
         self._closed: str | None = None  # why no request is accepted any more
         self._engine_failure: InternalError | None = None
         self._metrics = Metrics(labels, info)
         self._responder = Responder(
-            engine.send, self._metrics, config.max_pending_tokens, config.send_share, clock
+            engine.send, self._metrics, config.max_pending_tokens, config.send_share
         )
         self._sweeper = Sweeper(engine.send, config.cancel_sweep_s)
         self._stopped = threading.Event()
@@ -91,8 +72,8 @@ class Service:
     # ------------------------------------------------------------------ the server's thread
 
     def accept(self, request: Any) -> None:
-        """Take over one of the server's requests. Answers at once if it is refused; never raises,
-        because that would end every request of the same call."""
+        """Take over one of the server's requests. A refusal is sent at once; never raises, because
+        that would end every request of the same call."""
         channel = Channel(request.get_response_sender())
         try:
             if self._closed is not None:
@@ -117,44 +98,43 @@ class Service:
             tokenizer=self._tokenizer,
             info=self._info,
             config=self._config,
-            now=self._clock(),
+            now=time.monotonic(),
         )
+        if request.echo and text is None:
+            text = self._tokenizer.decode(ids)
         writer = ResponseWriter(
             request,
-            echo_text=text if request.echo else "",
+            echo_text=text if request.echo and text else "",
             num_input_tokens=len(ids),
             token_text=self._tokenizer.token_text,
         )
         completion = Completion(submit, self._tokenizer)
-        opened = Opened(key, channel, request.stream, completion, writer, submit.arrival)
         self._metrics.count("jitney_prompt_tokens_total", len(ids))
-        self._responder.open(opened)  # before the engine has it: its events find it there
+        # Before the engine has the request: its events find the reply there.
+        self._responder.add(Reply(key, channel, request.stream, completion, writer, submit.arrival))
         try:
             self._engine.send(submit)
         except UnavailableError as error:
             self._responder.abort(error, key)
             return
         self._sweeper.watch(key, channel)
-        if self._engine_failure is not None:  # it died in between, and may not have seen this one
+        if self._engine_failure is not None:  # it died meanwhile, perhaps without this one
             self._responder.abort(self._engine_failure, key)
 
-    def _encode(self, request: ClientRequest) -> tuple[list[int], str]:
-        """The prompt's ids, and its text if the output is to begin with it."""
+    def _encode(self, request: ClientRequest) -> tuple[list[int], str | None]:
+        """The prompt's ids; its text too, if it came as text."""
         tokenizer, config, info = self._tokenizer, self._config, self._info
         if isinstance(request.prompt, bytes):
             text = decode_prompt_text(request.prompt, config, info, request.prompt_input)
             if request.prompt_input == "text_input":
                 return encode_prompt(text, tokenizer, config, info), text
-            ids = encode_messages(text, tokenizer, config, info)
-        elif request.prompt.size > info.max_model_len:  # judged before it becomes a list
+            return encode_chat(parse_chat(text, config), tokenizer, config, info), None
+        if request.prompt.size > info.max_model_len:  # refused before it becomes a list
             raise InvalidArgumentError(
                 f"input_ids has {request.prompt.size:,} ids, but the model's context holds "
                 f"{info.max_model_len:,}"
             )
-        else:
-            ids = request.prompt.tolist()
-            check_token_ids("input_ids", ids, info.vocab_size)
-        return ids, tokenizer.decode(ids) if request.echo else ""
+        return request.prompt.tolist(), None
 
     def _refuse(self, channel: Channel, error: JitneyError) -> None:
         self._metrics.outcome(outcome_of(error))
@@ -170,7 +150,7 @@ class Service:
         timer.start()
 
     def close(self) -> None:
-        """End every thread in bounded time. What is still in flight is ended with an error."""
+        """End every thread in bounded time. Requests that are still open end with an error."""
         self._closed = "the model is being unloaded"
         ends = (self._engine.stop, self._responder.stop, self._sweeper.stop, self._stopped.set)
         for thread, end in zip(self._threads, ends, strict=True):

@@ -2,7 +2,7 @@
 
 A thread of its own, because each question is a round trip to the server. Owns the list of channels
 it watches; new ones come through a queue, closed ones are dropped in passing. What it finds goes
-out as :class:`~jitney.request.Cancel`.
+out as :class:`~jitney.messages.Cancel`.
 """
 
 import logging
@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 
 from jitney.frontend.channel import Channel
-from jitney.request import Cancel
+from jitney.messages import Cancel
 
 _LOG = logging.getLogger(__name__)
 
 _LARGEST_SHARE = 0.25
-"""Questions and responses take turns in one queue to the server: with very many requests the sweeps
-come less often, so that the questions never take more than this share of the time."""
+"""Questions and responses share one queue to the server: with very many requests there are fewer
+sweeps, so that the questions take at most this share of the time."""
 
 
 class Sweeper:
@@ -49,7 +49,7 @@ class Sweeper:
             pause = max(self._interval_s - took, took * (1 / _LARGEST_SHARE - 1))
 
     def sweep(self) -> None:
-        """Ask once about each watched request; a cancelled one is told once and not watched on."""
+        """Ask once about each watched request; a cancelled one is reported once and dropped."""
         while not self._new.empty():
             key, channel = self._new.get()
             self._watched[key] = channel

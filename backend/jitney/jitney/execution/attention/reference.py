@@ -1,13 +1,13 @@
 """Paged attention in plain torch: obviously right, for any device, and slow.
 
 It is what the fast kernels are tested against and what runs where none of them does. Inside a block
-of the cache it keeps [token, head element], as :func:`metadata.cache_shape` reads.
+of the cache it keeps [token, head element], as :func:`attention.cache_shape` says.
 """
 
 import torch
 from torch import Tensor
 
-from jitney.execution.attention.metadata import AttentionMetadata
+from jitney.execution.attention import AttentionMetadata
 
 # Scores of one slice of a row's queries: bounds the memory of a long prompt's.
 _SLICE_SCORES = 1 << 24
@@ -94,16 +94,14 @@ def _attend(
 
     The query at position p sees keys max(0, p - window + 1) to p. Returns [n, heads, head].
     """
-    n, num_heads, _ = q.shape
+    n, num_heads, head_size = q.shape
     num_kv_heads, context, _ = keys.shape
-    grouped = q.transpose(0, 1).reshape(num_kv_heads, num_heads // num_kv_heads, n, -1)
+    grouped = q.transpose(0, 1).reshape(num_kv_heads, -1, n, head_size)
     scores = grouped @ keys[:, None].transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    distance = (
-        torch.arange(context - n, context, device=q.device)[:, None]
-        - torch.arange(context, device=q.device)[None, :]
-    )
+    positions = torch.arange(context, device=q.device)
+    distance = positions[-n:, None] - positions
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
@@ -111,8 +109,6 @@ def _attend(
     if sinks is not None:
         # One more logit per head, which takes part in the denominator and carries no value.
         column = sinks.to(scores.dtype)[:, None, None].expand(num_heads, n, 1)
-        weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, -1)
-    weights = weights.reshape(num_kv_heads, -1, n, context)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.softmax(scores, -1)[..., :context].reshape(num_kv_heads, -1, n, context)
     return (weights @ values[:, None]).reshape(num_heads, n, -1).transpose(0, 1)

@@ -1,0 +1,164 @@
+"""A request and its sequences, as the scheduler keeps them. State only; the scheduler moves it.
+
+A request of n > 1 runs as one sequence until its prompt is computed; sampling the first token
+makes the other n − 1. From then on each sequence is scheduled, preempted and ended on its own.
+"""
+
+import enum
+
+from jitney.core.kv_cache import block_hash, root_hash
+from jitney.messages import Logprob, Submit, Timing
+
+
+class State(enum.Enum):
+    """Where a sequence is: in the waiting queue, holding blocks, or over."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    ENDED = enum.auto()
+
+
+class Request:
+    """One submitted request: what its sequences share."""
+
+    __slots__ = (
+        "aged_arrival",
+        "cached_prompt_tokens",
+        "computed_prompt_tokens",
+        "first_scheduled",
+        "first_token",
+        "live",
+        "max_output",
+        "message",
+        "preemptions",
+        "prompt_logprobs",
+        "reads_output",
+        "reserved_blocks",
+        "root",
+        "sequences",
+    )
+
+    def __init__(
+        self, message: Submit, max_output: int, reserved_blocks: int, aged_arrival: float
+    ) -> None:
+        self.message = message
+        self.aged_arrival = aged_arrival
+        """Arrival, shifted by priority: what its sequences are ranked by."""
+        self.max_output = max_output
+        """Most output tokens of one sequence: max_tokens, or fewer where the context ends."""
+        self.reserved_blocks = reserved_blocks
+        """Blocks reserved for all its sequences (``eviction: never``); else 0."""
+        self.live = message.params.n
+        """Sequences that have not ended, those not yet made included."""
+        self.reads_output = _reads_output(message)
+        self.root = root_hash(message.params.cache_salt)
+        self.prompt_logprobs: list[list[Logprob] | None] = [None]
+        """One entry per prompt position as far as known; nothing precedes the first."""
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.cached_prompt_tokens = 0
+        self.computed_prompt_tokens = 0
+        self.preemptions = 0
+        self.sequences = [Sequence(self, 0)]
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a cached prefix may be used: not while its logprobs are asked for."""
+        asked = self.message.params.prompt_logprobs is not None
+        return not asked or len(self.prompt_logprobs) == len(self.message.prompt)
+
+    def timing(self, now: float) -> Timing:
+        """Seconds since arrival, for the terminal event at ``now``."""
+        arrival = self.message.arrival
+        return Timing(
+            queue_s=None if self.first_scheduled is None else self.first_scheduled - arrival,
+            first_token_s=None if self.first_token is None else self.first_token - arrival,
+            total_s=now - arrival,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            computed_prompt_tokens=self.computed_prompt_tokens,
+            preemptions=self.preemptions,
+        )
+
+
+def _reads_output(message: Submit) -> bool:
+    """Whether the host must know a token before the next one can be sampled."""
+    params = message.params
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.prompt_logprobs is not None
+        or message.bad_words_ids
+    )
+
+
+class Sequence:
+    """One stream of tokens over one block table.
+
+    K and V of the positions [0, num_computed) are written, those of [num_computed, num_planned) are
+    being written by steps in flight. ``num_computed < num_tokens`` while the sequence lives: its
+    last token is yet to be computed.
+
+    A step that computes the last known token samples the next one. So while ``num_planned`` is at
+    least ``num_tokens``, ``num_planned + 1 - num_tokens`` samples are in flight: *pending*. The one
+    to compute next, at position ``num_planned``, is the last of them.
+    """
+
+    __slots__ = (
+        "cumulative_logprob",
+        "hashes",
+        "index",
+        "limit",
+        "num_cached_blocks",
+        "num_computed",
+        "num_planned",
+        "num_tokens",
+        "output",
+        "prompt",
+        "rank",
+        "request",
+        "sample_index",
+        "state",
+        "table",
+    )
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.prompt = request.message.prompt
+        self.output: list[int] = []
+        self.table: list[int] = []
+        """Blocks of positions 0, block_size, 2·block_size, …; empty unless RUNNING."""
+        self.hashes: list[bytes] = []
+        """Of its leading full blocks, as far as computed: they depend on the tokens alone."""
+        self.num_tokens = len(self.prompt)
+        self.num_computed = 0
+        self.num_planned = 0
+        """``num_computed`` and what steps in flight add to it."""
+        self.limit = self.num_tokens + request.max_output - 1
+        """Positions [0, limit) are all that is ever computed: the last token never is."""
+        self.sample_index = 0
+        """Index of its latest sample among all samples of that step."""
+        self.num_cached_blocks = 0
+        """Leading blocks of the table that have been offered to the prefix cache."""
+        self.cumulative_logprob = 0.0
+        self.state = State.WAITING
+        self.rank = (request.aged_arrival, request.message.key, index)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at the positions [start, end)."""
+        size = len(self.prompt)
+        if end <= size:
+            return self.prompt[start:end]
+        if start >= size:
+            return self.output[start - size : end - size]
+        return self.prompt[start:] + self.output[: end - size]
+
+    def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
+        """Hashes of the first ``count`` blocks, all of them full. Each is computed once."""
+        hashes = self.hashes
+        while len(hashes) < count:
+            start = len(hashes) * block_size
+            parent = hashes[-1] if hashes else self.request.root
+            hashes.append(block_hash(parent, self.tokens(start, start + block_size)))
+        return hashes[:count] if len(hashes) > count else hashes

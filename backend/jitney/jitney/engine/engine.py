@@ -1,0 +1,325 @@
+"""The engine: sole owner of scheduler and runner, and the loop that makes the steps.
+
+A front sends messages from any thread (:meth:`Engine.send`); one thread makes the steps, by
+:meth:`Engine.run` or by calling :meth:`Engine.step` itself. What comes of them leaves as one
+:class:`StepReport` per step. Nothing else is shared, so the engine may as well live in a process of
+its own.
+
+A step is three calls: schedule, execute, update. If the runner can overlap steps and the option
+``overlap`` is set, execute is two calls, launch and wait: step n + 1 is scheduled and launched,
+then the engine waits for step n and updates. So one step is in flight between two calls of
+:meth:`Engine.step`.
+
+Failures, from the small to the large: a row that could not be served fails its request; a step that
+raises is executed again in halves, with nothing else in flight, until the request at fault is alone
+in one; a fault of the loop itself (our bug) ends every open request with Failed, and the loop goes
+on with a fresh scheduler.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar, cast
+
+from jitney.config import EngineConfig
+from jitney.core.scheduler import Scheduler
+from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
+from jitney.messages import (
+    TERMINAL,
+    Batch,
+    Cancel,
+    Event,
+    Failed,
+    Finish,
+    Message,
+    ModelInfo,
+    Row,
+    StepOutput,
+    StepReport,
+    Submit,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+IDLE_CHECK_S = 0.25
+"""Idle for so long, the engine checks its integrity: not between two requests of a busy client."""
+
+
+class Runner(Protocol):
+    """What makes a batch's tokens: the model's runner, or a fake one in tests."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is known of the loaded model."""
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """Make the copies, compute the rows, sample. May raise anything: the step counts as not
+        made, and its rows are executed again, with the same slots."""
+
+
+class LaunchedStep(Protocol):
+    """A step that the device runs, or will run."""
+
+    def wait(self) -> StepOutput:
+        """Wait until the step is over and give its output. May raise anything: the step counts as
+        not made. In either case nothing of it still runs afterwards. Called once, and once more if
+        that call was interrupted (KeyboardInterrupt)."""
+
+
+class OverlappingRunner(Runner, Protocol):
+    """A runner with ``info.overlap``: a step can be launched while the one before it still runs."""
+
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Begin a step and return without waiting for its end. Steps run in the order in which
+        they are launched; at most two are in flight. ``batch`` and the lists of its rows may change
+        once this returns. May raise anything: then nothing of the step runs. After a failure of any
+        step the engine waits for the other one and calls :meth:`execute` next."""
+
+
+class Outbox(Protocol):
+    """Where reports go: a queue, or a front's responder."""
+
+    def put(self, item: StepReport, /) -> object:
+        """Take a report. Called from the engine's thread: must neither block nor raise."""
+
+
+class Engine:
+    """Takes messages, makes steps, gives reports."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.runner = runner
+        self._clock = clock
+        overlaps = config.overlap and runner.info.overlap
+        self._launcher = cast(OverlappingRunner, runner) if overlaps else None
+        self._in_flight: list[tuple[Batch, LaunchedStep]] = []  # the oldest first, at most two
+        self.scheduler = self._make_scheduler()
+        self._open: set[int] = set()  # keys whose terminal event has not been reported
+        self._woken = threading.Condition()
+        self._inbox: list[Message] = []  # this and the two below: under _woken
+        self._stopping = False
+        self._closed = False
+
+    # ------------------------------------------------------------------ any thread
+
+    def send(self, message: Message) -> None:
+        """Put a message into the inbox and wake the loop.
+
+        Once :meth:`run` has ended, raises UnavailableError for a Submit and drops the others.
+        """
+        with self._woken:
+            if self._closed:
+                if isinstance(message, Submit):
+                    raise UnavailableError("the model is being unloaded")
+                return
+            self._inbox.append(message)
+            self._woken.notify()
+
+    def stop(self) -> None:
+        """Make :meth:`run` return after the current step. Requests that are open then fail."""
+        with self._woken:
+            self._stopping = True
+            self._woken.notify()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would find anything to do. For the engine's thread."""
+        return self.scheduler.has_work or bool(self._in_flight or self._inbox)
+
+    def step(self) -> StepReport | None:
+        """Make one step. None: there was nothing to do, and nothing is in flight.
+
+        With overlap the events are those of the step before, so the first step has none.
+        ``step_seconds`` is the time of this call: in steady state what a step on the device takes,
+        because the call waits for the end of one.
+        """
+        now = self._clock()
+        self.scheduler.reset_counts()
+        events = self._read_inbox(now) + self.scheduler.expire(now)
+        if not (events or self.scheduler.has_work or self._in_flight):
+            return None
+        if self._launcher is not None:
+            events += self._step_overlapped(self._launcher, now)
+        elif self.scheduler.has_work:
+            batch = self.scheduler.schedule(now)
+            output = self._try(self.runner.execute, batch)
+            events += self._update(batch, output)
+        self._open.difference_update(one.key for one in events if isinstance(one, TERMINAL))
+        return StepReport(events, self.scheduler.stats(step_seconds=self._clock() - now))
+
+    def abandon(self) -> None:
+        """Wait until nothing is in flight and drop the outputs."""
+        for _, launched in self._in_flight:
+            try:
+                launched.wait()
+            except Exception:
+                log.warning("a step that is dropped raised", exc_info=True)
+        self._in_flight.clear()
+
+    def reset(self) -> None:
+        """Forget every request and message, without an event: the caller keeps track of them."""
+        self.abandon()
+        with self._woken:
+            self._inbox.clear()
+        self._open.clear()
+        self.scheduler = self._make_scheduler()
+
+    def run(self, outbox: Outbox) -> None:
+        """Make steps until :meth:`stop`, putting each report into ``outbox``; sleep while there is
+        nothing to do. On return every submitted request has had its terminal event.
+
+        Raises DeviceLostError, likewise after the last terminal event.
+        """
+        end: JitneyError = UnavailableError("the model is being unloaded")
+        try:
+            while not self._stopping:
+                report = self._step_or_recover()
+                if report is not None:
+                    outbox.put(report)
+                else:
+                    self._wait()
+        except BaseException:
+            end = InternalError("the engine has stopped")
+            raise
+        finally:
+            self.abandon()
+            with self._woken:
+                self._closed = True
+                left = [one.key for one in self._inbox if isinstance(one, Submit)]
+                self._inbox.clear()
+            self._open.update(left)
+            if self._open:
+                outbox.put(self._fail_open(end))
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _read_inbox(self, now: float) -> list[Event]:
+        """Take all messages that have come, in order."""
+        with self._woken:
+            messages, self._inbox = self._inbox, []
+        self._open.update(one.key for one in messages if isinstance(one, Submit))
+        events: list[Event] = []
+        for message in messages:
+            if isinstance(message, Submit):
+                events += self.scheduler.submit(message, now)
+            elif isinstance(message, Finish):
+                events += self.scheduler.finish(message.key, message.index, now)
+            else:
+                assert isinstance(message, Cancel)
+                events += self.scheduler.cancel(message.key)
+        return events
+
+    def _step_overlapped(self, runner: OverlappingRunner, now: float) -> list[Event]:
+        """Schedule and launch a step, then wait for the one before it and update: that one runs
+        while this one is scheduled. What cannot be scheduled ahead waits for the update first."""
+        events: list[Event] = []
+        if not self.scheduler.can_plan_ahead:
+            events += self._complete_oldest()
+        batch = self.scheduler.schedule(now)
+        if not batch.rows:
+            return events + self._complete_oldest() if self._in_flight else events
+        launched = self._try(runner.launch, batch)
+        if launched is None:
+            self.scheduler.revert(batch)
+            if self._in_flight:
+                events += self._complete_oldest()
+            return events + self._execute_again(batch.rows)
+        self._in_flight.append((batch, launched))
+        return events + self._complete_oldest() if len(self._in_flight) == 2 else events
+
+    def _complete_oldest(self) -> list[Event]:
+        """Wait for the oldest step in flight and update. If it failed, the later one, which took
+        its tokens, is dropped: the scheduler plans its rows again."""
+        batch, launched = self._in_flight[0]
+        output = self._try(launched.wait)
+        del self._in_flight[0]
+        if output is not None:
+            return self.scheduler.update(batch, output, self._clock())
+        later = [each for each, _ in self._in_flight]
+        self.abandon()
+        for each in [*later, batch]:
+            self.scheduler.revert(each)
+        return self._execute_again(batch.rows)
+
+    def _try(self, call: Callable[..., T], *arguments: Batch) -> T | None:
+        """Call the runner. None: the step raised."""
+        try:
+            return call(*arguments)
+        except DeviceLostError:
+            raise
+        except Exception:
+            log.exception("a step raised")
+            return None
+
+    def _update(self, batch: Batch, output: StepOutput | None) -> list[Event]:
+        """Update, or, if the step raised, find the request at fault and run the others again."""
+        if output is not None:
+            return self.scheduler.update(batch, output, self._clock())
+        self.scheduler.revert(batch)
+        if len(batch.rows) > 1:
+            return self._execute_again(batch.rows)
+        return self.scheduler.fail(batch.rows[0].key, InternalError("the request failed in a step"))
+
+    def _execute_again(self, rows: list[Row]) -> list[Event]:
+        """Execute the rows of a reverted step in halves. A single row is executed once more."""
+        events: list[Event] = []
+        middle = len(rows) // 2
+        for half in (rows[:middle], rows[middle:]):
+            part = self.scheduler.retry(half)
+            if part.rows:
+                events += self._update(part, self._try(self.runner.execute, part))
+        return events
+
+    # ------------------------------------------------------------------ parts of the loop
+
+    def _step_or_recover(self) -> StepReport | None:
+        """A step. If the loop itself fails, which is our bug, every open request ends, and the
+        scheduler, which may be inconsistent, is replaced."""
+        try:
+            return self.step()
+        except DeviceLostError:
+            raise
+        except Exception:
+            log.exception("the engine's loop failed; %d requests end", len(self._open))
+            return self._fail_open(InternalError("the engine failed"))
+
+    def _fail_open(self, error: JitneyError) -> StepReport:
+        """End every open request and begin with an empty scheduler."""
+        self.abandon()
+        self.scheduler = self._make_scheduler()
+        events: list[Event] = [Failed(key, error.code, str(error)) for key in sorted(self._open)]
+        self._open.clear()
+        return StepReport(events, self.scheduler.stats())
+
+    def _wait(self) -> None:
+        """Sleep until a message comes. Once idle for a while, check the integrity, one time."""
+        if self._wait_for_message(IDLE_CHECK_S):
+            return
+        try:
+            self.scheduler.check_integrity()
+        except AssertionError:
+            log.exception("blocks or queues are inconsistent while idle; the scheduler is replaced")
+            self.scheduler = self._make_scheduler()
+        self._wait_for_message(None)
+
+    def _wait_for_message(self, timeout: float | None) -> bool:
+        with self._woken:
+            return self._woken.wait_for(lambda: bool(self._inbox) or self._stopping, timeout)
+
+    def _make_scheduler(self) -> Scheduler:
+        info = self.runner.info
+        return Scheduler(
+            self.config,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+        )

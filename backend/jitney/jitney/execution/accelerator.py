@@ -1,0 +1,116 @@
+"""What may take the place of plain torch on a device, and the choice of attention functions.
+
+``kernels`` implements :class:`Accelerator` for CPU and GPU; ``engine.assemble`` makes one for each
+load and hands it to ``load.load_runner``. Without one, everything runs in plain torch.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from jitney.config import EngineConfig
+from jitney.errors import ConfigError
+from jitney.execution.attention import AttentionFunction, AttentionShape
+from jitney.execution.attention.reference import ReferenceAttention
+from jitney.execution.interface import LayerCache, LayerSpec, LoadedModel, StepFunction
+from jitney.execution.memory import StepMemory
+from jitney.messages import Batch, ModelInfo, StepOutput
+
+_log = logging.getLogger(__name__)
+
+
+class SpeedUp(NamedTuple):
+    """What :meth:`Accelerator.speed_up` did to a module."""
+
+    added_bytes: int
+    """Of weights, beyond what they took before."""
+    forward: StepFunction | None
+    """The fused form of the whole model, if there is one."""
+
+
+class DeviceRunner(Protocol):
+    """What computes the steps of a loaded model; see ``runner.TorchRunner``."""
+
+    info: ModelInfo
+
+    def execute(self, batch: Batch) -> StepOutput:
+        """Compute one step."""
+
+    def warm_up(self, batches: Sequence[Batch]) -> None:
+        """Run these first steps, and prepare whatever else requests may ask for."""
+
+    def close(self) -> None:
+        """Give the memory of module and cache back."""
+
+
+class Accelerator(Protocol):
+    """Kernels of one device, for one load."""
+
+    def attention(self, shape: AttentionShape) -> AttentionFunction | str:
+        """A function of its own for layers of this shape, compiled, or why there is none."""
+
+    def fits(self, attention: Sequence[AttentionFunction]) -> bool:
+        """Whether what follows can be used where layers attend through these functions."""
+
+    def speed_up(self, model: LoadedModel, rows: int) -> SpeedUp:
+        """Rearrange the module in place; ``rows`` is the number of tokens of a usual step."""
+
+    def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
+        """(key scale, value scale) of each layer, float32 [KV heads], if the cache needs them."""
+
+    def step_memory(
+        self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo
+    ) -> StepMemory | None:
+        """What the largest steps need, as measured over caches of one block; None if an estimate
+        must do."""
+
+    def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> DeviceRunner:
+        """The runner for this device."""
+
+
+def select_attention(
+    config: EngineConfig,
+    layers: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    accelerator: Accelerator | None,
+) -> list[AttentionFunction]:
+    """Each layer's attention function, by option ``attention``: one for all layers of the same
+    heads. ``dtype`` is the cache's. Raises ConfigError as :func:`select` does."""
+    heads = [(spec.head_size, spec.num_heads, spec.num_kv_heads) for spec in layers]
+    functions = {
+        each: select(
+            config.attention,
+            AttentionShape(device, dtype, *each, config.batch_invariant),
+            accelerator,
+        )
+        for each in dict.fromkeys(heads)
+    }
+    return [functions[each] for each in heads]
+
+
+def select(
+    name: str, shape: AttentionShape, accelerator: Accelerator | None = None
+) -> AttentionFunction:
+    """The attention function of option ``attention``. Two engines share none.
+
+    ``auto`` takes the accelerator's and falls back to the reference, saying why in the log. Raises
+    ConfigError if a kernel asked for by name cannot run, or for ``batch_invariant`` without one
+    that can keep it.
+    """
+    reason: str | None = None
+    if name != "reference" and accelerator is not None:
+        made = accelerator.attention(shape)
+        if not isinstance(made, str):
+            return made
+        reason = made
+        if name != "auto":
+            raise ConfigError(f"option attention is {name!r}, but {reason}")
+    if shape.batch_invariant:
+        raise ConfigError(f"option batch_invariant needs the attention kernels of a GPU: {reason}")
+    if reason is not None:
+        _log.warning("attention runs in plain torch, which is slow: %s", reason)
+    return ReferenceAttention()

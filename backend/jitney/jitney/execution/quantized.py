@@ -1,0 +1,75 @@
+"""Quantized linear layers, as far as the model and its kernels need to know them.
+
+``quantization`` makes them; ``engine.assemble`` hands its :data:`Quantizer` to the loader.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from jitney.config import EngineConfig
+from jitney.execution.checkpoint import Checkpoint
+
+
+class QuantizedLinear(nn.Module):
+    """``x @ weight.T + bias``; x is [..., in_features] and the result [..., out_features]."""
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    weight: Tensor
+    bias: Tensor | None
+    rounds_inputs = False
+    """Whether it rounds x to 8 bits: a difference in a last bit of x then shows in the result."""
+    exact = False
+    """Set it to compute without that rounding."""
+
+    @staticmethod
+    def merge(linears: Sequence[nn.Module]) -> "QuantizedLinear | None":
+        """One layer that gives the results of all, one after the other, for the same input. None
+        if they are not of one class or cannot be joined without rounding again."""
+        return None
+
+
+class WeightFormat(Protocol):
+    """How a model's linear layers are quantized: in its checkpoint, or while it is loaded."""
+
+    in_place: bool
+    """Whether the weights can go to the device as they are read."""
+
+    def needed_bytes(self, skeleton: PreTrainedModel) -> int:
+        """The most that the weights take while they are loaded; ``skeleton`` is on ``meta``."""
+
+    def before_reading(self, hf_config: PreTrainedConfig) -> None:
+        """Tell transformers how to read the weights."""
+
+    def after_reading(self, module: PreTrainedModel) -> None:
+        """Put quantized layers into the module."""
+
+
+Quantizer = Callable[[Checkpoint, EngineConfig, torch.dtype, torch.device], WeightFormat | None]
+"""How the weights of a checkpoint are to be quantized; None if they are not. Raises ConfigError,
+CheckpointError or UnsupportedModelError."""
+
+
+def coarse_layers(module: nn.Module) -> list[QuantizedLinear]:
+    """The layers below ``module`` that round their inputs to 8 bits."""
+    return [m for m in module.modules() if isinstance(m, QuantizedLinear) and m.rounds_inputs]
+
+
+@contextmanager
+def exact_products(module: nn.Module) -> Iterator[list[QuantizedLinear]]:
+    """For a while, the layers below ``module`` (which this gives) round no activations: a small
+    change of the input is then a small change of the output, as without quantization."""
+    layers = coarse_layers(module)
+    for each in layers:
+        each.exact = True
+    try:
+        yield layers
+    finally:
+        for each in layers:
+            each.exact = False

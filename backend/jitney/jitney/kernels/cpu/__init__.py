@@ -1,0 +1,1 @@
+"""Kernels for the CPU, compiled by Numba. Imported only where Numba is."""

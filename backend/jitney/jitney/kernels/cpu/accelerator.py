@@ -1,0 +1,89 @@
+"""The CPU's kernels, as a load takes them: an ``execution.accelerator.Accelerator``.
+
+Imports nothing that needs Numba until it is used: without it there is no attention function, and
+modules stay as they are.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from jitney.config import EngineConfig
+from jitney.execution.accelerator import SpeedUp
+from jitney.execution.attention import AttentionFunction, AttentionShape
+from jitney.execution.interface import LayerCache, LoadedModel, StepFunction
+from jitney.execution.load import refuse_gpu_options
+from jitney.execution.memory import StepMemory
+from jitney.execution.runner import TorchRunner
+from jitney.kernels.cpu.fuse import fuse_for_cpu
+from jitney.kernels.cpu.linear import prepack_linears
+from jitney.messages import ModelInfo
+
+_log = logging.getLogger(__name__)
+
+
+class CpuAccelerator:
+    """Attention, and fused and packed modules."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises ConfigError for an option that needs a GPU's kernels."""
+        refuse_gpu_options(config)
+        self._config = config
+
+    def attention(self, shape: AttentionShape) -> AttentionFunction | str:
+        """See :class:`Accelerator`."""
+        if shape.device.type != "cpu":
+            return f"the CPU kernel does not run on {shape.device.type}"
+        if shape.batch_invariant:
+            return "option batch_invariant needs the attention kernels of a GPU"
+        try:
+            from jitney.kernels.cpu.attention import CpuAttention, supported_dtypes
+        except ImportError as error:
+            return f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
+        if self._config.block_size % 16 != 0:
+            return f"the CPU kernel needs a block_size of whole 16s, not {self._config.block_size}"
+        known = supported_dtypes()
+        if shape.dtype not in known:
+            names = ", ".join(map(_short, known))
+            return f"the CPU kernel has caches of {names}, not {_short(shape.dtype)}"
+        return CpuAttention(shape.dtype)
+
+    def fits(self, attention: Sequence[AttentionFunction]) -> bool:
+        """Always: modules are fused whatever function their layers attend through."""
+        return True
+
+    def speed_up(self, model: LoadedModel, rows: int) -> SpeedUp:
+        """Fuse what fits, then pack the linear layers that are left."""
+        added = 0
+        forward: StepFunction | None = None
+        if self._config.fuse:
+            report = fuse_for_cpu(model.module, rows, model.max_model_len)
+            added, forward = report.added_bytes, report.forward
+            for line in report.lines():
+                _log.info("%s", line)
+        if self._config.prepack:
+            packed = prepack_linears(model.module, rows)
+            added += packed.added_bytes
+            if packed.reason is not None:
+                _log.info("no linear layers prepacked: %s", packed.reason)
+        return SpeedUp(added, forward)
+
+    def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
+        """No cache of this device has scales."""
+        return None
+
+    def step_memory(
+        self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo
+    ) -> StepMemory | None:
+        """An estimate will do."""
+        return None
+
+    def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> TorchRunner:
+        """The plain runner."""
+        return TorchRunner(model, caches, info)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,70 @@
+"""Machine code of Numba kernels: compiled once, found in Numba's cache at the next load.
+
+Imported only where Numba is.
+"""
+
+import ctypes
+import hashlib
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from numba import cfunc, njit, types
+
+from jitney.kernels.cpu.openmp import team_runner
+
+_log = logging.getLogger(__name__)
+
+
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
+
+
+class Kernel:
+    """The machine code of ``body``, which takes the address of its arguments.
+
+    Every thread of a team calls it. It is ``void (*)(void *)`` at ``address``. ``body`` must hold
+    :func:`source_version` in a closure variable, or Numba's cache misses changes of other files.
+    """
+
+    def __init__(self, body: Callable[[int], None]) -> None:
+        signature = types.void(types.intp)
+        self._function = _with_cache(partial(cfunc, signature, **_OPTIONS), body)  # owns the code
+        self.address = int(self._function.address)
+        self.was_cached: bool = self._function.cache_hits > 0
+        self._run = team_runner()
+
+    def run(self, arguments: ctypes.Structure, threads: int) -> None:
+        """Run on so many of torch's threads, and wait for them."""
+        self._run(self.address, ctypes.addressof(arguments), threads)
+
+
+def compile_function(function: Callable[..., Any]) -> Any:
+    """``function`` for Python to call, compiled at the first call. It must take as arguments what
+    it needs of other files: see :func:`source_version`."""
+    return _with_cache(partial(njit, **_OPTIONS), function)
+
+
+def _with_cache(compiler: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    """``compiler(cache=True)(function)``, or without where no folder for it can be written."""
+    try:
+        return compiler(cache=True)(function)
+    except RuntimeError as error:
+        if "no locator" not in str(error):
+            raise
+        _log.warning("no folder for compiled code can be written, so each load compiles: %s", error)
+        return compiler()(function)
+
+
+@cache
+def source_version() -> int:
+    """A number, not 0, that changes with the files of this folder.
+
+    Numba's cache sees changes of the file that defines the compiled function only; a closure
+    variable of that function is part of the cache's key.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "little") | 1

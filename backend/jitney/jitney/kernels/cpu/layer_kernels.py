@@ -1,0 +1,132 @@
+"""What a CPU computes fused layers with. Imported only where Numba is."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jitney.kernels.cpu import row_kernels
+from jitney.kernels.cpu.compiled import Kernel, source_version
+from jitney.kernels.cpu.linear import PackedLinear
+from jitney.kernels.cpu.program import LayerProgram
+from jitney.kernels.cpu.rows import HeadAttention, RowNorm
+from jitney.kernels.cpu.simd import BF16, F32
+from jitney.kernels.cpu.tile_linear import (
+    ACTIVATIONS,
+    TileKernel,
+    TileLinear,
+    can_use_tiles,
+    fits_tiles,
+)
+from jitney.kernels.fused.layers import (
+    Activation,
+    AttentionForm,
+    EndBranch,
+    FusedForward,
+    FusedRMSNorm,
+    HeadNorms,
+    Misfit,
+    NormForm,
+)
+from jitney.kernels.fused.parts import merged_linears
+
+_TAGS: dict[torch.dtype, Any] = {torch.float32: F32, torch.bfloat16: BF16}
+
+
+class CpuLayerKernels:
+    """The :class:`fused.layers.LayerKernels` of a CPU, for one dtype."""
+
+    def __init__(self, dtype: torch.dtype, rows: int) -> None:
+        """Compile, or load from Numba's cache. ``rows`` are the tokens of a usual step."""
+        self._dtype, self._rows = dtype, rows
+        tag, version = _TAGS[dtype], source_version()
+
+        def norm(arguments: int) -> None:
+            if version != 0:
+                row_kernels.norm_body(tag, arguments)
+
+        def rotate(arguments: int) -> None:
+            if version != 0:
+                row_kernels.rotate_body(tag, arguments)
+
+        self._norm, self._rotate = Kernel(norm), Kernel(rotate)
+        self._tiles = TileKernel() if can_use_tiles(dtype) else None
+
+    def norm(self, form: NormForm) -> RowNorm:
+        """See :class:`fused.layers.LayerKernels`, here and below."""
+        return RowNorm(form, self._dtype, self._norm)
+
+    def linear(self, products: Sequence[nn.Module]) -> nn.Module:
+        plain = merged_linears(_plain(products))
+        if self._tiles is not None and all(map(fits_tiles, _plain(products))):
+            return TileLinear(plain.weight, plain.bias, self._tiles)
+        return PackedLinear(plain.weight, plain.bias, self._rows)
+
+    def gated(self, products: Sequence[nn.Module], activation: Activation) -> nn.Module:
+        plain = merged_linears(_plain(products))
+        size = plain.out_features // 2
+        if (
+            self._tiles is not None
+            and activation in ACTIVATIONS
+            and fits_tiles(plain)
+            and size % 32 == 0
+        ):
+            return TileLinear(plain.weight, plain.bias, self._tiles, activation)
+        biases = (None, None) if plain.bias is None else plain.bias.split(size)
+        weights = plain.weight.split(size)
+        gate, up = (PackedLinear(*each, self._rows) for each in zip(weights, biases, strict=True))
+        return _Gated(gate, up, activation)
+
+    def attention(self, form: AttentionForm, norms: HeadNorms | None) -> HeadAttention:
+        return HeadAttention(form, norms, self._dtype, self._rotate)
+
+    def end_branch(
+        self,
+        product: Callable[[Tensor], Tensor],
+        branch_norm: FusedRMSNorm | None,
+        norm: FusedRMSNorm | None,
+    ) -> EndBranch:
+        add = _sum_of(product, branch_norm)
+
+        def end(x: Tensor, residual: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+            total = add(x, residual)
+            if rows is not None:
+                total = total[rows]
+            return (total if norm is None else norm.kernel(total)), total
+
+        return end
+
+    def program(self, model: FusedForward) -> LayerProgram | None:
+        return LayerProgram.of(model)
+
+
+def _sum_of(
+    product: Callable[[Tensor], Tensor], norm: FusedRMSNorm | None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, residual) -> residual + norm(product(x)), in the product's epilogue where it has one."""
+    if norm is not None:
+        kernel = norm.kernel
+        return lambda x, residual: residual + kernel(product(x))
+    if isinstance(product, (PackedLinear, TileLinear)):
+        return product.plus
+    return lambda x, residual: residual + product(x)
+
+
+def _plain(products: Sequence[Any]) -> Sequence[nn.Linear]:
+    if any(type(each) is not nn.Linear for each in products):
+        raise Misfit("a CPU has no fused products of quantized weights")
+    return products
+
+
+class _Gated(nn.Module):
+    """activation(gate(x)) * up(x), each in the epilogue of a product."""
+
+    def __init__(self, gate: PackedLinear, up: PackedLinear, activation: Activation) -> None:
+        super().__init__()
+        self.gate, self.up = gate, up
+        self._activation: Activation = activation
+        self._activated, self._times = gate.activated, up.times
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._times(x, self._activated(x, self._activation))

@@ -1,0 +1,157 @@
+"""Linear layers for the CPU, their weights packed once in the order in which they are read.
+
+oneDNN would otherwise rearrange a weight at every call, which costs as much as the product itself
+at the few rows of a decode step. Its packing and its product with an epilogue are private operators
+of torch, so this module alone calls them: :func:`can_pack` probes them, and where they are missing
+or wrong every layer stays as it was. An epilogue (an activation, a product or a sum with another
+tensor) is computed on the result while it is still in registers.
+
+A packed weight cannot be read back: it lives outside of ``parameters()``, and the plain one is
+dropped unless another module, a tied embedding, holds it as well.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jitney.kernels.fused.layers import ACTIVATIONS, Activation
+from jitney.kernels.fused.parts import weight_of
+from jitney.kernels.fused.trial import relative_error
+
+# oneDNN's name and algorithm.
+_ACTIVATIONS: dict[Activation, tuple[str, str]] = {
+    "silu": ("swish", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+}
+
+# Relative to the norm of the right result: rounding of one product, with a wide margin.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+PACKED_DTYPES = tuple(_TOLERANCE)
+
+
+@dataclass(frozen=True)
+class PrepackReport:
+    """What :func:`prepack_linears` did."""
+
+    packed: int
+    """Layers."""
+    reason: str | None
+    """Why none was packed, if so."""
+    added_bytes: int
+    """Memory beyond what the module took before: packed copies of weights that others hold too."""
+
+
+class PackedLinear(nn.Module):
+    """``x @ weight.T + bias`` with a packed weight, and three forms with an epilogue.
+
+    x is [..., in_features] in the weight's dtype; results are [..., out_features], and so is
+    ``other``. Sums are float32, rounded once at the end.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, rows: int) -> None:
+        """``weight`` is [out_features, in_features]; ``rows`` is how many x will have as a rule."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._bias = None if bias is None else bias.detach()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
+        # Looked up once: an attribute chain through torch.ops costs about a microsecond a call.
+        self._plain_op = torch.ops.mkldnn._linear_pointwise.default
+        self._binary_op = torch.ops.mkldnn._linear_pointwise.binary
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias."""
+        result: Tensor = self._plain_op(x, self._packed, self._bias, "none", [], "")
+        return result
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        """activation(x @ weight.T + bias)."""
+        name, algorithm = _ACTIVATIONS[activation]
+        result: Tensor = self._plain_op(x, self._packed, self._bias, name, [], algorithm)
+        return result
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """(x @ weight.T + bias) * other."""
+        result: Tensor = self._binary_op(x, other, self._packed, self._bias, "mul")
+        return result
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """x @ weight.T + bias + other."""
+        result: Tensor = self._binary_op(x, other, self._packed, self._bias, "add")
+        return result
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.dtype}"
+
+
+def can_pack(dtype: torch.dtype) -> str | None:
+    """None if layers of ``dtype`` can be packed on this machine, else the reason why not.
+
+    Tries every form on a small layer, because the operators are private: a version of torch may
+    lack them, change their arguments or give something else.
+    """
+    if dtype not in _TOLERANCE:
+        return f"there is no packed product for {dtype}"
+    if not torch.backends.mkldnn.is_available():
+        return "torch was built without oneDNN"
+    generator = torch.Generator().manual_seed(0)
+
+    weight, bias, x, other = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((48, 32), (48,), (1, 5, 32), (1, 5, 48))
+    )
+    plain = functional.linear(x.float(), weight.float(), bias.float())
+    try:
+        layer = PackedLinear(weight, bias, 5)
+        pairs = [
+            (layer(x), plain),
+            (layer.times(x, other), plain * other.float()),
+            (layer.plus(x, other), plain + other.float()),
+            *((layer.activated(x, a), f(plain)) for a, f in ACTIVATIONS.items()),
+        ]
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        return f"this torch has no such operators ({type(error).__name__})"
+    except RuntimeError as error:  # bfloat16 without AVX-512 and without AVX-NE-CONVERT
+        return f"this processor has no packed product for {dtype}: {error}"
+    for got, right in pairs:
+        if got.shape != right.shape or not relative_error(got, right) <= _TOLERANCE[dtype]:
+            return "the operators of this torch give wrong results"
+    return None
+
+
+def prepack_linears(module: nn.Module, rows: int) -> PrepackReport:
+    """Replace each ``nn.Linear`` and each of GPT-2's transposed ones below ``module``.
+
+    ``rows`` is the number of tokens of a usual step. Layers whose class is derived from these (and
+    so may do something else), quantized or of another dtype stay as they are.
+    """
+    holders = Counter(p for each in module.modules() for p in each.parameters(recurse=False))
+    found: dict[Any, list[str]] = {}  # a layer that two parents hold stays one layer
+    for path, child in module.named_modules(remove_duplicate=False):
+        if path and weight_of(child) is not None:
+            found.setdefault(child, []).append(path)
+    if not found:
+        return PrepackReport(0, "it has no linear layers", 0)
+    reasons = {dtype: can_pack(dtype) for dtype in {linear.weight.dtype for linear in found}}
+    packed = added = 0
+    while found:  # taken out, so that each plain weight goes before the next one is packed
+        linear, paths = found.popitem()
+        weight = weight_of(linear)
+        assert weight is not None
+        if reasons[weight.dtype] is not None:
+            continue
+        shared = holders.pop(linear.weight) > 1  # with a tied embedding
+        replacement = PackedLinear(weight, linear.bias, rows)
+        for path in paths:
+            parent, _, name = path.rpartition(".")
+            setattr(module.get_submodule(parent), name, replacement)
+        packed += 1
+        added += weight.numel() * weight.element_size() if shared else 0
+    reason = None if packed else "; ".join(sorted({r for r in reasons.values() if r is not None}))
+    return PrepackReport(packed, reason, added)

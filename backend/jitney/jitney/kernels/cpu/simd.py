@@ -1,0 +1,366 @@
+# mypy: disable-error-code="no-untyped-def, call-arg, var-annotated"
+# Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
+"""Vectors of 16 float32 lanes and raw memory for Numba kernels, as LLVM's own vector types.
+
+Numba has no vector type and leaves vectorization to chance; here a lane is explicit, and LLVM maps
+16 lanes to what the processor has: one AVX-512 register, two AVX2 ones, four of NEON. Addresses are
+plain integers (``intp``); nothing is bounds-checked.
+
+Element types of a cache are told apart at compile time by the *type* of a tag value, one of F32,
+BF16 and F16: a two-byte element type is computed in pairs, so that a "unit", what one lane holds in
+a product, is four bytes in every case: one float32, or two neighbouring two-byte elements.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.ir as ir
+import numpy as np
+from numba import njit, types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, models, overload, register_model
+
+_NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inner = njit(**_NO_WRAPPERS)
+"""Decorates what only compiled code calls (a call from Python would crash): the wrappers for Python
+take a fifth of the time to compile."""
+
+F32 = np.float32(0)
+BF16 = np.uint16(0)
+F16 = np.int16(0)
+
+LANES = 16
+UNIT_BYTES = 4
+
+EXP2_COEFFICIENTS = (
+    0.0001535335904918611,
+    0.0013398875016719103,
+    0.00961843691766262,
+    0.055503323674201965,
+    0.24022647738456726,
+    0.6931471824645996,
+)
+"""Of f**6 to f**1 in 2**f for |f| <= 1/2; with 1 they fit it to a relative 2e-9."""
+
+i16, i32, i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+f32, f16 = ir.FloatType(), ir.HalfType()
+f32x, i32x, i16x = (ir.VectorType(t, LANES) for t in (f32, i32, i16))
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no class for."""
+
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+bf16 = _BFloat()
+_HALF_TYPES = {types.uint16: bf16, types.int16: f16}
+
+
+class _VectorType(types.Type):
+    """Numba's view of ``<16 x float>``."""
+
+    def __init__(self) -> None:
+        super().__init__("f32x16")
+
+
+vector = _VectorType()
+
+
+@register_model(_VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, f32x)
+
+
+def host_has(feature: str) -> bool:
+    """Whether the processor that Numba compiles for has ``feature``, by LLVM's name."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return f"+{feature}" in features.split(",")
+
+
+def splat_value(builder: Any, scalar: Any) -> Any:
+    """IR: ``scalar`` in every lane."""
+    base = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    first = builder.insert_element(base, scalar, ir.Constant(i32, 0))
+    zeros = ir.Constant(i32x, [0] * LANES)
+    return builder.shuffle_vector(first, base, zeros)
+
+
+def pointer(builder: Any, address: Any, to: Any) -> Any:
+    """IR: an integer address as a pointer to type ``to``."""
+    return builder.inttoptr(address, to.as_pointer())
+
+
+def prefetch_line(builder: Any, address: Any) -> None:
+    """IR: ask for the cache line at ``address``, to be read soon, in the second-level cache."""
+    where = pointer(builder, address, ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [where.type, i32, i32, i32])
+    hint = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
+    read, second_level, data = (ir.Constant(i32, n) for n in (0, 2, 1))
+    builder.call(hint, [where, read, second_level, data])
+
+
+def call_llvm(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
+    """IR: a call of an LLVM intrinsic by its full name."""
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args)
+
+
+def offset_by(builder: Any, address: Any, count: Any, size: Any = 1) -> Any:
+    """IR: ``address`` + count * size. These two are numbers or 64-bit values."""
+    count, size = (ir.Constant(i64, x) if isinstance(x, int) else x for x in (count, size))
+    return builder.add(address, builder.mul(count, size))
+
+
+TAG = "tag"
+"""In :func:`emitted`: an argument that may be any tag. The emitting function gets its type."""
+
+
+def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a Numba function of one that emits LLVM code: ``emit(builder, *values)`` -> its value.
+
+    ``result`` and ``arguments`` are Numba's types.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def define(typingctx, *given):
+            kinds = [g if a is TAG else a for a, g in zip(arguments, given, strict=True)]
+
+            def generate(context, builder, signature, values):
+                pairs = zip(arguments, kinds, values, strict=True)
+                value = emit(builder, *(kind if a is TAG else v for a, kind, v in pairs))
+                return context.get_dummy_value() if result is types.void else value
+
+            return result(*kinds), generate
+
+        define.__name__, define.__doc__ = emit.__name__, emit.__doc__
+        # Numba asks for the names of arguments.
+        define.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
+        return intrinsic(define)
+
+    return decorate
+
+
+@emitted(types.int64, TAG)
+def element_bytes(builder, tag):
+    """Bytes of one element of the tag's type, as a constant."""
+    return ir.Constant(i64, tag.bitwidth // 8)
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def _access(numba_type: Any, llvm_type: Any) -> tuple[Any, Any]:
+    """A pair of Numba functions that load and store one value at an address."""
+
+    @emitted(numba_type, types.intp)
+    def load(builder, address):
+        return builder.load(pointer(builder, address, llvm_type), align=1)
+
+    @emitted(types.void, types.intp, numba_type)
+    def store(builder, address, value):
+        builder.store(value, pointer(builder, address, llvm_type), align=1)
+
+    return load, store
+
+
+load_i64, store_i64 = _access(types.int64, i64)
+load_i32, store_i32 = _access(types.int32, i32)
+load_f32, store_f32 = _access(types.float32, f32)
+load, store = _access(vector, f32x)
+
+
+@emitted(types.void, TAG, types.intp, types.intp)
+def copy_element(builder, tag, source, target):
+    """One element, as bits."""
+    source, target = (pointer(builder, x, ir.IntType(tag.bitwidth)) for x in (source, target))
+    builder.store(builder.load(source, align=1), target, align=1)
+
+
+@emitted(types.void, TAG, types.intp)
+def zero_element(builder, tag, target):
+    """One element."""
+    kind = ir.IntType(tag.bitwidth)
+    builder.store(ir.Constant(kind, 0), pointer(builder, target, kind), align=1)
+
+
+@emitted(types.int64, types.intp)
+def fetch_add(builder, address):
+    """Add 1 to the int64 at ``address``, in one order for all threads; returns what it was."""
+    return builder.atomic_rmw("add", pointer(builder, address, i64), ir.Constant(i64, 1), "seq_cst")
+
+
+prefetch = emitted(types.void, types.intp)(prefetch_line)
+
+
+def widen_bf16(builder: Any, bits: Any) -> Any:
+    """IR: the lower halves of 32-bit integers, bfloat16, as float32, whose upper halves they are.
+
+    As :func:`round_to_bf16`, for one number or 16 lanes.
+    """
+    to = f32x if bits.type == i32x else f32
+    return builder.bitcast(builder.shl(bits, every(bits.type, 16)), to)
+
+
+def every(kind: Any, number: int) -> Any:
+    """IR: a constant integer, in every lane if ``kind`` is the vector type."""
+    return ir.Constant(kind, [number] * LANES if kind in (i32x, i16x) else number)
+
+
+def round_to_bf16(builder: Any, value: Any) -> Any:
+    """IR: the upper halves of float32, to nearest even, as int16; a NaN stays one.
+
+    Where the processor has no instruction for it, LLVM would call a function that is not there.
+    """
+    wide, narrow = (i32x, i16x) if value.type == f32x else (i32, i16)
+    bits = builder.bitcast(value, wide)
+    odd = builder.and_(builder.lshr(bits, every(wide, 16)), every(wide, 1))
+    rounded = builder.add(bits, builder.add(odd, every(wide, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    kept = builder.select(is_nan, every(wide, 0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(kept, every(wide, 16)), narrow)
+
+
+def _element_access(numba_type: Any, floats: Any, words: Any, halves: Any) -> tuple[Any, Any]:
+    """As :func:`_access`, of elements of the tag's type as float32: 16 of them, or one.
+
+    What is stored is rounded to nearest even. Only vectors are stored as float16.
+    """
+
+    @emitted(numba_type, TAG, types.intp)
+    def load(builder, tag, address):
+        if tag == types.float32:
+            return builder.load(pointer(builder, address, floats), align=4)
+        bits = builder.load(pointer(builder, address, halves), align=2)
+        return widen_bf16(builder, builder.zext(bits, words))
+
+    @emitted(types.void, TAG, types.intp, numba_type)
+    def store(builder, tag, address, value):
+        if tag == types.uint16 and (floats is f32 or not host_has("avx512bf16")):
+            value = round_to_bf16(builder, value)
+        elif tag != types.float32:
+            value = builder.fptrunc(value, ir.VectorType(_HALF_TYPES[tag], LANES))
+        builder.store(value, pointer(builder, address, value.type), align=2)
+
+    return load, store
+
+
+load_as, store_as = _element_access(vector, f32x, i32x, i16x)
+load_one, store_one = _element_access(types.float32, f32, i32, i16)
+
+
+# --------------------------------------------------------------------------- arithmetic
+
+
+@emitted(vector, types.float32)
+def splat(builder, value):
+    """A float32 in every lane."""
+    return splat_value(builder, value)
+
+
+def _overload_operator(python_operator: Any, instruction: str) -> None:
+    @emitted(vector, vector, vector)
+    def op(builder, a, b):
+        return getattr(builder, instruction)(a, b)
+
+    @overload(python_operator, inline="always")
+    def choose(a, b):
+        if a is vector and b is vector:
+            return lambda a, b: op(a, b)
+        return None
+
+
+_overload_operator(operator.add, "fadd")
+_overload_operator(operator.sub, "fsub")
+_overload_operator(operator.mul, "fmul")
+_overload_operator(operator.truediv, "fdiv")
+
+
+@emitted(vector, vector, vector, vector)
+def fma(builder, a, b, c):
+    """a * b + c, rounded once."""
+    return call_llvm(builder, "llvm.fma.v16f32", f32x, [a, b, c])
+
+
+@emitted(vector, vector, vector)
+def larger(builder, a, b):
+    """The larger of each pair of lanes; b's where either is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@emitted(vector, vector, types.int64, types.int64, types.float32)
+def keep_between(builder, value, low, high, other):
+    """Lanes low <= i < high of ``value``, and the float32 ``other`` in all else."""
+    lanes = ir.Constant(i32x, list(range(LANES)))
+    low, high = (splat_value(builder, builder.trunc(bound, i32)) for bound in (low, high))
+    inside = builder.and_(
+        builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high)
+    )
+    return builder.select(inside, value, splat_value(builder, other))
+
+
+@emitted(types.float32, vector)
+def lane_sum(builder, value):
+    """The sum of the lanes, pairwise."""
+    kind = ir.FunctionType(f32, [f32, f32x])
+    reduce = builder.module.declare_intrinsic("llvm.vector.reduce.fadd.v16f32", fnty=kind)
+    return builder.call(reduce, [ir.Constant(f32, -0.0), value], fastmath=("reassoc",))
+
+
+@emitted(types.float32, vector)
+def lane_max(builder, value):
+    """The largest lane. NaN lanes are passed over unless all are NaN."""
+    return call_llvm(builder, "llvm.vector.reduce.fmax.v16f32", f32, [value])
+
+
+@emitted(vector, vector)
+def _nearest(builder, value):
+    return call_llvm(builder, "llvm.rint.v16f32", f32x, [value])
+
+
+@emitted(vector, vector, vector)
+def _times_power_of_two(builder, value, power):
+    """value * 2**power for whole powers up to 127; 0 where the power is below -126."""
+    if host_has("avx512f"):
+        name = "llvm.x86.avx512.mask.scalef.ps.512"
+        mask, rounding = ir.Constant(i16, -1), ir.Constant(i32, 4)
+        return call_llvm(builder, name, f32x, [value, power, value, mask, rounding])
+    least = splat_value(builder, ir.Constant(f32, -126.0))
+    fits = builder.fcmp_ordered(">=", power, least)
+    whole = builder.fptosi(builder.select(fits, power, least), i32x)
+    # A float32 whose exponent bits hold power + 127 is 2**power.
+    biased = builder.add(whole, every(i32x, 127))
+    two = builder.bitcast(builder.shl(biased, every(i32x, 23)), f32x)
+    return builder.select(fits, builder.fmul(value, two), ir.Constant(f32x, [0.0] * LANES))
+
+
+@njit(inline="always")
+def exp2(x):
+    """2**x for x <= 127, within 2 units in the last place; next to 0 below 2**-126 and at -inf.
+
+    2**x = 2**n * 2**f with n whole and |f| <= 1/2; the second factor is a polynomial fitted to
+    least relative error over that interval.
+    """
+    x = larger(x, splat(np.float32(-1000.0)))  # so that -inf - -inf does not arise
+    n = _nearest(x)
+    f = x - n
+    p = splat(np.float32(EXP2_COEFFICIENTS[0]))
+    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[1])))
+    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[2])))
+    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[3])))
+    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[4])))
+    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[5])))
+    p = fma(p, f, splat(np.float32(1.0)))
+    return _times_power_of_two(p, n)

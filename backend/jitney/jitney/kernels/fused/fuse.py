@@ -1,0 +1,285 @@
+"""The search of a loaded model for modules that fused ones can take the place of.
+
+Candidates are found by their parts (``parts``), a fused module is built from those, and both are
+run on the same random input (``trial``). Only what agrees is swapped; the rest stays as it was, and
+the report says why. The largest first: whole decoder layers, gated MLPs, RMS norms. If
+all layers of a causal model could be swapped, the whole of it is fused too (``FusedForward``).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from jitney.execution.interface import AttentionCall
+from jitney.execution.probe import embedding_weight
+from jitney.execution.quantized import coarse_layers
+from jitney.kernels.fused.layers import (
+    AttentionForm,
+    FusedAttention,
+    FusedDecoderLayer,
+    FusedForward,
+    FusedMLP,
+    FusedRMSNorm,
+    HeadNorms,
+    LayerKernels,
+    LayerNorms,
+    Misfit,
+    NormForm,
+)
+from jitney.kernels.fused.parts import (
+    HEAD_BOUND,
+    Parts,
+    attention_parts,
+    is_norm,
+    known_activation,
+    layer_parts,
+    mlp_parts,
+    refuse_bounds,
+)
+from jitney.kernels.fused.rotary import RotaryTable
+from jitney.kernels.fused.trial import (
+    LAYER_SCALES,
+    MODULE_SCALES,
+    NORM_SCALES,
+    Angles,
+    Checker,
+    record_calls,
+    run_alone,
+    run_trial,
+)
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+_SURPLUS = 64
+"""Positions behind the longest sequence that a step launched before its end was known may have."""
+
+
+@dataclass
+class FuseReport:
+    """How many modules were swapped, by level, and what kept others from it."""
+
+    layers: int = 0
+    mlps: int = 0
+    """Standing alone, as are norms: those inside of swapped layers are not counted."""
+    norms: int = 0
+    forward: FusedForward | None = None
+    """The whole model, if all of it could be fused."""
+    added_bytes: int = 0
+    """Memory beyond what the module took before."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Why something stayed as it was -> how often."""
+
+    def kept(self, what: str, reason: str) -> None:
+        """Count a module that stays."""
+        text = f"{what}: {reason}"
+        self.reasons[text] = self.reasons.get(text, 0) + 1
+
+    def lines(self) -> list[str]:
+        """For the log."""
+        text = f"fused {self.layers} layers, {self.mlps} gated MLPs, {self.norms} norms"
+        if self.forward is not None and self.forward.program is not None:
+            text += "; a step's layers are one native call"
+        return [text, *(f"not fused ({count}): {why}" for why, count in self.reasons.items())]
+
+
+def fuse(
+    module: PreTrainedModel, kernels: LayerKernels, length: int, *, norms_alone: bool = False
+) -> FuseReport:
+    """Swap whatever fits in ``module``, on the device it is on; ``length`` is that of the longest
+    sequence.
+
+    Never fails on a model that does not fit: then nothing is swapped. Memory beyond the module's
+    own is that of one layer, as each is freed when its successor is in place.
+    """
+    with torch.inference_mode():
+        fuser = _Fuser(module, kernels, length)
+        report = fuser.report
+        if not norms_alone:
+            report.layers = swap_children(module, "layer", layer_parts, fuser.layer, report)
+            report.mlps = swap_children(module, "gated MLP", mlp_parts, fuser.mlp, report)
+        report.norms = swap_children(module, "norm", is_norm, fuser.norm, report)
+        if not norms_alone:
+            try:
+                report.forward = fuser.forward()
+            except Misfit as misfit:
+                report.kept("model", str(misfit))
+    return report
+
+
+def swap_children(
+    module: nn.Module,
+    what: str,
+    fits: Callable[[nn.Module], object],
+    build: Callable[[Any], nn.Module],
+    report: FuseReport,
+) -> int:
+    """Replace each module that ``fits`` by what ``build`` makes of it; returns their number."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for name, child in parent._modules.items():  # named_children leaves out repeated ones
+            if child is not None and fits(child):
+                places.setdefault(child, []).append((parent, name))
+    found, swapped = deque(places.items()), 0
+    places.clear()
+    while found:  # taken out, so that what was replaced goes before the next one is built
+        child, parents = found.popleft()
+        try:
+            fused = build(child)
+        except Misfit as misfit:
+            report.kept(what, str(misfit))
+            continue
+        swapped += 1
+        for parent, name in parents:
+            setattr(parent, name, fused)
+    return swapped
+
+
+class _Fuser:
+    """One search of one model."""
+
+    def __init__(self, module: PreTrainedModel, kernels: LayerKernels, length: int) -> None:
+        self.report = FuseReport()
+        self._module: Any = module
+        self._config: Any = module.config
+        self._kernels, self._length = kernels, length
+        self._like = embedding_weight(module).new_zeros(1)
+        self._checker = Checker(self._like, coarse=bool(coarse_layers(module)))
+        self._calls = record_calls(module, lambda m: layer_parts(m) or attention_parts(m))
+        self._angles: dict[FusedDecoderLayer, Angles] = {}
+
+    def forward(self) -> FusedForward:
+        """The whole model."""
+        module = self._module
+        parts = dict(module.named_children())
+        if set(parts) != {"model", "lm_head"}:
+            raise Misfit("it is more than an inner model and a head")
+        inner = dict(parts["model"].named_children())
+        if set(inner) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+            raise Misfit("its inner model has other parts")
+        layers = list(module.model.layers)
+        norm, embed, old = inner["norm"], inner["embed_tokens"], module.lm_head
+        if not isinstance(norm, FusedRMSNorm) or not all(x in self._angles for x in layers):
+            raise Misfit("not all of its parts are fused")
+        right = run_trial(module)
+        keys = [(self._angles[x].rotary, x.self_attn.half_rotary) for x in layers]
+        tables = {
+            key: RotaryTable(*key, self._length + _SURPLUS, self._like)
+            for key in dict.fromkeys(keys)
+        }
+        head, softcap = self._kernels.linear([old]), vars(self._config).get(HEAD_BOUND)
+        rotaries = [tables[key] for key in keys]
+        fused = FusedForward(embed, layers, rotaries, norm, head, softcap, self._kernels)
+        self._checker.same(
+            "its result without transformers' forward", run_trial(module, fused), right
+        )
+        module.lm_head = head
+        if old.weight is embed.weight and not list(head.parameters()):  # tied, but packed apart
+            self.report.added_bytes += old.weight.nbytes
+        return fused
+
+    def norm(self, norm: Any) -> FusedRMSNorm:
+        """An RMS norm. It multiplies by its weight or by 1 + weight: what it gives tells."""
+        epsilon = vars(norm).get("variance_epsilon", vars(norm).get("eps"))
+        if not isinstance(epsilon, float):
+            raise Misfit("it has no epsilon")
+        weight = norm.weight.detach().float()
+
+        def build(scale: Tensor) -> FusedRMSNorm:
+            form = NormForm(scale.contiguous(), epsilon)
+            fused = FusedRMSNorm(form, self._kernels.norm(form))
+            self._checker.check(norm, fused, scale.numel(), NORM_SCALES, {})
+            return fused
+
+        return _first_fit(build, (weight, 1.0 + weight))
+
+    def mlp(self, mlp: nn.Module) -> FusedMLP:
+        """A gated MLP."""
+        parts = mlp_parts(mlp)
+        assert parts is not None
+        *gate_up, down = parts.products
+        activation = known_activation(parts.others[0])
+        if activation is None:
+            raise Misfit("its activation is unknown")
+        kernels = self._kernels
+        fused = FusedMLP(kernels.gated(gate_up, activation), kernels.linear([down])).eval()
+        self._checker.check(mlp, fused, gate_up[0].in_features, MODULE_SCALES, {})
+        return fused
+
+    def layer(self, layer: nn.Module) -> FusedDecoderLayer:
+        """A decoder layer."""
+        refuse_bounds(self._config)
+        parts, call = layer_parts(layer), self._calls.get(layer, {})
+        assert parts is not None
+        angles = call.get("position_embeddings")
+        if not isinstance(angles, tuple):
+            raise Misfit("it takes no rotary embedding")
+        old, mlp = parts.others
+        attention = self._attention(old, self._calls.get(old, {}))
+        if mlp_parts(mlp) is not None:
+            try:
+                mlp = self.mlp(mlp)
+            except Misfit as misfit:  # it is called as it is
+                self.report.kept("gated MLP", str(misfit))
+        norms = LayerNorms(*(None if norm is None else self.norm(norm) for norm in parts.norms))
+        fused = FusedDecoderLayer(attention, mlp, norms, self._kernels).eval()
+        self._checker.check(layer, fused, self._config.hidden_size, LAYER_SCALES, call)
+        for name, value in vars(layer).items():  # the model around it may ask for its type, say
+            if name[0] != "_" and name != "training" and isinstance(value, (str, int, float)):
+                setattr(fused, name, value)
+        if isinstance(angles, Angles):
+            self._angles[fused] = angles
+        return fused
+
+    def _attention(self, attention: nn.Module, call: dict[str, Any]) -> FusedAttention:
+        parts, width = attention_parts(attention), self._config.hidden_size
+        assert parts is not None
+        _, calls = run_alone(attention, self._checker.random(width), call)
+        if len(calls) != 1:
+            raise Misfit("it does not attend once")
+
+        def build(half: bool) -> FusedAttention:
+            fused = self._build_attention(parts, call, calls[0], half).eval()
+            self._checker.check(attention, fused, width, MODULE_SCALES, call)
+            return fused
+
+        return _first_fit(build, (False, True))
+
+    def _build_attention(
+        self, parts: Parts, call: dict[str, Any], made: AttentionCall, half: bool
+    ) -> FusedAttention:
+        (heads, size), kernels = made.query.shape[1:], self._kernels
+        *qkv, output = parts.products
+        form = AttentionForm(
+            made.layer, heads, made.key.shape[1], size,
+            made.scale, made.window, made.softcap, made.sinks,
+        )  # fmt: skip
+        outputs = sum(each.out_features for each in qkv)
+        if made.value.shape != made.key.shape or outputs != sum(form.qkv_heads) * size:
+            raise Misfit("its projections do not give the heads alone")
+        if call["position_embeddings"][0].shape[-1] * (2 if half else 1) > size:
+            raise Misfit("its rotary embedding is wider than a head")
+        norms = HeadNorms(*map(self.norm, parts.norms)) if parts.norms else None
+        if norms is not None:
+            widths = tuple(norm.form.scale.numel() // size for norm in norms)
+            epsilons = {norm.form.epsilon for norm in norms}
+            if widths not in ((1, 1), form.qkv_heads[:2]) or len(epsilons) > 1:
+                raise Misfit("its query and key norms differ")
+        product = kernels.linear(qkv)
+        return FusedAttention(form, product, norms, kernels.linear([output]), half, kernels)
+
+
+def _first_fit(build: Callable[[T], M], choices: Iterable[T]) -> M:
+    """What ``build`` makes of the first choice that fits; else the Misfit of the first."""
+    reasons = []
+    for choice in choices:
+        try:
+            return build(choice)
+        except Misfit as misfit:  # its text alone: an error kept would keep the weights
+            reasons.append(str(misfit))
+    raise Misfit(reasons[0])

@@ -1,0 +1,319 @@
+"""Fused modules, and the kernels that a device gives to build them from.
+
+Each computes what the module it replaces does, in fewer and larger kernels: one product for query,
+key and value; one kernel for the norms and the rotary embedding of the heads; the gate's activation
+and the sum with the residual together with the product before or the norm after. Nothing waits for
+the device, so a CUDA graph can capture all of it.
+
+Tensors are [T, width] inside, and [1, T, width] where transformers calls.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jitney.execution.interface import AttentionCall, PagedFunction
+from jitney.kernels.fused.rotary import RotaryTable, whole_rotary
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+_IDENTITY = nn.Identity()
+"""Gives what it takes. Also the module that calls attention, which has no meaning to ours."""
+
+
+class Misfit(Exception):
+    """A candidate lacks something, or computes something else. The text says what."""
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """An RMS norm: x / sqrt(mean(x²) + epsilon) * scale over the last dimension (Zhang and Sennrich
+    2019)."""
+
+    scale: Tensor
+    """float32, contiguous; the weight, or 1 + the weight."""
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """How a layer calls attention: what an :class:`interface.AttentionCall` has beside tensors."""
+
+    layer: int
+    query_heads: int
+    key_heads: int
+    head_size: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+    @property
+    def qkv_heads(self) -> tuple[int, int, int]:
+        """Those of query, key and value."""
+        return self.query_heads, self.key_heads, self.key_heads
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value [T, heads, head size] of all heads side by side."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_size)
+        query, key, value = torch.split_with_sizes(heads, self.qkv_heads, 1)
+        return query, key, value
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
+        """The call with these tensors."""
+        return AttentionCall(
+            _IDENTITY, self.layer, query, key, value, None,
+            self.scale, self.window, self.softcap, self.sinks, {},
+        )  # fmt: skip
+
+
+NormKernel = Callable[[Tensor], Tensor]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
+"""(qkv, which it may overwrite, cos and sin [T, R], attention) -> [T, heads, head size]"""
+EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""(input of a branch's last product, residual, rows) -> (the sum's norm, the sum)"""
+
+
+class FusedRMSNorm(nn.Module):
+    """An RMS norm of its input [..., width]."""
+
+    def __init__(self, form: NormForm, kernel: NormKernel) -> None:
+        super().__init__()
+        self.form, self.kernel = form, kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x is [..., width]."""
+        return self.kernel(x)
+
+    def extra_repr(self) -> str:
+        return f"{self.form.scale.numel()}, epsilon={self.form.epsilon}"
+
+
+class HeadNorms(NamedTuple):
+    """Norms of query and key before they are rotated: of each head, with one epsilon, or of all
+    heads together."""
+
+    query: FusedRMSNorm
+    key: FusedRMSNorm
+
+
+class LayerNorms(NamedTuple):
+    """The norms of a layer: of what goes into a branch, and of what comes out of it before it is
+    added. None where a layer has none."""
+
+    attention: FusedRMSNorm | None
+    attended: FusedRMSNorm | None
+    mlp: FusedRMSNorm | None
+    mixed: FusedRMSNorm | None
+
+
+class LayerKernels(Protocol):
+    """What a device computes the parts of a fused layer with.
+
+    Each method makes a function once, so that a step has nothing to look up. It raises Misfit for a
+    form that the device does not have.
+    """
+
+    def norm(self, form: NormForm) -> NormKernel:
+        """The norm of x [..., width]."""
+
+    def linear(self, products: Sequence[nn.Module]) -> nn.Module:
+        """One layer that gives the results of all side by side."""
+
+    def gated(self, products: Sequence[nn.Module], activation: Activation) -> nn.Module:
+        """``activation(gate(x)) * up(x)`` of the layers of gate and up, or the one of both."""
+
+    def attention(self, form: AttentionForm, norms: HeadNorms | None) -> AttentionKernel:
+        """Norms and rotary embedding of the heads, then attention."""
+
+    def end_branch(
+        self,
+        product: Callable[[Tensor], Tensor],
+        branch_norm: FusedRMSNorm | None,
+        norm: FusedRMSNorm | None,
+    ) -> EndBranch:
+        """sum = residual + branch_norm(product(x)), of the given rows if there are any, and its
+        norm; without ``norm``, the sum twice."""
+
+    def program(self, model: "FusedForward") -> "StepProgram | None":
+        """All layers as one native call, where the device can do that for this model."""
+
+
+class StepProgram(Protocol):
+    """See :meth:`LayerKernels.program`."""
+
+    def fits(self, paged: PagedFunction) -> bool:
+        """Whether it can run this step."""
+
+    def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor:
+        """What the head gives of ``rows``, indices of the tokens ``ids``."""
+
+
+class FusedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, gated: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.gated, self.down = gated, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x is [..., hidden size]."""
+        result: Tensor = self.down(self.gated(x.reshape(-1, x.shape[-1])))
+        return result.view(x.shape)
+
+
+class FusedAttention(nn.Module):
+    """One product for query, key and value, attention, the output product."""
+
+    is_causal = True
+
+    def __init__(
+        self,
+        form: AttentionForm,
+        qkv: nn.Module,
+        norms: HeadNorms | None,
+        output: nn.Module,
+        half_rotary: bool,
+        kernels: LayerKernels,
+    ) -> None:
+        """With ``half_rotary``, cos and sin have one column for each pair of values that is
+        rotated."""
+        super().__init__()
+        self.form, self.half_rotary = form, half_rotary
+        self.qkv, self.output = qkv, output
+        # Bound once: a submodule's lookup and call cost as much as a small kernel.
+        self._qkv, self.kernel = qkv.forward, kernels.attention(form, norms)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        *args: object,
+        paged: PagedFunction,
+        **unused: object,
+    ) -> tuple[Tensor, None]:
+        """As transformers calls it."""
+        angles = whole_rotary(position_embeddings, self.half_rotary)
+        return self.output(self.attend(hidden_states[0], angles, paged)).unsqueeze(0), None
+
+    def attend(self, x: Tensor, angles: tuple[Tensor, Tensor], paged: PagedFunction) -> Tensor:
+        """All but the output product; cos and sin are [T, R]."""
+        return self.kernel(self._qkv(x), *angles, paged).reshape(x.shape[0], -1)
+
+
+class FusedDecoderLayer(nn.Module):
+    """A decoder layer of two residual branches, attention and an MLP of whatever kind."""
+
+    def __init__(
+        self, attention: FusedAttention, mlp: nn.Module, norms: LayerNorms, kernels: LayerKernels
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = attention, mlp
+        self.norms = norms
+        self._kernels, self._attend = kernels, attention.attend
+        self._inner: Callable[[Tensor], Tensor] = _IDENTITY.forward
+        self._last: Callable[[Tensor], Tensor] = partial(_first_of, mlp)
+        if isinstance(mlp, FusedMLP):
+            self._inner, self._last = mlp.gated.forward, mlp.down
+        self._end_attention = kernels.end_branch(attention.output, norms.attended, norms.mlp)
+        self._end = self.end_before(None)
+
+    def end_before(self, norm: FusedRMSNorm | None) -> EndBranch:
+        """The end of this layer together with ``norm``, which comes next."""
+        return self._kernels.end_branch(self._last, self.norms.mixed, norm)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        paged: PagedFunction,
+        **unused: object,
+    ) -> Tensor:
+        """As transformers calls it."""
+        angles = whole_rotary(position_embeddings, self.self_attn.half_rotary)
+        hidden = hidden_states[0]
+        norm = self.norms.attention
+        x = hidden if norm is None else norm(hidden)
+        return self.run(x, hidden, angles, paged, self._end)[1].unsqueeze(0)
+
+    def run(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        angles: tuple[Tensor, Tensor],
+        paged: PagedFunction,
+        end: EndBranch,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """From the input of attention to what ``end`` gives of ``rows``."""
+        x, residual = self._end_attention(self._attend(x, angles, paged), residual, None)
+        return end(self._inner(x), residual, rows)
+
+
+def _first_of(mlp: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    """What an MLP gives for x [T, hidden size]; some return the scores of their router as well."""
+    result = mlp(x.unsqueeze(0))
+    out: Tensor = result if isinstance(result, Tensor) else result[0]
+    return out.view(x.shape)
+
+
+class FusedForward:
+    """A step of a causal model whose layers are all fused, without what transformers does around
+    them for caches, masks and outputs that are not wanted here.
+
+    The sum that ends a layer is computed together with the norm that begins the next. Only the rows
+    whose logits are asked for go through the last norm and the head.
+    """
+
+    def __init__(
+        self,
+        embed: nn.Module,
+        layers: Sequence[FusedDecoderLayer],
+        rotaries: Sequence[RotaryTable],
+        norm: FusedRMSNorm,
+        head: nn.Module,
+        softcap: float | None,
+        kernels: LayerKernels,
+    ) -> None:
+        """``rotaries``, one for each layer, are few objects; ``softcap`` is that of the logits."""
+        self.embed, self.layers, self.norm, self.head = embed, layers, norm, head
+        self.rotaries, self._softcap = list(dict.fromkeys(rotaries)), softcap
+        self._first_norm = layers[0].norms.attention
+        norms = [*(layer.norms.attention for layer in layers[1:]), norm]
+        self._layers = [
+            (layer.run, self.rotaries.index(rotary), layer.end_before(following))
+            for layer, rotary, following in zip(layers, rotaries, norms, strict=True)
+        ]
+        self.program = kernels.program(self)
+
+    @torch.inference_mode()
+    def __call__(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, paged: PagedFunction
+    ) -> Tensor:
+        """``ids`` and ``positions`` are [T], ``rows`` indices of T. Returns their logits."""
+        if self.program is not None and self.program.fits(paged):
+            logits = self.program(ids, rows, paged)
+        else:
+            angles = [rotary(positions) for rotary in self.rotaries]
+            residual: Tensor = self.embed(ids)
+            x = residual if self._first_norm is None else self._first_norm(residual)
+            for run, index, end in self._layers[:-1]:
+                x, residual = run(x, residual, angles[index], paged, end)
+            run, index, end = self._layers[-1]
+            logits = self.head(run(x, residual, angles[index], paged, end, rows)[0])
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits

@@ -1,0 +1,157 @@
+"""Trials: modules run on random input, to see whether a fused one computes the same."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from jitney.execution.interface import AttentionCall, StepFunction, forward
+from jitney.kernels.fused.layers import Misfit
+from jitney.kernels.fused.rotary import Rotary
+
+_TOKENS = 7
+# Relative to the norm of the right result.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+# Likewise where activations are rounded to 8 bits: a difference in a last bit tips some of them to
+# the next value, which is up to 1/8 away.
+_COARSE_TOLERANCE = 1e-1
+# Factors on random input. A module that clamps its values shows it only where they are large; the
+# epsilon of a norm shows where they are small; what a layer adds stands out of a small residual.
+MODULE_SCALES = (1.0, 2.0**8)
+NORM_SCALES = (1.0, 2.0**-10, 2.0**10)
+LAYER_SCALES = (2.0**-8,)
+
+
+def relative_error(got: Tensor, right: Tensor) -> float:
+    """Norm of the difference over the norm of ``right``; NaN if anything is not finite."""
+    right = right.float()
+    return float((got.float() - right).norm() / right.norm())
+
+
+class Mixer:
+    """Stands in for attention: keeps the calls, and answers something that depends on q and v."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        self.calls.append(call)
+        group = call.query.shape[1] // call.value.shape[1]
+        return 0.5 * call.query + call.value.repeat_interleave(group, 1)
+
+
+class Angles(tuple[Tensor, Tensor]):
+    """(cos, sin) as a rotary module gave them in a trial."""
+
+    rotary: Rotary
+    """The same call for other input."""
+
+
+def run_trial(module: PreTrainedModel, step: StepFunction | None = None) -> Tensor:
+    """The logits of ``module`` with a :class:`Mixer` as attention, or of ``step`` in its place."""
+    positions = torch.arange(_TOKENS, device=module.device)
+    inputs = (positions + 1, positions, positions[::2], Mixer())
+    return forward(module, *inputs) if step is None else step(*inputs)
+
+
+def record_calls(
+    module: PreTrainedModel, fits: Callable[[nn.Module], object]
+) -> WeakKeyDictionary[nn.Module, dict[str, Any]]:
+    """The keyword arguments beside its input of each module that ``fits``, by one trial; what a
+    rotary module gave is :class:`Angles`. A module that is replaced is forgotten."""
+    calls: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
+    def record(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[each] = {name: x for name, x in kwargs.items() if name != "hidden_states"}
+
+    inner = dict(module.named_children()).get("model")
+    hooks: list[Any] = [
+        each.register_forward_hook(_mark_angles, with_kwargs=True)
+        for each in (() if inner is None else inner.children())
+    ]
+    for each in filter(fits, module.modules()):
+        hooks.append(each.register_forward_pre_hook(record, with_kwargs=True))
+    try:
+        run_trial(module)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _mark_angles(made: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """A hook: pairs of tensors, as rotary modules give them, keep how they were made."""
+    if not isinstance(output, tuple) or [isinstance(x, Tensor) for x in output] != [True, True]:
+        return None
+    rest = args[2:]
+    named = {k: v for k, v in kwargs.items() if k not in ("x", "position_ids")}
+    angles = Angles(output)
+    angles.rotary = lambda x, positions: made(x, positions, *rest, **named)
+    return angles
+
+
+def run_alone(
+    module: nn.Module, x: Tensor, call: dict[str, Any]
+) -> tuple[Tensor, list[AttentionCall]]:
+    """What ``module`` gives for x by itself, and its calls of attention if it takes the keyword
+    arguments ``call``. Raises Misfit if it needs more around it: what another layer has left for
+    it, say."""
+    mixer = Mixer()
+    try:
+        result = module(x, **{**call, "paged": mixer}) if call else module(x)
+    except (TypeError, LookupError, AttributeError, ValueError, AssertionError) as error:
+        raise Misfit(f"it cannot be run alone ({type(error).__name__})") from error
+    if isinstance(result, tuple) and not any(isinstance(each, Tensor) for each in result[1:]):
+        result = result[0]
+    if not isinstance(result, Tensor):
+        raise Misfit("it returns more than one tensor")
+    return result, mixer.calls
+
+
+class Checker:
+    """Compares the modules of one model, on random input, with what is to replace them."""
+
+    def __init__(self, like: Tensor, *, coarse: bool) -> None:
+        """``like`` has the model's dtype and device. ``coarse``: products round their input to 8
+        bits."""
+        self._like = like
+        self._tolerance = _COARSE_TOLERANCE if coarse else _TOLERANCE[like.dtype]
+        self._generator = torch.Generator().manual_seed(0)
+
+    def random(self, width: int) -> Tensor:
+        """[1, T, width], normally distributed."""
+        return torch.randn(1, _TOKENS, width, generator=self._generator).to(self._like)
+
+    def check(
+        self,
+        module: nn.Module,
+        fused: nn.Module,
+        width: int,
+        scales: Sequence[float],
+        call: dict[str, Any],
+    ) -> None:
+        """Raise Misfit if they differ by more than rounding, in their result or in what they hand
+        to attention, on input [1, T, width] of any of ``scales``."""
+        for scale in scales:
+            x = self.random(width) * scale
+            right, before = run_alone(module, x, call)
+            while scale > 1 and not bool(right.isfinite().all()):  # a float16 overflows
+                x, scale = x / 2, scale / 2
+                right, before = run_alone(module, x, call)
+            got, after = run_alone(fused, x, call)
+            self.same("its result", got, right)
+            for one, other in zip(after, before, strict=True):
+                self.same("its query", one.query, other.query)
+                self.same("its key", one.key, other.key)
+                self.same("its value", one.value, other.value)
+
+    def same(self, what: str, got: Tensor, right: Tensor) -> None:
+        """Raise Misfit if they differ by more than rounding."""
+        if got.shape != right.shape:
+            raise Misfit(f"{what} has another shape")
+        error = float((got.float() - right.float()).norm())
+        if not error <= self._tolerance * float(right.float().norm()):
+            raise Misfit(f"{what} differs")

@@ -1,0 +1,129 @@
+"""The GPU's kernels, as a load takes them: an ``execution.accelerator.Accelerator``.
+
+Imports nothing that needs the Triton language until it is known to be there. Where the kernels are
+interpreted on a CPU, the same path runs without graphs and without a measurement of memory.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from jitney.config import EngineConfig
+from jitney.errors import ConfigError
+from jitney.execution.accelerator import SpeedUp
+from jitney.execution.attention import AttentionFunction, AttentionShape
+from jitney.execution.interface import NAME, LayerCache, LoadedModel, paged_attention
+from jitney.execution.memory import StepMemory
+from jitney.kernels.gpu.capture import capture_on
+from jitney.messages import ModelInfo
+
+if TYPE_CHECKING:  # needs the Triton language
+    from jitney.kernels.gpu.runner import GpuRunner
+
+_log = logging.getLogger(__name__)
+
+
+class GpuAccelerator:
+    """Attention, fused modules, and a runner that overlaps steps."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        """Raises ConfigError for options that interpreted kernels give no meaning."""
+        self._config = config
+        self._capture = capture_on(device)
+        if device.type == "cuda":
+            return
+        if config.cuda_graphs == "load":
+            raise ConfigError.of("cuda_graphs", "load", "lazy or never on a CPU")
+        if config.cuda_graph_sizes is not None:
+            raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, "left out on a CPU")
+        if config.compile:
+            raise ConfigError.of("compile", True, "false on a CPU")
+
+    def attention(self, shape: AttentionShape) -> AttentionFunction | str:
+        """See :class:`Accelerator`."""
+        return _gpu_attention(shape)
+
+    def fits(self, attention: Sequence[AttentionFunction]) -> bool:
+        """Whether all layers attend through kernels of our own, which plan without looking at the
+        device."""
+        return all(attend.name == "gpu" for attend in attention)
+
+    def speed_up(self, model: LoadedModel, rows: int) -> SpeedUp:
+        """Compile the module, if option ``compile`` says so, or fuse what fits."""
+        if self._config.compile:  # which fuses by itself, and cannot look into kernels
+            compile_module(model.module)
+            return SpeedUp(0, None)
+        from jitney.kernels.gpu.fuse import fuse_for_gpu
+
+        report = fuse_for_gpu(model.module, self._config, model.max_model_len)
+        for line in report.lines():
+            _log.info("%s", line)
+        return SpeedUp(report.added_bytes, report.forward)
+
+    def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
+        """Those of a float8 cache: the checkpoint's, or found by a run over some tokens."""
+        if self._config.kv_cache_dtype != "float8_e4m3":
+            return None
+        stated = model.cache_scales
+        if len(stated) == len(model.layers):
+            return [stated[layer] for layer in range(len(model.layers))]
+        from jitney.kernels.gpu.kv_scales import find_kv_scales
+
+        found = find_kv_scales(model, self._config.block_size)
+        return [stated.get(layer, scales) for layer, scales in enumerate(found)]
+
+    def step_memory(
+        self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo
+    ) -> StepMemory | None:
+        """Measured on a GPU, by the largest steps there can be."""
+        if model.device.type != "cuda":
+            return None
+        from jitney.kernels.gpu.measure import measure_steps
+
+        try:
+            return measure_steps(model, caches, info, self._config, self._capture)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError.of(
+                "max_num_batched_tokens",
+                info.max_num_batched_tokens,
+                f"so many that a step fits into memory ({error})",
+            ) from None
+
+    def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> "GpuRunner":
+        """A runner that can launch a step while the one before it still runs."""
+        from jitney.kernels.gpu.runner import GpuRunner
+
+        info = msgspec.structs.replace(info, overlap=self._config.overlap)
+        return GpuRunner(model, caches, info, self._config, self._capture)
+
+
+def compile_module(module: PreTrainedModel, backend: str = "inductor") -> None:
+    """Compile the module's forward for any number of tokens. Attention stays as it is: its kernels
+    are compiled already, and it is called through an object that the compiler need not look into.
+    """
+    # The name belongs to the process; for whoever does not compile, the function is the same.
+    AttentionInterface.register(NAME, torch.compiler.disable(paged_attention))
+    module.forward = torch.compile(module.forward, dynamic=True, backend=backend)
+
+
+def _gpu_attention(shape: AttentionShape) -> AttentionFunction | str:
+    """Kernels of our own, or why they cannot run."""
+    try:
+        import triton
+    except ImportError as error:
+        return (
+            "the GPU's kernels need the Triton language "
+            f"(pip install 'triton-jitney[gpu]'): {error}"
+        )
+    interpreted = shape.device.type == "cpu" and triton.knobs.runtime.interpret
+    if shape.device.type != "cuda" and not interpreted:
+        return f"the GPU's kernels need a CUDA device, not {shape.device.type}"
+    from jitney.kernels.gpu.attention import GpuAttention
+    from jitney.kernels.gpu.tiles import why_not
+
+    return why_not(*shape[:-1]) or GpuAttention(*shape[:-1], batch_invariant=shape.batch_invariant)

@@ -1,0 +1,364 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# The compiler of the Triton language infers the types of what it compiles here.
+"""The kernels in the Triton language of attention over the paged cache.
+
+Compiled at first use by ``attention.GpuAttention``, which alone launches them. Query heads,
+causality, window, cap and sinks are those of :class:`execution.attention.AttentionFunction`. Scores
+are in units of log2, so that one exponential of base 2 does; maxima, sums and results are float32.
+
+The query heads that share a KV head are packed with the tokens of a tile into its rows: row i of a
+tile is token ``i // GROUP`` and head ``i % GROUP``, so that each K and V is loaded once per group.
+A row of the batch with one new token is cut along its context into parts, one program each, which
+``reduction_kernel`` joins; a longer one is cut into tiles of tokens. Tiles of the context begin at
+multiples of BLOCK_N of the position, whatever the queries: a position meets the same tiles in every
+chunk.
+"""
+
+import triton
+import triton.language as tl
+
+from jitney.kernels.gpu.language import dot
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def row_offset(
+    block, head, token, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr
+):
+    """int64: where in a cache [blocks, KV_HEADS, BLOCK_SIZE, PADDED] a token's elements begin."""
+    inside = (head * BLOCK_SIZE + token) * PADDED  # of one block: fits 32 bits
+    return block.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * PADDED) + inside
+
+
+@triton.jit
+def _part_span(
+    position, end, window, num_parts,
+    MIN_PART: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(low, begin, size, parts): ``low`` is the first key that the query at ``position`` sees. The
+    keys low to end - 1 are in ``parts`` parts of ``size`` keys from ``begin`` on, both multiples of
+    BLOCK_N. With SEGMENT they depend on nothing else."""
+    low = position * 0
+    if window is not None:
+        low = tl.maximum(position - window + 1, 0)
+    if SEGMENT:
+        begin = low // SEGMENT * SEGMENT
+        size = begin * 0 + SEGMENT
+    else:
+        begin = low // BLOCK_N * BLOCK_N
+        size = tl.cdiv(tl.cdiv(end - begin, num_parts), BLOCK_N) * BLOCK_N
+        size = tl.maximum(size, MIN_PART)
+    return low, begin, size, tl.cdiv(end - begin, size)
+
+
+@triton.jit
+def _merge(top, total, result, part_top, part_total, part_result):
+    """Two online softmaxes as one. A part without keys (top -inf, sums 0) changes no bit."""
+    largest = tl.maximum(top, part_top)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
+    old, new = tl.exp2(top - safe), tl.exp2(part_top - safe)
+    # One rounding each: a compiler that contracts products and sums has nothing to choose.
+    total = tl.fma(total, old, part_total * new)
+    result = tl.fma(result, old[:, None], part_result * new[:, None])
+    return largest, total, result
+
+
+@triton.jit
+def _store(
+    out, token, head, real_row, top, total, result, sinks, factor,
+    HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store the softmax's quotient times ``factor``, its denominator with one more logit where
+    there are sinks; 0 where there was no key."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, real_row, other=0.0) * LOG2_E
+        largest = tl.maximum(top, sink)
+        shrink = tl.exp2(top - largest)
+        total = tl.fma(total, shrink, tl.exp2(sink - largest))
+        factor = factor * shrink
+    result = result * (factor / tl.where(total == 0.0, 1.0, total))[:, None]
+    element = tl.arange(0, result.shape[1])
+    address = out + ((token * HEADS + head) * HEAD_SIZE)[:, None] + element[None, :]
+    real = real_row[:, None] & (element < HEAD_SIZE)[None, :]
+    tl.store(address, result.to(out.dtype.element_ty), real)
+
+
+@triton.jit
+def _attend(
+    query, top, total, result,
+    keys, values, table, head, begin, end, first, position, scale, softcap, window,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys begin (a multiple of BLOCK_N) to end - 1 of a sequence.
+
+    MASKED: some are before ``first`` (and may never have been written) or hidden from a query.
+    """
+    HEAD_TILE: tl.constexpr = query.shape[1]
+    element = tl.arange(0, HEAD_TILE)
+    # The block numbers of a tile are loaded while the tile before it is computed: the pipeliner
+    # then sees loads of K and V whose addresses are known, and keeps its stages for them.
+    key = begin + tl.arange(0, BLOCK_N)
+    block = tl.load(table + key // BLOCK_SIZE, (key >= first) & (key < end), other=0)
+    for start in tl.range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        inside = (key >= first) & (key < end)
+        following = key + BLOCK_N
+        next_block = tl.load(table + following // BLOCK_SIZE, following < end, other=0)
+        row = row_offset(block, head, key % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE, PADDED)
+        offset = row[:, None] + element[None, :]
+        if MASKED or HEAD_SIZE < HEAD_TILE:
+            if HEAD_SIZE == HEAD_TILE:
+                real = inside[:, None]
+            elif MASKED:
+                real = inside[:, None] & (element < HEAD_SIZE)[None, :]
+            else:
+                real = (element < HEAD_SIZE)[None, :]
+            k = tl.load(keys + offset, mask=real, other=0.0)
+            v = tl.load(values + offset, mask=real, other=0.0)
+        else:
+            k = tl.load(keys + offset)
+            v = tl.load(values + offset)
+        k, v = k.to(query.dtype), v.to(query.dtype)
+        scores = dot(query, k.T)
+        if softcap is not None:  # tanh(x) = 1 - 2 / (exp(2x) + 1), also at both infinities
+            power = tl.exp2(scores * (scale * 2.0 / softcap))
+            scores = softcap * (1.0 - 2.0 / (power + 1.0))
+        factor = scale if softcap is None else LOG2_E
+        if MASKED:
+            seen = inside[None, :] & (key[None, :] <= position[:, None])
+            if window is not None:
+                seen &= key[None, :] > position[:, None] - window
+            scores = tl.where(seen, scores, float("-inf"))
+        # The factor is positive: it is applied to the maximum, and in the exponent by one fma.
+        largest = tl.maximum(top, tl.max(scores, 1) * factor)
+        safe = largest
+        if MASKED:
+            safe = tl.where(largest == float("-inf"), 0.0, largest)
+        weight = tl.exp2(tl.fma(scores, factor, -safe[:, None]))
+        shrink = tl.exp2(top - safe)
+        total = tl.fma(total, shrink, tl.sum(weight, 1))
+        result = dot(weight.to(query.dtype), v, result * shrink[:, None])
+        top, block = largest, next_block
+    return top, total, result
+
+
+@triton.jit
+def _attend_span(
+    query, keys, values, table, head, begin, end, first, position, first_position,
+    scale, softcap, window,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the keys begin to end - 1 for a tile of queries, its lowest position
+    ``first_position``: (largest score, sum of weights, weighted sum of V).
+
+    With SEGMENT, one after another the very parts that other programs may compute, merged as
+    :func:`reduction_kernel` does: bitwise the same.
+    """
+    no_top = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    no_total = tl.zeros([query.shape[0]], tl.float32)
+    no_result = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
+    top, total, result = no_top, no_total, no_result
+    if SEGMENT:
+        for start in tl.range(begin, end, SEGMENT):
+            part_top, part_total, part_result = _attend(
+                query, no_top, no_total, no_result, keys, values, table, head, start,
+                tl.minimum(start + SEGMENT, end), first, position, scale, softcap, window,
+                KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, True,
+            )  # fmt: skip
+            top, total, result = _merge(top, total, result, part_top, part_total, part_result)
+    else:
+        middle = begin
+        if window is None and not ALWAYS_MASKED:
+            # Whole tiles that every query sees need no mask.
+            seen = tl.maximum(tl.minimum(end, first_position + 1) - begin, 0)
+            middle = begin + seen // BLOCK_N * BLOCK_N
+            top, total, result = _attend(
+                query, top, total, result, keys, values, table, head, begin, middle, first,
+                position, scale, softcap, window,
+                KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, False,
+            )  # fmt: skip
+        top, total, result = _attend(
+            query, top, total, result, keys, values, table, head, middle, end, first, position,
+            scale, softcap, window, KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, True,
+        )  # fmt: skip
+    return top, total, result
+
+
+@triton.jit
+def _tile(
+    out, part_results, part_tops, part_totals,
+    query, keys, values, factor, sinks, table, context, row, token, length, skipped, head, part,
+    scale, softcap, window, num_parts, query_token_stride, query_head_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    HEAD_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, OPERAND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr, SEGMENT: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """The new tokens of a row that begin ``skipped`` after its first, ``token``, as many as fit
+    into a tile, for the query heads of a KV head. With ``num_parts`` over 1 (the row has one new
+    token), only part ``part`` of the context."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    TOKENS: tl.constexpr = ROWS // GROUP
+    first_position = context - length + skipped
+    end = tl.minimum(first_position + TOKENS, context)
+    low, begin, size, parts = _part_span(
+        first_position, end, window, num_parts, MIN_PART, SEGMENT, BLOCK_N
+    )
+    if part < tl.maximum(parts, 1):
+        index, element = tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)
+        nth = skipped + index // GROUP
+        query_head = head * GROUP + index % GROUP
+        real_row = (index < TOKENS * GROUP) & (nth < length)
+        real = real_row[:, None] & (element < HEAD_SIZE)[None, :]
+        tokens = (token + nth).to(tl.int64)
+        offset = tokens * query_token_stride + query_head * query_head_stride
+        q = tl.load(query + offset[:, None] + element[None, :], real, other=0.0).to(OPERAND)
+        if num_parts > 1:
+            begin += part * size
+            end = tl.minimum(begin + size, end)
+        top, total, result = _attend_span(
+            q, keys, values, table, head, begin, end, low, context - length + nth, first_position,
+            scale, softcap, window,
+            KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, SEGMENT, ALWAYS_MASKED,
+        )  # fmt: skip
+        if (parts > 1) & (num_parts > 1):
+            at = (row.to(tl.int64) * HEADS + query_head) * num_parts + part
+            tl.store(part_tops + at, top, real_row)
+            tl.store(part_totals + at, total, real_row)
+            tl.store(part_results + at[:, None] * HEAD_SIZE + element[None, :], result, real)
+        else:
+            _store(
+                out, tokens, query_head, real_row, top, total, result, sinks, factor,
+                HEADS, HEAD_SIZE,
+            )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_parts", "window", "table_stride"],
+    do_not_specialize_on_alignment=["part_tops", "part_totals"],  # it changes with the step
+)
+def attention_kernel(
+    out, part_results, part_tops, part_totals,
+    query, keys, values, key_scale, value_scale, sinks,
+    block_table, context_len, query_start,
+    scale, softcap, window, num_rows, num_parts,
+    query_token_stride, query_head_stride, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    HEAD_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, OPERAND: tl.constexpr,
+    DECODE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_PART: tl.constexpr, SEGMENT: tl.constexpr, ONLY_DECODES: tl.constexpr,
+):  # fmt: skip
+    """Programs (num_rows * num_parts + tiles, KV heads). The first compute a part of a row that has
+    one new token, the others a tile of a longer row's; what has no work ends at once.
+
+    out is [T, heads, HEAD_SIZE]; part_results float32 [rows, heads, num_parts, HEAD_SIZE] and the
+    other two [rows, heads, num_parts] are written where a row has more than one part.
+    ``scale`` is in units of log2, and includes no scale of the cache.
+    """
+    program, head = tl.program_id(0), tl.program_id(1)
+    factor = 1.0
+    if key_scale is not None:
+        scale = scale * tl.load(key_scale + head)
+        factor = tl.load(value_scale + head)
+    if program < num_rows * num_parts:
+        row, part = program // num_parts, program % num_parts
+        token, length = row, 1
+        if not ONLY_DECODES:
+            token = tl.load(query_start + row)
+            length = tl.load(query_start + row + 1) - token
+        if length == 1:
+            _tile(
+                out, part_results, part_tops, part_totals,
+                query, keys, values, factor, sinks, block_table + row.to(tl.int64) * table_stride,
+                tl.load(context_len + row), row, token, 1, 0, head, part,
+                scale, softcap, window, num_parts, query_token_stride, query_head_stride,
+                KV_HEADS, GROUP, HEAD_SIZE, PADDED, HEAD_TILE, BLOCK_SIZE, OPERAND, DECODE_ROWS,
+                BLOCK_N, MIN_PART, SEGMENT, True,
+            )  # fmt: skip
+    elif not ONLY_DECODES:
+        # Later tiles of a row have more keys: they go first.
+        tile = tl.num_programs(0) - 1 - program
+        TOKENS: tl.constexpr = TILE_ROWS // GROUP
+        row, upper = num_rows * 0, num_rows
+        while upper - row > 1:  # the last row whose tiles begin at or before this one
+            middle = (row + upper) // 2
+            if tl.load(query_start + middle) // TOKENS + middle <= tile:
+                row = middle
+            else:
+                upper = middle
+        token = tl.load(query_start + row)
+        length = tl.load(query_start + row + 1) - token
+        skipped = (tile - token // TOKENS - row) * TOKENS
+        if (length > 1) & (skipped < length):
+            _tile(
+                out, part_results, part_tops, part_totals,
+                query, keys, values, factor, sinks, block_table + row.to(tl.int64) * table_stride,
+                tl.load(context_len + row), row, token, length, skipped, head, 0,
+                scale, softcap, window, 1, query_token_stride, query_head_stride,
+                KV_HEADS, GROUP, HEAD_SIZE, PADDED, HEAD_TILE, BLOCK_SIZE, OPERAND, TILE_ROWS,
+                BLOCK_N, MIN_PART, SEGMENT, False,
+            )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_parts", "window"],
+    do_not_specialize_on_alignment=["part_tops", "part_totals"],  # it changes with the step
+)
+def reduction_kernel(
+    out, part_results, part_tops, part_totals, value_scale, sinks, context_len, query_start,
+    window, num_parts,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_TILE: tl.constexpr,
+    SEGMENT: tl.constexpr, MOST_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr,
+):  # fmt: skip
+    """Programs (rows, heads): join the parts of a row that has more than one."""
+    row, query_head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(query_start + row)
+    length = tl.load(query_start + row + 1) - token
+    context = tl.load(context_len + row)
+    _low, _begin, _size, parts = _part_span(
+        context - 1, context, window, num_parts, MIN_PART, SEGMENT, BLOCK_N
+    )
+    if (length == 1) & (parts > 1):
+        element = tl.arange(0, HEAD_TILE)
+        one = tl.arange(0, 1)
+        at = (row.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_parts
+        if SEGMENT:  # in the order of the context, as one program would
+            top = tl.full([1], float("-inf"), tl.float32)
+            total = tl.zeros([1], tl.float32)
+            result = tl.zeros([1, HEAD_TILE], tl.float32)
+            for part in tl.range(0, parts):
+                offset = at + part + one
+                part_result = tl.load(
+                    part_results + offset[:, None] * HEAD_SIZE + element[None, :],
+                    (element < HEAD_SIZE)[None, :],
+                    other=0.0,
+                )
+                top, total, result = _merge(
+                    top, total, result,
+                    tl.load(part_tops + offset), tl.load(part_totals + offset), part_result,
+                )  # fmt: skip
+        else:
+            part = tl.arange(0, MOST_PARTS)
+            real = part < parts
+            tops = tl.load(part_tops + at + part, real, other=float("-inf"))
+            top = tl.max(tops, 0)
+            weight = tl.exp2(tops - top)
+            total = tl.sum(weight * tl.load(part_totals + at + part, real, other=0.0), 0)
+            result = tl.load(
+                part_results + (at + part)[:, None] * HEAD_SIZE + element[None, :],
+                real[:, None] & (element < HEAD_SIZE)[None, :],
+                other=0.0,
+            )
+            result = tl.sum(result * weight[:, None], 0)[None, :]
+            top, total = top + tl.zeros([1], tl.float32), total + tl.zeros([1], tl.float32)
+        factor = 1.0
+        if value_scale is not None:
+            factor = tl.load(value_scale + query_head // GROUP)
+        _store(
+            out, token.to(tl.int64) + one, query_head + one, one == 0, top, total, result, sinks,
+            factor, KV_HEADS * GROUP, HEAD_SIZE,
+        )  # fmt: skip

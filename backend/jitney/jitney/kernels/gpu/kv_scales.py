@@ -1,0 +1,65 @@
+"""Scales of an 8-bit KV cache: called once, while a GPU's runner loads.
+
+A float8_e4m3 reaches from 2^-9 to 448. Each KV head of a layer gets one scale for its keys and one
+for its values, so that what it holds lies in that range: a cached number times the scale is the
+number. They are found by running some hundred tokens over a cache of the model's own dtype and
+noting the greatest magnitudes.
+"""
+
+import torch
+from torch import Tensor
+
+from jitney.execution.attention import build_metadata
+from jitney.execution.attention.reference import ReferenceAttention
+from jitney.execution.interface import AttentionCall, LoadedModel, PagedStep
+from jitney.execution.memory import make_layer_caches
+from jitney.execution.probe import probe_row
+
+_TOKENS = 256
+# Other texts may go beyond what was seen; what lies below loses no precision by it.
+_MARGIN = 2.0
+_LARGEST = 448.0
+# A head that gave only zeros keeps a scale that divides.
+_SMALLEST = 1e-6
+
+
+class _Magnitudes:
+    """Passes calls on to a step and notes the greatest magnitudes of keys and values, by layer."""
+
+    def __init__(self, step: PagedStep, layers: int) -> None:
+        self._step = step
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        self.keys[call.layer] = call.key.float().abs().amax((0, 2))
+        self.values[call.layer] = call.value.float().abs().amax((0, 2))
+        return self._step(call)
+
+
+@torch.inference_mode()
+def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Tensor]]:
+    """(key scale, value scale) of every layer, float32 [KV heads] on the model's device."""
+    count = min(_TOKENS, model.max_model_len)
+    blocks = -(-count // block_size)
+    attention = [ReferenceAttention()] * len(model.layers)
+    caches = make_layer_caches(
+        model.layers, attention, block_size, model.dtype, model.device, blocks
+    )
+    row = probe_row([0] * count, 0, count, list(range(blocks)))
+    meta = build_metadata([row], block_size, model.device)
+    # Far apart in the vocabulary, each another one.
+    step = 7919 if model.vocab_size % 7919 else 1
+    ids = (torch.arange(count, device=model.device) * step + 1) % model.vocab_size
+    noted = _Magnitudes(PagedStep(caches, meta), len(caches))
+    model.forward(ids, meta.positions, torch.tensor([count - 1], device=ids.device), noted)
+    return [
+        (_scale(keys, spec.num_kv_heads, ids.device), _scale(values, spec.num_kv_heads, ids.device))
+        for keys, values, spec in zip(noted.keys, noted.values, model.layers, strict=True)
+    ]
+
+
+def _scale(greatest: Tensor | None, heads: int, device: torch.device) -> Tensor:
+    assert greatest is not None, "a layer did not attend"
+    assert greatest.shape == (heads,)
+    return (greatest * (_MARGIN / _LARGEST)).clamp_(min=_SMALLEST).to(device)

@@ -1,0 +1,1 @@
+"""``jitney bench`` measures a running server; ``jitney tune`` finds the batching of a model."""

@@ -1,0 +1,159 @@
+"""The command ``jitney bench``, which is also ``python -m benchmarks.sweep``."""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from jitney.measure import options
+from jitney.report.text import printable
+from jitney.server.signals import interruptible
+
+if TYPE_CHECKING:
+    from jitney.measure.perf_analyzer import Driver
+    from jitney.measure.record import Result
+    from jitney.measure.target import Model, Target
+
+_out = Console(highlight=False)
+
+
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A loaded model. Default: the server's only language model."),
+    ] = None,
+    url: Annotated[str, typer.Option(help="HOST:PORT of the server's gRPC.")] = "localhost:8001",
+    http_url: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of its HTTP. Default: port 8000; with TLS the same as --url."),
+    ] = None,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(help="Its metrics. Default: http://HOST:8002/metrics; with TLS none."),
+    ] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Use TLS for gRPC and HTTP.")] = False,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(help="Certificates to trust, in PEM form, in place of the machine's; --tls."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="A key to send as a bearer token: the first of the file, [NAME:]KEY."),
+    ] = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME:VALUE to send with every request, or @FILE with such lines, which keeps "
+            "the value out of the list of processes; may be given several times."
+        ),
+    ] = None,
+    concurrency: options.Concurrency = "",
+    rate: options.Rate = "",
+    arrivals: options.Arrivals = "poisson",
+    seconds: options.Seconds = 10.0,
+    requests: options.Requests = None,
+    slo: options.Slo = "",
+    input_tokens: options.InputTokens = "128",
+    output_tokens: options.OutputTokens = "64",
+    prompts: options.PromptsFile = None,
+    sampling: options.Sampling = "{}",
+    natural_end: options.NaturalEnd = False,
+    protocol: options.Protocol = "grpc",
+    batch_size: options.Rows = 1,
+    shape: options.Shape = None,
+    data: options.Data = None,
+    stability: options.Stability = 0.2,
+    seed: options.Seed = 0,
+    title: Annotated[str, typer.Option(help="Of the report. Default: the model.")] = "",
+    out: options.Out = Path("bench"),
+    perf_analyzer: options.PerfAnalyzerPath = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Measure nothing: set two results (their .json files) side by side."),
+    ] = None,
+) -> None:
+    """Put load after load on a running server with perf_analyzer and report what it measured.
+
+    A language model is asked in streams, any other by its inputs. Writes OUT/report.html, which
+    needs no other file, the plots as PNG, and OUT/result.json with every figure.
+
+    Examples:
+
+        jitney bench pylm --concurrency 1,4,16 --slo ttft-p95=200ms,itl-p95=50ms
+        jitney bench digits --rate 100,200,400 --slo latency-p99=20ms
+        jitney bench pylm --url example.net:8443 --tls --api-key-file key
+        jitney bench --compare before/result.json after/result.json
+    """
+    given = dict(locals())
+    options.check_matplotlib()
+    from jitney.measure import record
+    from jitney.measure.report import write_comparison, write_report
+    from jitney.measure.slo import conclusion
+
+    if compare is not None:
+        first, second = (record.read(path, record.Result) for path in compare)
+        page = write_comparison(first, second, out)
+        _out.print(f"Report: {page}", soft_wrap=True, markup=False)
+        return
+    with tempfile.TemporaryDirectory(prefix="jitney-bench-") as folder, interruptible():
+        driver, target, model_ = _read(given, Path(folder))
+        options.make_folder(out)
+        result = _sweep(driver, target, model_, given)
+    record.write(result, out / "result.json")
+    page = write_report(result, out)
+    _out.print(f"\n[bold]{escape(conclusion(result))}[/]", soft_wrap=True)
+    _out.print(f"Report: {page}", soft_wrap=True, markup=False)
+    if result.empty:
+        raise typer.Exit(1)
+    if len(result.points) < len(driver.plan.loads):
+        raise typer.Exit(options.INTERRUPTED)
+
+
+def _read(given: dict[str, Any], folder: Path) -> "tuple[Driver, Target, Model]":
+    """The options, checked. Raises JitneyError."""
+    from jitney.measure import slo
+    from jitney.measure.target import Access, Target
+
+    concurrency = given["concurrency"] or ("" if given["rate"] else "1,2,4,8,16,32")
+    loads = slo.loads(concurrency, given["rate"])
+    access = Access.of(given["tls"], given["ca_file"], given["api_key_file"], given["header"] or ())
+    if access.headers and not access.tls:
+        _out.print("[yellow]The headers are sent in clear text: use --tls or --ca-file.[/]")
+    driver = options.read_driver(given, loads, given["batch_size"], folder)
+    target = Target.of(given["url"], given["http_url"], given["metrics_url"], access)
+    model = target.model(given["model"])
+    options.check_model(
+        given, "batch_size", language=model.language, max_batch=model.max_batch_size
+    )
+    slo.parse(given["slo"], language=model.language)  # before minutes are spent measuring
+    return driver, target, model
+
+
+def _sweep(driver: "Driver", target: "Target", model: "Model", given: dict[str, Any]) -> "Result":
+    """One load after the other, with a line on the terminal; one that fails is a point, too.
+
+    Interrupted (KeyboardInterrupt) after the first load, it returns what was measured: fewer points
+    than there are loads. Raises InvalidArgumentError, UnavailableError.
+    """
+    from jitney.measure import record, slo
+
+    points: list[record.Point] = []
+    server, began = target.server(), record.now()
+    with _out.status("") as status:
+        for load in driver.plan.loads:
+            status.update(f"{escape(model.name)}, {load} …")
+            try:
+                points.append(driver.run(target, model, load))
+            except KeyboardInterrupt:
+                if not points:
+                    raise
+                _out.print("Interrupted: the report is of the loads before.")
+                break
+            _out.print(slo.line(points[-1], model.language), soft_wrap=True)
+    return driver.result(
+        target, model, points, title=printable(given["title"]) or model.name, bounds=given["slo"],
+        options=options.reported(given), server=server, began=began,
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""The plots of one result, or of two in the same axes. A point is hollow where the load was not
+steady."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import colormaps, pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jitney.measure.record import PERCENTS, Measurement, Point, Result
+from jitney.measure.slo import Bound, times_of
+from jitney.report.page import Plot
+
+_COLOURS = ("#0072B2", "#D55E00")
+"""Of Okabe and Ito's colours, which colour-blind people can tell apart."""
+_STYLE: Any = {
+    "svg.hashsalt": "jitney",  # the same plot is the same file
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "lines.markersize": 5,
+}
+_LINES = {"concurrency": ("closed loop", "-"), "rate": ("by rate", "--")}
+_NAMES = {"latency": "request latency", "ttft": "time to first token", "itl": "inter-token latency"}
+
+
+def plots(results: Sequence[Result], bounds: Sequence[Bound] = ()) -> list[Plot]:
+    """The plots for which there are figures. Two results are called A and B."""
+    found = [m for result in results for _, m in measured(result)]
+    times = [time for time in shown_times(results[0]) if any(times_of(m, time) for m in found)]
+    if not found:
+        return []
+    with matplotlib.rc_context(_STYLE):
+        made = [_throughput(results, times, bounds)]
+        return made + [_distribution(results, time, bounds) for time in times]
+
+
+def measured(result: Result) -> list[tuple[Point, Measurement]]:
+    """The points that have figures."""
+    return [(point, point.measured) for point in result.points if point.measured is not None]
+
+
+def shown_times(result: Result) -> tuple[str, ...]:
+    """The times by which a reader chooses a load."""
+    return ("ttft", "itl", "latency") if result.language else ("latency",)
+
+
+def bound_on(time: str, bounds: Sequence[Bound]) -> Bound:
+    """The bound on a time; without any, one at p95 that nothing exceeds."""
+    return next((bound for bound in bounds if bound.time == time), Bound(time, 95.0, float("inf")))
+
+
+def _throughput(results: Sequence[Result], times: Sequence[str], bounds: Sequence[Bound]) -> Plot:
+    """Each time, as it is bounded, against the throughput: the plot to choose a load by."""
+    figure, axes = _subplots(len(times))
+    for time, axis in zip(times, axes, strict=True):
+        bound = bound_on(time, bounds)
+        for i, result in enumerate(results):
+            for kind, (name, style) in _LINES.items():
+                label = name if len(results) == 1 else f"{'AB'[i]}, {name}"
+                _curve(axis, result, bound, kind, color=_COLOURS[i], linestyle=style, label=label)
+        if bound.seconds < float("inf"):
+            axis.axhline(bound.seconds, color="#555", linestyle=":")
+        axis.set(xlabel=results[0].unit, ylabel="s", title=f"{_NAMES[time]}, {bound.name}")
+        axis.set(xscale="log", yscale="log")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    caption = (
+        "Latency against throughput. Numbers are the loads, dotted lines the bounds. Hollow points "
+        "are not steady; the best load is ringed."
+    )
+    return _saved(figure, "throughput", caption, len(times))
+
+
+def _curve(axis: Axes, result: Result, bound: Bound, kind: str, **line: Any) -> None:
+    """Through the loads of one kind."""
+    found = [(p, m.throughput, bound.of(m)) for p, m in measured(result) if p.load.kind == kind]
+    marks = [(point, x, y) for point, x, y in found if y is not None]
+    if marks:
+        axis.plot([x for _, x, _ in marks], [max(y, 1e-6) for _, _, y in marks], **line)
+    for point, x, y in marks:
+        face = line["color"] if point.state == "steady" else "white"
+        axis.plot(x, y, "o", color=line["color"], markerfacecolor=face)
+        axis.annotate(f"{point.load.level:g}", (x, y), (4, 4), textcoords="offset points")
+        if result.best is not None and point.load == result.best.load:
+            axis.plot(x, y, "o", markersize=11, color="#009E73", markerfacecolor="none")
+
+
+def _distribution(results: Sequence[Result], time: str, bounds: Sequence[Bound]) -> Plot:
+    """Cumulative distribution of one time, a line for each load, a panel for each result."""
+    figure, axes = _subplots(len(results), width=4.7)
+    for name, result, axis in zip("AB", results, axes, strict=False):
+        pairs = [(p, found) for p, m in measured(result) if (found := times_of(m, time))]
+        for i, (point, found) in enumerate(pairs):
+            axis.plot(
+                np.maximum(found.quantiles, 1e-6), PERCENTS,
+                linestyle="-" if point.state == "steady" else ":",
+                color=colormaps["viridis"](0.85 * i / len(pairs)), label=str(point.load),
+            )  # fmt: skip
+        for bound in (bound for bound in bounds if bound.time == time):
+            axis.plot(bound.seconds, bound.percent or 50, "kD", zorder=5)
+        axis.set(xlabel=f"{_NAMES[time]}, s", ylabel="percent within that time", xscale="log")
+        axis.set_title(name if len(results) > 1 else "")
+        if pairs:
+            axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    caption = (
+        f"Distribution of the {_NAMES[time]}, a line for each load; dotted: not steady. A line "
+        "meets a bound if it passes above its diamond."
+    )
+    return _saved(figure, time, caption, len(results))
+
+
+def _subplots(panels: int, width: float = 3.4) -> tuple[Figure, Sequence[Axes]]:
+    size = (width * max(panels, 1.4), 3.2)
+    figure, axes = pyplot.subplots(1, panels, figsize=size, squeeze=False, layout="constrained")
+    return figure, axes[0]
+
+
+def _saved(figure: Figure, name: str, caption: str, panels: int) -> Plot:
+    svg, png = io.BytesIO(), io.BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.savefig(png, format="png", dpi=150)
+    pyplot.close(figure)
+    return Plot(name, caption, svg.getvalue(), png.getvalue(), panels)

@@ -1,0 +1,256 @@
+"""The messages of the system. Data only; every other module imports this one.
+
+Three groups, by the border they cross:
+
+- front -> engine: :class:`Submit`, :class:`Finish`, :class:`Cancel`: plain msgspec messages, ids
+  and numbers only, so that the engine may live in a thread or in a process of its own;
+- engine -> front: :class:`StepReport`, one per step, a list of events and a few gauges;
+- scheduler <-> runner, inside the engine: :class:`Batch` and :class:`StepOutput`.
+
+Every submitted request ends in exactly one terminal event: :class:`Finished`, :class:`Cancelled` or
+:class:`Failed`. All times are seconds of the monotonic clock, which processes of one machine share.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from jitney.errors import JitneyError
+from jitney.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "deadline"]
+
+# --------------------------------------------------------------------------- front -> engine
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """One checked request. ``key`` is the front's, unique for the engine's life; client ids never
+    serve as keys."""
+
+    key: int
+    prompt: list[int]
+    """Token ids, at least one."""
+    params: SamplingParams
+    """With a seed. Stop strings are the front's business: the engine never looks at ``stop``."""
+    stop_ids: frozenset[int] = frozenset()
+    """Ids that end a sequence: the model's ends of sequence (unless ignored) and stop_token_ids."""
+    bad_words_ids: list[list[int]] = []
+    """``bad_words`` as token sequences: the last id of one may not follow the ids before it."""
+    arrival: float
+    deadline: float | None = None
+
+
+class Finish(msgspec.Struct, frozen=True, tag="finish"):
+    """The front found a stop string: sequence ``index`` of the request ends with reason ``stop``.
+    Tokens made after it are dropped by the front."""
+
+    key: int
+    index: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """The client is gone or asked to stop. An unknown or ended key is ignored."""
+
+    key: int
+
+
+Message = Submit | Finish | Cancel
+
+# --------------------------------------------------------------------------- engine -> front
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """One candidate at one position. ``rank`` counts from 1 over the whole vocabulary."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+    """New tokens of one sequence, and its end if this step ended it.
+
+    A token of ``stop_ids`` that ends a sequence is included in ``ids`` (it was made and counts);
+    the front leaves its text out, as vLLM does.
+    """
+
+    key: int
+    index: int
+    ids: list[int]
+    logprobs: list[list[Logprob]] | None = None
+    """Per new token: the chosen one first, then the best ones (vLLM's set, without duplicates)."""
+    cumulative_logprob: float | None = None
+    """Sum over the sequence so far; None if no logprobs were asked for."""
+    finish_reason: FinishReason | None = None
+    stop_id: int | None = None
+    """The id that ended the sequence, if it was one of ``stop_ids``."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
+    """Per prompt token; None for the first, which nothing precedes. Comes before any Tokens."""
+
+    key: int
+    logprobs: list[list[Logprob] | None]
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one request. Seconds since ``arrival``; None for what never happened."""
+
+    queue_s: float | None
+    first_token_s: float | None
+    total_s: float
+    cached_prompt_tokens: int
+    computed_prompt_tokens: int
+    preemptions: int
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """Terminal: every sequence has ended; its last Tokens event has the finish reason."""
+
+    key: int
+    timing: Timing
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
+    """Terminal: the request was cancelled; its blocks are free."""
+
+    key: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Terminal: ``code`` is one of the names in ``errors``."""
+
+    key: int
+    code: str
+    message: str
+
+
+Event = Tokens | PromptLogprobs | Finished | Cancelled | Failed
+TERMINAL = (Finished, Cancelled, Failed)
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges after a step of the engine and counts within it. The front adds the counts up. Rows
+    and tokens count in the step that applied their output, which with overlap is the next one."""
+
+    waiting: int = 0
+    running: int = 0
+    """Sequences."""
+    blocks_total: int = 0
+    blocks_used: int = 0
+    """Referenced by a live sequence."""
+    blocks_cached: int = 0
+    """Not referenced, content still findable by its hash."""
+    step_seconds: float = 0.0
+    """From the inbox to the events. With overlap: launching a step and waiting for the one before,
+    which in steady state is the time of one."""
+    batch_sequences: int = 0
+    """0 if no output was applied."""
+    batch_tokens: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    preemptions: int = 0
+
+
+class StepReport(msgspec.Struct, frozen=True, tag="step"):
+    """What the engine reports after each step; the events in the order in which they happened."""
+
+    events: list[Event]
+    stats: StepStats
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front must know of a loaded model."""
+
+    vocab_size: int
+    """Rows of the embedding, not the tokenizer's count."""
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    eos_ids: frozenset[int]
+    dtype: str
+    device: str
+    attention: str
+    """Name of the attention function in use."""
+    num_parameters: int
+    max_num_batched_tokens: int = 512
+    """The token budget of a step: the option, or the device's default."""
+    overlap: bool = False
+    """Whether the runner has ``launch``: a step may be planned while another is in flight."""
+
+
+# --------------------------------------------------------------------------- scheduler <-> runner
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's share of a step: the tokens at positions [start, start + len(token_ids)).
+
+    ``block_table``, ``prompt`` and ``output`` are the scheduler's own lists, because copying them
+    in every step would cost too much. The runner reads them during ``execute`` or ``launch`` only
+    and never changes them: afterwards the scheduler may append to them or clear them.
+    """
+
+    key: int
+    index: int
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    """Position p lives in block ``block_table[p // block_size]`` at offset ``p % block_size``."""
+    sample: tuple[int, ...]
+    """Indices of the sequences to sample from the last row's logits: empty in the middle of a
+    prompt, ``(index,)`` as a rule, ``range(n)`` when the prompt of a request with n > 1 is done."""
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+    """Tokens made so far (empty when ``sample`` has more than one index). The last one is missing
+    if ``carried`` is set: their number is ``end - len(prompt)`` in every case."""
+    stop_ids: frozenset[int]
+    bad_words_ids: list[list[int]]
+    carried: int | None = None
+    """Set if the row's one token is still being sampled by the step before, which is in flight: its
+    index among that step's samples, numbered through its rows and, within a row, its ``sample``.
+    ``token_ids`` is ``[0]`` then, to be replaced on the device, and ``output`` lacks the token."""
+
+    @property
+    def end(self) -> int:
+        """Context length after this step. Outputs before its sample: ``end - len(prompt)``."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step. Copies come first: (source, destination) blocks, all layers, K and V."""
+
+    rows: list[Row]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute in this step."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(slots=True)
+class RowOutput:
+    """The output of one row. The lists are parallel to ``Row.sample``."""
+
+    token_ids: list[int]
+    logprobs: list[list[Logprob]] | None = None
+    """Per sampled sequence, if ``params.logprobs`` is set: the candidates at this position."""
+    prompt_logprobs: list[list[Logprob]] | None = None
+    """If ``params.prompt_logprobs`` is set and the row computed prompt tokens: one entry per prompt
+    position q with start < q <= end, q < len(prompt): the candidates for prompt[q]."""
+    error: JitneyError | None = None
+    """Why this row alone could not be served, e.g. because its logits are not finite. It ends the
+    request."""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Parallel to ``Batch.rows``."""
+
+    rows: list[RowOutput]

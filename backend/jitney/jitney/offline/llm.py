@@ -1,0 +1,333 @@
+"""The offline class: the server's engine in this process, without a server.
+
+An :class:`LLM` owns an engine and makes its steps itself, in its caller's thread, whenever results
+are needed: inside :meth:`LLM.generate`, or between two pieces of :meth:`LLM.stream`. Streams may be
+read in turns and mixed with calls of ``generate``; all that is open shares the batch. Not for use
+from several threads at once.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jitney.config import EngineConfig, make_config
+from jitney.engine.assemble import load_runner, resolve_folder
+from jitney.engine.engine import Engine
+from jitney.errors import InternalError, InvalidArgumentError, JitneyError, from_code
+from jitney.messages import Cancel, Failed, Finished, Logprob, ModelInfo, Submit, Timing
+from jitney.sampling_params import SamplingParams, parse_sampling_params
+from jitney.text.chat import make_chat
+from jitney.text.completion import Completion, SequenceDelta
+from jitney.text.intake import encode_chat, encode_prompt, make_submit
+from jitney.text.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The result of one prompt."""
+
+    prompt_ids: list[int]
+    sequences: list[SequenceDelta]
+    """The whole of each of the ``n`` sequences."""
+    prompt_logprobs: list[list[Logprob] | None] | None = None
+    timing: Timing | None = None
+    error: JitneyError | None = None
+    """Set if this request failed after it was accepted; it has no sequences then."""
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence. Raises ``error`` if there is one."""
+        return self._first.text
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of the first sequence. Raises ``error`` if there is one."""
+        return self._first.ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first sequence: ``stop``, ``length`` or ``deadline``. Raises ``error``."""
+        return self._first.finish_reason
+
+    @property
+    def _first(self) -> SequenceDelta:
+        if self.error is not None:
+            raise self.error
+        return self.sequences[0]
+
+
+class LLM:
+    """A loaded model. ``with LLM(path) as llm: …`` gives its memory back at the end."""
+
+    def __init__(self, path: str | Path, **options: Any) -> None:
+        """Load the checkpoint in folder ``path`` (or of that id in the local hub cache).
+
+        ``options`` are those of ``model.json`` (``config.EngineConfig``). Raises a LoadError that
+        says what is wrong with an option, a file or the architecture.
+        """
+        self.config: EngineConfig = make_config({**options, "model": str(path)})
+        self.tokenizer = Tokenizer.load(resolve_folder(self.config.model))
+        self._runner = load_runner(self.config)
+        self._engine = Engine(self.config, self._runner)
+        self._keys = itertools.count()
+        self._open: dict[int, Completion] = {}
+        self._closed = False
+
+    # ------------------------------------------------------------------ what callers use
+
+    @property
+    def info(self) -> ModelInfo:
+        """Context length, vocabulary, cache size and the like."""
+        return self._runner.info
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completed]:
+        """Complete every prompt, a text or a list of token ids; results in the prompts' order.
+
+        ``params`` hold for all of them, or are one for each. Raises InvalidArgumentError before
+        anything runs if any prompt or parameter is refused. A request that fails later does not
+        stop the others: its result carries the error.
+        """
+        ids = [self._encode(prompt) for prompt in _listed(prompts)]
+        return self._complete(self._submits(ids, params), progress)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: Params = None,
+        *,
+        chat_template_parameters: Mapping[str, object] | None = None,
+        progress: bool = True,
+    ) -> list[Completed]:
+        """Answer a chat, a list of messages ``{"role": …, "content": …}``, or each of a list of
+        chats, through the model's chat template. Otherwise as :meth:`generate`."""
+        chats = messages if messages and isinstance(messages[0], list) else [messages]
+        parameters = chat_template_parameters or {}
+        ids = [
+            encode_chat(
+                make_chat(each, parameters, self.config), self.tokenizer, self.config, self.info
+            )
+            for each in chats
+        ]
+        return self._complete(self._submits(ids, params), progress)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[SequenceDelta]:
+        """Complete one prompt piece by piece, as the engine's steps give something new.
+
+        With ``n`` > 1 the pieces of the sequences come mixed, each with its ``index``. The prompt
+        is checked at once, not at the first piece. Closing the iterator cancels the request.
+        """
+        (submit,) = self._submits([self._encode(prompt)], params)
+        return self._pieces(submit)
+
+    def close(self) -> None:
+        """Give the model's memory back. What is open ends; the object is of no use afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._open.clear()
+            self._engine.abandon()
+            self._runner.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ in
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return encode_prompt(prompt, self.tokenizer, self.config, self.info)
+        if not isinstance(prompt, list) or not all(type(each) is int for each in prompt):
+            raise InvalidArgumentError.of("prompts", prompt, "texts or lists of token ids")
+        return prompt.copy()
+
+    def _submits(self, prompts: list[list[int]], params: Params) -> list[Submit]:
+        """Check everything before anything runs."""
+        self._check_open()
+        if params is None or isinstance(params, SamplingParams):
+            params = [_parsed(params or SamplingParams())] * len(prompts)
+        else:
+            params = [_parsed(each) for each in params]
+        if len(params) != len(prompts):
+            raise InvalidArgumentError(
+                f"params has {len(params)} entries, but there are {len(prompts)} prompts"
+            )
+        return [
+            make_submit(
+                key=next(self._keys),
+                prompt_ids=ids,
+                params=each,
+                tokenizer=self.tokenizer,
+                info=self.info,
+                config=self.config,
+                now=time.monotonic(),
+            )
+            for ids, each in zip(prompts, params, strict=True)
+        ]
+
+    def _start(self, submit: Submit) -> Completion:
+        """Hand a request to the engine. Its times count from now, not from its check."""
+        now = time.monotonic()
+        late = now - submit.arrival
+        deadline = None if submit.deadline is None else submit.deadline + late
+        completion = Completion(submit, self.tokenizer)
+        self._open[submit.key] = completion
+        self._engine.send(msgspec.structs.replace(submit, arrival=now, deadline=deadline))
+        return completion
+
+    # ------------------------------------------------------------------ out
+
+    def _complete(self, submits: list[Submit], progress: bool) -> list[Completed]:
+        """Run requests to their ends. So many are with the engine at once as fill its batch with
+        some to spare, never more than its queue takes."""
+        at_once = max(1, min(2 * self.config.max_num_seqs, self.config.max_queued))
+        waiting = deque(submits)
+        running: dict[int, Submit] = {}
+        done: dict[int, Completed] = {}
+        completions: dict[int, Completion] = {}
+        try:
+            meter = _Meter(len(submits), shown=progress)
+            with meter.display:
+                while waiting or running:
+                    while waiting and len(running) < at_once:
+                        submit = waiting.popleft()
+                        running[submit.key] = submit
+                        completions[submit.key] = self._start(submit)
+                    self._step()
+                    ended = [key for key in running if completions[key].terminal is not None]
+                    for key in ended:
+                        done[key] = _completed(running.pop(key), completions.pop(key))
+                        meter.add(done[key])
+        finally:
+            self._abort(list(running))
+        return [done[submit.key] for submit in submits]
+
+    def _pieces(self, submit: Submit) -> Iterator[SequenceDelta]:
+        completion = self._start(submit)
+        ended: set[int] = set()
+        try:
+            while completion.terminal is None or completion.has_pending:
+                if not completion.has_pending:
+                    self._step()
+                    continue
+                for delta in completion.take():
+                    ends = delta.finish_reason and delta.index not in ended
+                    if delta.ids or delta.text or ends:
+                        yield delta
+                    if delta.finish_reason:
+                        ended.add(delta.index)
+            if isinstance(completion.terminal, Failed):
+                raise from_code(completion.terminal.code, completion.terminal.message)
+        finally:
+            self._abort([submit.key])
+
+    # ------------------------------------------------------------------ the engine
+
+    def _step(self) -> None:
+        """Make a step and give its events to the requests that they belong to.
+
+        After an exception, such as KeyboardInterrupt, the engine is reset, and everything open
+        fails.
+        """
+        self._check_open()
+        try:
+            report = self._engine.step()
+        except BaseException:
+            self._engine.reset()
+            for key, completion in self._open.items():
+                completion.feed(Failed(key, InternalError.code, "the engine was interrupted"))
+            self._open.clear()
+            raise
+        assert report is not None or not self._open, "requests are open, but no step is made"
+        for event in report.events if report is not None else ():
+            target = self._open.get(event.key)
+            if target is None:
+                continue  # aborted here first
+            for finish in target.feed(event):
+                self._engine.send(finish)
+            if target.terminal is not None:
+                del self._open[event.key]
+
+    def _abort(self, keys: list[int]) -> None:
+        """Cancel those of ``keys`` that are still open. If nothing else is open, make steps until
+        the engine has no work: a step of ended requests may still be in flight."""
+        left = [key for key in keys if self._open.pop(key, None) is not None]
+        for key in left:
+            self._engine.send(Cancel(key))
+        while not self._open and not self._closed and self._engine.has_work:
+            self._step()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidArgumentError("this LLM has been closed")
+
+
+def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
+    """One text, or one list of ids, stands for a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    return [listed] if isinstance(prompts, list) and listed and type(listed[0]) is int else listed
+
+
+def _parsed(params: object) -> SamplingParams:
+    """``params`` with the types that its fields state: a struct made in Python may hold anything,
+    such as one text as ``stop``. Raises InvalidArgumentError."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidArgumentError.of("params", params, "SamplingParams, or a list of them")
+    return parse_sampling_params(msgspec.structs.asdict(params))
+
+
+def _completed(submit: Submit, completion: Completion) -> Completed:
+    terminal = completion.terminal
+    if isinstance(terminal, Finished):
+        return Completed(
+            submit.prompt, completion.take(), completion.prompt_logprobs, terminal.timing
+        )
+    assert isinstance(terminal, Failed), "only its caller cancels a request"
+    return Completed(submit.prompt, [], error=from_code(terminal.code, terminal.message))
+
+
+class _Meter:
+    """The progress bar: prompts done, output tokens a second, time left. Writes to stderr."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._begin = time.monotonic()
+        self._tokens = 0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("Prompts", total=total, rate="")
+        self.display: AbstractContextManager[object] = self._progress if shown else nullcontext()
+
+    def add(self, completed: Completed) -> None:
+        """One more prompt is done."""
+        self._tokens += sum(len(each.ids) for each in completed.sequences)
+        rate = self._tokens / (time.monotonic() - self._begin)
+        self._progress.update(self._task, advance=1, rate=f"{rate:,.0f} tokens/s")

@@ -1,0 +1,31 @@
+"""``jitney generate``: one prompt continued on the terminal, by an engine in this process."""
+
+import sys
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from transformers.utils import logging as transformers_logging
+
+from jitney.offline.llm import LLM
+from jitney.sampling_params import SamplingParams
+
+
+def generate_on_terminal(
+    prompt: str, model: str, params: SamplingParams, options: Mapping[str, object]
+) -> None:
+    """Print the prompt and its continuation, token by token. ``-`` reads the prompt from standard
+    input. ``options`` are LLM's; what is None is left to its default."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    transformers_logging.disable_progress_bar()  # it would write between our lines
+    given = {name: value for name, value in options.items() if value is not None}
+    note = f"Loading {model} (the first time, kernels are compiled) …"
+    with Console(stderr=True, highlight=False).status(note):
+        llm = LLM(model, **given)
+    try:
+        Console(highlight=False).print(escape(text), style="dim", end="", soft_wrap=True)
+        for piece in llm.stream(text, params):
+            print(piece.text, end="", flush=True)
+        print()
+    finally:
+        llm.close()

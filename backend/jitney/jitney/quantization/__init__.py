@@ -1,0 +1,1 @@
+"""Quantized linear layers: made at load, or read from a quantized checkpoint."""

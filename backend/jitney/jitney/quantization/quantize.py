@@ -1,0 +1,168 @@
+"""Option ``quantization``: which linear layers of a loaded module are quantized, one by one.
+
+All linear layers are but the head, whose logits every token depends on and which is often the
+embedding too; routers, whose choice of experts flips at the smallest change; and shapes that the
+kernels do not take. Experts that transformers keeps as one stacked tensor are no linear layers, and
+stay as they are. The layers are those of ``fp8`` and ``torchao``.
+"""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from jitney.config import Quantization
+from jitney.errors import ConfigError
+from jitney.execution.checkpoint import Checkpoint
+from jitney.execution.quantized import QuantizedLinear
+from jitney.execution.support import stored_dtype
+from jitney.execution.weights import count_bytes, missing_package, stream
+from jitney.quantization import torchao
+from jitney.quantization.e4m3 import ALIGNMENT
+from jitney.quantization.fp8 import Fp8Linear
+from jitney.quantization.torchao import TorchaoLinear
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class QuantizeWhileLoading:
+    """A ``WeightFormat``: weights that are read as they are, and quantized one by one."""
+
+    kind: Quantization
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+    in_place = False  # on the device there is never room needed for all of them as they were
+
+    def needed_bytes(self, skeleton: PreTrainedModel) -> int:
+        """See :class:`WeightFormat`."""
+        if self.device.type == "cpu" and self.dtype != stored_dtype(self.checkpoint):
+            # The cast makes a copy of all weights, which the quantized ones then replace.
+            return self.checkpoint.num_values * self.dtype.itemsize
+        return quantized_bytes(skeleton, self.kind, self.device)
+
+    def before_reading(self, hf_config: PreTrainedConfig) -> None:
+        """transformers knows nothing of it."""
+
+    def after_reading(self, module: PreTrainedModel) -> None:
+        """See :func:`quantize_linears`."""
+        before = count_bytes(module)
+        layers, kept = quantize_linears(module, self.kind, self.device)
+        saved = (before - count_bytes(module)) / (1 << 20)
+        reasons = "; ".join(f"{count} kept: {reason}" for reason, count in kept.items())
+        text = "quantized %d linear layers to %s, %.0f MiB less (%s)"
+        _log.info(text, layers, self.kind, saved, reasons)
+
+
+def check_option(kind: Quantization, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if this machine cannot run layers of ``kind`` in ``dtype``."""
+    if kind in ("int8", "int4") and (obstacle := missing_package("torchao")) is not None:
+        raise ConfigError.of("quantization", kind, f"'none' or 'fp8' here: {obstacle}")
+    if device.type != "cuda" or kind in ("none", "int8"):
+        return
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError.of(
+            "quantization", kind, f"'none' or 'int8' with dtype {name}: the product gives bfloat16"
+        )
+    least = (8, 9) if kind == "fp8" else (8, 0)
+    found = torch.cuda.get_device_capability(device)
+    if found < least:
+        raise ConfigError.of(
+            "quantization",
+            kind,
+            f"'none' or 'int8' on this GPU, of compute capability {found[0]}.{found[1]}: the "
+            f"product needs {least[0]}.{least[1]}",
+        )
+
+
+def quantize_linears(
+    module: PreTrainedModel, kind: Quantization, device: torch.device
+) -> tuple[int, Counter[str]]:
+    """Replace the linear layers of ``module`` by quantized ones on ``device``, one by one: beside
+    these the device holds a few weights as they were, and those they replace are let go.
+
+    The rest of the module stays where it is. Returns the number of quantized layers, and why others
+    stayed as they were -> how many. Raises ConfigError if no layer can be quantized.
+    """
+    chosen, kept = _choose(module, kind)
+    if not chosen:
+        reasons = "; ".join(kept) or "there is none"
+        raise ConfigError.of("quantization", kind, f"'none': no linear layer fits ({reasons})")
+    weights = stream((_weight_of(layer) for layer in chosen), device)
+    for (layer, parents), weight in zip(chosen.items(), weights, strict=True):
+        bias = None if layer.bias is None else layer.bias.detach().to(device)
+        quantized = _quantize(weight, bias, kind)
+        for parent, name in parents:
+            setattr(parent, name, quantized)
+        layer.weight = None
+    return len(chosen), kept
+
+
+def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.device) -> int:
+    """Bytes of ``module`` once :func:`quantize_linears` has been over it for ``device``; of a
+    module on the meta device, too."""
+    saved = 0
+    for layer in _choose(module, kind)[0]:
+        weight = _weight_of(layer)
+        size = weight.numel() + 4 * len(weight)
+        if kind == "int8" or kind == "int4":
+            rows, columns = weight.shape
+            size = torchao.packed_bytes(rows, columns, kind, weight.dtype, device)
+        saved += weight.numel() * weight.element_size() - size
+    return count_bytes(module) - saved
+
+
+@torch.no_grad()
+def _quantize(weight: Tensor, bias: Tensor | None, kind: Quantization) -> QuantizedLinear:
+    assert kind != "none"
+    weight = weight.contiguous()  # GPT-2's are transposed
+    return Fp8Linear.of(weight, bias) if kind == "fp8" else TorchaoLinear.of(weight, bias, kind)
+
+
+def _choose(
+    module: PreTrainedModel, kind: Quantization
+) -> tuple[dict[Any, list[tuple[nn.Module, str]]], Counter[str]]:
+    """The linear layers to quantize, each with the (parent, name) where it stands, and why others
+    are kept -> how many."""
+    head = module.get_output_embeddings()
+    chosen: dict[Any, list[tuple[nn.Module, str]]] = {}
+    kept: Counter[str] = Counter()
+    for parent in module.modules():
+        for name, child in parent._modules.items():  # named_children leaves out repeated ones
+            if (weight := _weight_of(child)) is None:
+                continue
+            reason = "the head" if child is head else _why_not(parent, name, weight, kind)
+            if reason is None:
+                chosen.setdefault(child, []).append((parent, name))
+            else:
+                kept[reason] += 1
+    return chosen, kept
+
+
+def _why_not(parent: nn.Module, name: str, weight: Tensor, kind: Quantization) -> str | None:
+    """Why a linear layer stays as it is; None if it does not."""
+    out_features, in_features = weight.shape
+    if "experts" in parent._modules or "router" in name:
+        return "a router"
+    if out_features % ALIGNMENT or in_features % ALIGNMENT:
+        return f"{in_features} by {out_features} is not in steps of {ALIGNMENT}"
+    if kind == "int4" and torchao.group_size(in_features) is None:
+        return f"{in_features} inputs are not in groups of {torchao.GROUPS[-1]}"
+    return None
+
+
+def _weight_of(module: Any) -> Any:
+    """[out_features, in_features] of a plain linear layer, or of GPT-2's transposed one. None of
+    anything else: classes derived from these may do something else."""
+    kind = type(module)
+    if kind is nn.Linear:
+        return module.weight.detach()
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return module.weight.detach().t()
+    return None

@@ -1,0 +1,110 @@
+"""Linear layers whose weights are torchao's tensors: int8 or int4 weights, 16- or 32-bit inputs.
+
+torchao chooses the scales, packs the weights and multiplies; this module is the only one that
+imports it. Made by ``quantize`` (options ``int8`` and ``int4``) and ``checkpoint``
+(checkpoints that torchao wrote).
+
+int8 has one scale per output channel. int4 has a scale and a zero point per group of :data:`GROUPS`
+inputs; on a GPU it is packed for torch's own int4 product, eight to a word. torchao has no such
+packing for a CPU: there each 4-bit value takes a byte, and is for tests.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jitney.execution.quantized import QuantizedLinear
+
+Kind = Literal["int8", "int4"]
+
+GROUPS = (128, 64, 32)
+"""Inputs that share an int4 scale: the first of these that divides a layer's."""
+
+# Output channels and inputs of one tile of the packed int4 weight; what is not full is padded.
+_TILE, _DEPTH = 8, 1024
+
+
+class TorchaoLinear(QuantizedLinear):
+    """A :class:`QuantizedLinear` of any of torchao's kinds."""
+
+    weight: Tensor
+    """A tensor of torchao's, [out_features, in_features] in what shape and dtype it reports."""
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight.detach())
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, kind: Kind) -> "TorchaoLinear":
+        """Quantize a weight [out_features, in_features] on its device."""
+        from torchao.quantization import quantize_
+
+        out_features, in_features = weight.shape
+        linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        quantize_(linear, _recipe(kind, in_features, weight.device))
+        return cls(linear.weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        kind = type(self.weight).__name__
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
+
+
+def is_torchao(weight: object) -> bool:
+    """Whether a weight is one of torchao's tensors; does not import it."""
+    return isinstance(weight, Tensor) and any(
+        base.__name__ == "TorchAOBaseTensor" for base in type(weight).__mro__
+    )
+
+
+def group_size(in_features: int) -> int | None:
+    """Inputs that share a scale; None if no size of :data:`GROUPS` divides them."""
+    return next((size for size in GROUPS if in_features % size == 0), None)
+
+
+def packed_bytes(
+    out_features: int, in_features: int, kind: Kind, dtype: torch.dtype, device: torch.device
+) -> int:
+    """What a weight of ``dtype`` takes once it is quantized on ``device``."""
+    if kind == "int8":
+        return out_features * (in_features + 5)  # a scale of 4 bytes and a zero point of one
+    size = group_size(in_features)
+    assert size is not None, "such layers are not chosen"
+    if device.type != "cuda":
+        return out_features * (in_features + in_features // size * (dtype.itemsize + 1))
+    rows = -(-out_features // _TILE) * _TILE
+    columns = -(-in_features // _DEPTH) * _DEPTH
+    return rows * columns // 2 + rows * (columns // size) * 2 * dtype.itemsize
+
+
+def _recipe(kind: Kind, in_features: int, device: torch.device) -> Any:
+    """torchao's configuration. ``set_inductor_config`` would change options of the process."""
+    from torchao.quantization import (
+        Int4WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+    )
+    from torchao.quantization.quant_primitives import MappingType
+
+    if kind == "int8":
+        return Int8WeightOnlyConfig(set_inductor_config=False)
+    size = group_size(in_features)
+    assert size is not None, "such layers are not chosen"
+    if device.type == "cuda":
+        return Int4WeightOnlyConfig(
+            group_size=size, set_inductor_config=False, int4_packing_format="tile_packed_to_4d"
+        )
+    return IntxWeightOnlyConfig(
+        weight_dtype=torch.int4,  # type: ignore[attr-defined]
+        granularity=PerGroup(size),
+        mapping_type=MappingType.ASYMMETRIC,
+    )

@@ -1,0 +1,1 @@
+"""The embedded tritonserver: found, started, asked, stopped."""

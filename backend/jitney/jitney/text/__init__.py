@@ -1,0 +1,1 @@
+"""Text to token ids and back: tokenizer, chats, stop strings, one request's output."""

@@ -1,0 +1,142 @@
+"""A chat's messages and template parameters, from a client's JSON or a caller's list.
+
+Called by the front and the offline class; the tokenizer applies the template.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from jitney.config import EngineConfig
+from jitney.errors import InvalidArgumentError, nearest
+
+_MAX_DEPTH = 32
+"""Of lists and objects within messages (``tool_calls``) and template parameters."""
+
+_KEYS = ("messages", "chat_template_parameters", "chat_template_kwargs")
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A checked chat. Message contents are strings, or absent."""
+
+    messages: list[dict[str, Any]]
+    parameters: dict[str, Any] = {}
+    """Variables for the chat template, all on the allow-list."""
+
+
+def parse_chat(text: str, config: EngineConfig) -> Chat:
+    """Read JSON: a list of messages, or an object with ``messages`` and optionally
+    ``chat_template_parameters`` (vLLM's name ``chat_template_kwargs`` stands for the same).
+
+    Raises InvalidArgumentError for anything else.
+    """
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidArgumentError(f"messages is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        return make_chat(value, {}, config)
+    for key in value:
+        if key not in _KEYS:
+            raise InvalidArgumentError(
+                f"messages has the unknown key {key[:64]!r}{nearest(key[:64], _KEYS)}"
+            )
+    if "messages" not in value:
+        raise InvalidArgumentError("messages is an object without the key 'messages'")
+    if "chat_template_parameters" in value and "chat_template_kwargs" in value:
+        raise InvalidArgumentError(
+            "messages has both chat_template_parameters and chat_template_kwargs, which are the "
+            "same"
+        )
+    parameters = value.get("chat_template_parameters", value.get("chat_template_kwargs"))
+    return make_chat(value["messages"], {} if parameters is None else parameters, config)
+
+
+def make_chat(messages: object, parameters: object, config: EngineConfig) -> Chat:
+    """Check decoded messages and template parameters. Raises InvalidArgumentError."""
+    if not isinstance(messages, list):
+        raise InvalidArgumentError.of("messages", messages, "a list of messages")
+    if not messages:
+        raise InvalidArgumentError("messages is empty, but must hold at least one message")
+    checked = [_message(f"messages[{i}]", each) for i, each in enumerate(messages)]
+    return Chat(checked, _parameters(parameters, config))
+
+
+def _message(field: str, message: object) -> dict[str, Any]:
+    """One message; parts of type text are joined by line breaks, as in vLLM."""
+    if not isinstance(message, dict):
+        raise InvalidArgumentError.of(field, message, 'an object such as {"role":…, "content":…}')
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidArgumentError.of(f"{field}.role", role, "a string such as 'user'")
+    _check_plain(field, message)
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [_text_of(f"{field}.content[{n}]", part) for n, part in enumerate(content)]
+        return {**message, "content": "\n".join(parts)}
+    if content is None and not any(
+        message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning")
+    ):
+        raise InvalidArgumentError(f"{field}.content is missing")
+    if content is not None and not isinstance(content, str):
+        raise InvalidArgumentError.of(f"{field}.content", content, "a string or a list of parts")
+    return message
+
+
+def _text_of(field: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise InvalidArgumentError.of(field, part, 'of the kind {"type": "text", "text": …}')
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidArgumentError.of(f"{field}.text", text, "a string")
+    return text
+
+
+def _parameters(parameters: object, config: EngineConfig) -> dict[str, Any]:
+    field = "chat_template_parameters"
+    if not isinstance(parameters, Mapping):
+        raise InvalidArgumentError.of(field, parameters, "an object")
+    allowed = config.chat_template_parameters
+    for name, value in parameters.items():
+        if name not in allowed:
+            shown = ", ".join(allowed) or "none"
+            raise InvalidArgumentError(
+                f"{field} has {str(name)[:64]!r}, but only these are allowed: {shown}"
+            )
+        if name == "add_generation_prompt" and not isinstance(value, bool):
+            raise InvalidArgumentError.of(f"{field}.{name}", value, "true or false")
+        _check_plain(f"{field}.{name}", value)
+    return dict(parameters)
+
+
+def _check_plain(field: str, value: object) -> None:
+    """Only what JSON has, in strings that are text, and not too deep: a caller's Python object
+    would be within the template's reach. No recursion."""
+    todo = [(value, 1)]
+    while todo:
+        each, depth = todo.pop()
+        if depth > _MAX_DEPTH:
+            raise InvalidArgumentError(f"{field} is nested deeper than {_MAX_DEPTH} levels")
+        if isinstance(each, dict):
+            todo.extend((part, depth + 1) for pair in each.items() for part in pair)
+        elif isinstance(each, list):
+            todo.extend((part, depth + 1) for part in each)
+        elif isinstance(each, str):
+            check_text(field, each)
+        elif each is not None and not isinstance(each, (bool, int, float)):
+            raise InvalidArgumentError.of(field, each, "made of what JSON has")
+
+
+def check_text(field: str, text: str) -> None:
+    """Raise InvalidArgumentError for a NUL character or an unpaired surrogate."""
+    if "\x00" in text:
+        raise InvalidArgumentError(f"{field} has a NUL character at {text.index(chr(0))}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"{field} has an unpaired surrogate at {error.start}, but must be text"
+        ) from None

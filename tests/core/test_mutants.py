@@ -1,0 +1,94 @@
+"""The other tests of this folder notice deliberate faults of scheduler and KV cache, and soon.
+
+Each fault is made in a copy of the package, whose tests must fail within 15 seconds of computing.
+"""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_SECONDS = 15
+TAKE = "[self._take() for _ in range(num_new)]"
+PENDING = """            self._pending_copies[own[0]] = table[num_full]
+            self._refs[table[num_full]] += 1
+"""
+EVICTED = """            del self._block_of[key]
+            self._hash_of[block] = None
+"""
+FORKED = """        for block in shared:
+            self._refs[block] += 1
+"""
+SALTED = """else [b"salt", salt.encode("utf-8", "surrogatepass")]"""
+FULL = "sequence.num_computed // block_size"
+USABLE = "(sequence.num_tokens - 1) // kv.block_size"
+
+# name -> (file of core/, what is written there, what is written in its place; …)
+FAULTS: dict[str, tuple[str, ...]] = {
+    "tails are not evicted first": ("kv_cache", "in reversed(table)", "in table"),
+    "the latest released is evicted": ("kv_cache", "popitem(last=False)", "popitem()"),
+    "the hash is kept after an eviction": ("kv_cache", EVICTED, ""),
+    "no copy is pending after a fork": ("kv_cache", PENDING, ""),
+    "a fork takes no reference": ("kv_cache", FORKED, ""),
+    "a hit is evicted for its own table": (
+        "kv_cache",
+        "        for block in hits:  # first of all",
+        f"        fresh = {TAKE}\n        for block in hits:  # last of all",
+        "del self._cached[block]",
+        "self._cached.pop(block, None)",
+        f"hits + {TAKE}",
+        "hits + fresh",
+    ),
+    "the salt is left out of the hash": ("kv_cache", SALTED, 'else [b"", b""]'),
+    "the parent is left out of the hash": ("kv_cache", "parent + array", "array"),
+    "blocks are cached before they are written": (
+        "outcome", FULL, "sequence.num_tokens // block_size",
+    ),
+    "a prompt may be all hits": ("plan", USABLE, "sequence.num_tokens // kv.block_size"),
+    "the first running sequence is preempted": ("plan", "running[-1]", "running[0]"),
+    "one token too many": ("outcome", ">= request.max_output", "> request.max_output"),
+    "the budget is ignored": ("plan", "min(end - start, plan.tokens_left)", "end - start"),
+}  # fmt: skip
+# The copy comes before the installed package, which an editable installation finds by itself.
+PROGRAM = """
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if "editables" not in str(each)]
+sys.path.insert(0, sys.argv[1])
+import jitney, pytest
+assert jitney.__file__.startswith(sys.argv[1])
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "backend/jitney/jitney", tmp_path / "jitney", ignore=ignored)
+    name, *changes = FAULTS[fault]
+    path = tmp_path / "jitney" / "core" / f"{name}.py"
+    text = path.read_text(encoding="utf-8")
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert text.count(old) == 1, f"core/{name}.py has changed: write {old!r} anew here"
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    options = ["-x", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), *options, "tests/core"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},  # or tests/conftest.py imports torch
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "failed" in result.stdout
+    assert after.ru_utime - before.ru_utime < MOST_SECONDS

@@ -1,0 +1,37 @@
+"""The attention function that option ``attention`` stands for."""
+
+import torch
+from jitney.config import make_config
+from jitney.engine.assemble import accelerator_for
+from jitney.execution.accelerator import select
+from jitney.execution.attention import AttentionFunction, AttentionShape
+from jitney.execution.interface import LayerSpec
+
+CPU = torch.device("cpu")
+
+
+def choose(
+    name: str,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    head_size: int = 64,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    **options: object,
+) -> AttentionFunction:
+    """As a load chooses it for one layer."""
+    config = make_config({"model": "m", "attention": name, **options})
+    shape = AttentionShape(
+        device, dtype, head_size, num_heads, num_kv_heads, config.batch_invariant
+    )
+    return select(name, shape, accelerator_for(config, device))
+
+
+def for_layers(
+    name: str, layers: list[LayerSpec], dtype: torch.dtype, device: torch.device, **more: bool
+) -> list[AttentionFunction]:
+    """One for each of a model's layers."""
+    return [
+        choose(name, device, dtype, x.head_size, x.num_heads, x.num_kv_heads, **more)
+        for x in layers
+    ]

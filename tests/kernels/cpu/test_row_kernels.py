@@ -1,0 +1,114 @@
+"""The kernels of rows against plain torch, at sizes that are no multiple of a vector."""
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
+from jitney.kernels.fused.layers import AttentionForm, FusedRMSNorm, HeadNorms, NormForm
+from jitney.kernels.fused.trial import relative_error
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+
+
+@pytest.fixture(scope="module", params=sorted(TOLERANCE, key=str))
+def dtype(request) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def kernels(dtype) -> CpuLayerKernels:
+    return CpuLayerKernels(dtype, 8)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normed(x: torch.Tensor, scale: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * scale
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 40, 768, 1000])
+@pytest.mark.parametrize("rows", [1, 3, 700])
+def test_norm(dtype, kernels, width: int, rows: int) -> None:
+    """One thread for few rows, several for many."""
+    scale = draw(width, seed=1)
+    norm = kernels.norm(NormForm(scale, 1e-5))
+    x = draw(1, rows, width).to(dtype)
+    kept = x.clone()
+    got = norm(x)
+    assert got.shape == x.shape
+    assert relative_error(got, normed(x.float(), scale, 1e-5)) < TOLERANCE[dtype]
+    assert torch.equal(x, kept)
+
+
+def test_norm_of_a_strided_input(dtype, kernels) -> None:
+    norm = kernels.norm(NormForm(torch.ones(32), 1e-5))
+    x = draw(4, 5, 64).to(dtype)[:, :, 16:48]
+    assert torch.equal(norm(x), norm(x.contiguous()))
+
+
+def test_norm_of_extreme_rows(dtype, kernels) -> None:
+    """A row of zeros is zero, not NaN; a NaN stays in its row."""
+    norm = kernels.norm(NormForm(torch.ones(24), 1e-5))
+    x = draw(1, 3, 24).to(dtype)
+    x[0, 0] = 0.0
+    x[0, 1, 7] = float("nan")
+    got = norm(x)
+    assert (got[0, 0] == 0).all()
+    assert got[0, 1, :16].isnan().all()
+    assert got[0, 2].isfinite().all()
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, head]; cos and sin [T, rotary]."""
+    rotary = cos.shape[-1]
+    turned, rest = x[..., :rotary], x[..., rotary:]
+    low, high = turned.chunk(2, -1)
+    cross = torch.cat([-high, low], -1)
+    return torch.cat([turned * cos[:, None] + cross * sin[:, None], rest], -1)
+
+
+@pytest.mark.parametrize(("head_size", "rotary"), [(64, 64), (128, 32), (24, 24), (20, 6)])
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_rotation(dtype, kernels, head_size, rotary, tokens, with_norms) -> None:
+    """Query and key heads turn, in place; value heads stay, to the bit."""
+    query_heads, key_heads = 3, 2
+    norms = None
+    scales = draw(2, head_size, seed=3)
+    if with_norms:
+        forms = [NormForm(scale, 1e-5) for scale in scales]
+        norms = HeadNorms(*(FusedRMSNorm(form, kernels.norm(form)) for form in forms))
+    form = AttentionForm(0, query_heads, key_heads, head_size, 1.0, None, None, None)
+    rotate = kernels.attention(form, norms).rotate
+    heads = query_heads + 2 * key_heads
+    x = draw(tokens, heads * head_size).to(dtype)
+    angles = draw(tokens, rotary // 2, seed=2).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    before = x.clone().view(tokens, heads, head_size)
+    rotate(x, cos, sin)
+    got = x.view(tokens, heads, head_size)
+    turning = before[:, : query_heads + key_heads].float()
+    if with_norms:
+        index = torch.tensor([0] * query_heads + [1] * key_heads)
+        turning = normed(turning, scales[index], 1e-5)
+    right = rotated(turning, cos.float(), sin.float())
+    assert relative_error(got[:, : query_heads + key_heads], right) < TOLERANCE[dtype]
+    assert torch.equal(got[:, query_heads + key_heads :], before[:, query_heads + key_heads :])
+
+
+def test_two_thread_counts_give_the_same_bits(dtype, kernels) -> None:
+    norm = kernels.norm(NormForm(torch.ones(768), 1e-5))
+    x = draw(1, 600, 768).to(dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = norm(x)
+        torch.set_num_threads(2)
+        two = norm(x)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(one, two)

@@ -1,0 +1,327 @@
+"""What is fused in which architecture, that it gives the same, and that what differs is kept: with
+the kernels of a CPU, and with those of a GPU in the interpreter."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from jitney.config import make_config
+from jitney.engine.assemble import load_model
+from jitney.execution import interface
+from jitney.kernels.cpu.fuse import fuse_for_cpu
+from jitney.kernels.cpu.linear import can_pack, prepack_linears
+from jitney.kernels.fused.fuse import FuseReport
+from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
+from jitney.kernels.fused.parts import known_activation
+from jitney.kernels.fused.rotary import RotaryTable
+from jitney.kernels.fused.trial import relative_error
+from torch import nn
+
+from tests.tiny_models import ARCHITECTURES, MAX_LENGTH, make_checkpoint
+
+pytest.importorskip("numba")
+pytest.importorskip("triton")
+
+from jitney.kernels.gpu.fuse import fuse_for_gpu
+
+# Layers, gated MLPs, norms (the last two standing alone), whether the whole is fused.
+WHOLE = (2, 0, 1, True)
+EXPECTED = {
+    **dict.fromkeys(ARCHITECTURES, WHOLE),
+    "gemma3": (3, 0, 1, True),
+    "gemma3n": (0, 4, 36, False),
+    "gpt_neox": (0, 0, 0, False),
+    "gpt2": (0, 0, 0, False),
+}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
+TOKENS = 9
+INPUTS = (torch.arange(TOKENS) + 5, torch.arange(TOKENS) * 3, torch.tensor([0, 3, 8]))
+
+
+def attend(call: interface.AttentionCall) -> torch.Tensor:
+    """Not attention, but it depends on query, key and value of every head."""
+    group = call.query.shape[1] // call.key.shape[1]
+    mixed = call.query * call.scale + call.key.repeat_interleave(group, 1).roll(1, 0)
+    return mixed + call.value.repeat_interleave(group, 1)
+
+
+@dataclass
+class Fused:
+    """A model before and after."""
+
+    module: Any
+    before: torch.Tensor
+    report: FuseReport
+
+    @property
+    def counts(self) -> tuple[object, ...]:
+        """As in EXPECTED."""
+        report = self.report
+        counts = (report.layers, report.mlps, report.norms)
+        return (*counts, report.forward is not None)
+
+    @property
+    def error(self) -> float:
+        """Of the module with its parts fused, and of the whole if that is fused."""
+        logits = [interface.forward(self.module, *INPUTS, attend)]
+        if self.report.forward is not None:
+            with torch.inference_mode():
+                logits.append(self.report.forward(*INPUTS, attend))
+        return max(relative_error(each, self.before) for each in logits)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def device(request) -> str:
+    torch.set_num_threads(1)
+    if request.param == "gpu" and torch.cuda.is_available():
+        pytest.skip("the kernels are compiled: tests/gpu runs them")
+    return request.param
+
+
+def load(tmp_path, name: str, dtype: str = "float32"):
+    options = {"model": str(make_checkpoint(tmp_path, name)), "dtype": dtype, "device": "cpu"}
+    return load_model(make_config(options)).module
+
+
+def fuse(module, device: str) -> Fused:
+    before = interface.forward(module, *INPUTS, attend)
+    if device == "cpu":
+        report = fuse_for_cpu(module, 8, MAX_LENGTH)
+    else:
+        report = fuse_for_gpu(module, make_config({"model": "any", "device": "cpu"}), MAX_LENGTH)
+    return Fused(module, before, report)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_the_same_logits(tmp_path, device: str, name: str) -> None:
+    fused = fuse(load(tmp_path, name), device)
+    assert fused.counts == EXPECTED[name], fused.report.reasons
+    assert fused.error < TOLERANCE["float32"]
+    if device == "cpu":
+        prepack_linears(fused.module, 8)
+        assert fused.error < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2", "phi3"])  # a router of gpt_oss may flip
+def test_the_same_logits_in_16_bits(tmp_path, device: str, name: str) -> None:
+    """A processor without packed products of bfloat16 fuses nothing and says why."""
+    fused = fuse(load(tmp_path, name, "bfloat16"), device)
+    assert fused.error < TOLERANCE["bfloat16"]
+    obstacle = can_pack(torch.bfloat16) if device == "cpu" else None
+    if obstacle is not None:
+        assert fused.counts == (0, 0, 0, False)
+        assert fused.report.reasons == {f"model: {obstacle}": 1}
+    elif (device, name) == ("cpu", "olmo2"):
+        reason = "the angles of its rotary embedding are of another dtype"
+        assert fused.report.reasons[f"layer: {reason}"] == 2
+    else:
+        assert fused.counts == WHOLE
+
+
+def test_a_cpu_leaves_float16_alone(tmp_path) -> None:
+    """It has no packed products of it."""
+    fused = fuse(load(tmp_path, "llama").half(), "cpu")
+    assert fused.counts == (0, 0, 0, False)
+    assert any("float16" in reason for reason in fused.report.reasons)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_attention_is_called_as_before(tmp_path, device: str, name: str) -> None:
+    """Layer, scale, window, cap and sinks reach attention as the original passes them."""
+    calls: list[tuple] = []
+
+    def note(call: interface.AttentionCall) -> torch.Tensor:
+        sinks = None if call.sinks is None else call.sinks.tolist()
+        calls.append((call.layer, call.scale, call.window, call.softcap, call.mask, sinks))
+        return attend(call)
+
+    module = load(tmp_path, name)
+    interface.forward(module, *INPUTS, note)
+    before, calls = calls, []
+    forward = fuse(module, device).report.forward
+    with torch.inference_mode():
+        forward(*INPUTS, note)
+    assert calls == before
+    assert any(call[2] or call[3] or call[5] for call in before), "which would prove nothing"
+
+
+def test_a_layer_that_computes_something_else_is_kept(tmp_path, device: str) -> None:
+    """Of the right structure, but with a factor on what it adds: the numbers tell."""
+    module = load(tmp_path, "llama")
+    odd = module.model.layers[1]
+    original = odd.forward
+    odd.forward = lambda x, **more: x + 1.05 * (original(x, **more) - x)
+    fused = fuse(module, device)
+    assert fused.counts == (1, 1, 3, False)
+    assert fused.report.reasons["layer: its result differs"] == 1
+    assert fused.error < TOLERANCE["float32"]
+
+
+def test_a_norm_with_another_epsilon_is_kept(tmp_path, device: str) -> None:
+    module = load(tmp_path, "olmo2")
+    norm = module.model.norm
+    original = norm.forward
+    norm.forward = lambda x: original(x) / (1.0 + 1e-3)
+    assert fuse(module, device).counts == (2, 0, 0, False)
+    assert module.model.norm is norm
+
+
+def test_an_mlp_that_clamps_is_called_as_it_is(tmp_path, device: str) -> None:
+    """Its bound lies beyond what random input of scale 1 reaches."""
+    module = load(tmp_path, "llama")
+
+    def clamped(mlp, x):
+        gate, up = mlp.gate_proj(x).clamp(max=30), mlp.up_proj(x).clamp(-30, 30)
+        return mlp.down_proj(mlp.act_fn(gate) * up)
+
+    for layer in module.model.layers:
+        layer.mlp.forward = clamped.__get__(layer.mlp)
+    fused = fuse(module, device)
+    assert fused.counts == WHOLE
+    assert not any(isinstance(layer.mlp, FusedMLP) for layer in module.model.layers)
+    assert set(fused.report.reasons) == {"gated MLP: its result differs"}
+    assert fused.error < TOLERANCE["float32"]
+
+
+def test_float16_is_compared_below_where_it_overflows(tmp_path) -> None:
+    """An MLP of large weights, on input that would show a bound."""
+    module = load(tmp_path, "llama").half()
+    for layer in module.model.layers:
+        for weight in layer.mlp.parameters():
+            # What many inputs of usual weights add up to.
+            weight.data *= 0.16 / weight.float().std()
+    wide = 256 * torch.randn(1, 7, module.config.hidden_size).half()
+    assert not module.model.layers[0].mlp(wide).isfinite().all()
+    fused = fuse(module, "gpu")
+    assert (fused.counts, fused.report.reasons) == (WHOLE, {})
+    assert all(isinstance(layer.mlp, FusedMLP) for layer in module.model.layers)
+
+
+def test_a_configuration_that_bounds_values_keeps_attention(tmp_path, device: str) -> None:
+    module = load(tmp_path, "llama")
+    module.config.clip_qkv = 50.0
+    fused = fuse(module, device)
+    assert fused.counts == (0, 2, 5, False)
+    assert fused.report.reasons["layer: its configuration bounds values (clip_qkv)"] == 2
+
+
+def test_projections_that_give_more_than_heads_are_kept(tmp_path, device: str) -> None:
+    """A gate on the queries, say."""
+    module = load(tmp_path, "llama")
+    for layer in module.model.layers:
+        attention = layer.self_attn
+        attention.q_proj = nn.Linear(64, 128, bias=False).requires_grad_(False)
+        attention.q_proj.forward = lambda x, wide=attention.q_proj: nn.functional.linear(
+            x, wide.weight
+        )[..., :64]
+    fused = fuse(module, device)
+    assert fused.report.reasons["layer: its projections do not give the heads alone"] == 2
+    assert fused.error < TOLERANCE["float32"]
+
+
+def test_a_layer_that_needs_more_than_its_arguments_is_kept(tmp_path, device: str) -> None:
+    """It looks for something that only a whole forward pass leaves for it."""
+    module = load(tmp_path, "llama")
+    left: list[int] = []
+    layer = module.model.layers[0]
+    module.model.embed_tokens.register_forward_hook(lambda *_: left.append(1))
+    original = layer.self_attn.forward
+
+    def forward(*args, **kwargs):
+        left.pop()
+        return original(*args, **kwargs)
+
+    layer.self_attn.forward = forward
+    fused = fuse(module, device)
+    assert fused.counts[0] == 1
+    assert fused.report.reasons["layer: it cannot be run alone (IndexError)"] == 1
+    assert fused.error < TOLERANCE["float32"]
+
+
+def test_some_projections_with_a_bias(tmp_path, device: str) -> None:
+    module = load(tmp_path, "llama")
+    for layer in module.model.layers:
+        bias = torch.randn(layer.self_attn.k_proj.out_features)
+        layer.self_attn.k_proj.bias = nn.Parameter(bias)
+    fused = fuse(module, device)
+    assert fused.counts == WHOLE
+    assert fused.error < TOLERANCE["float32"]
+
+
+def test_merged_weights_are_not_kept_twice(tmp_path, device: str) -> None:
+    module = load(tmp_path, "llama")
+    size = sum(each.numel() for each in module.parameters())
+    layer = module.model.layers[0]
+    old = [weakref.ref(x.weight) for x in (layer.self_attn.q_proj, layer.mlp.gate_proj)]
+    del layer
+    fuse(module, device)
+    assert all(reference() is None for reference in old)
+    assert {type(layer) for layer in module.model.layers} == {FusedDecoderLayer}
+    norms = 5 * module.config.hidden_size  # float32 beside the parameters
+    if device == "cpu":  # so are packed weights
+        size = module.model.embed_tokens.weight.numel() + norms
+    assert sum(each.numel() for each in module.parameters()) == size - norms
+
+
+def test_memory_beyond_the_model_is_one_layers(tmp_path, monkeypatch) -> None:
+    """A layer's own weights are gone before those of the next are merged."""
+    module = load(tmp_path, "llama")
+    alive: list[list[bool]] = []
+    old = [weakref.ref(layer.mlp.up_proj.weight) for layer in module.model.layers]
+    original = torch.cat
+
+    def cat(tensors, *args, **more):
+        if tensors[0].shape == (96, 64):  # gate and up
+            alive.append([reference() is not None for reference in old])
+        return original(tensors, *args, **more)
+
+    monkeypatch.setattr(torch, "cat", cat)
+    fuse(module, "gpu")
+    assert alive == [[True, True], [False, True]]
+
+
+def test_a_tied_head_is_counted_when_it_is_packed(tmp_path, device: str) -> None:
+    module = load(tmp_path, "llama")
+    module.lm_head.weight = module.model.embed_tokens.weight
+    added = fuse(module, device).report.added_bytes
+    assert added == (module.model.embed_tokens.weight.nbytes if device == "cpu" else 0)
+
+
+def test_known_activations() -> None:
+    assert known_activation(nn.SiLU()) == "silu"
+    assert known_activation(nn.GELU()) == "gelu"
+    assert known_activation(nn.GELU(approximate="tanh")) == "gelu_tanh"
+    assert known_activation(nn.ReLU()) == "relu"
+    assert known_activation(nn.Tanh()) is None
+
+
+# --------------------------------------------------------------------------- rotary tables
+
+
+def rotary(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[..., None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_rotary_table(half: bool) -> None:
+    table = RotaryTable(rotary, half, 100, torch.zeros(1))
+    assert table.table is not None
+    positions = torch.tensor([0, 99, 7])
+    right = [x[0] for x in rotary(torch.zeros(1), positions[None])]
+    for got, one in zip(table(positions), right, strict=True):
+        assert torch.equal(got, torch.cat((one, one), -1) if half else one)
+
+
+def test_no_table_where_the_longest_position_decides() -> None:
+    """As with forms of scaling that stretch with the context."""
+
+    def stretched(x, positions):
+        return rotary(x, positions * (1.0 if positions.max() < 20 else 0.5))
+
+    table = RotaryTable(stretched, False, 100, torch.zeros(1))
+    assert table.table is None
+    positions = torch.tensor([3, 4])
+    assert torch.equal(table(positions)[0], rotary(torch.zeros(1), positions[None])[0][0])

@@ -1,0 +1,121 @@
+"""The command line: what is refused before anything is measured, and the comparison."""
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from jitney import cli
+from jitney.errors import InstallationError, InvalidArgumentError
+from jitney.measure import bench as command
+from jitney.measure import options, record
+from jitney.measure.perf_analyzer import Driver, measure
+from jitney.measure.record import Load, Point, Result
+from jitney.measure.target import Model, Target
+from typer.testing import CliRunner
+
+from tests.measure.exports import MODEL, TARGET, calls, driver, point
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def error_of(*words: str) -> BaseException | None:
+    return CliRunner().invoke(cli.app, ["bench", *words]).exception
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--arrivals", "even"), "poisson or constant"),
+        (("--protocol", "tcp"), "grpc or http"),
+        (("--concurrency", "some"), "whole numbers from 1"),
+        (("--sampling", "[]"), "a JSON object"),
+        (("--input-tokens", "9:1"), "LOW:HIGH"),
+        (("--data", "/nowhere"), "cannot read the data in /nowhere"),
+        (("--compare", "/nowhere", "/nowhere"), "cannot read /nowhere"),
+        (("--ca-file", "/nowhere"), "cannot read ca_file /nowhere"),
+        (("--api-key-file", "/nowhere"), "cannot read api_key_file /nowhere"),
+        (("--header", "a-key"), "header 1 must be NAME:VALUE"),
+    ],
+)
+def test_mistakes_are_named_first(words: tuple[str, ...], said: str) -> None:
+    error = error_of(*words)
+    assert isinstance(error, InvalidArgumentError)
+    assert said in str(error)
+
+
+def test_a_key_in_clear_is_a_caution(tmp_path: Path) -> None:
+    words = ["bench", "--perf-analyzer", str(tmp_path / "none"), "--header", "x-key: 0123456789"]
+    output = CliRunner().invoke(cli.app, words).output
+    assert "in clear text" in output
+    assert "0123456789" not in output
+
+
+def test_without_matplotlib_it_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    error = error_of("--concurrency", "nonsense")
+    assert isinstance(error, InstallationError)
+    assert "triton-jitney[bench]" in str(error)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    """Of either command; neither a server nor perf_analyzer is needed."""
+    (tmp_path / "out").write_text("a file", encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match=r"^out .*can be written to: File exists"):
+        options.make_folder(tmp_path / "out")
+
+
+def test_two_files_side_by_side(tmp_path: Path) -> None:
+    for name, pace in (("a", 0.01), ("b", 0.005)):
+        found = measure(calls(60, pace, pace), language=False)
+        points = (Point(Load("concurrency", 1), "steady", (), found),)
+        result = Result(
+            name, "m", False, "here:1", "triton", "2", "2026", {"seconds": f"{pace}"}, points
+        )
+        record.write(result, tmp_path / f"{name}.json")
+    files = [str(tmp_path / f"{name}.json") for name in "ab"]
+    done = CliRunner().invoke(
+        cli.app, ["bench", "--compare", *files, "--out", str(tmp_path / "out")]
+    )
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "<td>2.00</td>" in page, "the ratio of the throughputs"
+    assert "measured with different options" in page
+
+
+def test_the_module_for_images_without_the_command() -> None:
+    """One line and status 1, without torch or a client library."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'tritonclient']));"
+        "from benchmarks import sweep; sys.argv[1:] = ['--rate', 'x']; sweep.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: rate is 'x'")
+
+
+@pytest.mark.parametrize(("at", "status", "written"), [(0, 130, 0), (2, 130, 2), (9, 0, 3)])
+def test_an_interrupted_sweep_keeps_its_loads(
+    at: int, status: int, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = tuple(Load("concurrency", number) for number in (1, 2, 4))
+    sure = driver(tmp_path / "perf_analyzer")
+    made = (replace(sure, plan=replace(sure.plan, loads=loads)), TARGET, MODEL)
+
+    def run(self: Driver, target: Target, model: Model, load: Load) -> Point:
+        if load in loads[at:]:
+            raise KeyboardInterrupt
+        return point(load, measure(calls(100, 0.01, 0.01), language=False))
+
+    monkeypatch.setattr(Driver, "run", run)
+    monkeypatch.setattr(Target, "server", lambda self: "triton")
+    monkeypatch.setattr(command, "_read", lambda given, folder: made)
+    done = CliRunner().invoke(cli.app, ["bench", "--out", str(tmp_path / "out")])
+    assert done.exit_code == status, done.output
+    result = tmp_path / "out" / "result.json"
+    assert len(record.read(result, Result).points if result.exists() else ()) == written
+    assert (tmp_path / "out" / "report.html").exists() == bool(written)

@@ -1,0 +1,232 @@
+"""Input files, the server's counts, the binary, and what perf_analyzer is told and says."""
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jitney.errors import InstallationError, InvalidArgumentError
+from jitney.measure import inputs, perf_analyzer
+from jitney.measure.perf_analyzer import PerfAnalyzer
+from jitney.measure.record import Load
+from jitney.measure.target import (
+    Model,
+    Snapshot,
+    Target,
+    Tensor,
+    engine_work,
+    read_metrics,
+    read_statistics,
+    stages,
+)  # fmt: skip
+
+from tests.measure.exports import MODEL, SPEAKING, TARGET, driver, script, write_export
+
+SPEAKER = Model(
+    tuple(Tensor(name, "TYPE_STRING", (1,)) for name in ("text_input", "return_num_output_tokens"))
+)
+
+
+def test_made_prompts_differ_between_loads_and_repeat_with_the_seed() -> None:
+    prompts = inputs.Prompts((20, 40), (5, 9), sampling={"temperature": 0})
+    first, again, other = (prompts.entries(SPEAKER, 1.0, salt) for salt in ("0", "0", "1"))
+    assert first == again
+    texts = {entry["text_input"][0] for entry in first + other}
+    assert len(texts) == len(first) + len(other), "no two share a prompt"
+    parameters = [json.loads(entry["sampling_parameters"][0]) for entry in first]
+    assert {p["max_tokens"] for p in parameters} == {5, 6, 7, 8, 9}
+    assert all(p["ignore_eos"] and p["temperature"] == 0 for p in parameters)
+    assert all(entry["return_num_output_tokens"] == [True] for entry in first)
+    assert "return_num_input_tokens" not in first[0], "the model has no such input"
+
+
+def test_given_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(
+        '{"text_input": "one", "max_tokens": 3}\n\n{"text_input": "two"}\n', encoding="utf-8"
+    )
+    given = inputs.read_prompts(tmp_path / "p.jsonl")
+    entries = inputs.Prompts((1, 1), (7, 7), given, natural_end=True).entries(SPEAKER, 1.0, "0")
+    assert [entry["text_input"] for entry in entries] == [["one"], ["two"]]
+    parameters = [json.loads(entry["sampling_parameters"][0]) for entry in entries]
+    assert parameters == [
+        {"max_tokens": 3, "ignore_eos": False}, {"max_tokens": 7, "ignore_eos": False},
+    ]  # fmt: skip
+    (tmp_path / "p.txt").write_text("a line\nanother\n", encoding="utf-8")
+    assert len(inputs.read_prompts(tmp_path / "p.txt")) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"text_input": 3}', '{"max_tokens": 1}'])
+def test_a_bad_prompt_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match=r"p\.jsonl"):
+        inputs.read_prompts(tmp_path / "p.jsonl")
+
+
+def model_of(*tensors: Tensor) -> Model:
+    return Model(tensors, "m", 8)
+
+
+def test_rows_fit_the_inputs() -> None:
+    model = model_of(
+        Tensor("image", "TYPE_FP16", (2, -1), False),
+        Tensor("ids", "TYPE_INT64", (3,), False),
+        Tensor("text", "TYPE_STRING", (1,), False),
+        Tensor("not_needed", "TYPE_FP32", (-1,), True),
+    )
+    rows = inputs.rows(model, {"image": (2, 5)}, seed=0)
+    assert set(rows[0]) == {"image", "ids", "text"}
+    image = np.frombuffer(base64.b64decode(rows[0]["image"]["b64"]), np.float16)
+    assert image.shape == (10,)
+    assert rows[0]["image"]["shape"] == [2, 5]
+    assert image.std() > 0
+    ids = np.frombuffer(base64.b64decode(rows[0]["ids"]["b64"]), np.int64)
+    assert ids.tolist() == [1, 1, 1]
+    assert len(rows[0]["text"]["content"]) == 1
+    assert rows[0]["image"] != rows[1]["image"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shapes", "words"),
+    [
+        (Tensor("x", "TYPE_FP32", (-1, 3), False), {}, "--shape x:1,3"),
+        (Tensor("x", "TYPE_FP32", (2,), False), {"x": (3,)}, r"has the shape \[2\]"),
+        (Tensor("x", "TYPE_FP32", (2,), False), {"y": (3,)}, "must be of x"),
+        (Tensor("x", "TYPE_BF16", (2,), False), {}, "--data"),
+    ],
+)
+def test_inputs_that_cannot_be_made(tensor: Tensor, shapes: dict, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        inputs.rows(model_of(tensor), shapes, seed=0)
+
+
+def statistics(requests: int, executions: dict[int, int]) -> dict:
+    spent = {"count": requests, "ns": requests * 2_000_000}
+    parts = ("queue", "compute_input", "compute_infer", "compute_output")
+    version = {
+        "inference_count": requests,
+        "execution_count": sum(executions.values()),
+        "inference_stats": dict.fromkeys(parts, spent),
+        "batch_stats": [
+            {"batch_size": size, "compute_infer": {"count": count, "ns": 1}}
+            for size, count in executions.items()
+        ],
+    }
+    return {"model_stats": [version]}
+
+
+def test_the_servers_counts_are_differences() -> None:
+    before, after = (
+        Snapshot({"m": read_statistics(said)})
+        for said in (statistics(10, {1: 10}), statistics(34, {1: 12, 8: 3}))
+    )
+    (stage,) = stages(before, after)
+    assert (stage.inferences, stage.executions, stage.mean_batch) == (24, 5, 4.8)
+    assert stage.batches == {1: 2, 8: 3}
+    assert stage.queue_s == pytest.approx(0.002)
+    assert stage.compute_s == pytest.approx(0.006)
+    assert engine_work(before, after) is None
+    (idle,) = stages(before, before)
+    assert (idle.queue_s, idle.mean_batch, idle.batches) == (None, None, {})
+
+
+def metrics(steps: int) -> str:
+    """Of two instances and a neighbour."""
+    lines = []
+    for instance, model in (("m_0", "m"), ("m_1", "m"), ("other_0", "other")):
+        labels = f'model="{model}",model_instance="{instance}",version="1"'
+        for bound, count in (("1", steps), ("2", 3 * steps), ("+Inf", 4 * steps)):
+            name = "jitney_batch_sequences_bucket"
+            lines.append(f'{name}{{le="{bound}",{labels}}} {count}')
+        for name, value in (("batch_sequences_sum", 9), ("batch_sequences_count", 4),
+                            ("queue_seconds_sum", 0.5), ("queue_seconds_count", 2),
+                            ("preemptions_total", 1)):  # fmt: skip
+            lines.append(f"jitney_{name}{{{labels}}} {value * steps}")
+    return "# HELP x y\n" + "\n".join(lines) + "\nnv_energy 3\n"
+
+
+def test_the_engines_metrics_are_differences_over_instances() -> None:
+    before, after = (Snapshot({}, read_metrics(metrics(steps), "m")) for steps in (10, 15))
+    work = engine_work(before, after)
+    assert work is not None
+    assert work.steps == 2 * 4 * 5
+    assert work.mean_batch == pytest.approx(9 / 4)
+    assert work.queue_s == pytest.approx(0.25)
+    assert work.preemptions == 10
+
+
+def test_addresses() -> None:
+    target = Target.of("box:9001", None, None)
+    assert (target.http, target.metrics) == ("box:8000", "http://box:8002/metrics")
+    assert Target.of("[::1]:9001", None, None).http == "[::1]:8000"
+    for text in ("box", ":8001", "box:", "http://box:x", "http://box:8001", "::1:8001", "box:0",
+                 "box:65536", "box:8001/path", "[::1:8001", "a b:1"):  # fmt: skip
+        with pytest.raises(InvalidArgumentError, match="HOST:PORT"):
+            Target.of(text, None, None)
+        with pytest.raises(InvalidArgumentError, match=r"^http_url .*HOST:PORT"):
+            Target.of("box:8001", text, None)
+    for text in ("nonsense", "file:///etc/hosts", "http://", "http://box:65536/metrics"):
+        with pytest.raises(InvalidArgumentError, match=r"^metrics_url .*http://HOST:PORT/metrics"):
+            Target.of("box:8001", None, text)
+    for given in (("me:secret@box:1", None, None), ("box:1", None, "http://me:secret@box:2/m")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            Target.of(*given)
+        assert "secret" not in str(caught.value)
+
+
+def test_the_binary_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "environment"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    with pytest.raises(InstallationError, match=r"fetch_perf_analyzer\.py.*sdk"):
+        PerfAnalyzer.find()
+    (tmp_path / "bin").mkdir()
+    on_path = script(tmp_path / "bin", "echo 1.0")
+    assert PerfAnalyzer.find() == PerfAnalyzer(on_path, "1.0")
+    (tmp_path / "environment/perf_analyzer").mkdir(parents=True)
+    fetched = script(tmp_path / "environment/perf_analyzer", "echo 2.0 $LD_LIBRARY_PATH")
+    (fetched.parent / "libb64.so.0d").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/elsewhere")
+    assert PerfAnalyzer.find().version == f"2.0 {fetched.parent}:/elsewhere"
+    assert PerfAnalyzer.find(on_path).binary == on_path
+    said = "echo 'Perf Analyzer Version 2.48.0 (commit unknown)' >&2"
+    assert PerfAnalyzer.find(script(tmp_path, said)).version == "2.48.0", (
+        "as 2.48 has it, not on stdout"
+    )
+    broken = script(tmp_path, "echo libcudart.so.12: cannot open >&2; exit 127")
+    with pytest.raises(InstallationError, match=r"does not start: libcudart\.so\.12"):
+        PerfAnalyzer.find(broken)
+    with pytest.raises(InstallationError, match="does not start"):
+        PerfAnalyzer.find(tmp_path / "nothing")
+
+
+def test_what_perf_analyzer_is_told() -> None:
+    load, slow = Load("concurrency", 4), Load("rate", 2.5)
+    words = driver(Path("pa")).arguments(TARGET, SPEAKING, load, Path("in"), 40, Path("export"))
+    assert words[:6] == ["-m", "m", "-u", "here:8001", "-i", "grpc"]
+    assert {"--streaming", "--async"} <= set(words)
+    words = driver(Path("pa"), "http").arguments(TARGET, MODEL, slow, Path("in"), 40, Path("out"))
+    assert "here:8000" in words
+    assert words[words.index("--request-rate-range") + 1] == "2.5"
+    assert words[words.index("--request-distribution") + 1] == "constant"
+    assert "--streaming" not in words
+
+
+def test_what_perf_analyzer_does_to_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure and a hang are points of the result; a hang is tried again first."""
+    monkeypatch.setattr(perf_analyzer, "snapshot", lambda *_: Snapshot())
+    monkeypatch.setattr(perf_analyzer, "_PATIENCE_S", 0.2)
+    load = Load("concurrency", 1)
+    failing = driver(script(tmp_path, "echo thread has error: FULL; exit 3"))
+    found = failing.run(TARGET, MODEL, load)
+    assert (found.state, found.measured) == ("failed", None)
+    assert "status 3: thread has error: FULL" in found.remarks[0]
+
+    hanging = driver(script(tmp_path, "exec sleep 60"))
+    assert "hung twice" in hanging.run(TARGET, MODEL, load).remarks[0]
+
+    export = write_export(tmp_path / "e.json", [(10 * i, [(10 * i + 9, "x")]) for i in range(60)])
+    copying = f'while [ "$1" != --profile-export-file ]; do shift; done; cp {export} "$2"'
+    found = driver(script(tmp_path, copying)).run(TARGET, MODEL, load)
+    assert found.state == "steady", found
+    assert found.measured is not None
+    assert found.measured.requests == 60

@@ -1,0 +1,135 @@
+"""The values that are tried, and the order of a search."""
+
+from collections.abc import Callable
+from itertools import count
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jitney.errors import InvalidArgumentError
+from jitney.measure.axes import (
+    BATCH,
+    INSTANCES,
+    WINDOW,
+    Axis,
+    Score,
+    Setting,
+    scheduler_axes,
+    search,
+)
+
+NOTHING = dict.fromkeys(
+    ("batch_sizes", "windows", "instances", "max_num_seqs", "token_budgets"), ""
+)
+
+
+def given_axes(**texts: str) -> tuple[Axis, ...]:
+    return scheduler_axes((64, 500, 1), NOTHING | texts, 64, 1e-3, 2, counts=True)
+
+
+def test_what_is_given_takes_the_place_of_the_defaults() -> None:
+    axes = given_axes(batch_sizes="16, 1,4,4", windows="2ms,0,500us,0.5ms,1s", instances="3")
+    assert [axis.values for axis in axes] == [(1, 4, 16), (0, 500, 2000, 1_000_000), (3,)]
+    assert all(axis.fixed for axis in axes)
+
+
+@pytest.mark.parametrize("text", ["0", "65", "4,x", "4,,8", "-1", "1.5", "²"])
+def test_a_wrong_batch_size_is_named_with_its_bound(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="from 1 to 64, max_batch_size"):
+        given_axes(batch_sizes=text)
+    with pytest.raises(InvalidArgumentError, match=r"windows is .* like 500us or 2ms"):
+        given_axes(windows=f"{text},11s")
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 512).flatmap(lambda most: st.tuples(st.integers(1, most), st.just(most))),
+    st.integers(0, 10_000),
+    st.integers(1, 8),
+    st.floats(1e-4, 10) | st.none(),
+    st.integers(1, 64),
+)
+def test_defaults_of_a_scheduler(
+    sizes: tuple[int, int], window: int, instances: int, tightest: float | None, cores: int
+) -> None:
+    """The current setting is among them, nothing is out of its bounds, and they are few."""
+    batch, most = sizes
+    current = (batch, window, instances)
+    axes = scheduler_axes(current, NOTHING, most, tightest, cores, counts=True)
+    for axis, value in zip(axes, current, strict=True):
+        assert value in axis.values
+        assert list(axis.values) == sorted(set(axis.values))
+        assert 1 <= len(axis.values) <= 7
+    batches, windows, counts = (axis.values for axis in axes)
+    assert (batches[0], batches[-1], windows[0]) == (1, most, 0)
+    assert all(w * 1e-6 < tightest / 2 for w in windows if tightest and w not in (0, window))
+    assert {1, 2} <= set(counts)
+    assert max(counts) <= max(4, instances)
+
+
+# ------------------------------------------------------------------ the search
+
+
+def walk(
+    axes: tuple[Axis, ...], current: Setting, worth: Callable[[Setting], float]
+) -> dict[Setting, Score]:
+    """All that a search tries, in its order, the current setting first."""
+    scores: dict[Setting, Score] = {current: (worth(current),)}
+    for setting in search(axes, current, scores):
+        assert setting not in scores, "tried twice"
+        scores[setting] = (worth(setting),)
+    return scores
+
+
+VALUES = st.lists(st.integers(1, 50), min_size=1, max_size=4, unique=True).map(
+    lambda values: tuple(sorted(values))
+)
+
+
+@settings(deadline=None)
+@given(VALUES, VALUES, VALUES, st.tuples(*[st.integers(2, 50)] * 3), st.randoms())
+def test_no_change_of_one_value_improves_on_the_end(
+    batches: tuple[int, ...], windows: tuple[int, ...], counts: tuple[int, ...],
+    current: tuple[int, int, int], chance: Random,
+) -> None:  # fmt: skip
+    """Whatever the figures, and if the values given leave out the current ones."""
+    axes = (
+        Axis(BATCH, batches, True),
+        Axis(WINDOW, (0, *windows), True),
+        Axis(INSTANCES, counts, True),
+    )
+    # No two alike, the current setting the worst.
+    worth = (chance.random() + 1e-9 * number for number in count())
+    scores = walk(axes, current, lambda setting: next(worth) - (setting == current))
+    own = {s for s in scores if all(v in a.values for v, a in zip(s, axes, strict=True))}
+    best = max(own, key=lambda setting: scores[setting])
+    for number, axis in enumerate(axes):
+        for value in axis.values:
+            changed = (*best[:number], value, *best[number + 1 :])
+            assert (1, 0, changed[2]) in scores if changed[0] == 1 else changed in scores
+
+
+def test_what_lies_near_comes_first() -> None:
+    """What a lack of time cuts off lies far from the best so far."""
+    axes = (Axis("a", (1, 2, 4, 8, 16), True),)
+    assert list(walk(axes, (4,), lambda setting: 0.0)) == [(4,), (2,), (1,), (8,), (16,)]
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "halves"),
+    [
+        ((1, 4, 16, 64), 16, {8, 32}),
+        ((0, 500, 2000), 0, {250}),
+        ((0, 500, 2000), 500, {250, 1000}),
+        ((1, 2), 2, set()),
+    ],
+)
+def test_halfway_to_the_neighbours(values: tuple[int, ...], best: int, halves: set[int]) -> None:
+    tried = walk((Axis("a", values),), (values[0],), lambda setting: -abs(setting[0] - best))
+    assert {value for (value,) in tried} == {*values, *halves}
+
+
+def test_single_requests_wait_for_nobody() -> None:
+    axes = (Axis(BATCH, (1,)), Axis(WINDOW, (0, 500)), Axis(INSTANCES, (1, 2)))
+    assert set(walk(axes, (1, 0, 1), sum)) == {(1, 0, 1), (1, 0, 2)}

@@ -1,0 +1,122 @@
+"""Options of ``model.json``: what is wrong is named, with the value and the bound."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from jitney.config import EngineConfig, describe_type, load_config, make_config
+from jitney.errors import ConfigError
+
+
+def write(folder: Path, content: str) -> Path:
+    path = folder / "model.json"
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def test_a_folder_beside_the_file_comes_back_absolute(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    config = load_config(write(tmp_path, '{"model": "checkpoint", "block_size": 8}'))
+    assert config.model == str(tmp_path / "checkpoint")
+    assert config.block_size == 8
+
+
+def test_an_id_is_left_as_it_is(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, '{"model": "some/model"}')).model == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "model.json is not JSON"),
+        ("[1]", "must hold a JSON object"),
+        ("{}", "option model is missing"),
+    ],
+)
+def test_a_broken_file(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, content))
+
+
+def test_parameters_take_the_place_of_options(tmp_path: Path) -> None:
+    """As text, from config.pbtxt; ``null`` is the default, and a folder of digits stays text."""
+    (tmp_path / "7").mkdir()
+    file = write(tmp_path, '{"model": "m", "max_num_seqs": 8, "max_model_len": 99, "fuse": true}')
+    texts = {"model": "7", "max_num_seqs": "64", "max_model_len": "null", "dtype": "float32"}
+    config = load_config(file, texts | {"fuse": "false", "cuda_graph_sizes": "[1, 2]"})
+    assert config.model == str(tmp_path / "7")
+    assert (config.max_num_seqs, config.max_model_len, config.fuse) == (64, None, False)
+    assert (config.dtype, config.cuda_graph_sizes) == ("float32", (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("max_num_seq", "64", "'max_num_seq' is unknown (did you mean 'max_num_seqs'?)"),
+        ("max_num_seqs", "many", "max_num_seqs is 'many', but must be an integer"),
+        ("max_num_seqs", "0", "max_num_seqs is 0, but must be from 1 to 65536"),
+        ("fuse", "yes", "fuse is 'yes', but must be true or false"),
+        ("dtype", "3", "dtype is '3', but must be one of"),
+    ],
+)
+def test_a_wrong_parameter_is_named(tmp_path: Path, key: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(write(tmp_path, '{"model": "m"}'), {key: text})
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.json is missing"):
+        load_config(tmp_path / "model.json")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "model.json").mkdir()
+    with pytest.raises(ConfigError, match=r"model\.json cannot be read: Is a directory"):
+        load_config(tmp_path / "model.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blok_size": 1}, "'blok_size' is unknown (did you mean 'block_size'?)"),
+        ({"dtype": "int8"}, "dtype is 'int8', but must be one of 'auto', 'bfloat16', "),
+        ({"max_num_seqs": "3"}, "max_num_seqs is '3', but must be an integer"),
+        ({"max_num_seqs": True}, "max_num_seqs is True, but must be an integer"),
+        ({"prefix_caching": 1}, "prefix_caching is 1, but must be true or false"),
+        ({"block_size": 0}, "block_size is 0, but must be from 1 to 1024"),
+        ({"kv_cache_bytes": -1}, "kv_cache_bytes is -1, but must be at least 1"),
+        ({"kv_cache_fraction": 1.5}, "kv_cache_fraction is 1.5, but must be above 0"),
+        ({"watermark": float("nan")}, "watermark is nan, but must be from 0 to 0.5"),
+        ({"kv_cache_bytes": 1, "kv_cache_fraction": 0.1}, "exclude each other"),
+        ({"chat_template_parameters": ["chat_template"]}, "must not hold 'chat_template'"),
+        ({"chat_template_parameters": "x"}, "must be a list of strings"),
+        ({"chat_template_parameters": [["x"]]}, "must be a list of strings"),
+        ({"cuda_graph_sizes": [4, 0]}, "cuda_graph_sizes is [4, 0], but must be numbers from 1"),
+        ({"cuda_graph_sizes": [9], "max_num_seqs": 8}, "from 1 to max_num_seqs, 8"),
+        ({"cuda_graph_sizes": []}, "one size or more"),
+        ({"cuda_graph_sizes": ["4"]}, "must be a list of integers"),
+        ({"cuda_graph_sizes": [4], "cuda_graphs": "never"}, "exclude each other"),
+        ({"cuda_graph_sizes": [4], "device": "cpu"}, "left out with device 'cpu'"),
+        ({"cuda_graphs": "load", "device": "cpu"}, "must be 'lazy' or 'never' with device 'cpu'"),
+        ({"cuda_graphs": "always"}, "must be one of"),
+        ({"compile": True, "device": "cpu"}, "compile is True, but must be left out"),
+        ({"compile": True, "batch_invariant": True}, "exclude each other"),
+        ({"attention": "flashinfer"}, "attention is 'flashinfer', which was removed"),
+    ],
+)
+def test_an_impossible_option(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config({"model": "m", **options})
+    assert message in str(caught.value)
+
+
+def test_defaults_pass_their_own_checks() -> None:
+    defaults = json.loads(msgspec.json.encode(EngineConfig(model="m")))
+    assert make_config(defaults) == EngineConfig(model="m")
+
+
+def test_every_option_can_be_described() -> None:
+    for field in msgspec.structs.fields(EngineConfig):
+        assert describe_type(EngineConfig, field.encode_name)

@@ -1,0 +1,208 @@
+"""The offline class over a tiny model: the same engine as the server's, in this process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from jitney import LLM, SamplingParams
+from jitney.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+)
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import make_checkpoint
+
+PROMPTS = ["the bus", "def step(batch):", "Zürich", "passengers board while others"] * 3
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llm") / "llama", "llama", tokenizer=True)
+
+
+def load(folder: Path, **options: object) -> LLM:
+    """In f32 with the attention in plain torch: nothing to compile."""
+    plain = {"dtype": "float32", "device": "cpu", "attention": "reference"}
+    return LLM(folder, **plain, kv_cache_bytes=8 << 20, **options)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with load(folder, max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(llm: LLM) -> Iterator[None]:
+    """After each test nothing is open and every block is free."""
+    yield
+    assert llm._open == {}
+    llm._engine.scheduler.check_integrity()
+    assert llm._engine.scheduler.stats().blocks_used == 0
+
+
+def test_results_come_in_order_and_are_the_models(llm: LLM, folder: Path) -> None:
+    results = llm.generate(PROMPTS, GREEDY, progress=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        ids = llm.tokenizer.encode(prompt)
+        assert result.prompt_ids == ids
+        made = model.generate(
+            torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=-1
+        )
+        assert result.ids == made[0, len(ids) :].tolist()
+        assert result.text == llm.tokenizer.decode(result.ids)
+        assert result.finish_reason == "length"
+        assert result.timing.total_s > 0
+
+
+def test_batch_and_order_do_not_change_what_is_drawn(llm: LLM) -> None:
+    params = [SamplingParams(seed=i, n=1 + i % 2, top_p=0.9, max_tokens=9) for i in range(12)]
+    together = llm.generate(PROMPTS, params, progress=False)
+    alone = [
+        llm.generate(prompt, each, progress=False)[0]
+        for prompt, each in zip(PROMPTS, params, strict=True)
+    ]
+    for one, other in zip(together, alone, strict=True):
+        assert [each.ids for each in one.sequences] == [each.ids for each in other.sequences]
+
+
+def test_a_stream_adds_up_to_the_whole(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=20, logprobs=2, ignore_eos=True)
+    (free,) = llm.generate("the bus", params, progress=False)
+    params = msgspec.structs.replace(params, stop=(free.text[-4:-2],))
+    (whole,) = llm.generate("the bus", params, progress=False)
+    assert whole.text == free.text[: free.text.index(params.stop[0])]
+    pieces = list(llm.stream("the bus", params))
+    assert len(pieces) > 1
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [each for piece in pieces for each in piece.ids] == whole.ids
+    assert [each for piece in pieces for each in piece.logprobs] == whole.sequences[0].logprobs
+    assert [piece.finish_reason for piece in pieces[-2:]] == [None, "stop"]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(temperature="hot"), "temperature is 'hot', but must be a number"),
+        (SamplingParams(logit_bias=[1]), "logit_bias is "),
+        ({"max_tokens": 5}, "but must be SamplingParams, or a list of them"),
+    ],
+)
+def test_params_of_other_types_are_refused(llm: LLM, params: object, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        llm.generate(["the bus"], [params], progress=False)
+    with pytest.raises(InvalidArgumentError):
+        llm.stream("the bus", params)
+
+
+def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream("the bus", GREEDY)
+    next(stream)
+    assert llm._engine.scheduler.stats().blocks_used > 0
+    stream.close()
+    assert llm._engine.scheduler.stats().blocks_used == 0
+
+
+def test_prompts_as_ids(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("the bus")
+    (text,) = llm.generate("the bus", GREEDY, progress=False)
+    (bare,) = llm.generate(ids, GREEDY, progress=False)
+    (listed,) = llm.generate([ids], GREEDY, progress=False)
+    assert text.ids == bare.ids == listed.ids
+    assert llm.generate([], GREEDY, progress=False) == []
+    (drawn,) = llm.generate((each for each in ["the bus"]), GREEDY, progress=False)
+    assert drawn.ids == text.ids
+    with pytest.raises(InvalidArgumentError, match="must be texts or lists of token ids"):
+        llm.generate(np.array(ids), GREEDY, progress=False)
+
+
+def test_chat(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "the bus"}]
+    (text,) = llm.generate("user: the bus\nassistant: ", GREEDY, progress=False)
+    (answer,) = llm.chat(chat, GREEDY, progress=False)
+    assert answer.ids == text.ids
+    assert [each.ids for each in llm.chat([chat, chat], GREEDY, progress=False)] == [text.ids] * 2
+    (bare,) = llm.chat(
+        chat, GREEDY, chat_template_parameters={"add_generation_prompt": False}, progress=False
+    )
+    assert bare.prompt_ids == llm.tokenizer.encode("user: the bus\n")
+    with pytest.raises(InvalidArgumentError, match="only these are allowed"):
+        llm.chat(chat, chat_template_parameters={"tools": []})
+
+
+def test_everything_is_checked_before_anything_runs(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm._engine, "send", lambda message: pytest.fail("a request was sent"))
+    with pytest.raises(InvalidArgumentError, match="text_input is ''"):
+        llm.generate(["the bus", ""], GREEDY)
+    with pytest.raises(InvalidArgumentError, match="params has 1 entries, but there are 2"):
+        llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(InvalidArgumentError, match="prompts is 5, but must be texts or lists"):
+        llm.generate(["a", 5], GREEDY)
+    with pytest.raises(InvalidArgumentError, match="context holds 256"):
+        llm.stream("the bus", SamplingParams(max_tokens=256))
+
+
+def test_more_prompts_than_the_queue_takes(folder: Path) -> None:
+    with load(folder, max_num_seqs=2, max_queued=1) as llm:
+        results = llm.generate(["the bus"] * 7, GREEDY, progress=False)
+    assert [each.error for each in results] == [None] * 7
+
+
+def test_a_failed_request_stops_no_other(llm: LLM) -> None:
+    late = SamplingParams(max_tokens=5, deadline_ms=1e-6)
+    good, failed = llm.generate(["the bus", "the bus"], [GREEDY, late], progress=False)
+    assert len(good.ids) == 12
+    assert failed.sequences == []
+    with pytest.raises(DeadlineExceededError):
+        _ = failed.text
+    with pytest.raises(DeadlineExceededError):
+        list(llm.stream("the bus", late))
+
+
+def test_an_interrupt_aborts_what_is_open(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = llm.stream("the bus", GREEDY)
+    next(other)
+    with monkeypatch.context() as patch:
+
+        def interrupted(batch: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(llm._runner, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY, progress=False)
+    with pytest.raises(InternalError, match="the engine was interrupted"):
+        next(other)
+    (again,) = llm.generate("the bus", GREEDY, progress=False)
+    assert len(again.ids) == 12
+
+
+def test_closed(folder: Path) -> None:
+    llm = load(folder)
+    stream = llm.stream("the bus", GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    with pytest.raises(InvalidArgumentError, match="has been closed"):
+        next(stream)
+    with pytest.raises(InvalidArgumentError, match="has been closed"):
+        llm.generate("the bus")
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'block_size'"):
+        LLM(tmp_path, blok_size=3)
+    with pytest.raises(CheckpointError):
+        LLM(tmp_path)
+    with pytest.raises(CheckpointError, match="neither a folder nor in the local hub cache"):
+        LLM(tmp_path / "none")

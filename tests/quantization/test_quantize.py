@@ -1,0 +1,378 @@
+"""Option ``quantization``: the layers against float64, the choice of layers, a model served."""
+
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from jitney.config import make_config
+from jitney.engine.assemble import load_model, load_runner
+from jitney.errors import ConfigError, InstallationError, LoadError
+from jitney.execution import interface, load, probe, weights
+from jitney.execution.quantized import QuantizedLinear, coarse_layers
+from jitney.execution.support import layer_windows
+from jitney.execution.weights import count_bytes
+from jitney.quantization import quantize
+from jitney.quantization.e4m3 import DTYPE, MAX, quantize_rows
+from jitney.quantization.fp8 import Fp8Linear
+from jitney.quantization.quantize import quantize_linears
+from jitney.quantization.torchao import TorchaoLinear
+from jitney.sampling_params import SamplingParams
+from torch import Tensor, nn
+
+from tests.execution.drive import drive
+from tests.tiny_models import VOCAB_SIZE, make_checkpoint, make_model
+from tests.tiny_models import make_config as make_hf_config
+
+KINDS = ("fp8", "int8", "int4")
+CPU = torch.device("cpu")
+# Half a unit in the last place of e4m3: relative where a value is normal, absolute below 2⁻⁶.
+HALF, SMALL = 2.0**-4, 2.0**-10
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_layer(kind: str, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+    return (
+        Fp8Linear.of(weight, bias) if kind == "fp8" else TorchaoLinear.of(weight, bias, kind)  # type: ignore[arg-type]
+    )
+
+
+def relative(got: Tensor, right: Tensor) -> float:
+    return float((got.double() - right.double()).norm() / right.double().norm())
+
+
+# --------------------------------------------------------------------------- one layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs"), [(1, 64, 96), (5, 640, 256), (17, 1024, 48)]
+)
+def test_fp8_product_is_within_the_bound_of_its_roundings(
+    dtype: torch.dtype, tokens: int, inputs: int, outputs: int
+) -> None:
+    """Every element: each factor is off by at most half a unit of its last place, and the sum is
+    rounded once. By norm the roundings are independent, and much of that cancels."""
+    x, weight = draw(tokens, inputs, dtype=dtype), draw(outputs, inputs, dtype=dtype, seed=1)
+    x *= torch.logspace(-3, 3, tokens)[:, None].to(dtype)
+    bias = draw(outputs, dtype=dtype, seed=2)
+    layer = Fp8Linear.of(weight, bias)
+    got = layer(x)
+    assert got.dtype == dtype
+    wide, right = x.double(), weight.double()
+    exact = wide @ right.T + bias.double()
+    off_x = torch.maximum(HALF * wide.abs(), SMALL * wide.abs().amax(1, keepdim=True) / MAX)
+    off_w = torch.maximum(HALF * right.abs(), SMALL * right.abs().amax(1, keepdim=True) / MAX)
+    bound = wide.abs() @ off_w.T + off_x @ right.abs().T + off_x @ off_w.T
+    last = torch.finfo(dtype).eps
+    bound = bound * (1 + inputs * 2.0**-24) + last * (exact.abs() + bound + bias.double().abs())
+    assert ((got.double() - exact).abs() <= bound).all()
+    assert relative(got, exact) < 0.045
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.009), ("int4", 0.12)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_only_products(kind: str, bound: float, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(2, 5, 256, dtype=dtype), draw(96, 256, dtype=dtype), draw(96).to(dtype)
+    got = make_layer(kind, weight, bias)(x)
+    right = x.double() @ weight.double().T + bias.double()
+    assert got.shape == (2, 5, 96)
+    assert got.dtype == dtype
+    assert 0 < relative(got, right) < bound
+
+
+def test_rows_of_zeros_and_rows_that_are_broken() -> None:
+    x = draw(4, 64)
+    x[1] = 0
+    x[2, 3] = float("nan")
+    x[3, 5] = float("inf")
+    quantized, scale = quantize_rows(x)
+    assert quantized.dtype == DTYPE
+    assert (quantized[0].float().abs().max(), scale[0, 0]) == (MAX, x[0].abs().max() / MAX)
+    assert (quantized[1].float() == 0).all()
+    y = Fp8Linear.of(draw(16, 64, seed=1), None)(x)
+    assert torch.isfinite(y[:2]).all()
+    assert (y[1] == 0).all()
+    assert y[2:].isnan().all(), "never hidden: the sampler refuses such rows"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_merged_layers_give_what_the_separate_ones_give(
+    dtype: torch.dtype, with_bias: bool
+) -> None:
+    sizes = (96, 32, 16)
+    layers = [
+        Fp8Linear.of(draw(n, 128, dtype=dtype, seed=n), draw(n).to(dtype) if with_bias else None)
+        for n in sizes
+    ]
+    x = draw(7, 128, dtype=dtype)
+    merged = Fp8Linear.merge(layers)
+    assert merged is not None
+    with torch.inference_mode():
+        parts = merged(x).split(list(sizes), -1)
+        for part, layer in zip(parts, layers, strict=True):
+            torch.testing.assert_close(part, layer(x), rtol=0, atol=0)
+    assert count_bytes(merged) == sum(map(count_bytes, layers))
+
+
+# --------------------------------------------------------------------------- the kernel
+
+
+def _kernel():
+    pytest.importorskip("triton")
+    from jitney.quantization import fp8_kernel as quantize_kernel
+
+    return quantize_kernel
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled there: tests/gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (5, 96), (3, 640), (1, 20000), (4, 4096)])
+def test_kernel_gives_bit_for_bit_what_torch_gives(
+    dtype: torch.dtype, tokens: int, size: int
+) -> None:
+    """Up to the cast to e4m3, which the interpreter gets wrong; tests/gpu has that."""
+    kernel = _kernel()
+    whole = draw(tokens, size + 32, dtype=dtype)
+    whole[-1] *= 1e3
+    whole[0, size // 2] = float("nan") if tokens > 2 else 7.0
+    if tokens > 3:
+        whole[1] = 0
+    x = whole[:, 16 : size + 16]  # rows that are not back to back
+    products, scale = kernel.quantize_rows(x, torch.float32)
+    right, right_scale = quantize_rows(x)
+    assert torch.equal(products.to(DTYPE).view(torch.uint8), right.view(torch.uint8))
+    assert torch.equal(scale.view(torch.int32), right_scale.view(torch.int32))
+
+
+_COMPILE = """
+import subprocess, sys, tempfile, pathlib, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from jitney.quantization import fp8_kernel as kernel
+
+tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+for size in map(int, sys.argv[1:]):
+    block, warps = kernel.launch_shape(size)
+    source = ASTSource(
+        fn=kernel._quantize_row,
+        signature={
+            "x": "*bf16", "stride": "i64", "q": "*fp8e4nv", "scales": "*fp32", "size": "i32",
+            "BLOCK": "constexpr",
+        },
+        constexprs={"BLOCK": block},
+        attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 4)},
+    )
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([tools / "cuobjdump", "-res-usage", file.name], text=True)
+        code = subprocess.check_output([tools / "nvdisasm", "-c", file.name], text=True)
+    assert " STACK:0 " in usage and " LOCAL:0 " in usage, usage
+    assert "LDG.E.128" in code and "STG.E.128" in code, "not 16 bytes at a time"
+    assert "cvt.rn.satfinite.e4m3x2" in compiled.asm["ptx"]
+"""
+
+
+def test_kernel_compiles_for_hopper_without_spills() -> None:
+    _kernel()
+    subprocess.run([sys.executable, "-c", _COMPILE, "640", "4096", "14336", "28672"], check=True)
+
+
+# --------------------------------------------------------------------------- the pass
+
+
+def loaded(architecture: str = "llama", **overrides: object) -> transformers.PreTrainedModel:
+    return make_model(make_hf_config(architecture, **overrides))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("architecture", "layers", "routers"),
+    [("llama", 14, 0), ("gpt2", 8, 0), ("phi3", 8, 0), ("mixtral", 8, 0), ("gemma3n", 35, 4)],
+)
+def test_which_layers_are_quantized(
+    kind: str, architecture: str, layers: int, routers: int
+) -> None:
+    module = loaded(architecture)
+    planned = quantize.quantized_bytes(module, kind, CPU)
+    count, kept = quantize_linears(module, kind, CPU)
+    found = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
+    if architecture == "gemma3n" and kind == "int4":
+        assert any("groups of 32" in reason for reason in kept)
+    else:
+        assert count == len(found) == layers
+    assert kept["the head"] == 1
+    assert kept["a router"] == routers
+    assert type(module.get_output_embeddings()) is nn.Linear
+    assert count_bytes(module) == planned
+
+
+def test_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the quantized layers there are never more than a few weights as they were."""
+    module = loaded(num_hidden_layers=6)
+    alive: set[int] = set()
+    for name, parameter in module.named_parameters():
+        if "proj" in name:
+            alive.add(id(parameter))
+            weakref.finalize(parameter, alive.discard, id(parameter))
+    del parameter
+    total, most_left, inner = len(alive), [], quantize._quantize
+    monkeypatch.setattr(
+        quantize, "_quantize", lambda *args: most_left.append(len(alive)) or inner(*args)
+    )
+    quantize_linears(module, "int8", CPU)
+    assert len(most_left) == total == 42
+    assert most_left == list(range(42, 0, -1)), "each goes before the next one is quantized"
+
+
+def test_stream_keeps_the_order_and_looks_a_little_ahead() -> None:
+    taken = []
+
+    def tensors():
+        for i in range(40):
+            taken.append(i)
+            yield torch.full((i + 1,), float(i))
+
+    for i, tensor in enumerate(weights.stream(tensors(), torch.device("meta"))):
+        assert tensor.device.type == "meta"
+        assert len(tensor) == i + 1
+        assert len(taken) - i <= weights._AHEAD + 1
+    assert len(taken) == 40
+
+
+# --------------------------------------------------------------------------- a model
+
+
+def options(folder: Path, **more: object) -> dict[str, object]:
+    return {
+        "model": str(folder), "device": "cpu", "dtype": "float32", "block_size": 16,
+        "kv_cache_bytes": 4 << 20, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_served_tokens_are_those_of_generate(tmp_path: Path, kind: str, architecture: str) -> None:
+    """Greedy in f32, chunked and mixed: what transformers' ``generate`` gives alone with the same
+    layers."""
+    folder = make_checkpoint(tmp_path / "m", architecture)
+    runner = load_runner(make_config(options(folder, quantization=kind)))
+    prompts = [
+        torch.randint(3, VOCAB_SIZE, (1, n), generator=torch.Generator().manual_seed(n))
+        for n in (5, 23)
+    ]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    quantize_linears(reference, kind, CPU)  # type: ignore[arg-type]
+    expected = {
+        (i, 0): reference.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, prompt.shape[1] :].tolist()
+        for i, prompt in enumerate(prompts)
+    }
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=0)
+    requests = [(prompt[0].tolist(), params) for prompt in prompts]
+    assert drive(runner, requests, budget=9, stagger=2, num_blocks=40).outputs == expected
+
+
+def test_quantized_model_takes_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for is the quantized size, unless a cast makes a copy of everything."""
+    folder = make_checkpoint(tmp_path / "m")
+    monkeypatch.setattr(load.machine, "available_memory", lambda device: 200_000)
+    with pytest.raises(LoadError, match="need 328,960 bytes, but only 200,000"):
+        load_model(make_config(options(folder)))
+    model = load_model(make_config(options(folder, quantization="fp8")))
+    assert model.weight_bytes == 148_288 == count_bytes(model.module)
+    assert model.num_parameters == 82_240
+    monkeypatch.setattr(load.machine, "available_memory", lambda device: 160_000)
+    with pytest.raises(LoadError, match="need 164,480 bytes, but only 160,000"):
+        load_model(make_config(options(folder, quantization="fp8", dtype="bfloat16")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_proof_at_load_holds_and_still_sees_faults(kind: str) -> None:
+    """As small ones as without quantization: the proof does not round activations."""
+    module = loaded(num_hidden_layers=8)
+    interface.register()
+    quantize_linears(module, kind, CPU)  # type: ignore[arg-type]
+    module.set_attn_implementation(interface.NAME)
+    specs = probe.record_layers(module, layer_windows(module.config))
+    probe.compare_with_eager(module, specs)
+    assert not any(each.exact for each in coarse_layers(module))
+    inner = module.model.layers[0].mlp.forward
+    module.model.layers[0].mlp.forward = lambda hidden: inner(hidden + 0.1 * hidden.roll(1, dims=1))
+    with pytest.raises(LoadError, match="away from those of"):
+        probe.compare_with_eager(module, specs)
+
+
+def test_product_that_is_wrong_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = loaded()
+    interface.register()
+    quantize_linears(module, "fp8", CPU)
+    module.set_attn_implementation(interface.NAME)
+    specs = probe.record_layers(module, layer_windows(module.config))
+    inner = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: inner(*a, **k) * 1.1)
+    with pytest.raises(InstallationError, match=r"of 8-bit floats gives results 0\.1 away"):
+        probe.compare_with_eager(module, specs)
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+def refusal(kind: str, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> str:
+    with pytest.raises(ConfigError) as caught:
+        quantize.check_option(kind, dtype, torch.device(device))  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith(f"option quantization is {kind!r}, but must be 'none'")
+    return message
+
+
+def test_products_that_the_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "compute capability 8.0: the product needs 8.9" in refusal("fp8")
+    quantize.check_option("int4", torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "needs 8.0" in refusal("int4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for kind in ("fp8", "int4"):
+        assert "with dtype float16" in refusal(kind, torch.float16)
+        quantize.check_option(kind, torch.bfloat16, torch.device("cuda"))  # type: ignore[arg-type]
+    quantize.check_option("int8", torch.float32, torch.device("cuda"))
+    for kind in KINDS:
+        quantize.check_option(kind, torch.float32, CPU)  # type: ignore[arg-type]
+
+
+def test_torchao_that_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights.metadata, "version", lambda name: "0.9.1")
+    assert "torchao>=0.17 is needed, and 0.9.1 is installed" in refusal("int8", device="cpu")
+
+    def missing(name: str) -> str:
+        raise weights.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(weights.metadata, "version", missing)
+    assert "torchao>=0.17 is not installed" in refusal("int4", device="cpu")
+    quantize.check_option("fp8", torch.float32, CPU)
+
+
+def test_model_with_no_layer_that_fits() -> None:
+    module = loaded(hidden_size=40, intermediate_size=40, head_dim=10)
+    with pytest.raises(ConfigError, match=r"must be 'none': no linear layer fits \(.*steps of 16"):
+        quantize_linears(module, "fp8", CPU)

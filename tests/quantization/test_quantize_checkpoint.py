@@ -1,0 +1,284 @@
+"""Checkpoints that are quantized already, made here: served, or refused by name."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from jitney.config import make_config
+from jitney.engine.assemble import load_model, load_runner
+from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError
+from jitney.execution import weights
+from jitney.execution.interface import LoadedModel
+from jitney.quantization import checkpoint as quantize_checkpoint
+from jitney.quantization.e4m3 import DTYPE, MAX
+from jitney.quantization.fp8 import Fp8Linear
+from jitney.quantization.torchao import TorchaoLinear
+from jitney.sampling_params import SamplingParams
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.execution.drive import drive
+from tests.tiny_models import make_checkpoint
+
+IDS = torch.arange(3, 20)[None]
+E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+Tensors = dict[str, Tensor]
+
+
+def write_config(folder: Path, weights_args: dict, **more: object) -> None:
+    """Give ``config.json`` a configuration of compressed-tensors with one group of layers."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    group = {"targets": ["Linear"], "weights": weights_args, **more}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    path.write_text(json.dumps(config))
+
+
+def make_fp8(
+    folder: Path,
+    strategy: str = "channel",
+    architecture: str = "llama",
+    activations: dict | None = None,
+    extra: Tensors | None = None,
+) -> tuple[Path, Tensors]:
+    """A checkpoint of compressed-tensors in e4m3, and its weights as they act, in f32."""
+    make_checkpoint(folder, architecture, dtype=torch.bfloat16)
+    stored, dense = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        dense[name] = stored[name] = tensor
+        if "proj" in name and name.endswith("weight"):
+            wide = tensor.float().abs()
+            largest = wide.amax(1, keepdim=True) if strategy == "channel" else wide.amax()[None]
+            scale = (largest / MAX).to(torch.bfloat16)
+            stored[name] = (tensor.float() / scale.float()).clamp(-MAX, MAX).to(DTYPE)
+            stored[f"{name}_scale"] = scale
+            dense[name] = stored[name].float() * scale.float()
+    save_file({**stored, **(extra or {})}, folder / "model.safetensors", {"format": "pt"})
+    tokens = {**E4M3, "strategy": "token", "dynamic": True}
+    write_config(folder, {**E4M3, "strategy": strategy}, input_activations=activations or tokens)
+    return folder, dense
+
+
+def make_packed(folder: Path) -> Path:
+    """A checkpoint of compressed-tensors in packed int4, written by that library."""
+    library = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    plain = make_checkpoint(folder / "plain", dtype=torch.bfloat16)
+    module = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "frozen",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}},
+    }
+    apply_quantization_config(module, QuantizationConfig.model_validate(config))
+    for each in module.modules():
+        if hasattr(each, "quantization_scheme"):
+            groups = each.weight.data.float().unflatten(1, (-1, 32))
+            each.weight_scale.data.copy_(groups.abs().amax(-1) / 7.5)
+    compressor = ModelCompressor.from_pretrained_model(module)
+    compressor.compress_model(module)
+    module.save_pretrained(folder / "packed")
+    compressor.update_config(folder / "packed")
+    assert library
+    return folder / "packed"
+
+
+def make_torchao(folder: Path, kind: str) -> Path:
+    """A checkpoint of torchao's, written by transformers."""
+    quantization = pytest.importorskip("torchao.quantization")
+    recipes = {
+        "int8": quantization.Int8WeightOnlyConfig(set_inductor_config=False),
+        "int4": quantization.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=quantization.PerGroup(32)
+        ),
+    }
+    plain = make_checkpoint(folder / "plain", dtype=torch.bfloat16)
+    module = transformers.AutoModelForCausalLM.from_pretrained(
+        plain,
+        dtype=torch.bfloat16,
+        quantization_config=transformers.TorchAoConfig(recipes[kind]),
+    )
+    module.save_pretrained(folder / kind)
+    return folder / kind
+
+
+def load(folder: Path, **options: object) -> LoadedModel:
+    return load_model(make_config({"model": str(folder), "device": "cpu", **options}))
+
+
+def eager_logits(module: nn.Module) -> Tensor:
+    module.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return module(IDS, use_cache=False).logits[0].float()
+
+
+def relative(got: Tensor, right: Tensor) -> float:
+    return ((got - right).norm() / right.norm()).item()
+
+
+def serve(folder: Path, **options: object) -> list[int]:
+    """Ten tokens through the runner."""
+    runner = load_runner(
+        make_config({
+            "model": str(folder), "device": "cpu", "kv_cache_bytes": 4 << 20, "block_size": 4,
+            **options,
+        })
+    )  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, seed=0)
+    driven = drive(runner, [(IDS[0].tolist(), params)], budget=9, num_blocks=40)
+    return driven.outputs[0, 0]
+
+
+def linears(model: LoadedModel) -> list[nn.Module]:
+    return [m for name, m in model.module.named_modules() if name.endswith("proj")]
+
+
+# --------------------------------------------------------------------------- e4m3
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_e4m3_weights_are_taken_as_they_are(tmp_path: Path, strategy: str) -> None:
+    folder, dense = make_fp8(tmp_path / "m", strategy)
+    model = load(folder, dtype="float32")
+    assert all(type(each) is Fp8Linear for each in linears(model))
+    for name, each in model.module.named_modules():
+        if isinstance(each, Fp8Linear):
+            assert torch.equal(each.dequantized(), dense[f"{name}.weight"])
+    assert (model.num_parameters, model.weight_bytes) == (82_240, 148_288)
+    assert not hasattr(model.module.config, "quantization_config")
+    reference = transformers.AutoModelForCausalLM.from_config(model.config)
+    reference.load_state_dict(dense)
+    assert 0 < relative(eager_logits(model.module), eager_logits(reference)) < 0.08
+    assert len(serve(folder)) == 10
+
+
+def test_e4m3_that_is_decompressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the device has no such product, and where activations are not to be rounded."""
+    pytest.importorskip("compressed_tensors")
+    folder, dense = make_fp8(tmp_path / "m")
+
+    def no_product(*_: object) -> None:
+        raise ConfigError("the product needs 8.9")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
+        patch.setattr(quantize_checkpoint, "check_option", no_product)
+        model = load(folder, dtype="float32")
+    assert "e4m3 weights are decompressed: the product needs 8.9" in caplog.text
+    assert all(type(each) is nn.Linear for each in linears(model))
+    for name, each in model.module.named_modules():
+        if name.endswith("proj"):
+            assert relative(each.weight, dense[f"{name}.weight"]) < 5e-3  # bf16 on the way
+    write_config(folder, {**E4M3, "strategy": "channel"})
+    assert all(type(each) is nn.Linear for each in linears(load(folder)))
+
+
+def test_scales_of_the_cache(tmp_path: Path) -> None:
+    extra = {
+        "model.layers.0.self_attn.k_scale": torch.tensor(0.5, dtype=torch.bfloat16),
+        "model.layers.0.self_attn.v_scale": torch.tensor([0.25]),
+        "model.layers.1.self_attn.k_scale": torch.tensor([1.0, 2.0]),
+        "model.layers.1.self_attn.v_scale": torch.tensor([3.0, 4.0]),
+    }
+    folder, _ = make_fp8(tmp_path / "m", extra=extra)
+    scales = load(folder).cache_scales
+    assert {k: (a.tolist(), b.tolist()) for k, (a, b) in scales.items()} == {
+        0: ([0.5, 0.5], [0.25, 0.25]),
+        1: ([1.0, 2.0], [3.0, 4.0]),
+    }
+    assert {t.dtype for pair in scales.values() for t in pair} == {torch.float32}
+    extra["model.layers.1.self_attn.k_scale"] = torch.ones(3)
+    folder, _ = make_fp8(tmp_path / "wrong", extra=extra)
+    with pytest.raises(CheckpointError, match="cache scales of layer 1 are not one, or one per"):
+        load(folder)
+    assert load(make_checkpoint(tmp_path / "plain")).cache_scales == {}
+
+
+# --------------------------------------------------------------------------- the other ways
+
+
+def test_packed_int4_is_decompressed(tmp_path: Path) -> None:
+    packed = make_packed(tmp_path)
+    model = load(packed, dtype="float32")
+    assert all(type(each) is nn.Linear for each in linears(model))
+    assert (model.num_parameters, model.weight_bytes) == (82_240, 329_024)
+    plain = load(tmp_path / "plain", dtype="float32")
+    for each, right in zip(linears(model), linears(plain), strict=True):
+        assert 0 < relative(each.weight, right.weight) < 0.12
+    assert len(serve(packed)) == 10
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.02), ("int4", 0.3)])
+def test_torchao(tmp_path: Path, kind: str, bound: float) -> None:
+    folder = make_torchao(tmp_path, kind)
+    model = load(folder)
+    assert all(type(each) is TorchaoLinear for each in linears(model))
+    assert model.num_parameters == 82_240
+    assert model.weight_bytes < 120_000
+    plain = load(tmp_path / "plain")
+    assert model.dtype == plain.dtype, "that of the checkpoint, as far as the device has it"
+    assert 0 < relative(eager_logits(model.module), eager_logits(plain.module)) < bound
+    assert len(serve(folder)) == 10
+
+
+# --------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "mxfp4", None])
+def test_other_methods_are_refused_by_name(tmp_path: Path, method: str | None) -> None:
+    folder = make_checkpoint(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert f"quantized by {method!r}, and only torchao and compressed-tensors are read" in message
+    assert "option quantization" in message
+
+
+def test_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not needed for e4m3, which is read without it."""
+    folder, _ = make_fp8(tmp_path / "m")
+
+    def missing(name: str) -> str:
+        raise weights.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(weights.metadata, "version", missing)
+    assert all(type(each) is Fp8Linear for each in linears(load(folder)))
+    write_config(folder, {**E4M3, "strategy": "channel"})
+    with pytest.raises(UnsupportedModelError, match=r"compressed-tensors>=0\.18 is not installed"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_option_for_weights_that_are_quantized(tmp_path: Path, kind: str) -> None:
+    folder, _ = make_fp8(tmp_path / "m")
+    with pytest.raises(ConfigError, match="'none' for weights quantized by compressed-tensors"):
+        load(folder, quantization=kind)
+
+
+def test_scale_that_is_missing(tmp_path: Path) -> None:
+    folder, _ = make_fp8(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"safetensors lacks model\.layers\.1\.mlp\.up_proj\.weight_scale"
+    ):
+        load(folder)
