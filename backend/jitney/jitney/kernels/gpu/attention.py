@@ -19,10 +19,7 @@ from jitney.kernels.gpu.tiles import Tiles, TileTable, tiles_for
 from jitney.kernels.gpu.write_kernel import write_kernel
 
 LOG2_E = 1.4426950408889634
-SEGMENT = 1024
-"""Keys of a part where results must not depend on the batch."""
 _MOST_PARTS = 64
-_MOST_PART_BYTES = 256 << 20
 _HEADS_PER_PROGRAM = 8
 _OPERANDS = {
     torch.float32: tl.float32,
@@ -137,15 +134,10 @@ class GpuAttention:
 
     def _parts(self, rows: int, context: int, tiles: Tiles) -> int:
         """Most parts of a row."""
-        heads, kv_heads, head_size = self._shape
-        if self.batch_invariant:
-            # Where the parts would need too much memory, one program computes a row's one after
-            # another, which gives the same bits.
-            parts = triton.cdiv(context, SEGMENT)
-            needed = rows * heads * parts * head_size * 4
-            return parts if needed <= _MOST_PART_BYTES else 1
+        if self.batch_invariant:  # joining them would change bits
+            return 1
         most = min(_MOST_PARTS, triton.cdiv(context, tiles.least_part))
-        enough = round(tiles.programs / (rows * kv_heads))
+        enough = round(tiles.programs / (rows * self._shape[1]))
         return max(1, min(most, enough))
 
     def _write(
@@ -205,7 +197,6 @@ class GpuAttention:
         operand = self._dtype if self._dtype in _OPERANDS else q.dtype
         if operand == torch.float32 and self._dtype not in _OPERANDS:
             operand = torch.bfloat16
-        segment = SEGMENT if self.batch_invariant else 0
         head_tile = triton.next_power_of_2(head_size)
         programs = rows * plan.parts
         if not plan.only_decodes:
@@ -218,12 +209,12 @@ class GpuAttention:
             q.stride(0), q.stride(1), meta.block_table.stride(0),
             kv_heads, self._group, head_size, key_cache.shape[3], head_tile, meta.block_size,
             _OPERANDS[operand], tiles.decode_rows, tiles.chunk_rows, tiles.block_n,
-            tiles.least_part, segment, plan.only_decodes,
+            tiles.least_part, plan.only_decodes, self.batch_invariant,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         joined = (
             out, results, tops, totals, value_scale, sinks, meta.context_len, meta.query_start,
-            window, plan.parts, kv_heads, self._group, head_size, head_tile, segment, _MOST_PARTS,
+            window, plan.parts, kv_heads, self._group, head_size, head_tile, _MOST_PARTS,
         )  # fmt: skip
         form = q.dtype, window is None, sinks is None
         if form not in self._compiled:  # before a request's context grows long enough to need it

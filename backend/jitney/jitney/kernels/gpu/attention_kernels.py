@@ -32,36 +32,17 @@ def row_offset(
 
 
 @triton.jit
-def _part_span(
-    position, end, window, num_parts,
-    MIN_PART: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _part_span(position, end, window, num_parts, MIN_PART: tl.constexpr, BLOCK_N: tl.constexpr):
     """(low, begin, size, parts): ``low`` is the first key that the query at ``position`` sees. The
     keys low to end - 1 are in ``parts`` parts of ``size`` keys from ``begin`` on, both multiples of
-    BLOCK_N. With SEGMENT they depend on nothing else."""
+    BLOCK_N."""
     low = position * 0
     if window is not None:
         low = tl.maximum(position - window + 1, 0)
-    if SEGMENT:
-        begin = low // SEGMENT * SEGMENT
-        size = begin * 0 + SEGMENT
-    else:
-        begin = low // BLOCK_N * BLOCK_N
-        size = tl.cdiv(tl.cdiv(end - begin, num_parts), BLOCK_N) * BLOCK_N
-        size = tl.maximum(size, MIN_PART)
+    begin = low // BLOCK_N * BLOCK_N
+    size = tl.cdiv(tl.cdiv(end - begin, num_parts), BLOCK_N) * BLOCK_N
+    size = tl.maximum(size, MIN_PART)
     return low, begin, size, tl.cdiv(end - begin, size)
-
-
-@triton.jit
-def _merge(top, total, result, part_top, part_total, part_result):
-    """Two online softmaxes as one. A part without keys (top -inf, sums 0) changes no bit."""
-    largest = tl.maximum(top, part_top)
-    safe = tl.where(largest == float("-inf"), 0.0, largest)
-    old, new = tl.exp2(top - safe), tl.exp2(part_top - safe)
-    # One rounding each: a compiler that contracts products and sums has nothing to choose.
-    total = tl.fma(total, old, part_total * new)
-    result = tl.fma(result, old[:, None], part_result * new[:, None])
-    return largest, total, result
 
 
 @triton.jit
@@ -145,57 +126,13 @@ def _attend(
 
 
 @triton.jit
-def _attend_span(
-    query, keys, values, table, head, begin, end, first, position, first_position,
-    scale, softcap, window,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr,
-    ALWAYS_MASKED: tl.constexpr,
-):  # fmt: skip
-    """The online softmax over the keys begin to end - 1 for a tile of queries, its lowest position
-    ``first_position``: (largest score, sum of weights, weighted sum of V).
-
-    With SEGMENT, one after another the very parts that other programs may compute, merged as
-    :func:`reduction_kernel` does: bitwise the same.
-    """
-    no_top = tl.full([query.shape[0]], float("-inf"), tl.float32)
-    no_total = tl.zeros([query.shape[0]], tl.float32)
-    no_result = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
-    top, total, result = no_top, no_total, no_result
-    if SEGMENT:
-        for start in tl.range(begin, end, SEGMENT):
-            part_top, part_total, part_result = _attend(
-                query, no_top, no_total, no_result, keys, values, table, head, start,
-                tl.minimum(start + SEGMENT, end), first, position, scale, softcap, window,
-                KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, True,
-            )  # fmt: skip
-            top, total, result = _merge(top, total, result, part_top, part_total, part_result)
-    else:
-        middle = begin
-        if window is None and not ALWAYS_MASKED:
-            # Whole tiles that every query sees need no mask.
-            seen = tl.maximum(tl.minimum(end, first_position + 1) - begin, 0)
-            middle = begin + seen // BLOCK_N * BLOCK_N
-            top, total, result = _attend(
-                query, top, total, result, keys, values, table, head, begin, middle, first,
-                position, scale, softcap, window,
-                KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, False,
-            )  # fmt: skip
-        top, total, result = _attend(
-            query, top, total, result, keys, values, table, head, middle, end, first, position,
-            scale, softcap, window, KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, True,
-        )  # fmt: skip
-    return top, total, result
-
-
-@triton.jit
 def _tile(
     out, part_results, part_tops, part_totals,
     query, keys, values, factor, sinks, table, context, row, token, length, skipped, head, part,
     scale, softcap, window, num_parts, query_token_stride, query_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
     HEAD_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, OPERAND: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr, SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """The new tokens of a row that begin ``skipped`` after its first, ``token``, as many as fit
@@ -205,9 +142,7 @@ def _tile(
     TOKENS: tl.constexpr = ROWS // GROUP
     first_position = context - length + skipped
     end = tl.minimum(first_position + TOKENS, context)
-    low, begin, size, parts = _part_span(
-        first_position, end, window, num_parts, MIN_PART, SEGMENT, BLOCK_N
-    )
+    low, begin, size, parts = _part_span(first_position, end, window, num_parts, MIN_PART, BLOCK_N)
     if part < tl.maximum(parts, 1):
         index, element = tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)
         nth = skipped + index // GROUP
@@ -220,10 +155,22 @@ def _tile(
         if num_parts > 1:
             begin += part * size
             end = tl.minimum(begin + size, end)
-        top, total, result = _attend_span(
-            q, keys, values, table, head, begin, end, low, context - length + nth, first_position,
-            scale, softcap, window,
-            KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, SEGMENT, ALWAYS_MASKED,
+        position = context - length + nth
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        result = tl.zeros([ROWS, HEAD_TILE], tl.float32)
+        middle = begin
+        if window is None and not ALWAYS_MASKED:
+            # Whole tiles that every query sees need no mask.
+            seen = tl.maximum(tl.minimum(end, first_position + 1) - begin, 0)
+            middle = begin + seen // BLOCK_N * BLOCK_N
+            top, total, result = _attend(
+                q, top, total, result, keys, values, table, head, begin, middle, low, position,
+                scale, softcap, window, KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, False,
+            )  # fmt: skip
+        top, total, result = _attend(
+            q, top, total, result, keys, values, table, head, middle, end, low, position,
+            scale, softcap, window, KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, True,
         )  # fmt: skip
         if (parts > 1) & (num_parts > 1):
             at = (row.to(tl.int64) * HEADS + query_head) * num_parts + part
@@ -250,14 +197,15 @@ def attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
     HEAD_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, OPERAND: tl.constexpr,
     DECODE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    MIN_PART: tl.constexpr, SEGMENT: tl.constexpr, ONLY_DECODES: tl.constexpr,
+    MIN_PART: tl.constexpr, ONLY_DECODES: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Programs (num_rows * num_parts + tiles, KV heads). The first compute a part of a row that has
     one new token, the others a tile of a longer row's; what has no work ends at once.
 
     out is [T, heads, HEAD_SIZE]; part_results float32 [rows, heads, num_parts, HEAD_SIZE] and the
     other two [rows, heads, num_parts] are written where a row has more than one part.
-    ``scale`` is in units of log2, and includes no scale of the cache.
+    ``scale`` is in units of log2, and includes no scale of the cache. ALWAYS_MASKED: a longer row's
+    tiles run the very loop that a single token's does, so that both give the same bits.
     """
     program, head = tl.program_id(0), tl.program_id(1)
     factor = 1.0
@@ -277,7 +225,7 @@ def attention_kernel(
                 tl.load(context_len + row), row, token, 1, 0, head, part,
                 scale, softcap, window, num_parts, query_token_stride, query_head_stride,
                 KV_HEADS, GROUP, HEAD_SIZE, PADDED, HEAD_TILE, BLOCK_SIZE, OPERAND, DECODE_ROWS,
-                BLOCK_N, MIN_PART, SEGMENT, True,
+                BLOCK_N, MIN_PART, True,
             )  # fmt: skip
     elif not ONLY_DECODES:
         # Later tiles of a row have more keys: they go first.
@@ -300,7 +248,7 @@ def attention_kernel(
                 tl.load(context_len + row), row, token, length, skipped, head, 0,
                 scale, softcap, window, 1, query_token_stride, query_head_stride,
                 KV_HEADS, GROUP, HEAD_SIZE, PADDED, HEAD_TILE, BLOCK_SIZE, OPERAND, TILE_ROWS,
-                BLOCK_N, MIN_PART, SEGMENT, False,
+                BLOCK_N, MIN_PART, ALWAYS_MASKED,
             )  # fmt: skip
 
 
@@ -312,7 +260,7 @@ def reduction_kernel(
     out, part_results, part_tops, part_totals, value_scale, sinks, context_len, query_start,
     window, num_parts,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_TILE: tl.constexpr,
-    SEGMENT: tl.constexpr, MOST_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr,
+    MOST_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr,
 ):  # fmt: skip
     """Programs (rows, heads): join the parts of a row that has more than one."""
     row, query_head = tl.program_id(0), tl.program_id(1)
@@ -320,45 +268,27 @@ def reduction_kernel(
     length = tl.load(query_start + row + 1) - token
     context = tl.load(context_len + row)
     _low, _begin, _size, parts = _part_span(
-        context - 1, context, window, num_parts, MIN_PART, SEGMENT, BLOCK_N
+        context - 1, context, window, num_parts, MIN_PART, BLOCK_N
     )
     if (length == 1) & (parts > 1):
-        element = tl.arange(0, HEAD_TILE)
-        one = tl.arange(0, 1)
-        at = (row.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_parts
-        if SEGMENT:  # in the order of the context, as one program would
-            top = tl.full([1], float("-inf"), tl.float32)
-            total = tl.zeros([1], tl.float32)
-            result = tl.zeros([1, HEAD_TILE], tl.float32)
-            for part in tl.range(0, parts):
-                offset = at + part + one
-                part_result = tl.load(
-                    part_results + offset[:, None] * HEAD_SIZE + element[None, :],
-                    (element < HEAD_SIZE)[None, :],
-                    other=0.0,
-                )
-                top, total, result = _merge(
-                    top, total, result,
-                    tl.load(part_tops + offset), tl.load(part_totals + offset), part_result,
-                )  # fmt: skip
-        else:
-            part = tl.arange(0, MOST_PARTS)
-            real = part < parts
-            tops = tl.load(part_tops + at + part, real, other=float("-inf"))
-            top = tl.max(tops, 0)
-            weight = tl.exp2(tops - top)
-            total = tl.sum(weight * tl.load(part_totals + at + part, real, other=0.0), 0)
-            result = tl.load(
-                part_results + (at + part)[:, None] * HEAD_SIZE + element[None, :],
-                real[:, None] & (element < HEAD_SIZE)[None, :],
-                other=0.0,
-            )
-            result = tl.sum(result * weight[:, None], 0)[None, :]
-            top, total = top + tl.zeros([1], tl.float32), total + tl.zeros([1], tl.float32)
+        element, part, one = tl.arange(0, HEAD_TILE), tl.arange(0, MOST_PARTS), tl.arange(0, 1)
+        at = (row.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_parts + part
+        real = part < parts
+        tops = tl.load(part_tops + at, real, other=float("-inf"))
+        top = tl.max(tops, 0)
+        weight = tl.exp2(tops - top)
+        total = tl.sum(weight * tl.load(part_totals + at, real, other=0.0), 0)
+        results = tl.load(
+            part_results + at[:, None] * HEAD_SIZE + element[None, :],
+            real[:, None] & (element < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        result = tl.sum(results * weight[:, None], 0)[None, :]
         factor = 1.0
         if value_scale is not None:
             factor = tl.load(value_scale + query_head // GROUP)
+        no = tl.zeros([1], tl.float32)
         _store(
-            out, token.to(tl.int64) + one, query_head + one, one == 0, top, total, result, sinks,
-            factor, KV_HEADS * GROUP, HEAD_SIZE,
+            out, token.to(tl.int64) + one, query_head + one, one == 0, top + no, total + no, result,
+            sinks, factor, KV_HEADS * GROUP, HEAD_SIZE,
         )  # fmt: skip
