@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tritonclient.grpc as grpc_client
@@ -20,6 +20,7 @@ import tritonclient.grpc.aio as aio_client
 
 _TYPES = {"input_ids": "INT32"}
 TIMEOUT_S = 60.0
+T = TypeVar("T")
 
 
 @dataclass
@@ -245,10 +246,38 @@ def metric(url: str, name: str, **labels: str) -> float:
     return sum(found)
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> float:
-    """Seconds until ``condition`` held; AssertionError if it does not in time."""
-    began = time.monotonic()
+def wait_until(condition: Callable[[], object], timeout: float = TIMEOUT_S) -> None:
+    """Until ``condition`` holds; AssertionError if it does not in time."""
+    ends = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() - began < timeout, "it did not come to pass in time"
+        assert time.monotonic() < ends, "it did not come to pass in time"
         time.sleep(0.01)
-    return time.monotonic() - began
+
+
+def settled(
+    read: Callable[[], T], reached: Callable[[T], object] = lambda _: True, quiet_s: float = 1.0
+) -> T:
+    """What ``read`` returns once it is ``reached`` and has not changed for ``quiet_s`` seconds; or,
+    when the time is over, what it returns then: the caller asserts.
+
+    For all that is counted after the answer: the server's statistics come a moment later, metrics
+    up to a quarter of a second, and not all at once.
+    """
+    ends = time.monotonic() + TIMEOUT_S
+    value, since = read(), time.monotonic()
+    while time.monotonic() < ends and not (reached(value) and time.monotonic() - since >= quiet_s):
+        time.sleep(0.02)
+        if (now := read()) != value:
+            value, since = now, time.monotonic()
+    return value
+
+
+def counts(client: grpc_client.InferenceServerClient, model: str, least: int = 0) -> np.ndarray:
+    """Inferences and executions of a model so far, by the server's statistics: settled, once there
+    are ``least`` inferences."""
+
+    def read() -> tuple[int, int]:
+        statistics = client.get_inference_statistics(model).model_stats[0]
+        return statistics.inference_count, statistics.execution_count
+
+    return np.array(settled(read, lambda now: now[0] >= least))
