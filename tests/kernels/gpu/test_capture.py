@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from jitney.kernels.gpu.capture import CaptureError, CudaCapture
+from jitney.kernels.gpu.graphs import CaptureError, CudaCapture
 
 
 class Stream:

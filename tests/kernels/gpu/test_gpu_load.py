@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from tests.execution.drive import drive
 from tests.kernels.attention.choose import for_layers
 from tests.kernels.gpu.small_gpu import GREEDY, options, small_checkpoint
-from tests.kernels.gpu.test_graphs import FakeCapture
 
 pytest.importorskip("triton")
 from jitney.kernels.gpu import accelerator as load_module
@@ -41,7 +40,7 @@ def plain(path: Path):
 def test_eight_bit_cache(path: Path, plain) -> None:
     """Scales are found while loading; over a context of many blocks the logits stay close."""
     runner = load_runner(options(path, kv_cache_dtype="float8_e4m3"))
-    cache = runner._runner._caches[0]
+    cache = runner._caches[0]
     assert cache.keys.dtype == torch.float8_e4m3fn
     assert cache.key_scale.shape == cache.value_scale.shape == (1,)
     stored = cache.keys.float().abs().max() * cache.key_scale
@@ -66,7 +65,7 @@ def test_scales_of_the_checkpoint_are_taken(path: Path, monkeypatch) -> None:
     stated = (torch.tensor([0.25]), torch.tensor([0.5]))
     monkeypatch.setattr(load, "cache_scales", lambda *_: {0: stated})
     runner = load_runner(options(path, kv_cache_dtype="float8_e4m3"))
-    assert (runner._runner._caches[0].key_scale, runner._runner._caches[0].value_scale) == stated
+    assert (runner._caches[0].key_scale, runner._caches[0].value_scale) == stated
     runner.close()
 
 
@@ -151,10 +150,9 @@ def test_the_largest_steps_are_measured(path: Path, monkeypatch) -> None:
     model = load_model(config)
     attention = for_layers("gpu", model.layers, model.dtype, model.device)
     caches = make_layer_caches(model.layers, attention, 4, model.dtype, model.device, 1)
-    found = measure_module.measure_steps(model, caches, info, config, FakeCapture())
-    keys = 2  # of one row and of two; contexts are short
+    found = measure_module.measure_steps(model, caches, info, config)
     assert found.activations == 5000 - 200
-    assert found.graphs == 2 * (1000 - 200) + keys * measure_module._GRAPH_BYTES
+    assert found.graphs == 2 * (1000 - 200) + 2 * measure_module._GRAPH_BYTES
     assert max(batch.num_tokens for batch in seen) == 12
     assert max(row.end for batch in seen for row in batch.rows) == 9
     assert {len(batch.rows) for batch in seen} == {2}

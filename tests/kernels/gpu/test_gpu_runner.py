@@ -21,8 +21,7 @@ from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
 pytest.importorskip("triton")
 from jitney.kernels.gpu import accelerator as load_module
-from jitney.kernels.gpu import graphs as graphs_module
-from jitney.kernels.gpu import runner as runner_module
+from jitney.kernels.gpu.graphs import DecodeGraphs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU")
 
@@ -114,7 +113,7 @@ def test_samples_are_those_of_the_cpu(runner, plain) -> None:
 @pytest.mark.parametrize("at_once", [3, 1000])
 def test_prompt_logprobs(runner, plain, monkeypatch, at_once: int) -> None:
     """In chunks, beside other rows, and where the logits of a step do not fit at once."""
-    monkeypatch.setattr(runner._runner, "_most_logits", at_once)
+    monkeypatch.setattr(runner, "_most_logits", at_once)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=2, prompt_logprobs=1, logprobs=1)
     short = replace(GREEDY, max_tokens=2)
     requests = [(list(range(40, 53)), params), ([5, 6, 7], short), ([3, 4, 5, 6], params)]
@@ -132,24 +131,19 @@ def test_prompt_logprobs(runner, plain, monkeypatch, at_once: int) -> None:
 # --------------------------------------------------------------------------- graphs
 
 
-def test_graphs_past_several_borders(path: Path, plain, monkeypatch) -> None:
-    """Decodes in graphs, padded, with contexts that outgrow one graph after the other and batches
-    that shrink: the same tokens as without."""
+def test_graphs_give_what_kernels_give(path: Path, plain, monkeypatch) -> None:
+    """Decodes in graphs, padded, with contexts that grow and batches that shrink: the same tokens
+    as without."""
     capture = FakeCapture()
     monkeypatch.setattr(load_module, "capture_on", lambda device: capture)
-    monkeypatch.setattr(graphs_module, "_SHORTEST_LIMIT", 8)
-    captured: list[graphs_module.GraphKey] = []
-    real = runner_module.GpuRunner._decode
+    used: list[int] = []
+    real = DecodeGraphs._decode
 
-    def decode(self, key) -> None:
-        context = self._inputs._context_len[: key.rows]
-        assert int(context.max()) <= key.limit
-        captured.append(key)
-        real(self, key)
+    def decode(self, size: int) -> None:
+        used.append(size)
+        real(self, size)
 
-    monkeypatch.setattr(runner_module.GpuRunner, "_decode", decode)
-    # Plans that differ at every border, as those of a large device do.
-    monkeypatch.setattr(runner_module.GpuRunner, "_plan", lambda self, rows, longest: longest)
+    monkeypatch.setattr(DecodeGraphs, "_decode", decode)
     runner = load_runner(options(path))
     requests = [
         (list(range(11, 17)), replace(GREEDY, max_tokens=20)),
@@ -158,10 +152,9 @@ def test_graphs_past_several_borders(path: Path, plain, monkeypatch) -> None:
     ]
     got = drive(runner, requests, stagger=2)
     assert got.outputs == drive(plain, requests, stagger=2).outputs
-    used = {(key.rows, key.limit) for key in captured}
-    assert {limit for _, limit in used} >= {8, 16, 32}
-    assert {rows for rows, _ in used} == {1, 2, 4}
-    assert capture.replays >= capture.captures > 4
+    assert set(used) == set(runner._forward.graphs) == {1, 2, 4}
+    assert capture.replays > 4
+    assert capture.captures == 3
     runner.close()
 
 
@@ -170,8 +163,7 @@ def test_capture_while_loading(path: Path, plain, monkeypatch) -> None:
     capture = FakeCapture()
     monkeypatch.setattr(load_module, "capture_on", lambda device: capture)
     runner = load_runner(options(path, max_num_seqs=3))
-    runner._capture_at_load = True  # which is refused where kernels are interpreted
-    runner.warm_up([])
+    runner._forward.capture_all()  # option "load" is refused where kernels are interpreted
     assert capture.captures == 3  # 1, 2 and 3 rows
     # The first step has as many tokens as a graph, all of them with logits, and is none of decodes.
     requests = [([5, 6], replace(GREEDY, prompt_logprobs=0)), ([9], GREEDY)]
@@ -237,7 +229,6 @@ def test_overlap_under_random_cancels(path: Path, plain, monkeypatch, seed: int)
     """Steps launched ahead, over few blocks, with cancels, stops and preemptions, in graphs: every
     request gets the tokens that it gets from the CPU's runner, or the beginning of them."""
     monkeypatch.setattr(load_module, "capture_on", lambda device: FakeCapture())
-    monkeypatch.setattr(graphs_module, "_SHORTEST_LIMIT", 8)
     blocks = 10
     size = blocks * 4 * 2 * 16 * 4  # tokens, K and V, head size, bytes
     runner = load_runner(options(path, kv_cache_bytes=size, max_num_batched_tokens=24))
@@ -268,14 +259,14 @@ def test_a_failed_launch_leaves_the_runner_usable(path: Path, plain, monkeypatch
     """A step raises; the steps after it are right."""
     runner = load_runner(options(path))
     faults = [True, False, False, True]
-    real = runner._runner._forward
+    real = runner._forward
 
     def forward(*args):
         if faults and faults.pop(0):
             raise RuntimeError("a passing fault")
         return real(*args)
 
-    runner._runner._forward = forward
+    runner._forward = forward
     submits = [
         Submit(key=key, prompt=[7 + key] * 6, params=GREEDY, stop_ids=frozenset(), arrival=0.0)
         for key in range(2)
@@ -294,7 +285,7 @@ def test_a_device_that_does_not_answer_is_lost(path: Path, monkeypatch) -> None:
     def broken(*args):
         raise RuntimeError("an illegal memory access was encountered")
 
-    runner._runner._forward = broken
+    runner._forward = broken
     row = Row(
         key=0, index=0, token_ids=[7, 8], start=0, block_table=[0], sample=(0,), params=GREEDY,
         prompt=[7, 8], output=[], stop_ids=frozenset(), bad_words_ids=[],

@@ -1,15 +1,25 @@
-"""Which graph a decode step takes: padded rows and a longest context that is never too short."""
+"""Which graph a decode step takes, what is captured when, and what cannot be."""
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
+from jitney.config import make_config
+from jitney.execution.attention import AttentionMetadata, build_metadata
+from jitney.kernels.gpu.graphs import Capture, CaptureError, DecodeGraphs, Work, padded_sizes
+from jitney.messages import ModelInfo
 
-pytest.importorskip("triton")
-from hypothesis import given
-from hypothesis import strategies as st
-from jitney.kernels.gpu.capture import Capture, CaptureError, Work
-from jitney.kernels.gpu.graphs import DecodeGraphs, GraphKey, context_limits, padded_sizes
+from tests.kernels.attention.rows import row
+
+VOCABULARY = 50
+
+
+@pytest.fixture(autouse=True)
+def _as_a_runner_calls() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
 class FakeCapture:
@@ -35,13 +45,43 @@ def fail_to_capture(work: Work) -> Work:
     raise CaptureError("operation not permitted when stream is capturing")
 
 
-def by_parts(rows: int, longest: int) -> Hashable:
-    """Plans as an attention makes them: more parts for longer contexts, fewer for more rows."""
-    return max(1, min(8, longest // 1024, 64 // rows))
+class Model:
+    """Logits that tell apart whatever a step of rows of one token may hold."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __call__(self, ids: torch.Tensor, meta: AttentionMetadata, indices: torch.Tensor) -> Any:
+        self.rows.append(len(ids))
+        assert len(meta.query_start) == len(ids) + 1
+        blocks = meta.block_table.gather(1, (meta.positions // meta.block_size)[:, None])[:, 0]
+        real = meta.slot_mapping >= 0
+        assert torch.equal(real, meta.context_len > 0)
+        slots = blocks * meta.block_size + meta.positions % meta.block_size
+        assert torch.equal(meta.slot_mapping[real], slots[real])
+        assert torch.equal(meta.context_len[real], meta.positions[real] + 1)
+        told = ids + 100 * meta.positions + 10_000 * meta.slot_mapping
+        return told[indices, None] + torch.arange(VOCABULARY)
 
 
-def graphs(capture: Capture | None, sizes: list[int], longest: int = 8192) -> DecodeGraphs:
-    return DecodeGraphs(capture, sizes, longest, by_parts)
+def info(tokens: int = 4096) -> ModelInfo:
+    return ModelInfo(
+        vocab_size=VOCABULARY, max_model_len=100, num_blocks=300, block_size=4, dtype="float32",
+        eos_ids=frozenset(), device="cpu", attention="gpu", num_parameters=1,
+        max_num_batched_tokens=tokens,
+    )  # fmt: skip
+
+
+def graphs(model: Model, capture: Capture, sizes: list[int]) -> DecodeGraphs:
+    return DecodeGraphs(model, sizes, capture, info(), torch.device("cpu"))
+
+
+def step(*contexts: int, new: int = 1) -> tuple[torch.Tensor, AttentionMetadata, torch.Tensor]:
+    """Rows of ``new`` tokens each, the last of which gets logits."""
+    tables = [[3 + i + 10 * b for b in range(-(-n // 4))] for i, n in enumerate(contexts)]
+    rows = [row(table, n - new, n) for table, n in zip(tables, contexts, strict=True)]
+    count = new * len(rows)
+    return torch.arange(5, 5 + count), build_metadata(rows, 4), torch.arange(new - 1, count, new)
 
 
 @pytest.mark.parametrize(
@@ -52,103 +92,82 @@ def graphs(capture: Capture | None, sizes: list[int], longest: int = 8192) -> De
         (None, 16, [1, 2, 4, 8, 16]),
         (None, 60, [1, 2, 4, 8, 16, 32, 48, 60]),
         ((9, 3, 3), 16, [3, 9]),
-        ((), 16, []),
     ],
 )
 def test_sizes(option, max_rows: int, expected: list[int]) -> None:
-    assert padded_sizes(option, max_rows) == expected
+    sizes = {} if option is None else {"cuda_graph_sizes": list(option)}
+    config = make_config({"model": "any", "device": "cuda", "max_num_seqs": max_rows, **sizes})
+    assert padded_sizes(config, info()) == expected
+    if option is None:  # a step has no more rows than tokens
+        assert padded_sizes(config, info(tokens=1)) == [1]
 
 
 def test_large_steps_have_no_graph_by_default() -> None:
-    assert padded_sizes(None, 4096)[-1] == 512
+    config = make_config({"model": "any", "device": "cuda", "max_num_seqs": 4096})
+    assert padded_sizes(config, info())[-1] == 512
+    config = make_config({"model": "any", "device": "cuda", "cuda_graphs": "never"})
+    assert padded_sizes(config, info()) == []
 
 
-def test_limits_of_one_plan_are_one() -> None:
-    assert context_limits(64, 8192, by_parts) == [8192]
-    # 16 rows: up to 4 parts, so 512 and 1024 are one, 2048 and 4096 are two, 8192 is as 4096
-    assert context_limits(16, 8192, by_parts) == [1024, 2048, 8192]
-    assert context_limits(1, 100, by_parts) == [100]
-    assert context_limits(1, 8000, lambda rows, longest: longest) == [512, 1024, 2048, 4096, 8000]
-
-
-@given(st.integers(1, 64), st.integers(1, 8192))
-def test_no_step_gets_a_graph_too_small_for_it(rows: int, longest: int) -> None:
-    """And the plan that is baked in is that of the step's own longest context."""
-    key = graphs(FakeCapture(), padded_sizes(None, 64)).key(rows, longest)
-    assert key is not None
-    assert key.rows >= rows
-    assert key.limit >= longest
-    bucket = max(512, 1 << (longest - 1).bit_length())
-    assert by_parts(key.rows, key.limit) == by_parts(key.rows, bucket)
+def test_a_step_is_padded_and_gets_its_own_logits() -> None:
+    """Whatever the step before has left in the buffers."""
+    capture, model, plain = FakeCapture(), Model(), Model()
+    some = graphs(model, capture, [2, 4])
+    for contexts in ((9, 12, 30, 7), (20,), (3, 11, 40), (1, 2), (99, 1, 5)):
+        assert torch.equal(some(*step(*contexts)), plain(*step(*contexts)))
+    # A graph's first step runs once before its capture and once as its replay.
+    assert model.rows == [4, 4, 2, 2, 4, 2, 4]
+    assert (capture.captures, sorted(some.graphs)) == (2, [2, 4])
 
 
 def test_steps_that_have_no_graph() -> None:
-    some = graphs(FakeCapture(), [4, 8])
-    assert some.key(9, 10) is None
-    assert some.key(3, 8193) is None
-    assert graphs(None, [4, 8]).key(3, 10) is None
-    assert graphs(FakeCapture(), []).key(1, 1) is None
+    """More rows than any graph, chunks of prompts, rows of which some get no logits."""
+    capture, plain = FakeCapture(), Model()
+    some = graphs(lambda *given: plain(*given), capture, [2])
+    ids, meta, indices = step(5, 9)
+    for each in (step(4, 5, 6), (ids, meta, indices[:1])):
+        assert torch.equal(some(*each), plain(*each))
+    meta.max_query_len = 2
+    assert torch.equal(some(ids, meta, indices), plain(ids, meta, indices))
+    assert torch.equal(graphs(plain, capture, [])(*step(7)), plain(*step(7)))
+    assert capture.captures == 0
 
 
-def test_a_key_is_captured_once_and_replayed() -> None:
-    capture = FakeCapture()
-    some = graphs(capture, [4, 16])
-    runs: list[GraphKey] = []
-    for longest in (600, 1024, 1025, 700, 5000):
-        key = some.key(10, longest)
-        assert key is not None
-        some.run(key, longest, runs.append)
-    limits = [key.limit for key in runs]
-    # each key's first step runs once before its capture and once as its replay
-    assert limits == [1024, 1024, 1024, 2048, 2048, 1024, 8192, 8192]
-    assert (capture.captures, len(some)) == (3, 3)
-
-
-def test_a_stale_longest_context_is_an_error_not_a_wrong_result() -> None:
-    some = graphs(FakeCapture(), [16])
-    key = some.key(16, 1000)
-    assert key is not None
-    ran: list[GraphKey] = []
-    some.run(key, 1000, ran.append)
-    with pytest.raises(AssertionError, match="longest context is stale"):
-        some.run(key, 1025, ran.append)
-    assert len(ran) == 2
-
-
-def test_all_keys_the_largest_first() -> None:
-    keys = graphs(FakeCapture(), [4, 16]).keys()
-    assert keys[0] == GraphKey(16, 8192)
-    assert keys == sorted(keys, key=lambda key: (key.rows, key.limit), reverse=True)
-    some = graphs(FakeCapture(), [4, 16])
-    assert {some.key(rows, n) for rows in range(1, 17) for n in range(1, 8193, 7)} == set(keys)
+def test_all_graphs_the_largest_first() -> None:
+    """Over a step of padding; none is captured later."""
+    capture, model = FakeCapture(), Model()
+    some = graphs(model, capture, [1, 3, 8])
+    some.capture_all()
+    assert list(some.graphs) == [8, 3, 1]
+    for rows in range(1, 9):
+        some(*step(*[6] * rows))
+    assert capture.captures == 3
 
 
 def test_what_cannot_be_captured_runs_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
-    some = graphs(fail_to_capture, [4])
-    key = some.key(2, 5)
-    assert key is not None
-    ran: list[GraphKey] = []
+    model, plain = Model(), Model()
+    some = graphs(model, fail_to_capture, [1, 4])
     with caplog.at_level(logging.WARNING, logger="jitney"):
-        some.run(key, 5, ran.append)
-        some.run(key, 5, ran.append)
-    assert ran == [key, key, key]  # tried once, then twice as it is
+        for _ in range(2):
+            assert torch.equal(some(*step(6, 8)), plain(*step(6, 8)))
+        some.capture_all()
+    assert model.rows == [4, 2, 2]  # tried once, then as it is
     assert [record.message for record in caplog.records] == [
         "decode steps run without CUDA graphs: operation not permitted when stream is capturing"
     ]
-    assert some.key(2, 5) is None
-    assert some.keys() == []
 
 
 def test_a_step_that_raises_before_its_capture_costs_no_graphs() -> None:
     """A fault of the step's own is not taken for a module that cannot be captured."""
-    some = graphs(FakeCapture(), [4])
-    key = some.key(2, 5)
-    assert key is not None
+    faults, model = [True], Model()
 
-    def fault(_: GraphKey) -> None:
-        raise ValueError("the step's own")
+    def forward(*given: Any) -> torch.Tensor:
+        if faults and faults.pop():
+            raise ValueError("the step's own")
+        return model(*given)
 
+    some = DecodeGraphs(forward, [4], FakeCapture(), info(), torch.device("cpu"))
     with pytest.raises(ValueError, match="own"):
-        some.run(key, 5, fault)
-    some.run(key, 5, lambda _: None)
-    assert len(some) == 1
+        some(*step(2, 5))
+    some(*step(2, 5))
+    assert list(some.graphs) == [4]

@@ -6,7 +6,6 @@ interpreted on a CPU, the same path runs without graphs and without a measuremen
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -16,14 +15,19 @@ from transformers import AttentionInterface, PreTrainedModel
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.accelerator import SpeedUp
-from jitney.execution.attention import AttentionFunction, AttentionShape
-from jitney.execution.interface import NAME, LayerCache, LoadedModel, paged_attention
+from jitney.execution.attention import AttentionFunction, AttentionMetadata, AttentionShape
+from jitney.execution.interface import (
+    NAME,
+    LayerCache,
+    LoadedModel,
+    PagedStep,
+    paged_attention,
+)
 from jitney.execution.memory import StepMemory
-from jitney.kernels.gpu.capture import capture_on
+from jitney.execution.runner import TorchRunner
+from jitney.kernels.gpu.graphs import DecodeGraphs, capture_on, padded_sizes
+from jitney.kernels.gpu.measure import measure_steps
 from jitney.messages import ModelInfo
-
-if TYPE_CHECKING:  # needs the Triton language
-    from jitney.kernels.gpu.runner import GpuRunner
 
 _log = logging.getLogger(__name__)
 
@@ -83,10 +87,8 @@ class GpuAccelerator:
         """Measured on a GPU, by the largest steps there can be."""
         if model.device.type != "cuda":
             return None
-        from jitney.kernels.gpu.measure import measure_steps
-
         try:
-            return measure_steps(model, caches, info, self._config, self._capture)
+            return measure_steps(model, caches, info, self._config)
         except torch.OutOfMemoryError as error:
             raise ConfigError.of(
                 "max_num_batched_tokens",
@@ -94,12 +96,20 @@ class GpuAccelerator:
                 f"so many that a step fits into memory ({error})",
             ) from None
 
-    def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> "GpuRunner":
-        """A runner that can launch a step while the one before it still runs."""
-        from jitney.kernels.gpu.runner import GpuRunner
-
+    def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> TorchRunner:
+        """A runner that can launch a step while the one before it still runs, with graphs."""
         info = msgspec.structs.replace(info, overlap=self._config.overlap)
-        return GpuRunner(model, caches, info, self._config, self._capture)
+        if self._capture is None:
+            return TorchRunner(model, caches, info)
+
+        def forward(ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
+            return model.forward(ids, meta.positions, indices, PagedStep(caches, meta))
+
+        sizes = padded_sizes(self._config, info)
+        graphs = DecodeGraphs(forward, sizes, self._capture, info, model.device)
+        if self._config.cuda_graphs == "load":
+            graphs.capture_all()
+        return TorchRunner(model, caches, info, graphs)
 
 
 def compile_module(module: PreTrainedModel, backend: str = "inductor") -> None:

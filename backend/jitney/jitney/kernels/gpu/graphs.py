@@ -1,142 +1,205 @@
-"""CUDA graphs of decode steps: which one a step needs, when it is captured, that it is valid.
+"""Decode steps as CUDA graphs: their many small kernels become one launch.
 
-A graph launches the very kernels that were captured, with the sizes they were launched with. Two of
-these differ between the steps of one runner, and are its key: the number of rows, padded to one of
-a few sizes, and the longest context that the attention was planned for. Options and the addresses
-of buffers are fixed for the life of a runner.
-
-Contexts grow while requests run. A step may use a graph only if its longest context is within the
-graph's; that is looked up for every step, and checked once more where the graph is launched.
+A graph launches the very kernels that were captured, over the same memory, with the sizes they had.
+Of these only the number of rows differs between decode steps: a step is padded to one of a few.
+Attention is planned for the longest context there can be, which is right for every shorter one.
 """
 
+import contextlib
+import dataclasses
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from jitney.kernels.gpu.capture import Capture, CaptureError, Work
+import torch
+from torch import Tensor
+
+from jitney.config import EngineConfig
+from jitney.execution.attention import AttentionMetadata
+from jitney.execution.machine import enter_device, synchronize
+from jitney.execution.runner import Forward
+from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
 
 # Larger decode steps keep the device busy for longer than launching their kernels takes.
 _MOST_ROWS = 512
-_SHORTEST_LIMIT = 512
 
-Planner = Callable[[int, int], Hashable]
-"""(padded rows, longest context) -> what the attention bakes into its launches."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraphKey:
-    """All that is baked into a graph and may differ between the steps of one runner."""
-
-    rows: int
-    """The step is padded to so many."""
-    limit: int
-    """No row's context may be longer."""
+Work = Callable[[], None]
+"""Launches kernels, on the same memory in every call."""
+Capture = Callable[[Work], Work]
+"""Runs work once, then captures what it launches; returns what launches that again. Raises
+CaptureError, or whatever the first run raises."""
 
 
-def padded_sizes(sizes: tuple[int, ...] | None, max_rows: int) -> list[int]:
+class CaptureError(Exception):
+    """Work that runs cannot be captured: it waits for the device, say."""
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """What captures work on a device; None on a CPU, which has no graphs."""
+    return CudaCapture(device) if device.type == "cuda" else None
+
+
+class CudaCapture:
+    """A :data:`Capture`. All graphs share memory: they run one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None
+
+    def __call__(self, work: Work) -> Work:
+        """Run it once on a side stream, so that kernels are compiled and libraries have allocated
+        what they keep, then capture it there. Threads other than this one may go on meanwhile."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)
+            self._pool = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            work()
+        current.wait_stream(self._side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # torch makes the random numbers' state of all graphs of the process with the first one:
+            # made in inference mode, it would keep anybody else from capturing outside of it.
+            with (
+                torch.inference_mode(False),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+                ),
+                torch.inference_mode(),
+            ):
+                work()
+        except Exception as error:
+            # The end of a spoilt capture raises too, and says only that it was spoilt: not by what.
+            cause = error.__context__ or error
+            # Nor does it tell the allocator, in some versions of torch, which then gives no cached
+            # memory back however short it is.
+            with contextlib.suppress(Exception):  # it was told
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            raise CaptureError(*str(cause).splitlines()[:1]) from cause
+        finally:
+            # And then leaves the thread on the side stream, unordered with what was launched here.
+            torch.cuda.set_stream(current)
+        return graph.replay
+
+
+def padded_sizes(config: EngineConfig, info: ModelInfo) -> list[int]:
     """Numbers of rows that decode steps are padded to, ascending: the option's, or powers of two,
-    from 16 on multiples of 16; the last is ``max_rows`` or _MOST_ROWS."""
-    most = min(max_rows, _MOST_ROWS)
-    chosen = sizes if sizes is not None else (1, 2, 4, 8, *range(16, most, 16), most)
-    return sorted({size for size in chosen if size <= max_rows})
-
-
-def context_limits(rows: int, longest: int, planner: Planner) -> list[int]:
-    """Longest contexts that graphs of ``rows`` rows are captured for, ascending: powers of two up
-    to ``longest``. Where the attention's plan is the same for several, the longest stands for all.
-    """
-    limits = []
-    limit = _SHORTEST_LIMIT
-    while limit < longest:
-        limits.append(limit)
-        limit *= 2
-    limits.append(longest)
-    plans = [planner(rows, limit) for limit in limits]
-    last = len(limits) - 1
-    return [limits[i] for i in range(len(limits)) if i == last or plans[i] != plans[i + 1]]
+    from 16 on multiples of 16; the last is the most rows of a step or _MOST_ROWS."""
+    if config.cuda_graphs == "never":
+        return []
+    rows = min(config.max_num_seqs, info.max_num_batched_tokens)
+    most = min(rows, _MOST_ROWS)
+    sizes = config.cuda_graph_sizes
+    chosen = (1, 2, 4, 8, *range(16, most, 16), most) if sizes is None else sizes
+    return sorted({size for size in chosen if size <= rows})
 
 
 class DecodeGraphs:
-    """Owns the graphs of one runner. ``run`` is the only way to one."""
+    """A ``runner.Forward``: decode steps by graphs, captured at first use, others kernel by kernel.
+
+    Owns the graphs and the buffers that they read and write. A decode step is copied into the
+    beginning of these; the rows behind it are padding, which sees nothing and is written nowhere.
+    """
 
     def __init__(
-        self, capture: Capture | None, sizes: list[int], longest_context: int, planner: Planner
+        self,
+        forward: Forward,
+        sizes: list[int],
+        capture: Capture,
+        info: ModelInfo,
+        device: torch.device,
     ) -> None:
-        self._capture_work = capture
-        self._sizes = sizes
-        self._longest = longest_context
-        self._planner = planner
-        self._limits: dict[int, list[int]] = {}
-        self._graphs: dict[GraphKey, Work] = {}
-        self._usable = capture is not None
-
-    @property
-    def usable(self) -> bool:
-        """Whether steps may have graphs: false for good once one could not be captured."""
-        return self._usable
-
-    def key(self, rows: int, longest_context: int) -> GraphKey | None:
-        """The graph that a decode step of ``rows`` rows needs; None: it is not to have one."""
-        index = bisect_left(self._sizes, rows)
-        if not self._usable or index == len(self._sizes) or longest_context > self._longest:
-            return None
-        padded = self._sizes[index]
-        limits = self._limits_of(padded)
-        return GraphKey(padded, limits[bisect_left(limits, longest_context)])
-
-    def keys(self) -> list[GraphKey]:
-        """All that steps may need, the largest first: what it allocates does for the others."""
-        if not self._usable:
-            return []
-        return [
-            GraphKey(size, limit)
-            for size in reversed(self._sizes)
-            for limit in reversed(self._limits_of(size))
-        ]
-
-    def run(self, key: GraphKey, longest_context: int, run: Callable[[GraphKey], None]) -> None:
-        """Launch the step: replay its graph, captured first if it is not yet. ``run`` launches the
-        step's kernels one by one, for any step of that key; it is also what is left if a module
-        cannot be captured, one that waits for the device, say."""
-        replay = self._graphs.get(key) or self._capture(key, run)
-        if replay is None:
-            run(key)
-        else:
-            assert longest_context <= key.limit, "a graph's longest context is stale"
-            replay()
-
-    def clear(self) -> None:
-        """Give the graphs up."""
-        self._graphs.clear()
-        self._usable = False
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def _limits_of(self, padded: int) -> list[int]:
-        if padded not in self._limits:
-            self._limits[padded] = context_limits(padded, self._longest, self._planner)
-        return self._limits[padded]
-
-    def _capture(self, key: GraphKey, run: Callable[[GraphKey], None]) -> Work | None:
-        if not self._usable or self._capture_work is None:
-            return None
-        begin = time.monotonic()
-        try:
-            replay = self._capture_work(lambda: run(key))
-        except CaptureError as error:
-            self._usable = False
-            _log.warning("decode steps run without CUDA graphs: %s", error)
-            return None
-        self._graphs[key] = replay
-        _log.debug(
-            "captured a decode step of %d rows and contexts up to %d in %.2f s",
-            key.rows,
-            key.limit,
-            time.monotonic() - begin,
+        """``forward`` launches a step's kernels one by one; ``sizes`` are :func:`padded_sizes`."""
+        self.graphs: dict[int, Work] = {}
+        """By number of rows."""
+        self._forward, self._sizes, self._capture = forward, sizes, capture
+        self._device = device
+        rows, columns = max(sizes, default=0), -(-info.max_model_len // info.block_size)
+        self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._indices = torch.arange(rows, device=device)
+        self._step = AttentionMetadata(
+            query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            context_len=torch.zeros(rows, dtype=torch.int32, device=device),
+            block_table=torch.zeros((rows, columns), dtype=torch.int32, device=device),
+            last_block=info.num_blocks - 1,
+            slot_mapping=torch.full_like(self._ids, -1),
+            positions=torch.zeros_like(self._ids),
+            block_size=info.block_size,
+            max_query_len=1,
+            max_context_len=info.max_model_len,
         )
-        return replay
+        self._logits: Tensor | None = None  # [most rows, vocabulary]
+
+    def __call__(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
+        """Logits of a step."""
+        rows = len(ids)
+        if meta.max_query_len == 1 and len(indices) == rows <= max(self._sizes, default=0):
+            self._load(ids, meta)
+            if self._run(self._sizes[bisect_left(self._sizes, rows)]):
+                assert self._logits is not None
+                return self._logits[:rows]
+        return self._forward(ids, meta, indices)
+
+    def capture_all(self) -> None:
+        """Capture every graph that steps may need. The buffers hold a step of padding."""
+        begin = time.monotonic()
+        enter_device(self._device)
+        with torch.inference_mode():
+            for size in reversed(self._sizes):  # what the largest allocates does for the others
+                if not self._run(size):
+                    break
+            synchronize(self._device)
+        took = time.monotonic() - begin
+        _log.info("captured %d decode steps as CUDA graphs in %.1f s", len(self.graphs), took)
+
+    def _load(self, ids: Tensor, meta: AttentionMetadata) -> None:
+        """Copy a step into the buffers, in stream order."""
+        step, (rows, columns) = self._step, meta.block_table.shape
+        step.context_len.zero_()
+        step.slot_mapping.fill_(-1)
+        self._ids[:rows].copy_(ids)
+        step.positions[:rows].copy_(meta.positions)
+        step.slot_mapping[:rows].copy_(meta.slot_mapping)
+        step.context_len[:rows].copy_(meta.context_len)
+        step.block_table[:rows, :columns].copy_(meta.block_table)
+
+    def _run(self, size: int) -> bool:
+        """Replay the graph of ``size`` rows, captured first if it is not yet. False, and no graphs
+        from then on, if a module cannot be captured: one that waits for the device, say."""
+        if size not in self.graphs:
+            begin = time.monotonic()
+            try:
+                self.graphs[size] = self._capture(partial(self._decode, size))
+            except CaptureError as error:
+                self._sizes = []
+                _log.warning("decode steps run without CUDA graphs: %s", error)
+                return False
+            took = time.monotonic() - begin
+            _log.debug("captured a decode step of %d rows in %.2f s", size, took)
+        self.graphs[size]()
+        return True
+
+    def _decode(self, size: int) -> None:
+        """What a graph consists of: from the buffers to ``_logits``."""
+        step = self._step
+        meta = dataclasses.replace(
+            step,
+            query_start=step.query_start[: size + 1],
+            context_len=step.context_len[:size],
+            block_table=step.block_table[:size],
+            slot_mapping=step.slot_mapping[:size],
+            positions=step.positions[:size],
+            plans={},
+        )
+        logits = self._forward(self._ids[:size], meta, self._indices[:size])
+        if self._logits is None:  # in the run before the first capture
+            self._logits = logits.new_empty((len(self._ids), logits.shape[1]))
+        # Graphs share the memory of what they compute: this is the one thing that outlives them.
+        self._logits[:size].copy_(logits)

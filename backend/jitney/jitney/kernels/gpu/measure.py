@@ -13,8 +13,8 @@ from jitney.config import EngineConfig
 from jitney.execution.interface import LayerCache, LoadedModel
 from jitney.execution.memory import StepMemory
 from jitney.execution.probe import probe_row
-from jitney.kernels.gpu.capture import Capture
-from jitney.kernels.gpu.runner import GpuRunner
+from jitney.execution.runner import TorchRunner
+from jitney.kernels.gpu.graphs import padded_sizes
 from jitney.messages import Batch, ModelInfo, Row
 from jitney.sampling_params import SamplingParams
 
@@ -29,12 +29,11 @@ def measure_steps(
     caches: list[LayerCache],
     info: ModelInfo,
     config: EngineConfig,
-    capture: Capture | None,
 ) -> StepMemory:
     """Measure on a CUDA device. ``caches`` have one block, and so says ``info``."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(model.device)
-    runner = GpuRunner(model, caches, info, config, None)
+    runner = TorchRunner(model, caches, info)
     torch.cuda.reset_peak_memory_stats(model.device)
     rows = min(config.max_num_seqs, info.max_num_batched_tokens)
     greedy = SamplingParams(temperature=0.0, seed=0)
@@ -45,14 +44,10 @@ def measure_steps(
     # Reserved, not allocated: gaps between tensors count.
     activations = torch.cuda.max_memory_reserved(model.device) - before
     runner.close()
-    graphs = 0
-    if config.cuda_graphs != "never":
-        probe = GpuRunner(model, caches, info, config, capture)
-        keys = len(probe.graph_keys)
-        probe.close()
-        # Captured in any order, a larger graph may not fit into what the smaller ones left.
-        times = 1.0 if config.cuda_graphs == "load" else 2.0
-        graphs = int(times * decode) + keys * _GRAPH_BYTES
+    sizes = padded_sizes(config, info)
+    # Captured in any order, a larger graph may not fit into what the smaller ones left.
+    times = 1 if config.cuda_graphs == "load" else 2
+    graphs = times * decode + len(sizes) * _GRAPH_BYTES if sizes else 0
     return StepMemory(activations, graphs)
 
 
