@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 from jitney.measure import slo
+from jitney.measure.options import Shared
 from jitney.measure.perf_analyzer import Exchange, measure
 from jitney.measure.record import EngineWork, Load, Point, Result
-from jitney.measure.slo import LoadPlan
 
-PLAN = LoadPlan(slo.loads("1,2,4,8,16,32,64", "4,16,60"), 12.0, None, True, 0.35, batch=1)
+OPTIONS = Shared(rate="4,16,60", concurrency="1,2,4,8,16,32,64", seconds=12.0, stability=0.35)
+LOADS = slo.loads(OPTIONS, "")
 Answer = Callable[[float], Exchange]
 """When a request was sent -> what becomes of it."""
 
@@ -19,7 +20,7 @@ def language_sweep(*, speed: float = 1.0, title: str = "chat-7b") -> Result:
     """Loads of both kinds; the last rate is more than the server can do, and so `behind`."""
     rng = np.random.default_rng(1)
     points = []
-    for load in PLAN.loads:
+    for load in LOADS:
         users = min(load.level, 64.0)
         step = (0.008 + 0.0004 * users) / speed
 
@@ -42,7 +43,7 @@ def unstable_sweep() -> Result:
         ended = now + 0.01 * math.exp(now / 5)
         return Exchange(now, (ended,), None, ended)
 
-    points = [_point(load, 20 * load.level, slower) for load in PLAN.loads[:3]]
+    points = [_point(load, 20 * load.level, slower) for load in LOADS[:3]]
     points.append(_point(Load("concurrency", 64), 5.0, lambda now: (
         slower(now) if now < 6 else Exchange(now, (), None, None))))  # fmt: skip
     words = (
@@ -57,9 +58,9 @@ def unstable_sweep() -> Result:
 
 def _point(load: Load, pace: float, answer: Answer, work: EngineWork | None = None) -> Point:
     """Requests sent in even steps."""
-    sent = np.arange(0, PLAN.seconds, 1 / pace)
+    sent = np.arange(0, OPTIONS.seconds, 1 / pace)
     found = measure([answer(float(now)) for now in sent], language=work is not None)
-    state, remarks = PLAN.doubts(load, found)
+    state, remarks = slo.doubts(OPTIONS, load, found)
     return Point(load, state, tuple(remarks), found, (), work)
 
 

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from jitney.measure import slo
-from jitney.measure.inputs import Prompts
+from jitney.measure.inputs import Inputs
+from jitney.measure.options import Shared
 from jitney.measure.perf_analyzer import Driver, Exchange, PerfAnalyzer
 from jitney.measure.record import Load, Measurement, Point, Result
-from jitney.measure.slo import LoadPlan
 from jitney.measure.target import Model, Target
 
 MS = 1_000_000
@@ -53,12 +55,12 @@ def calls(count: int, every_s: float, lasting_s: float) -> list[Exchange]:
     ]
 
 
-PLAN = LoadPlan((Load("concurrency", 1),), 1.0, None, poisson=False, stability=0.2, batch=1)
+OPTIONS = Shared(seconds=1.0, arrivals="constant")
 
 
 def point(load: Load, measured: Measurement) -> Point:
     """As the plan judges it."""
-    state, remarks = PLAN.doubts(load, measured)
+    state, remarks = slo.doubts(OPTIONS, load, measured)
     return Point(load, state, tuple(remarks), measured)
 
 
@@ -91,10 +93,11 @@ SPEAKING = msgspec.convert(
 TARGET = Target.of("here:8001", None, None)
 
 
-def driver(binary: Path, protocol: str = "grpc") -> Driver:
+def driver(binary: Path, **options: Any) -> Driver:
     """Its requests are in a file that nobody reads."""
-    prompts, nothing = Prompts((8, 8), (8, 8)), Path("none")
-    return Driver(PerfAnalyzer(binary, "0"), PLAN, protocol, prompts, {}, nothing, nothing)
+    given = replace(OPTIONS, data=Path("none"), **options)
+    loads = (Load("concurrency", 1),)
+    return Driver(PerfAnalyzer(binary, "0"), given, loads, Inputs(given, Path("none")))
 
 
 def script(folder: Path, text: str) -> Path:

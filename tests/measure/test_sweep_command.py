@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from jitney import cli
 from jitney.errors import InstallationError, InvalidArgumentError
-from jitney.measure import bench as command
 from jitney.measure import options, record
 from jitney.measure.perf_analyzer import Driver, measure
 from jitney.measure.record import Load, Point, Result
 from jitney.measure.target import Model, Target
 from typer.testing import CliRunner
 
-from tests.measure.exports import MODEL, TARGET, calls, driver, point
+from tests.measure.exports import MODEL, calls, driver, point
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,7 +33,6 @@ def error_of(*words: str) -> BaseException | None:
         (("--concurrency", "some"), "whole numbers from 1"),
         (("--sampling", "[]"), "a JSON object"),
         (("--input-tokens", "9:1"), "LOW:HIGH"),
-        (("--data", "/nowhere"), "cannot read the data in /nowhere"),
         (("--compare", "/nowhere", "/nowhere"), "cannot read /nowhere"),
         (("--ca-file", "/nowhere"), "cannot read ca_file /nowhere"),
         (("--api-key-file", "/nowhere"), "cannot read api_key_file /nowhere"),
@@ -44,6 +43,18 @@ def test_mistakes_are_named_first(words: tuple[str, ...], said: str) -> None:
     error = error_of(*words)
     assert isinstance(error, InvalidArgumentError)
     assert said in str(error)
+
+
+def test_each_command_has_the_shared_options_with_defaults_of_its_own(tmp_path: Path) -> None:
+    commands = typer.main.get_command(cli.app).commands
+    for name, seconds, out in (("bench", 10.0, "bench"), ("tune", 3.0, "tune")):
+        options = {option.name: option for option in commands[name].params}
+        assert (options["seconds"].default, options["out"].default) == (seconds, Path(out))
+        assert {"--rows", "--batch-size"} <= set(options["rows"].opts)
+        missing = ["m"] * (name == "tune") + ["--data", str(tmp_path / "nothing")]
+        done = CliRunner().invoke(cli.app, [name, *missing])
+        assert done.exit_code == 2
+        assert "Invalid value for '--data'" in done.output
 
 
 def test_a_key_in_clear_is_a_caution(tmp_path: Path) -> None:
@@ -103,8 +114,7 @@ def test_an_interrupted_sweep_keeps_its_loads(
     at: int, status: int, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = tuple(Load("concurrency", number) for number in (1, 2, 4))
-    sure = driver(tmp_path / "perf_analyzer")
-    made = (replace(sure, plan=replace(sure.plan, loads=loads)), TARGET, MODEL)
+    made = replace(driver(tmp_path / "perf_analyzer"), loads=loads)
 
     def run(self: Driver, target: Target, model: Model, load: Load) -> Point:
         if load in loads[at:]:
@@ -113,9 +123,11 @@ def test_an_interrupted_sweep_keeps_its_loads(
 
     monkeypatch.setattr(Driver, "run", run)
     monkeypatch.setattr(Target, "server", lambda self: "triton")
-    monkeypatch.setattr(command, "_read", lambda given, folder: made)
-    done = CliRunner().invoke(cli.app, ["bench", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(Target, "model", lambda self, name: MODEL)
+    monkeypatch.setattr(Driver, "of", lambda *_: made)
+    words = ["bench", "--concurrency", "1,2,4", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == status, done.output
     result = tmp_path / "out" / "result.json"
-    assert len(record.read(result, Result).points if result.exists() else ()) == written
+    assert len(record.read(result).points if result.exists() else ()) == written
     assert (tmp_path / "out" / "report.html").exists() == bool(written)

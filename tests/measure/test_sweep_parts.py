@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jitney.errors import InstallationError, InvalidArgumentError
 from jitney.measure import inputs, perf_analyzer
+from jitney.measure.options import Shared
 from jitney.measure.perf_analyzer import PerfAnalyzer
 from jitney.measure.record import Load
 from jitney.measure.target import (
@@ -28,9 +29,10 @@ SPEAKER = Model(
 )
 
 
-def test_made_prompts_differ_between_loads_and_repeat_with_the_seed() -> None:
-    prompts = inputs.Prompts((20, 40), (5, 9), sampling={"temperature": 0})
-    first, again, other = (prompts.entries(SPEAKER, 1.0, salt) for salt in ("0", "0", "1"))
+def test_made_prompts_differ_between_loads_and_repeat_with_the_seed(tmp_path: Path) -> None:
+    options = Shared(input_tokens="20:40", output_tokens="5:9", sampling='{"temperature": 0}')
+    made = inputs.Inputs(options, tmp_path)
+    first, again, other = (made.prompts(SPEAKER, 1.0, salt) for salt in ("0", "0", "1"))
     assert first == again
     texts = {entry["text_input"][0] for entry in first + other}
     assert len(texts) == len(first) + len(other), "no two share a prompt"
@@ -42,25 +44,23 @@ def test_made_prompts_differ_between_loads_and_repeat_with_the_seed() -> None:
 
 
 def test_given_prompts(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text(
-        '{"text_input": "one", "max_tokens": 3}\n\n{"text_input": "two"}\n', encoding="utf-8"
-    )
-    given = inputs.read_prompts(tmp_path / "p.jsonl")
-    entries = inputs.Prompts((1, 1), (7, 7), given, natural_end=True).entries(SPEAKER, 1.0, "0")
-    assert [entry["text_input"] for entry in entries] == [["one"], ["two"]]
-    parameters = [json.loads(entry["sampling_parameters"][0]) for entry in entries]
-    assert parameters == [
-        {"max_tokens": 3, "ignore_eos": False}, {"max_tokens": 7, "ignore_eos": False},
-    ]  # fmt: skip
-    (tmp_path / "p.txt").write_text("a line\nanother\n", encoding="utf-8")
-    assert len(inputs.read_prompts(tmp_path / "p.txt")) == 2
+    (tmp_path / "p.txt").write_text("one\n\nanother\n", encoding="utf-8")
+    options = Shared(prompts=tmp_path / "p.txt", output_tokens="7", natural_end=True)
+    entries = inputs.Inputs(options, tmp_path).prompts(SPEAKER, 1.0, "0")
+    assert [entry["text_input"] for entry in entries] == [["one"], ["another"]]
+    asked = '{"max_tokens": 7, "ignore_eos": false}'
+    assert all(entry["sampling_parameters"] == [asked] for entry in entries)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"text_input": 3}', '{"max_tokens": 1}'])
-def test_a_bad_prompt_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "p.jsonl").write_text(text, encoding="utf-8")
-    with pytest.raises(InvalidArgumentError, match=r"p\.jsonl"):
-        inputs.read_prompts(tmp_path / "p.jsonl")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("none", "cannot read"), ("empty", "holds no prompt"), ("p.jsonl", "in each line; --data")],
+)
+def test_what_holds_no_prompts_is_named(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(InvalidArgumentError, match=said) as caught:
+        inputs.read_prompts(tmp_path / name)
+    assert name in str(caught.value)
 
 
 def model_of(*tensors: Tensor) -> Model:
@@ -100,34 +100,28 @@ def test_inputs_that_cannot_be_made(tensor: Tensor, shapes: dict, words: str) ->
         inputs.rows(model_of(tensor), shapes, seed=0)
 
 
-def statistics(requests: int, executions: dict[int, int]) -> dict:
+def statistics(requests: int, executions: int) -> dict:
     spent = {"count": requests, "ns": requests * 2_000_000}
     parts = ("queue", "compute_input", "compute_infer", "compute_output")
     version = {
         "inference_count": requests,
-        "execution_count": sum(executions.values()),
+        "execution_count": executions,
         "inference_stats": dict.fromkeys(parts, spent),
-        "batch_stats": [
-            {"batch_size": size, "compute_infer": {"count": count, "ns": 1}}
-            for size, count in executions.items()
-        ],
     }
     return {"model_stats": [version]}
 
 
 def test_the_servers_counts_are_differences() -> None:
     before, after = (
-        Snapshot({"m": read_statistics(said)})
-        for said in (statistics(10, {1: 10}), statistics(34, {1: 12, 8: 3}))
+        Snapshot({"m": read_statistics(said)}) for said in (statistics(10, 10), statistics(34, 15))
     )
     (stage,) = stages(before, after)
     assert (stage.inferences, stage.executions, stage.mean_batch) == (24, 5, 4.8)
-    assert stage.batches == {1: 2, 8: 3}
     assert stage.queue_s == pytest.approx(0.002)
     assert stage.compute_s == pytest.approx(0.006)
     assert engine_work(before, after) is None
     (idle,) = stages(before, before)
-    assert (idle.queue_s, idle.mean_batch, idle.batches) == (None, None, {})
+    assert (idle.queue_s, idle.mean_batch) == (None, None)
 
 
 def metrics(steps: int) -> str:
@@ -204,7 +198,9 @@ def test_what_perf_analyzer_is_told() -> None:
     words = driver(Path("pa")).arguments(TARGET, SPEAKING, load, Path("in"), 40, Path("export"))
     assert words[:6] == ["-m", "m", "-u", "here:8001", "-i", "grpc"]
     assert {"--streaming", "--async"} <= set(words)
-    words = driver(Path("pa"), "http").arguments(TARGET, MODEL, slow, Path("in"), 40, Path("out"))
+    words = driver(Path("pa"), protocol="http").arguments(
+        TARGET, MODEL, slow, Path("in"), 40, Path("out")
+    )
     assert "here:8000" in words
     assert words[words.index("--request-rate-range") + 1] == "2.5"
     assert words[words.index("--request-distribution") + 1] == "constant"

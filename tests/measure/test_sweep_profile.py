@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from jitney.errors import InternalError
+from jitney.measure import slo
 from jitney.measure.perf_analyzer import Exchange, measure, read_export
 from jitney.measure.record import Load
 
-from tests.measure.exports import PLAN, calls, point, write_export
+from tests.measure.exports import OPTIONS, calls, point, write_export
 
 
 def test_a_stream_whose_responses_hold_several_tokens(tmp_path: Path) -> None:
@@ -106,6 +107,6 @@ def test_a_rate_that_was_not_sent_is_said() -> None:
 
 
 def test_how_many_requests_fill_the_seconds() -> None:
-    assert PLAN.count(Load("concurrency", 1), 70.0) == 70
-    assert PLAN.count(Load("concurrency", 32), 7.0) == 128, "four rounds of each user"
-    assert PLAN.count(Load("concurrency", 1), 1e9) == 20_000
+    assert slo.count(OPTIONS, Load("concurrency", 1), 70.0) == 70
+    assert slo.count(OPTIONS, Load("concurrency", 32), 7.0) == 128, "four rounds of each user"
+    assert slo.count(OPTIONS, Load("concurrency", 1), 1e9) == 20_000

@@ -23,7 +23,7 @@ FAILURE = "perf_analyzer ended with status 99: <script>&"
 
 @pytest.fixture(scope="module")
 def calls_result() -> Result:
-    stage = Stage("part", 100, 20, 5.0, 0.002, 0.005, {1: 5, 8: 15})
+    stage = Stage("part", 100, 20, 5.0, 0.002, 0.005)
     return result_of(
         (
             Point(
@@ -117,14 +117,14 @@ def test_a_page_without_figures_and_a_best_load_with_a_caution(
 
 def test_the_file_gives_back_the_result(calls_result: Result, tmp_path: Path) -> None:
     record.write(calls_result, tmp_path / "r.json")
-    assert record.read(tmp_path / "r.json", Result) == calls_result
+    assert record.read(tmp_path / "r.json") == calls_result
 
 
 def test_a_record_of_the_first_shape_is_read(calls_result: Result, tmp_path: Path) -> None:
     record.write(calls_result, tmp_path / "r.json")
     text = (tmp_path / "r.json").read_text(encoding="utf-8")
     (tmp_path / "r.json").write_text(re.sub('"mean_batch": 5.0,', "", text), encoding="utf-8")
-    (stage,) = record.read(tmp_path / "r.json", Result).points[0].stages
+    (stage,) = record.read(tmp_path / "r.json").points[0].stages
     assert (stage.mean_batch, stage.executions) == (None, 20)
 
 
@@ -143,7 +143,7 @@ def test_another_file_is_refused(
     text = (tmp_path / "r.json").read_text(encoding="utf-8")
     (tmp_path / "r.json").write_text(re.sub(pattern, by, text), encoding="utf-8")
     with pytest.raises(InvalidArgumentError, match=rf"r\.json.*{said}"):
-        record.read(tmp_path / "r.json", Result)
+        record.read(tmp_path / "r.json")
 
 
 def spoken(level: float, exchanges: Sequence[Exchange]) -> Point:
@@ -169,7 +169,7 @@ def test_times_that_are_not_there_or_zero_and_no_load_in_common(tmp_path: Path) 
 def test_any_title_is_shown(calls_result: Result, tmp_path: Path) -> None:
     """No mathematics, no legend without it, nothing that XML may not have."""
     title = "_for $5 \\frac{ $ $\\x$ bell \x07 \x1b[31m \udcff"
-    stage = Stage("a&b <i>", 100, 20, 5.0, 0.002, 0.005, {})
+    stage = Stage("a&b <i>", 100, 20, 5.0, 0.002, 0.005)
     hostile = replace(
         calls_result, title=title, model=title, verdicts=calls_result.verdicts[:1],
         points=(replace(calls_result.points[0], stages=(stage,), remarks=(title,)),),

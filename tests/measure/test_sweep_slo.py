@@ -4,6 +4,7 @@ import pytest
 from jitney.errors import InvalidArgumentError
 from jitney.measure import slo
 from jitney.measure.inputs import read_shapes
+from jitney.measure.options import Shared
 from jitney.measure.perf_analyzer import Exchange, measure
 from jitney.measure.record import Load, Point, Result, State
 
@@ -81,15 +82,16 @@ def test_a_time_that_was_not_measured_meets_no_bound() -> None:
 
 
 def test_loads_are_read() -> None:
-    assert slo.loads("8,1,8", "0.5") == (
+    assert slo.loads(Shared(concurrency="8,1,8", rate="0.5"), "2") == (
         Load("concurrency", 1), Load("concurrency", 8), Load("rate", 0.5),
     )  # fmt: skip
-    assert [str(load) for load in slo.loads("8", "0.5")] == ["8 at once", "0.5/s"]
-    for concurrency, rate in (("0", ""), ("1.5", ""), ("", "-1"), ("x", ""), ("", "nan")):
-        with pytest.raises(InvalidArgumentError):
-            slo.loads(concurrency, rate)
-    with pytest.raises(InvalidArgumentError, match="--concurrency or --rate"):
-        slo.loads("", "")
+    assert slo.loads(Shared(), "1, 2") == (Load("concurrency", 1), Load("concurrency", 2))
+    assert slo.loads(Shared(rate="3"), "1,2") == (Load("rate", 3),)
+    assert [str(load) for load in slo.loads(Shared(rate="0.5"), "")] == ["0.5/s"]
+    for wrong in ({"concurrency": "0"}, {"concurrency": "1.5"}, {"rate": "-1"}, {"rate": "nan"},
+                  {"concurrency": "x"}, {"concurrency": "1,,2"}):  # fmt: skip
+        with pytest.raises(InvalidArgumentError, match=f"{next(iter(wrong))} is .* with commas"):
+            slo.loads(Shared(**wrong), "1")
 
 
 def test_spans_and_shapes_are_read() -> None:

@@ -38,7 +38,7 @@ def test_a_language_model(server: TritonServer, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"Best with ttft-p95=30s,itl-p95=30s: ", done.stdout)
-    result = record.read(tmp_path / "result.json", record.Result)
+    result = record.read(tmp_path / "result.json")
     assert [str(point.load) for point in result.points] == ["4 at once", "20/s"]
     for point in result.points:
         found, work = point.measured, point.engine
@@ -67,14 +67,13 @@ def test_a_model_of_one_call(server: TritonServer, tmp_path: Path) -> None:
         "--protocol", "http", "--out", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    points = record.read(tmp_path / "result.json", record.Result).points
+    points = record.read(tmp_path / "result.json").points
     assert [str(point.load) for point in points] == ["8 at once"]
     for point in points:
         assert point.measured is not None, point.remarks
         assert point.measured.requests == 400
         (stage,) = point.stages
         assert stage.inferences == 400
-        assert sum(size * count for size, count in stage.batches.items()) == 400
     assert points[0].stages[0].mean_batch > 1
 
 
@@ -89,6 +88,6 @@ def test_what_goes_wrong_is_said(server: TritonServer, tmp_path: Path) -> None:
     )  # fmt: skip
     assert refused.returncode == 1
     assert "'temprature' is unknown" in refused.stdout
-    (point,) = record.read(tmp_path / "result.json", record.Result).points
+    (point,) = record.read(tmp_path / "result.json").points
     assert point.state == "failed"
     assert (tmp_path / "report.html").exists()

@@ -57,7 +57,7 @@ def test_a_language_model_over_grpc(front: Proxy, tmp_path: Path) -> None:
         "--input-tokens", "40", "--output-tokens", "8", "--out", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    (point,) = record.read(tmp_path / "result.json", record.Result).points
+    (point,) = record.read(tmp_path / "result.json").points
     assert point.measured is not None, point.remarks
     assert (point.measured.requests, point.measured.failed) == (8, 0)
     assert point.measured.output_tokens == 8 * 8

@@ -26,7 +26,7 @@ def perf(
 
 def test_the_sweep_measures_the_service_and_its_report_comes_out(perf: Deployment) -> None:
     perf.shell(document_block("--profile perf run").text, timeout_s=1200)
-    result = record.read(perf.project / "reports" / "result.json", record.Result)
+    result = record.read(perf.project / "reports" / "result.json")
     assert [point.load.level for point in result.points] == [1, 2]
     assert "failed" not in {point.state for point in result.points}
     report = (perf.project / "reports" / "report.html").read_text(encoding="utf-8")

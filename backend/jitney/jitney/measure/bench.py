@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 _out = Console(highlight=False)
 
 
+@options.with_shared(out=Path("bench"))
 def bench(
+    shared: options.Shared,
     model: Annotated[
         str | None,
         typer.Argument(help="A loaded model. Default: the server's only language model."),
@@ -50,26 +52,7 @@ def bench(
             "the value out of the list of processes; may be given several times."
         ),
     ] = None,
-    concurrency: options.Concurrency = "",
-    rate: options.Rate = "",
-    arrivals: options.Arrivals = "poisson",
-    seconds: options.Seconds = 10.0,
-    requests: options.Requests = None,
-    slo: options.Slo = "",
-    input_tokens: options.InputTokens = "128",
-    output_tokens: options.OutputTokens = "64",
-    prompts: options.PromptsFile = None,
-    sampling: options.Sampling = "{}",
-    natural_end: options.NaturalEnd = False,
-    protocol: options.Protocol = "grpc",
-    batch_size: options.Rows = 1,
-    shape: options.Shape = None,
-    data: options.Data = None,
-    stability: options.Stability = 0.2,
-    seed: options.Seed = 0,
     title: Annotated[str, typer.Option(help="Of the report. Default: the model.")] = "",
-    out: options.Out = Path("bench"),
-    perf_analyzer: options.PerfAnalyzerPath = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="Measure nothing: set two results (their .json files) side by side."),
@@ -87,52 +70,40 @@ def bench(
         jitney bench pylm --url example.net:8443 --tls --api-key-file key
         jitney bench --compare before/result.json after/result.json
     """
-    given = dict(locals())
     options.check_matplotlib()
-    from jitney.measure import record
+    from jitney.measure import record, slo
+    from jitney.measure.perf_analyzer import Driver
     from jitney.measure.report import write_comparison, write_report
-    from jitney.measure.slo import conclusion
+    from jitney.measure.target import Access, Target
 
     if compare is not None:
-        first, second = (record.read(path, record.Result) for path in compare)
-        page = write_comparison(first, second, out)
+        first, second = map(record.read, compare)
+        page = write_comparison(first, second, shared.out)
         _out.print(f"Report: {page}", soft_wrap=True, markup=False)
         return
     with tempfile.TemporaryDirectory(prefix="jitney-bench-") as folder, interruptible():
-        driver, target, model_ = _read(given, Path(folder))
-        options.make_folder(out)
-        result = _sweep(driver, target, model_, given)
-    record.write(result, out / "result.json")
-    page = write_report(result, out)
-    _out.print(f"\n[bold]{escape(conclusion(result))}[/]", soft_wrap=True)
+        loads = slo.loads(shared, default="1,2,4,8,16,32")
+        access = Access.of(tls, ca_file, api_key_file, header or ())
+        if access.headers and not access.tls:
+            _out.print("[yellow]The headers are sent in clear text: use --tls or --ca-file.[/]")
+        driver = Driver.of(shared, loads, Path(folder))
+        target = Target.of(url, http_url, metrics_url, access)
+        found = target.model(model)
+        options.check_model(shared, language=found.language, max_batch=found.max_batch_size)
+        slo.parse(shared.slo, language=found.language)  # before minutes are spent measuring
+        options.make_folder(shared.out)
+        result = _sweep(driver, target, found, printable(title) or found.name)
+    record.write(result, shared.out / "result.json")
+    page = write_report(result, shared.out)
+    _out.print(f"\n[bold]{escape(slo.conclusion(result))}[/]", soft_wrap=True)
     _out.print(f"Report: {page}", soft_wrap=True, markup=False)
     if result.empty:
         raise typer.Exit(1)
-    if len(result.points) < len(driver.plan.loads):
+    if len(result.points) < len(loads):
         raise typer.Exit(options.INTERRUPTED)
 
 
-def _read(given: dict[str, Any], folder: Path) -> "tuple[Driver, Target, Model]":
-    """The options, checked. Raises JitneyError."""
-    from jitney.measure import slo
-    from jitney.measure.target import Access, Target
-
-    concurrency = given["concurrency"] or ("" if given["rate"] else "1,2,4,8,16,32")
-    loads = slo.loads(concurrency, given["rate"])
-    access = Access.of(given["tls"], given["ca_file"], given["api_key_file"], given["header"] or ())
-    if access.headers and not access.tls:
-        _out.print("[yellow]The headers are sent in clear text: use --tls or --ca-file.[/]")
-    driver = options.read_driver(given, loads, given["batch_size"], folder)
-    target = Target.of(given["url"], given["http_url"], given["metrics_url"], access)
-    model = target.model(given["model"])
-    options.check_model(
-        given, "batch_size", language=model.language, max_batch=model.max_batch_size
-    )
-    slo.parse(given["slo"], language=model.language)  # before minutes are spent measuring
-    return driver, target, model
-
-
-def _sweep(driver: "Driver", target: "Target", model: "Model", given: dict[str, Any]) -> "Result":
+def _sweep(driver: "Driver", target: "Target", model: "Model", title: str) -> "Result":
     """One load after the other, with a line on the terminal; one that fails is a point, too.
 
     Interrupted (KeyboardInterrupt) after the first load, it returns what was measured: fewer points
@@ -143,7 +114,7 @@ def _sweep(driver: "Driver", target: "Target", model: "Model", given: dict[str, 
     points: list[record.Point] = []
     server, began = target.server(), record.now()
     with _out.status("") as status:
-        for load in driver.plan.loads:
+        for load in driver.loads:
             status.update(f"{escape(model.name)}, {load} …")
             try:
                 points.append(driver.run(target, model, load))
@@ -153,7 +124,4 @@ def _sweep(driver: "Driver", target: "Target", model: "Model", given: dict[str, 
                 _out.print("Interrupted: the report is of the loads before.")
                 break
             _out.print(slo.line(points[-1], model.language), soft_wrap=True)
-    return driver.result(
-        target, model, points, title=printable(given["title"]) or model.name, bounds=given["slo"],
-        options=options.reported(given), server=server, began=began,
-    )  # fmt: skip
+    return driver.result(target, model, points, title, server, began)

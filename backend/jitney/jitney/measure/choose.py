@@ -1,6 +1,6 @@
 """How good a setting was under its loads, which is the best, and how both are said.
 
-A setting counts by its greatest throughput within the bounds. One that breaks them at every load
+A setting counts by its highest throughput within the bounds. One that breaks them at every load
 counts less, by how near it came; one without any figure counts least.
 """
 
@@ -10,80 +10,70 @@ from rich.console import Console
 from rich.markup import escape
 
 from jitney.measure.axes import Score, label
-from jitney.measure.record import Choice, Near, Result, Trial, Tuning
-from jitney.measure.slo import Bound, line, show_time
+from jitney.measure.record import Choice, Result, Trial, Tuning, Verdict
+from jitney.measure.slo import line, show_time
 
 _NOISE = 0.05
 """Two runs of one setting may differ by this much."""
 HEAD = ("setting", "loaded in", "throughput", "at", "remarks")
 
 
-def score(trial: Trial, bounds: Sequence[Bound]) -> Score:
+def score(trial: Trial) -> Score:
     """For the search."""
     if trial.best is not None:
         return (2.0, trial.best.throughput)
-    near = nearest([trial], bounds)
-    return (1.0, -near.excess) if near is not None else (0.0, float(len(trial.points)))
+    near = nearest([trial])
+    return (1.0, -near[0]) if near is not None else (0.0, float(len(trial.points)))
 
 
-def nearest(trials: Sequence[Trial], bounds: Sequence[Bound]) -> Near | None:
-    """The load of any setting that broke the bounds least; None if no load has figures."""
-    found = []
-    for trial in trials:
-        for point in trial.points:
-            if point.measured is None or point.state in ("failed", "behind") or not bounds:
-                continue
-            ratios = [
-                (value / bound.seconds, f"{bound.name} is {show_time(value)}")
-                for bound in bounds
-                if (value := bound.of(point.measured)) is not None
-            ]
-            if len(ratios) == len(bounds):
-                found.append(Near(trial.values, point.load, *max(ratios)))
-    return min(found, key=lambda near: near.excess, default=None)
+def nearest(trials: Sequence[Trial]) -> tuple[float, Trial, Verdict] | None:
+    """The load that broke the bounds least, with its excess; None if no load has figures."""
+    found = [
+        (verdict.excess, trial, verdict)
+        for trial in trials
+        for verdict in (trial.result.verdicts if trial.result is not None else ())
+        if verdict.excess is not None
+    ]
+    return min(found, key=lambda near: near[0], default=None)
 
 
 def choose(trials: Sequence[Trial]) -> Choice | None:
     """The best of the settings, by what counts of each; None if none meets the bounds.
 
     If the best was measured again, it is compared with the current setting alone: the first figures
-    were the greatest of many, and so too great by chance.
+    were the highest of many, and so too high by chance.
     """
     last = standing(trials)
-    current = last[0] if last else None
     meeting = [trial for trial in last if trial.best is not None]
     if any(trial.phase == "final" for trial in meeting):
-        meeting = [trial for trial in meeting if trial.phase == "final" or trial is current]
-    chosen = max(meeting, key=lambda t: t.best.throughput if t.best else 0.0, default=None)
+        meeting = [trial for trial in meeting if trial.phase == "final" or trial is last[0]]
+    chosen = max(meeting, key=lambda trial: trial.throughput, default=None)
     if chosen is None or chosen.best is None:
         return None
     return Choice(
         values=chosen.values,
         load=chosen.best.load,
-        throughput=chosen.best.throughput,
-        is_current=chosen is current,
-        before=current.best.throughput if current is not None and current.best else None,
-        cautions=tuple(filter(None, _cautions(chosen, current, trials))),
+        throughput=chosen.throughput,
+        is_current=chosen is last[0],
+        before=last[0].throughput or None,
+        cautions=tuple(_cautions(chosen, last[0], trials)),
     )
 
 
-def _cautions(chosen: Trial, current: Trial | None, trials: Sequence[Trial]) -> Iterator[str]:
+def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterator[str]:
     """Why the choice may be wrong."""
-    assert chosen.best is not None
-    yield chosen.best.caution
-    if chosen is current or current is None:
+    if chosen.best is not None and chosen.best.caution:
+        yield chosen.best.caution
+    if chosen is current:
         return
     if not chosen.phase == current.phase == "final":
         yield "there was no time to measure it and the current setting again"
-    if current.best is None:
-        return
-    gain = chosen.best.throughput / current.best.throughput - 1
     noise = _NOISE
     for again in (chosen, current):
         first = next(trial for trial in trials if trial.values == again.values)
-        if first.best is not None and again.best is not None:
-            noise = max(noise, abs(again.best.throughput / first.best.throughput - 1))
-    if gain <= noise:
+        if first.throughput and again.throughput:
+            noise = max(noise, abs(again.throughput / first.throughput - 1))
+    if chosen.throughput <= current.throughput * (1 + noise):
         yield f"two runs of one setting may differ by {noise:.0%} too"
 
 
@@ -97,15 +87,20 @@ def standing(trials: Sequence[Trial]) -> list[Trial]:
     return list(made.values())
 
 
-def shown(trials: Sequence[Trial], other: Choice | Near | None) -> dict[str, Result]:
+def shown(tuning: Tuning) -> dict[str, Result]:
     """The results of the ``current`` setting and of the ``best`` (or ``nearest``) one, if they have
     figures; more than two curves could not be told apart."""
-    last = standing(trials)
-    made = {"current": last[0].result} if last else {}
-    if other is not None and other.values != last[0].values:
-        name = "best" if isinstance(other, Choice) else "nearest"
-        made[name] = next(trial.result for trial in last if trial.values == other.values)
-    return {name: result for name, result in made.items() if result is not None}
+    last = standing(tuning.trials)
+    made = {"current": last[0]} if last else {}
+    if tuning.choice is not None:
+        made["best"] = next(trial for trial in last if trial.values == tuning.choice.values)
+    elif (near := nearest(last)) is not None:
+        made["nearest"] = near[1]
+    return {
+        name: trial.result
+        for name, trial in made.items()
+        if trial.result is not None and (name == "current" or trial is not last[0])
+    }
 
 
 def trial_line(trial: Trial) -> str:
@@ -129,7 +124,7 @@ def shortcoming(result: Result | None) -> str:
 def conclusion(tuning: Tuning) -> str:
     """The result in a sentence or two."""
     within = f"with {tuning.slo}" if tuning.slo else "with no bound on latency"
-    choice, near = tuning.choice, tuning.nearest
+    choice, near = tuning.choice, nearest(standing(tuning.trials))
     if choice is not None:
         figure = f"{choice.throughput:,.1f} {tuning.unit} at {choice.load}"
         if choice.is_current:
@@ -141,9 +136,10 @@ def conclusion(tuning: Tuning) -> str:
             than = f"{choice.before:,.1f} ({choice.throughput / choice.before - 1:+.0%})"
         return f"Best {within}: {label(choice.values)}: {figure}; the current setting {than}."
     if near is not None:
+        excess, trial, verdict = near
         return (
-            f"No setting meets {tuning.slo}. Nearest: {label(near.values)} at {near.load}, where "
-            f"{near.figure}, {near.excess:.2g} times its bound."
+            f"No setting meets {tuning.slo}. Nearest: {label(trial.values)} at {verdict.load}, "
+            f"where {'; '.join(verdict.over)}: {excess:.2g} times its bound at worst."
         )
     return "No setting could be measured, or requests failed or fell behind at every load."
 
@@ -168,7 +164,7 @@ def instruction(tuning: Tuning, file: str) -> str:
 
 def print_end(tuning: Tuning, terminal: Console, file: str) -> None:
     """Everything after the last measurement."""
-    for name, result in shown(tuning.trials, tuning.choice or tuning.nearest).items():
+    for name, result in shown(tuning).items():
         terminal.print(f"\n{name}: {escape(result.title)}", style="bold")
         for point in result.points:
             terminal.print(line(point, tuning.language), soft_wrap=True)

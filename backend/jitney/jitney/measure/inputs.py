@@ -10,14 +10,15 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from jitney.errors import InvalidArgumentError, JitneyError
+from jitney.measure.options import Shared
+from jitney.measure.slo import span
 from jitney.measure.target import Model, Target, Tensor
 
 Entry = dict[str, Any]
@@ -34,73 +35,73 @@ _WORDS = re.findall(
 _PROBE_WORDS = 200
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """One that the user gives."""
+class Inputs:
+    """The input files of a run, made in ``folder`` when they are needed.
 
-    text_input: str
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    Raises InvalidArgumentError for options that cannot be read.
+    """
 
+    def __init__(self, options: Shared, folder: Path) -> None:
+        self._options, self._folder = options, folder
+        self._input_tokens = span("input_tokens", options.input_tokens)
+        self._output_tokens = span("output_tokens", options.output_tokens)
+        self._prompts = read_prompts(options.prompts) if options.prompts else [""] * _PROMPTS
+        self._shapes = read_shapes(options.shape or [])
+        try:
+            self._sampling = msgspec.json.decode(options.sampling, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            raise InvalidArgumentError.of("sampling", options.sampling, "a JSON object") from None
+        self._words_per_token = 0.0  # until the server is asked
+        self._files: dict[str, Path] = {}
 
-@dataclass(frozen=True)
-class Prompts:
-    """Of a language model. ``given`` prompts replace random ones."""
+    def file(self, target: Target, model: Model, salt: str) -> Path:
+        """Another ``salt`` gives other random prompts. Raises InvalidArgumentError for a model
+        whose inputs cannot be made up."""
+        if self._options.data is not None:
+            return self._options.data
+        if salt not in self._files:
+            if model.language:
+                self._words_per_token = self._words_per_token or words_per_token(target, model)
+                entries = self.prompts(model, self._words_per_token, salt)
+            else:
+                entries = rows(model, self._shapes, self._options.seed)
+            self._files[salt] = self._folder / f"{len(self._files)}.json"
+            self._files[salt].write_text(json.dumps({"data": entries}), encoding="utf-8")
+        return self._files[salt]
 
-    input_tokens: tuple[int, int]
-    output_tokens: tuple[int, int]
-    given: tuple[Prompt, ...] = ()
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    natural_end: bool = False
-    """Let the model end an answer; otherwise it goes on until the length is reached."""
-    seed: int = 0
-
-    def entries(self, model: Model, words_per_token: float, salt: str) -> list[Entry]:
-        """For one load; another ``salt`` gives other random prompts."""
-        chance = random.Random(f"{self.seed} {salt}")
+    def prompts(self, model: Model, words_per_token: float, salt: str) -> list[Entry]:
+        """Of a language model, for one load."""
+        chance = random.Random(f"{self._options.seed} {salt}")
         counts = ("return_num_output_tokens", "return_num_input_tokens")
-        asked = {name: [True] for name in counts if model.has(name)}
         made = []
-        for given in self.given or [None] * _PROMPTS:
-            words = round(chance.randint(*self.input_tokens) * words_per_token)
-            tokens = chance.randint(*self.output_tokens)
+        for prompt in self._prompts:
+            words = round(chance.randint(*self._input_tokens) * words_per_token)
             parameters = {
-                "max_tokens": (given.max_tokens if given else None) or tokens,
-                "ignore_eos": not self.natural_end,
-                **self.sampling,
+                "max_tokens": chance.randint(*self._output_tokens),
+                "ignore_eos": not self._options.natural_end,
+                **self._sampling,
             }
-            text = given.text_input if given else _random_text(chance, words)
-            sent = {"text_input": [text], "sampling_parameters": [json.dumps(parameters)]}
-            made.append({**sent, "stream": [True], **asked})
+            entry = {
+                "text_input": [prompt or _random_text(chance, words)],
+                "sampling_parameters": [json.dumps(parameters)],
+                "stream": [True],
+            }
+            made.append(entry | {name: [True] for name in counts if model.has(name)})
         return made
 
 
-def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """A prompt per line; in a ``.jsonl``, objects with ``text_input`` and maybe ``max_tokens``.
-
-    Raises InvalidArgumentError that names the file.
-    """
+def read_prompts(path: Path) -> list[str]:
+    """A prompt per line. Raises InvalidArgumentError that names the file."""
+    if path.suffix == ".jsonl":
+        bound = "a text with a prompt in each line; --data takes requests with parameters"
+        raise InvalidArgumentError.of("prompts", path.name, bound)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if path.suffix == ".jsonl":
-            made = tuple(msgspec.json.decode(line, type=Prompt) for line in lines)
-        else:
-            made = tuple(map(Prompt, lines))
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"cannot read the prompts in {path}: {error}") from None
-    if not made:
+    if not (made := [line for line in text.splitlines() if line.strip()]):
         raise InvalidArgumentError(f"{path} holds no prompt")
     return made
-
-
-class _Data(msgspec.Struct):
-    data: list[Any]
-
-
-def check_data(path: Path) -> None:
-    """Raises InvalidArgumentError for a file that is not in perf_analyzer's format."""
-    try:
-        msgspec.json.decode(path.read_bytes(), type=_Data)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidArgumentError(f"cannot read the data in {path}: {error}") from None
 
 
 def words_per_token(target: Target, model: Model) -> float:

@@ -13,15 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jitney.errors import InstallationError, InternalError
-from jitney.measure import inputs, slo
+from jitney.errors import InstallationError, InternalError, InvalidArgumentError
+from jitney.measure import slo
+from jitney.measure.inputs import Inputs
+from jitney.measure.options import Shared
 from jitney.measure.record import PERCENTS, Distribution, Load, Measurement, Point, Result
 from jitney.measure.target import Access, Model, Snapshot, Target, engine_work, snapshot, stages
 from jitney.report.text import printable
@@ -31,6 +33,7 @@ _HOW = (
     "NVIDIA's image tritonserver:<release>-py3-sdk has it on its path (docker-compose: "
     "`docker-compose run --rm perf`); or name it with --perf-analyzer"
 )
+_ALLOWED = {"arrivals": ("poisson", "constant"), "protocol": ("grpc", "http")}
 _SETTLE_S = 0.6
 """Metrics are up to a quarter of a second late."""
 _PATIENCE_S = 60.0
@@ -72,17 +75,13 @@ class PerfAnalyzer:
     def run(self, arguments: Sequence[str], access: Access, log: Path, limit_s: float) -> bool:
         """Whether it ended in time; else it is ended. Raises InternalError with its last words."""
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [str(self.binary), *arguments], env=_environment(self.binary), stdout=output,
-                stderr=output, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
             try:
-                status = process.wait(limit_s)
+                status = subprocess.run(
+                    [self.binary, *arguments], env=_environment(self.binary), stdout=output,
+                    stderr=output, stdin=subprocess.DEVNULL, timeout=limit_s, check=False,
+                ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:  # its text has the command line, which holds the key
                 return False
-            finally:
-                process.kill()
-                process.wait()
         if status != 0:
             text = printable(access.hide(log.read_text(encoding="utf-8", errors="replace")))
             lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -100,28 +99,32 @@ def _environment(binary: Path) -> dict[str, str]:
 
 @dataclass
 class Driver:
-    """Puts loads on a server. ``folder`` keeps the input files while the run lasts.
+    """Puts loads on a server.
 
     A load of the same level gets the same requests again, for each setting that is tuned, and other
     ones than other levels and its warm-up: none is in the prefix cache already.
     """
 
     tool: PerfAnalyzer
-    plan: slo.LoadPlan
-    protocol: str  # ``grpc`` or ``http``
-    prompts: inputs.Prompts
-    shapes: Mapping[str, tuple[int, ...]]
-    data: Path | None  # requests in perf_analyzer's format; None makes them up
-    folder: Path
-    _words_per_token: float | None = None
-    _files: dict[str, Path] = field(default_factory=dict)
+    options: Shared
+    loads: tuple[Load, ...]
+    inputs: Inputs
+
+    @classmethod
+    def of(cls, options: Shared, loads: tuple[Load, ...], folder: Path) -> "Driver":
+        """The options of loads and requests, checked, the binary last. Raises JitneyError."""
+        for name, allowed in _ALLOWED.items():
+            if (given := getattr(options, name)) not in allowed:
+                raise InvalidArgumentError.of(name, given, " or ".join(allowed))
+        inputs = Inputs(options, folder)
+        return cls(PerfAnalyzer.find(options.perf_analyzer), options, loads, inputs)
 
     def run(self, target: Target, model: Model, load: Load) -> Point:
         """A point of state "failed" says what went wrong under the load.
 
         Raises InvalidArgumentError for a model whose inputs cannot be made up.
         """
-        files = [self._inputs(target, model, f"{load}{use}") for use in ("", " warm-up")]
+        files = [self.inputs.file(target, model, f"{load}{use}") for use in ("", " warm-up")]
         try:
             return self._run(target, model, load, *files)
         except InternalError as error:
@@ -137,13 +140,13 @@ class Driver:
             time.sleep(_SETTLE_S if model.language else 0)
             return snapshot(target, model)
 
-        warmed = self._measure(target, model, *self.plan.warm_up(load), warm_up)
+        warmed = self._measure(target, model, *slo.warm_up(load), warm_up)
         pace = load.level if load.kind == "rate" else warmed.requests_per_s
-        number = self.plan.count(load, pace)
+        number = slo.count(self.options, load, pace)
         before = count()
         measured = self._measure(target, model, load, number, requests, number / max(pace, 1e-3))
         after = count()
-        state, doubts = self.plan.doubts(load, measured)
+        state, doubts = slo.doubts(self.options, load, measured)
         remarks = dict.fromkeys((*doubts, *before.missing, *after.missing))
         counts = stages(before, after), engine_work(before, after)
         return Point(load, state, tuple(remarks), measured, *counts)
@@ -163,53 +166,40 @@ class Driver:
                 words = self.arguments(target, model, load, requests, count, export)
                 if self.tool.run(words, target.access, log, limit_s):
                     found = read_export(export)
-                    return measure(found, language=model.language, rows=self.plan.batch)
+                    return measure(found, language=model.language, rows=self.options.rows)
         raise InternalError("perf_analyzer hung twice")
 
     def result(
-        self, target: Target, model: Model, points: Sequence[Point], *, title: str, bounds: str,
-        options: dict[str, str], server: str, began: str,
+        self, target: Target, model: Model, points: Sequence[Point], title: str, server: str,
+        began: str,
     ) -> Result:  # fmt: skip
-        """The points with all that a report says of them, judged by ``bounds``."""
-        address = target.grpc if self.protocol == "grpc" else target.http
+        """The points with all that a report says of them, judged by the bounds."""
+        address = target.grpc if self.options.protocol == "grpc" else target.http
         result = Result(
-            title, model.name, model.language, address, server, self.tool.version, began, options,
-            tuple(points), bounds,
+            title, model.name, model.language, address, server, self.tool.version, began,
+            self.options.reported(), tuple(points), self.options.slo,
         )  # fmt: skip
-        return slo.judged(result, slo.parse(bounds, language=model.language))
+        return slo.judged(result, slo.parse(self.options.slo, language=model.language))
 
     def arguments(
         self, target: Target, model: Model, load: Load, requests: Path, count: int, export: Path
     ) -> list[str]:
         """perf_analyzer's command line. It holds the secrets of the target: show it nowhere."""
-        words = ["-m", model.name, "-u", target.address(self.protocol), "-i", self.protocol]
+        protocol = self.options.protocol
+        words = ["-m", model.name, "-u", target.address(protocol), "-i", protocol]
         # Rates are kept by asynchronous calls only; over HTTP, users are threads.
-        words += ["--async"] if self.protocol == "grpc" or load.kind == "rate" else []
+        words += ["--async"] if protocol == "grpc" or load.kind == "rate" else []
         words += ["--streaming"] if model.language else []
-        words += ["-b", str(self.plan.batch)] if model.max_batch_size else []
+        words += ["-b", str(self.options.rows)] if model.max_batch_size else []
         if load.kind == "concurrency":
             words += ["--concurrency-range", f"{load.level:g}"]
         else:  # One sender: several divide the requests among them and end at different times.
             words += ["--request-rate-range", f"{load.level:g}", "--max-threads", "1"]
-            words += ["--request-distribution", "poisson" if self.plan.poisson else "constant"]
+            words += ["--request-distribution", self.options.arrivals]
         # -s: a report even if its windows differ.
         words += ["--input-data", str(requests), "--request-count", str(count), "-s", "999"]
         words += ["--profile-export-file", str(export)]
-        return [*words, *target.access.arguments(self.protocol)]
-
-    def _inputs(self, target: Target, model: Model, salt: str) -> Path:
-        if self.data is not None:
-            return self.data
-        if salt not in self._files:
-            if not model.language:
-                entries = inputs.rows(model, self.shapes, self.prompts.seed)
-            else:
-                if self._words_per_token is None:
-                    self._words_per_token = inputs.words_per_token(target, model)
-                entries = self.prompts.entries(model, self._words_per_token, salt)
-            self._files[salt] = self.folder / f"{len(self._files)}.json"
-            self._files[salt].write_text(json.dumps({"data": entries}), encoding="utf-8")
-        return self._files[salt]
+        return [*words, *target.access.arguments(protocol)]
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,13 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-from matplotlib import colormaps, pyplot
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jitney.measure.record import PERCENTS, Measurement, Point, Result
-from jitney.measure.slo import Bound, times_of
+from jitney.measure.slo import Bound
 from jitney.report.page import Plot
 
 _COLOURS = ("#0072B2", "#D55E00")
@@ -36,10 +33,10 @@ _NAMES = {"latency": "request latency", "ttft": "time to first token", "itl": "i
 def plots(results: Sequence[Result], bounds: Sequence[Bound] = ()) -> list[Plot]:
     """The plots for which there are figures. Two results are called A and B."""
     found = [m for result in results for _, m in measured(result)]
-    times = [time for time in shown_times(results[0]) if any(times_of(m, time) for m in found)]
+    times = [time for time in shown_times(results[0]) if any(m.time(time) for m in found)]
     if not found:
         return []
-    with matplotlib.rc_context(_STYLE):
+    with rc_context(_STYLE):
         made = [_throughput(results, times, bounds)]
         return made + [_distribution(results, time, bounds) for time in times]
 
@@ -77,7 +74,7 @@ def _throughput(results: Sequence[Result], times: Sequence[str], bounds: Sequenc
         "Latency against throughput. Numbers are the loads, dotted lines the bounds. Hollow points "
         "are not steady; the best load is ringed."
     )
-    return _saved(figure, "throughput", caption, len(times))
+    return _saved(figure, "throughput", caption)
 
 
 def _curve(axis: Axes, result: Result, bound: Bound, kind: str, **line: Any) -> None:
@@ -95,10 +92,10 @@ def _curve(axis: Axes, result: Result, bound: Bound, kind: str, **line: Any) -> 
 
 
 def _distribution(results: Sequence[Result], time: str, bounds: Sequence[Bound]) -> Plot:
-    """Cumulative distribution of one time, a line for each load, a panel for each result."""
+    """Cumulative distribution of one time, a line for each load, axes for each result."""
     figure, axes = _subplots(len(results), width=4.7)
     for name, result, axis in zip("AB", results, axes, strict=False):
-        pairs = [(p, found) for p, m in measured(result) if (found := times_of(m, time))]
+        pairs = [(p, found) for p, m in measured(result) if (found := m.time(time))]
         for i, (point, found) in enumerate(pairs):
             axis.plot(
                 np.maximum(found.quantiles, 1e-6), PERCENTS,
@@ -115,18 +112,16 @@ def _distribution(results: Sequence[Result], time: str, bounds: Sequence[Bound])
         f"Distribution of the {_NAMES[time]}, a line for each load; dotted: not steady. A line "
         "meets a bound if it passes above its diamond."
     )
-    return _saved(figure, time, caption, len(results))
+    return _saved(figure, time, caption)
 
 
-def _subplots(panels: int, width: float = 3.4) -> tuple[Figure, Sequence[Axes]]:
-    size = (width * max(panels, 1.4), 3.2)
-    figure, axes = pyplot.subplots(1, panels, figsize=size, squeeze=False, layout="constrained")
-    return figure, axes[0]
+def _subplots(count: int, width: float = 3.4) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure((width * max(count, 1.4), 3.2), layout="constrained")
+    return figure, figure.subplots(1, count, squeeze=False)[0]
 
 
-def _saved(figure: Figure, name: str, caption: str, panels: int) -> Plot:
+def _saved(figure: Figure, name: str, caption: str) -> Plot:
     svg, png = io.BytesIO(), io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None})
     figure.savefig(png, format="png", dpi=150)
-    pyplot.close(figure)
-    return Plot(name, caption, svg.getvalue(), png.getvalue(), panels)
+    return Plot(name, caption, svg.getvalue(), png.getvalue(), len(figure.axes))

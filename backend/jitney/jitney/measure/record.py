@@ -4,7 +4,7 @@ for each setting. Times are seconds, rates are per second; what was not measured
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -72,6 +72,11 @@ class Measurement(msgspec.Struct, frozen=True):
     under_way: tuple[int, ...] = ()
     """Requests sent and not answered at the end of each third of the window."""
 
+    def time(self, name: str) -> Distribution | None:
+        """The distribution of one of the times, which bounds name too: ``latency``, ``ttft``, …"""
+        found: Distribution | None = getattr(self, name)
+        return found
+
 
 class Stage(msgspec.Struct, frozen=True):
     """One model's work according to the server; each model of an ensemble has its own. A mean is
@@ -83,7 +88,6 @@ class Stage(msgspec.Struct, frozen=True):
     mean_batch: float | None = None  # absent from the first records
     queue_s: float | None = None  # mean per request
     compute_s: float | None = None
-    batches: dict[int, int] = {}  # size -> executions
 
 
 class EngineWork(msgspec.Struct, frozen=True):
@@ -114,6 +118,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
     load: Load
     over: tuple[str, ...]
+    excess: float | None = None
+    """The worst figure as a multiple of its bound; None if the load has not all of them."""
 
 
 class Best(msgspec.Struct, frozen=True):
@@ -174,18 +180,14 @@ class Trial(msgspec.Struct, frozen=True):
         return self.result.best if self.result is not None else None
 
     @property
+    def throughput(self) -> float:
+        """Of the best load; 0 if none is within the bounds."""
+        return self.best.throughput if self.best is not None else 0.0
+
+    @property
     def points(self) -> tuple[Point, ...]:
         """The loads that were measured."""
         return self.result.points if self.result is not None else ()
-
-
-class Near(msgspec.Struct, frozen=True):
-    """The load that came nearest to the bounds, if none met them."""
-
-    values: dict[str, int]
-    load: Load
-    excess: float  # the worst figure as a multiple of its bound
-    figure: str  # that figure in words
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -208,22 +210,19 @@ class Tuning(msgspec.Struct, frozen=True):
     began: str  # ISO 8601, UTC
     seconds: float
     budget_s: float
+    beside: tuple[str, ...]  # models that were loaded as well
     axes: dict[str, tuple[int, ...]]
     options: dict[str, str]
     trials: tuple[Trial, ...]
     ending: Ending
     choice: Choice | None = None
-    nearest: Near | None = None
     lines: str = ""  # for config.pbtxt; empty if there is nothing to change
-    version: Literal[2] = 2
+    version: Literal[3] = 3
 
     @property
     def unit(self) -> str:
         """Of the throughput."""
         return "tokens/s" if self.language else "rows/s"
-
-
-Record = TypeVar("Record", Result, Tuning)
 
 
 def now() -> str:
@@ -239,12 +238,11 @@ def write(record: Result | Tuning, path: Path) -> None:
     part.replace(path)
 
 
-def read(path: Path, kind: type[Record]) -> Record:
-    """Raises InvalidArgumentError if the file is not a record of that kind."""
+def read(path: Path) -> Result:
+    """The record of a sweep. Raises InvalidArgumentError if the file is none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(path.read_bytes(), type=Result)
     except OSError as error:
         raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        command = "jitney bench" if kind is Result else "jitney tune"
-        raise InvalidArgumentError(f"{path} is not the record of {command}: {error}") from None
+        raise InvalidArgumentError(f"{path} is not the record of jitney bench: {error}") from None

@@ -10,7 +10,7 @@ from jitney.measure import choose, slo
 from jitney.measure.plots import bound_on, measured, plots, shown_times
 from jitney.measure.record import EngineWork, Point, Result, Stage, Tuning, write
 from jitney.measure.slo import Bound, conclusion
-from jitney.report.page import Block, Row, Table, Text, heading, write_page
+from jitney.report.page import Block, Table, TableRow, Text, write_page
 
 
 def write_report(result: Result, folder: Path) -> Path:
@@ -18,12 +18,12 @@ def write_report(result: Result, folder: Path) -> Path:
     bounds = slo.parse(result.slo, language=result.language)
     blocks: list[Block] = [
         *_head(result),
-        heading("Loads"),
+        "Loads",
         _loads(result, bounds),
         plots([result], bounds),
-        heading("On the server"),
+        "On the server",
         _server(result.points),
-        heading("How it was measured"),
+        "How it was measured",
     ]
     if any(found.tokens_from == "responses" for _, found in measured(result)):
         blocks.append(Text("The server does not count tokens: each response counts as one."))
@@ -62,7 +62,7 @@ def _loads(result: Result, bounds: Sequence[Bound]) -> Table:
             cells += [_figure(found.input_tokens_mean), _figure(found.requests)]
         cells.append("over" if verdict.over else "met")
         note = "; ".join(dict.fromkeys((*point.remarks, *verdict.over)))
-        rows.append(Row(cells, "chosen" if chosen else "", note))
+        rows.append(TableRow(cells, "chosen" if chosen else "", note))
     return Table("Loads", head, rows)
 
 
@@ -78,10 +78,8 @@ def _server(points: Sequence[Point]) -> Table:
         cells = []
         for field in fields:
             value = getattr(record, field)
-            if isinstance(value, dict):
-                value = ", ".join(f"{count} of {size}" for size, count in sorted(value.items()))
             cells.append(_milliseconds(value) if field.endswith("_s") else _figure(value))
-        rows.append(Row([load, *cells]))
+        rows.append(TableRow([load, *cells]))
     heads = (field.replace("_s", ", ms").replace("_", " ") for field in fields)
     return Table("The server's own counts", ["load", *heads], rows)
 
@@ -95,14 +93,14 @@ def write_comparison(a: Result, b: Result, folder: Path) -> Path:
         )
     blocks = _head(a, f"A, {a.title}: ") + _head(b, f"B, {b.title}: ")
     differ = [
-        Row([name, a.options.get(name, "–"), b.options.get(name, "–")])
+        TableRow([name, a.options.get(name, "–"), b.options.get(name, "–")])
         for name in sorted(a.options | b.options)
         if a.options.get(name) != b.options.get(name)
     ]
     if differ:
         blocks.append(Text("They were measured with different options:"))
         blocks.append(Table("Options that differ", ("option", "A", "B"), differ))
-    blocks += [heading("Loads of both"), _shared(a, b), plots([a, b])]
+    blocks += ["Loads of both", _shared(a, b), plots([a, b])]
     return write_page(f"{a.title} and {b.title}", blocks, folder)
 
 
@@ -121,7 +119,7 @@ def _shared(a: Result, b: Result) -> Table:
             early, late = bound.of(mine), bound.of(theirs)
             ratio = f"{late / early:.2f}" if early and late is not None else "–"
             cells += [_milliseconds(early), _milliseconds(late), ratio]
-        rows.append(Row([*cells, point.state, other.state]))
+        rows.append(TableRow([*cells, point.state, other.state]))
     columns = [a.unit, *(f"{bound.name}, ms" for bound in bounds)]
     head = [text for name in columns for text in (f"A {name}", f"B {name}", "B / A")]
     return Table("Loads of both", ["load", *head, "state of A", "state of B"], rows)
@@ -130,7 +128,7 @@ def _shared(a: Result, b: Result) -> Table:
 def write_tuning(tuning: Tuning, folder: Path) -> Path:
     """``report.html``, the plots, and the two results for ``jitney bench --compare``."""
     choice = tuning.choice
-    results = choose.shown(tuning.trials, choice or tuning.nearest)
+    results = choose.shown(tuning)
     for name, result in results.items():
         write(result, folder / f"{name}.json")
     chosen = choice.values if choice is not None else None
@@ -139,7 +137,7 @@ def write_tuning(tuning: Tuning, folder: Path) -> Path:
         unsteady = (point for point in trial.points if point.state != "steady")
         note = "; ".join(f"{p.load} {p.state}: {', '.join(p.remarks)}" for p in unsteady)
         style = "chosen" if trial.values == chosen else ""
-        rows.append(Row(choose.cells(trial), style, note))
+        rows.append(TableRow(choose.cells(trial), style, note))
     blocks: list[Block] = [
         Text(f"{tuning.began}; {tuning.seconds:,.0f} s of {tuning.budget_s:,.0f} s", "dim"),
         Text(choose.conclusion(tuning), "best" if choice is not None else "best none"),
@@ -149,9 +147,9 @@ def write_tuning(tuning: Tuning, folder: Path) -> Path:
         blocks.append(Text(choose.instruction(tuning, "config.pbtxt")))
         blocks.append(Text(tuning.lines, tag="pre"))
     blocks += [
-        heading("All settings"),
+        "All settings",
         Table("All settings", choose.HEAD, rows),
-        heading("Latency and throughput of the current setting and the best"),
+        "Latency and throughput of the current setting and the best",
         {f"{'AB'[i]}, {name}": result.title for i, (name, result) in enumerate(results.items())},
     ]
     if results:
@@ -159,8 +157,8 @@ def write_tuning(tuning: Tuning, folder: Path) -> Path:
         blocks.append(plots(named, slo.parse(tuning.slo, language=tuning.language)))
     tried = {name: ", ".join(map(str, values)) for name, values in tuning.axes.items()}
     blocks += [
-        heading("How it was measured"),
-        tried | tuning.options,
+        "How it was measured",
+        tried | {"beside": ", ".join(tuning.beside) or "–"} | tuning.options,
     ]
     return write_page(f"{tuning.model}, tuned", blocks, folder)
 

@@ -14,16 +14,8 @@ from msgspec.structs import replace
 from rich.markup import escape
 
 from jitney.errors import InvalidArgumentError, nearest
-from jitney.measure.record import (
-    Best,
-    Distribution,
-    Load,
-    Measurement,
-    Point,
-    Result,
-    State,
-    Verdict,
-)  # fmt: skip
+from jitney.measure.options import Shared
+from jitney.measure.record import Best, Load, Measurement, Point, Result, State, Verdict
 
 TIMES = ("ttft", "itl", "gap", "tpot", "latency")
 _BOUND = re.compile(r"([a-z]+)-(?:mean|p(\d+(?:\.\d+)?))=([\d.]+(?:us|ms|s))", re.ASCII)
@@ -45,60 +37,52 @@ _Users = list[Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]]
 _Rates = list[Annotated[float, msgspec.Meta(gt=0, le=1e6)]]
 
 
-@dataclass(frozen=True)
-class LoadPlan:
-    """``stability`` is how far the thirds of a measurement may differ, as a share."""
-
-    loads: tuple[Load, ...]
-    seconds: float
-    requests: int | None  # per load, in place of ``seconds``
-    poisson: bool
-    stability: float
-    batch: int  # rows of a request
-
-    def warm_up(self, load: Load) -> tuple[Load, int]:
-        """The load and the requests before the measurement: a closed loop shows its pace too."""
-        if load.kind == "rate":
-            return Load("concurrency", 2), _WARM_UP_REQUESTS
-        return load, max(_WARM_UP_REQUESTS, 2 * int(load.level))
-
-    def count(self, load: Load, pace: float) -> int:
-        """Requests of the measurement, at ``pace`` requests per second."""
-        closed = load.kind == "concurrency"
-        least = _LEAST_ROUNDS * int(load.level) if closed else _WARM_UP_REQUESTS
-        return max(least, self.requests or min(round(pace * self.seconds), _MOST_REQUESTS))
-
-    def doubts(self, load: Load, measured: Measurement) -> tuple[State, list[str]]:
-        """The state of the point and its remarks."""
-        remarks = []
-        spreads = {"median latency": measured.latency_spread}
-        if load.kind == "concurrency":  # of a rate, chance decides how many arrive in each third
-            spreads["throughput"] = measured.spread
-        for what, spread in spreads.items():
-            if spread > self.stability:
-                remarks.append(f"{what} in thirds of the run differs by {spread:.0%}")
-        behind = False
-        if load.kind == "rate":
-            chance = 2 / math.sqrt(measured.requests) if self.poisson else 0.0
-            if abs(measured.sent_per_s / load.level - 1) > _PACE + chance:
-                remarks.append(f"perf_analyzer sent {measured.sent_per_s:,.1f} requests/s")
-            early, late = measured.under_way[0], measured.under_way[-1]
-            behind = late > max(_BACKLOG * measured.requests, 2 + 2 * early)
-        state: State = "behind" if behind else "unstable" if remarks else "steady"
-        if behind:
-            remarks.append(f"{late:,} requests were under way at the end, {early:,} after a third")
-        if measured.failed:
-            state = "failed"
-            remarks.append(f"{measured.failed:,} of {measured.requests:,} requests failed")
-        return state, remarks
+def warm_up(load: Load) -> tuple[Load, int]:
+    """The load and the requests before the measurement: a closed loop shows its pace too."""
+    if load.kind == "rate":
+        return Load("concurrency", 2), _WARM_UP_REQUESTS
+    return load, max(_WARM_UP_REQUESTS, 2 * int(load.level))
 
 
-def loads(concurrency: str, rate: str) -> tuple[Load, ...]:
-    """Comma-separated levels, ascending. Raises InvalidArgumentError."""
+def count(options: Shared, load: Load, pace: float) -> int:
+    """Requests of the measurement, at ``pace`` requests per second."""
+    closed = load.kind == "concurrency"
+    least = _LEAST_ROUNDS * int(load.level) if closed else _WARM_UP_REQUESTS
+    lasting = min(round(pace * options.seconds), _MOST_REQUESTS)
+    return max(least, options.requests or lasting)
+
+
+def doubts(options: Shared, load: Load, measured: Measurement) -> tuple[State, list[str]]:
+    """The state of the point and its remarks."""
+    remarks = []
+    spreads = {"median latency": measured.latency_spread}
+    if load.kind == "concurrency":  # of a rate, chance decides how many arrive in each third
+        spreads["throughput"] = measured.spread
+    for what, spread in spreads.items():
+        if spread > options.stability:
+            remarks.append(f"{what} in thirds of the run differs by {spread:.0%}")
+    behind = False
+    if load.kind == "rate":
+        chance = 2 / math.sqrt(measured.requests) if options.arrivals == "poisson" else 0.0
+        if abs(measured.sent_per_s / load.level - 1) > _PACE + chance:
+            remarks.append(f"perf_analyzer sent {measured.sent_per_s:,.1f} requests/s")
+        early, late = measured.under_way[0], measured.under_way[-1]
+        behind = late > max(_BACKLOG * measured.requests, 2 + 2 * early)
+    state: State = "behind" if behind else "unstable" if remarks else "steady"
+    if behind:
+        remarks.append(f"{late:,} requests were under way at the end, {early:,} after a third")
+    if measured.failed:
+        state = "failed"
+        remarks.append(f"{measured.failed:,} of {measured.requests:,} requests failed")
+    return state, remarks
+
+
+def loads(options: Shared, default: str) -> tuple[Load, ...]:
+    """Those that are asked for, ascending; with neither option ``default``, numbers of requests at
+    once. Raises InvalidArgumentError."""
+    concurrency = options.concurrency or ("" if options.rate else default)
     users = _levels("concurrency", concurrency, _Users, "whole numbers from 1")
-    rates = _levels("rate", rate, _Rates, "numbers above 0")
-    if not users and not rates:
-        raise InvalidArgumentError("no load is asked for: give --concurrency or --rate")
+    rates = _levels("rate", options.rate, _Rates, "numbers above 0")
     return (
         *(Load("concurrency", level) for level in users),
         *(Load("rate", level) for level in rates),
@@ -106,7 +90,7 @@ def loads(concurrency: str, rate: str) -> tuple[Load, ...]:
 
 
 def _levels(field: str, text: str, kind: Any, bound: str) -> list[float]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = [part.strip() for part in text.split(",")] if text else []
     try:
         return sorted(set(msgspec.convert(parts, kind, strict=False)))
     except msgspec.ValidationError:
@@ -134,18 +118,12 @@ class Bound:
         """Such as ``ttft-p95``."""
         return f"{self.time}-mean" if self.percent is None else f"{self.time}-p{self.percent:g}"
 
-    def of(self, measured: Measurement) -> float | None:
+    def of(self, measured: Measurement | None) -> float | None:
         """The bounded figure; None if it was not measured."""
-        found = times_of(measured, self.time)
+        found = measured.time(self.time) if measured is not None else None
         if found is None:
             return None
         return found.mean if self.percent is None else found.at(self.percent)
-
-
-def times_of(measured: Measurement, time: str) -> Distribution | None:
-    """The distribution of one of TIMES."""
-    found: Distribution | None = getattr(measured, time)
-    return found
 
 
 def read_time(text: str) -> float | None:
@@ -175,17 +153,18 @@ def _bound(text: str, language: bool) -> Bound:
 
 def judge(point: Point, bounds: Sequence[Bound]) -> Verdict:
     """A load that failed or fell behind meets no bound: its queue only grows."""
-    over = []
-    if point.state in ("failed", "behind"):
-        over.append("; ".join(point.remarks) or point.state)
+    behind = point.state in ("failed", "behind")
+    over = ["; ".join(point.remarks) or point.state] if behind else []
+    excess = []
     for bound in bounds if point.measured is not None else ():
-        assert point.measured is not None
         found = bound.of(point.measured)
+        excess.append(math.inf if found is None else found / bound.seconds)
         if found is None:
             over.append(f"{bound.name} was not measured")
         elif found > bound.seconds:
             over.append(f"{bound.name} is {show_time(found)}")
-    return Verdict(point.load, tuple(over))
+    worst = math.inf if behind else max(excess, default=math.inf)
+    return Verdict(point.load, tuple(over), worst if worst < math.inf else None)
 
 
 def judged(result: Result, bounds: Sequence[Bound]) -> Result:
@@ -221,7 +200,7 @@ def line(point: Point, language: bool) -> str:
     if (measured := point.measured) is not None:
         words.append(f"{measured.throughput:>9,.1f} {'tokens/s' if language else 'rows/s'}")
         for time in ("ttft", "itl") if language else ("latency",):
-            found = times_of(measured, time)
+            found = measured.time(time)
             quantiles = (show_time(found.at(percent) if found else None) for percent in (50, 95))
             words.append(f"{time} {' / '.join(quantiles)}")
     words.append(f"[{_COLOURS[point.state]}]{point.state}[/] [dim]")

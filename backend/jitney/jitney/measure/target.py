@@ -48,38 +48,25 @@ class Tensor(msgspec.Struct, frozen=True):
     optional: bool = False
 
 
-class _Named(msgspec.Struct, frozen=True):
-    name: str = ""
-    model_name: str = ""
-
-
-class _Steps(msgspec.Struct, frozen=True):
-    step: tuple[_Named, ...] = ()
-
-
-class _Policy(msgspec.Struct, frozen=True):
-    decoupled: bool = False
-
-
 class Model(msgspec.Struct, frozen=True):
     """What a sweep needs of a model's configuration, in the server's JSON form."""
 
     input: tuple[Tensor, ...]
     name: str = ""
     max_batch_size: int = 0  # 0: the model takes no batches
-    model_transaction_policy: _Policy = _Policy()
-    ensemble_scheduling: _Steps = _Steps()
+    model_transaction_policy: dict[str, Any] = {}
+    ensemble_scheduling: dict[str, Any] = {}
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The models that work: of an ensemble its parts, else the model itself."""
-        steps = self.ensemble_scheduling.step
-        return tuple(dict.fromkeys(step.model_name for step in steps)) or (self.name,)
+        steps = self.ensemble_scheduling.get("step", ())
+        return tuple(dict.fromkeys(step["model_name"] for step in steps)) or (self.name,)
 
     @property
     def language(self) -> bool:
         """Whether it has the protocol of Triton's language models: text in, a stream out."""
-        return self.model_transaction_policy.decoupled and self.has("text_input")
+        return self.model_transaction_policy.get("decoupled", False) and self.has("text_input")
 
     def has(self, name: str) -> bool:
         """Whether it has an input of the name."""
@@ -87,7 +74,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class _Loaded(msgspec.Struct):
-    model_stats: list[_Named]
+    model_stats: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -261,7 +248,7 @@ class Target:
             raise InvalidArgumentError(
                 f"say which model: the server refuses to list its models ({error})"
             ) from None
-        names = sorted({model.name for model in stats})
+        names = sorted({str(model.get("name", "")) for model in stats})
         listed = ", ".join(names) or "none"
         if name is not None and name in names:
             return self._described(name)
@@ -313,11 +300,10 @@ class Target:
 
 @dataclass
 class Snapshot:
-    """All that is read at one time; only differences mean anything. A count of batches has the
-    batch size as its key."""
+    """All that is read at one time; only differences mean anything."""
 
-    models: dict[str, Counter[Any]] = field(default_factory=dict)  # the server's statistics
-    engine: Counter[Any] = field(default_factory=Counter)
+    models: dict[str, Counter[str]] = field(default_factory=dict)  # the server's statistics
+    engine: Counter[str] = field(default_factory=Counter)
     """The engine's metrics; empty if there are none."""
     missing: list[str] = field(default_factory=list)  # what could not be read and why
 
@@ -339,7 +325,7 @@ def snapshot(target: Target, model: Model) -> Snapshot:
     return made
 
 
-def read_statistics(said: dict[str, Any]) -> Counter[Any]:
+def read_statistics(said: dict[str, Any]) -> Counter[str]:
     """Adds up the versions in the answer of ``/v2/models/NAME/stats``."""
     made: Any = Counter()
     for version in said["model_stats"]:
@@ -349,12 +335,10 @@ def read_statistics(said: dict[str, Any]) -> Counter[Any]:
         made["requests"] += spent["queue"]["count"]
         made["queue"] += spent["queue"]["ns"]
         made["compute"] += sum(spent[part]["ns"] for part in _COMPUTE)
-        for batch in version.get("batch_stats", []):
-            made[batch["batch_size"]] += batch["compute_infer"]["count"]
     return made
 
 
-def read_metrics(text: str, model: str) -> Counter[Any]:
+def read_metrics(text: str, model: str) -> Counter[str]:
     """Our counters of the model, added up over instances."""
     made: Any = Counter()
     for name, value in re.findall(_SAMPLE % re.escape(model), text, re.MULTILINE):
@@ -367,17 +351,9 @@ def stages(before: Snapshot, after: Snapshot) -> tuple[Stage, ...]:
     made = []
     for name, late in after.models.items():
         gained = late - before.models.get(name, late)
-        made.append(
-            Stage(
-                name,
-                gained["inferences"],
-                gained["executions"],
-                _mean(gained, "inferences", "executions"),
-                _mean(gained, "queue", "requests", 1e-9),
-                _mean(gained, "compute", "requests", 1e-9),
-                {size: count for size, count in gained.items() if isinstance(size, int)},
-            )
-        )
+        batch = _mean(gained, "inferences", "executions")
+        waits = (_mean(gained, part, "requests", 1e-9) for part in ("queue", "compute"))
+        made.append(Stage(name, gained["inferences"], gained["executions"], batch, *waits))
     return tuple(made)
 
 
@@ -397,6 +373,6 @@ def engine_work(before: Snapshot, after: Snapshot) -> EngineWork | None:
     )
 
 
-def _mean(gained: Counter[Any], total: str, count: str, scale: float = 1.0) -> float | None:
+def _mean(gained: Counter[str], total: str, count: str, scale: float = 1.0) -> float | None:
     """None if nothing was counted."""
     return gained[total] * scale / gained[count] if gained[count] else None

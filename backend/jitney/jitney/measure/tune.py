@@ -13,15 +13,16 @@ from jitney.measure import options
 from jitney.server.signals import interruptible
 
 if TYPE_CHECKING:
-    from jitney.measure.axes import Axis, Setting
+    from jitney.measure.axes import Axes, Setting
     from jitney.measure.tuner import Tuner
 
 _out = Console(highlight=False)
 
 
+@options.with_shared(seconds=3.0, out=Path("tune"))
 def tune(
+    shared: options.Shared,
     model: Annotated[str, typer.Argument(help="A model of the repository.")],
-    slo: options.Slo = "",
     repository: Annotated[
         Path, typer.Option(help="Folder of models. It is read, never written.")
     ] = Path("model_repository"),
@@ -37,36 +38,18 @@ def tune(
         str, typer.Option(help="Of a language model: max_num_batched_tokens to try: 256,512.")
     ] = "",
     budget: Annotated[str, typer.Option(help="For everything: 90s, 10m, 1h.")] = "10m",
-    concurrency: options.Concurrency = "",
-    rate: options.Rate = "",
-    arrivals: options.Arrivals = "poisson",
-    seconds: options.Seconds = 3.0,
-    requests: options.Requests = None,
-    input_tokens: options.InputTokens = "128",
-    output_tokens: options.OutputTokens = "64",
-    prompts: options.PromptsFile = None,
-    sampling: options.Sampling = "{}",
-    natural_end: options.NaturalEnd = False,
-    protocol: options.Protocol = "grpc",
-    rows: options.Rows = 1,
-    shape: options.Shape = None,
-    data: options.Data = None,
     beside: Annotated[
         list[str] | None,
         typer.Option(help="Load this model, too, unchanged; may be given several times."),
     ] = None,
-    stability: options.Stability = 0.2,
-    seed: options.Seed = 0,
-    out: options.Out = Path("tune"),
     start_timeout: Annotated[
         float, typer.Option(help="Seconds that the model may take to load.", min=1)
     ] = 600.0,
-    perf_analyzer: options.PerfAnalyzerPath = None,
 ) -> None:
     """Find the batching that a model should be served with, by measuring it.
 
     Starts a server of its own, loads the model with each setting in turn, puts loads on it with
-    perf_analyzer, and prints the lines for config.pbtxt of the setting with the greatest throughput
+    perf_analyzer, and prints the lines for config.pbtxt of the setting with the highest throughput
     within the bounds. Batch size, queue delay and instances; of a language model max_num_seqs and
     the token budget of a step. Writes OUT/report.html, the plots and OUT/tune.json.
 
@@ -76,17 +59,17 @@ def tune(
         jitney tune digits --slo latency-p95=10ms --batch-sizes 1,8,32 --windows 0,1ms --budget 5m
         jitney tune pylm --slo ttft-p95=500ms,itl-p95=50ms --budget 20m
     """
-    given = dict(locals())
+    given = vars(shared) | locals()
     options.check_matplotlib()
     with tempfile.TemporaryDirectory(prefix="jitney-tune-") as folder:
-        tuner = _tuner(given, Path(folder))
+        tuner = _tuner(shared, given, Path(folder))
         from jitney.measure.choose import print_end
         from jitney.measure.report import write_tuning
 
         with interruptible():
             tuning = tuner.run()
     print_end(tuning, _out, str(repository / model / "config.pbtxt"))
-    page = write_tuning(tuning, out)
+    page = write_tuning(tuning, shared.out)
     _out.print(f"Report: {page}", soft_wrap=True, markup=False)
     if tuning.ending == "interrupted":
         raise typer.Exit(options.INTERRUPTED)
@@ -94,27 +77,27 @@ def tune(
         raise typer.Exit(1)
 
 
-def _tuner(given: dict[str, Any], folder: Path) -> "Tuner":
+def _tuner(shared: options.Shared, given: dict[str, Any], folder: Path) -> "Tuner":
     """The options, checked, before any server is started. Raises JitneyError."""
     from jitney.measure import axes, slo
+    from jitney.measure.perf_analyzer import Driver
     from jitney.measure.subject import read_subject
     from jitney.measure.tuner import Tuner
 
     subject = read_subject(given["repository"], given["model"])
-    bounds = slo.parse(given["slo"], language=subject.language)
+    bounds = slo.parse(shared.slo, language=subject.language)
     max_batch = int(subject.config.max_batch_size)
-    options.check_model(given, "rows", language=subject.language, max_batch=max_batch)
-    if given["concurrency"] and given["rate"]:
+    options.check_model(shared, language=subject.language, max_batch=max_batch)
+    if shared.concurrency and shared.rate:
         bound = "left out where --concurrency is given"
-        raise InvalidArgumentError.of("rate", given["rate"], bound)
-    levels = given["concurrency"] or ("" if given["rate"] else "1,2,4,8,16,32,64")
-    loads = slo.loads(levels, given["rate"])
+        raise InvalidArgumentError.of("rate", shared.rate, bound)
+    loads = slo.loads(shared, default="1,2,4,8,16,32,64")
     subject.check_options(given)
 
-    def make_axes(current: "Setting") -> "tuple[Axis, ...]":
+    def make_axes(current: "Setting") -> "Axes":
         if subject.language:
-            greatest = None if loads[0].kind == "rate" else loads[-1].level
-            return axes.engine_axes(current, given, greatest, gpu=subject.gpu())
+            highest = None if loads[0].kind == "rate" else loads[-1].level
+            return axes.engine_axes(current, given, highest, gpu=subject.gpu())
         tightest = min((bound.seconds for bound in bounds), default=None)
         return axes.scheduler_axes(
             current, given, max_batch, tightest, len(os.sched_getaffinity(0)),
@@ -126,10 +109,9 @@ def _tuner(given: dict[str, Any], folder: Path) -> "Tuner":
     if budget_s is None or not 0 < budget_s <= 7 * 86400:
         bound = "a time above 0 like 90s, 10m or 1h"
         raise InvalidArgumentError.of("budget", given["budget"], bound)
-    driver = options.read_driver(given, loads, given["rows"], folder)
-    options.make_folder(given["out"])
+    driver = Driver.of(shared, loads, folder)
+    options.make_folder(shared.out)
     return Tuner(
-        subject=subject, beside=tuple(given["beside"] or ()), timeout_s=given["start_timeout"],
-        make_axes=make_axes, slo=given["slo"], bounds=bounds, budget_s=budget_s, driver=driver,
-        reported=options.reported(given), out=given["out"], terminal=_out,
+        subject, tuple(given["beside"] or ()), given["start_timeout"], make_axes, bounds, budget_s,
+        driver, _out,
     )  # fmt: skip

@@ -6,15 +6,15 @@ an interruption ends the server and the run, not the record.
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from jitney.errors import InstallationError, InternalError, LoadError, UnavailableError
 from jitney.measure import choose, record
-from jitney.measure.axes import Axis, Score, Setting, label, search
+from jitney.measure.axes import Axes, Score, Setting, label, search
 from jitney.measure.perf_analyzer import Driver
 from jitney.measure.record import Ending, Phase, Point, Trial, Tuning
 from jitney.measure.slo import Bound, judge
@@ -34,13 +34,10 @@ class Tuner:
     subject: Subject
     beside: tuple[str, ...]
     timeout_s: float
-    make_axes: Callable[[Setting], tuple[Axis, ...]]  # the current setting -> what is tried
-    slo: str
+    make_axes: Callable[[Setting], Axes]  # the current setting -> what is tried
     bounds: tuple[Bound, ...]
     budget_s: float
     driver: Driver
-    reported: dict[str, str]
-    out: Path
     terminal: Console
     _trials: list[Trial] = field(default_factory=list)
     _scores: dict[Setting, Score] = field(default_factory=dict)
@@ -51,34 +48,33 @@ class Tuner:
     _ending: Ending = "interrupted"
 
     def __post_init__(self) -> None:
-        self._loads = self.driver.plan.loads
+        self._loads = self.driver.loads
         self._current = self.subject.current()
         self._axes = self.make_axes(self._current)
 
     def run(self) -> Tuning:
         """Raises JitneyError if there is no server, or if nothing can be sent to the model."""
         self._began, self._date = time.monotonic(), record.now()
-        tried = "; ".join(f"{axis.name} {', '.join(map(str, axis.values))}" for axis in self._axes)
+        tried = "; ".join(
+            f"{name} {', '.join(map(str, values))}" for name, values in self._axes.items()
+        )
         self.terminal.print(
             f"{escape(self.subject.name)}: {tried}; up to {len(self._loads)} loads each, at most "
             f"{self.budget_s:,.0f} s in all.", soft_wrap=True,
         )  # fmt: skip
-        with self.terminal.status("") as self._status:
-            try:
-                self._try(self._current, "current", others=3)
-                for setting in search(self._axes, self._current, self._scores):
-                    if not self._fits(3):
-                        self._short = True
-                        break
-                    self._try(setting, "search", others=2)
-                self._measure_again()
-                self._ending = "out of time" if self._short else "complete"
-            except KeyboardInterrupt:
-                self._ending = "interrupted"
+        with self.terminal.status("") as self._status, suppress(KeyboardInterrupt):
+            self._try(self._current, "current", others=3)
+            for setting in search(self._axes, self._current, self._scores):
+                if not self._fits(3):
+                    self._short = True
+                    break
+                self._try(setting, "search", others=2)
+            self._measure_again()
+            self._ending = "out of time" if self._short else "complete"
         return self._save()
 
     def _measure_again(self) -> None:
-        """The best and the current setting: the greatest of many figures is too great by chance."""
+        """The best and the current setting: the highest of many figures is too high by chance."""
         best = max(self._scores, key=lambda setting: self._scores[setting])
         if best == self._current or self._standing(best).best is None:
             return  # there is nothing to confirm
@@ -123,10 +119,8 @@ class Tuner:
         finally:  # what an interruption leaves is kept, too
             if points:
                 named = self._named(setting)
-                result = self.driver.result(
-                    target, model, points, title=label(named), bounds=self.slo,
-                    options=self.reported, server=server, began=record.now(),
-                )  # fmt: skip
+                began = record.now()
+                result = self.driver.result(target, model, points, label(named), server, began)
                 self._keep(Trial(named, phase, load_s, "", result, cut), setting)
         if phase == "current" and result.empty:
             why = "; ".join(points[-1].remarks)
@@ -172,7 +166,7 @@ class Tuner:
 
     def _keep(self, trial: Trial, setting: Setting) -> None:
         self._trials.append(trial)
-        self._scores[setting] = choose.score(trial, self.bounds)
+        self._scores[setting] = choose.score(trial)
         self.terminal.print(choose.trial_line(trial), soft_wrap=True)
         self._save()
 
@@ -182,19 +176,19 @@ class Tuner:
         tuning = Tuning(
             model=self.subject.name,
             language=self.subject.language,
-            slo=self.slo,
+            slo=self.driver.options.slo,
             began=self._date,
             seconds=self._spent(),
             budget_s=self.budget_s,
-            axes={axis.name: axis.values for axis in self._axes},
-            options=self.reported,
+            beside=self.beside,
+            axes=dict(self._axes),
+            options=self.driver.options.reported(),
             trials=tuple(self._trials),
             ending=self._ending,
             choice=choice,
-            nearest=None if choice else choose.nearest(self._trials, self.bounds),
             lines=self.subject.lines(choice.values) if choice and change else "",
         )
-        record.write(tuning, self.out / "tune.json")
+        record.write(tuning, self.driver.options.out / "tune.json")
         return tuning
 
     def _standing(self, setting: Setting) -> Trial:
@@ -204,7 +198,7 @@ class Tuner:
 
     def _named(self, setting: Setting) -> dict[str, int]:
         """Axis -> value."""
-        return {axis.name: value for axis, value in zip(self._axes, setting, strict=True)}
+        return dict(zip(self._axes, setting, strict=True))
 
     def _spent(self) -> float:
         return time.monotonic() - self._began

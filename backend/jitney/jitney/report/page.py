@@ -16,7 +16,7 @@ from jitney.report.text import printable
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph, heading or code, by its ``tag``."""
+    """A paragraph or code, by its ``tag``."""
 
     text: str
     style: str = ""
@@ -24,7 +24,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """``style`` chosen marks it; ``note`` is a text below it over the whole width."""
 
     cells: Sequence[str]
@@ -38,27 +38,22 @@ class Table:
 
     label: str
     head: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[TableRow]
 
 
 @dataclass(frozen=True)
 class Plot:
-    """It has so many ``panels`` beside each other; several take the whole width."""
+    """It has so many ``columns`` of axes; several take the whole width."""
 
     name: str
     caption: str
     svg: bytes
     png: bytes
-    panels: int
+    columns: int
 
 
-Block = Text | Table | Sequence[Plot] | Mapping[str, str]
-"""A mapping is of terms to their meanings."""
-
-
-def heading(text: str) -> Text:
-    """Of a section."""
-    return Text(text, tag="h2")
+Block = str | Text | Table | list[Plot] | Mapping[str, str]
+"""A text alone is a section's heading; a mapping is of terms to their meanings."""
 
 
 def write_page(title: str, blocks: Sequence[Block], folder: Path) -> Path:
