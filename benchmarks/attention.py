@@ -21,6 +21,7 @@ from jitney.execution.attention import (
     build_metadata,
     cache_shape,
 )
+from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.cpu.accelerator import CpuAccelerator
 from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
@@ -64,30 +65,22 @@ def rows_of(spans: list[tuple[int, int]]) -> list[Row]:
     ]
 
 
-def gathered_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    meta: AttentionMetadata,
-    *,
-    scale: float,
-) -> Tensor:
+def gathered_sdpa(call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
     """What one would write without a kernel: gather each row's blocks, then SDPA.
 
     Of plain [token, head] blocks; the new tokens are written as the reference does.
     """
     block = torch.div(meta.slot_mapping, meta.block_size, rounding_mode="floor")
-    for new, cache in ((k, key_cache), (v, value_cache)):
-        cache[block, :, meta.slot_mapping % meta.block_size] = new
+    for new, stored in ((call.key, cache.keys), (call.value, cache.values)):
+        stored[block, :, meta.slot_mapping % meta.block_size] = new
+    q = call.query
     out = torch.empty_like(q)
     bounds = meta.query_start.tolist()
     for r, context in enumerate(meta.context_len.tolist()):
         blocks = meta.block_table[r, : -(-context // meta.block_size)].long()
         keys, values = (
-            cache[blocks].transpose(0, 1).flatten(1, 2)[None, :, :context]
-            for cache in (key_cache, value_cache)
+            stored[blocks].transpose(0, 1).flatten(1, 2)[None, :, :context]
+            for stored in (cache.keys, cache.values)
         )
         begin, end = bounds[r], bounds[r + 1]
         n = end - begin
@@ -96,7 +89,7 @@ def gathered_sdpa(
             mask = torch.ones(n, context, dtype=torch.bool).tril(context - n)
         result = scaled_dot_product_attention(
             q[begin:end].transpose(0, 1)[None], keys, values, mask,
-            is_causal=n == context and n > 1, scale=scale, enable_gqa=True,
+            is_causal=n == context and n > 1, scale=call.scale, enable_gqa=True,
         )  # fmt: skip
         out[begin:end] = result[0].transpose(0, 1)
     return out
@@ -146,7 +139,8 @@ def bench(
 
     def turn(function: Callable[..., Tensor]) -> Callable[[], Tensor]:
         count = iter(range(1 << 62))
-        return lambda: function(q, k, v, *caches[next(count) % LAYERS], meta, scale=head_size**-0.5)
+        call = AttentionCall(0, q, k, v, scale=head_size**-0.5)
+        return lambda: function(call, LayerCache(*caches[next(count) % LAYERS], function), meta)
 
     return measure({name: turn(f) for name, f in contenders.items()}, seconds, clock)
 

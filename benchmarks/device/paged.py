@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from jitney.execution.attention import AttentionMetadata, build_metadata, cache_shape
+from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.gpu.attention import GpuAttention
 from jitney.kernels.gpu.tiles import Tiles
 from jitney.messages import Row
@@ -70,11 +71,15 @@ class Batch:
     values: Tensor
     meta: AttentionMetadata
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the attention function."""
+    """Of an ``AttentionCall``, and of a ``LayerCache``."""
 
     def run(self, attend: Any) -> Tensor:
         """Write and attend."""
-        out = attend(self.q, self.k, self.v, self.keys, self.values, self.meta, **self.options)
+        names = {"key_scale", "value_scale"} & self.options.keys()
+        scales = {name: self.options[name] for name in names}
+        others = {name: value for name, value in self.options.items() if name not in names}
+        cache = LayerCache(self.keys, self.values, attend, **scales)
+        out = attend(AttentionCall(0, self.q, self.k, self.v, **others), cache, self.meta)
         assert isinstance(out, Tensor)
         return out
 

@@ -17,6 +17,7 @@ from jitney.kernels.gpu.language import INTERPRETED
 
 from tests.kernels.attention.forms import FLOAT8_FORMS, FORMS, LENGTHS, MIXED, TOLERANCE
 from tests.kernels.attention.paged import Case, Sequences, distance
+from tests.kernels.attention.rows import attend_over
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +69,7 @@ def test_a_cache_of_more_than_2_to_the_31_elements(dtype: torch.dtype) -> None:
     meta.block_table += shift
     meta.slot_mapping += shift * 16
     meta.last_block += shift
-    out = attend(*parts, *far, meta, **sequences.options())
+    out = attend_over(attend, *parts, *far, meta, **sequences.options())
     assert sequences.error(list(out.split([1, 30])), spans) < TOLERANCE[dtype]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from jitney.config import make_config
 from jitney.engine.assemble import load_model
-from jitney.execution.attention import AttentionFunction, build_metadata
-from jitney.execution.interface import LoadedModel, PagedStep
+from jitney.execution.attention import build_metadata
+from jitney.execution.interface import AttentionFunction, LoadedModel, PagedStep
 from jitney.execution.memory import make_layer_caches
 from jitney.execution.probe import probe_logits
 from jitney.kernels.fused.trial import relative_error

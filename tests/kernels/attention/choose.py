@@ -4,8 +4,8 @@ import torch
 from jitney.config import make_config
 from jitney.engine.assemble import accelerator_for
 from jitney.execution.accelerator import select
-from jitney.execution.attention import AttentionFunction, AttentionShape
-from jitney.execution.interface import LayerSpec
+from jitney.execution.attention import AttentionShape
+from jitney.execution.interface import AttentionFunction, LayerSpec
 
 CPU = torch.device("cpu")
 

@@ -86,6 +86,8 @@ def _launches(capability: int, form: Form) -> list[tuple[Any, tuple[Any, ...], d
     from jitney.kernels.gpu import attention as gpu
     from jitney.kernels.gpu import tiles as gpu_tiles
 
+    from tests.kernels.attention.rows import attend_over
+
     recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def record(kernel: Any) -> Any:
@@ -134,7 +136,7 @@ def _launches(capability: int, form: Form) -> list[tuple[Any, tuple[Any, ...], d
         angles = empty(tokens, size)
         options["transform"] = gpu.HeadTransform(angles, angles, empty(size), empty(size), 1e-6)
     qkv = empty(tokens, heads + 2 * kv_heads, size).split([heads, kv_heads, kv_heads], 1)
-    attend(*qkv, *caches, meta, **options)
+    attend_over(attend, *qkv, *caches, meta, **options)
     return recorded
 
 

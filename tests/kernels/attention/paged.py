@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jitney.execution.attention import AttentionFunction, build_metadata, cache_shape
+from jitney.execution.attention import build_metadata, cache_shape
+from jitney.execution.interface import AttentionFunction
 from jitney.kernels.gpu.attention import GpuAttention
 from torch import Tensor
 
-from tests.kernels.attention.rows import row
+from tests.kernels.attention.rows import attend_over, row
 
 FLOAT8 = torch.float8_e4m3fn
 Spans = list[tuple[int, int, int]]
@@ -92,7 +93,7 @@ class Sequences:
     def step(self, attend: AttentionFunction, spans: Spans) -> list[Tensor]:
         """The output of each row."""
         parts, meta = self.batch(spans)
-        out = attend(*parts, *self.caches, meta, **self.options())
+        out = attend_over(attend, *parts, *self.caches, meta, **self.options())
         assert out.dtype == self.case.dtype
         assert out.shape == parts[0].shape
         return list(out.split([end - start for _, start, end in spans]))

@@ -22,6 +22,7 @@ from jitney.kernels.gpu.tiles import Tiles
 
 from tests.kernels.attention.forms import FLOAT8_FORMS, FORMS, LENGTHS, MIXED, TOLERANCE
 from tests.kernels.attention.paged import Case, Sequences, distance
+from tests.kernels.attention.rows import attend_over
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here"),
@@ -103,7 +104,7 @@ def test_a_plan_for_longer_contexts_and_more_tokens_is_right():
         sequences.write(i, start)
     parts, meta = sequences.batch(spans)
     meta.max_context_len = 5000
-    out = attend(*parts, *sequences.caches, meta, **sequences.options())
+    out = attend_over(attend, *parts, *sequences.caches, meta, **sequences.options())
     assert sequences.error(list(out.split(1)), spans) < TOLERANCE[torch.float32]
 
 
@@ -122,7 +123,7 @@ def test_padded_rows_read_and_write_nothing():
         meta.slot_mapping = torch.tensor([int(meta.slot_mapping[0]), -1, -1])
         meta.block_table = torch.cat([meta.block_table, torch.zeros(2, 3, dtype=torch.int32)])
         before = [cache.isnan().sum() for cache in sequences.caches]
-        out = attend(q, k, v, *sequences.caches, meta, **sequences.options())
+        out = attend_over(attend, q, k, v, *sequences.caches, meta, **sequences.options())
         assert sequences.error([out[:1]], [(0, 39, 40)]) < TOLERANCE[torch.float32]
         assert torch.equal(out[1:], torch.zeros_like(out[1:]))
         new = case.heads[1] * case.size
@@ -139,7 +140,7 @@ def test_rows_without_tokens_among_others():
     meta.query_start = start[[0, 0, 1, 1, 2, 2]]  # rows 0, 2 and 4 have none
     meta.context_len = torch.stack([context[0], context[0], context[1], context[1], context[1]])
     meta.block_table = table[[0, 0, 1, 1, 1]]
-    out = attend(*parts, *sequences.caches, meta, **sequences.options())
+    out = attend_over(attend, *parts, *sequences.caches, meta, **sequences.options())
     assert sequences.error(list(out.split([40, 1])), spans) < TOLERANCE[torch.float32]
 
 
@@ -175,12 +176,12 @@ def test_inputs_of_any_strides():
     case = Case((8, 4))
     sequences, attend = Sequences(case, [50]), case.attention(tiles=LARGE)
     parts, meta = sequences.batch([(0, 0, 50)])
-    expected = attend(*parts, *sequences.caches, meta, **sequences.options())
+    expected = attend_over(attend, *parts, *sequences.caches, meta, **sequences.options())
     for turned in (
         [x.transpose(0, 1).contiguous().transpose(0, 1) for x in parts],
         [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts],
     ):
-        out = attend(*turned, *sequences.caches, meta, **sequences.options())
+        out = attend_over(attend, *turned, *sequences.caches, meta, **sequences.options())
         assert torch.equal(out, expected)
 
 
@@ -199,7 +200,7 @@ def test_what_does_not_fit_together_is_refused():
         (q, k, v, keys[:, :, :8].contiguous(), values[:, :, :8].contiguous()),
     ):
         with pytest.raises(AssertionError):
-            attend(*wrong, meta, scale=1.0)
+            attend_over(attend, *wrong, meta, scale=1.0)
 
 
 # --------------------------------------------------------------------------- norm and rotation
@@ -224,7 +225,9 @@ def test_fused_norm_rotation_write_and_attention(rotary, norm):
     sequences.caches[1].zero_()
     parts = qkv.view(tokens, -1, size).split([heads, kv_heads, kv_heads], 1)
     transform = gpu.HeadTransform(angle.cos(), angle.sin(), *weights, 0.5)
-    out = attend(*parts, *sequences.caches, meta, **sequences.options(), transform=transform)
+    out = attend_over(
+        attend, *parts, *sequences.caches, meta, **sequences.options(), transform=transform
+    )
     k_cache = sequences.caches[0][sequences.tables[0]]
     assert k_cache[-1, :, (tokens - 1) % case.block_size :].isnan().all()
 
@@ -330,5 +333,5 @@ def test_a_cache_of_more_than_2_to_the_31_elements():
     parts, meta = sequences.batch(spans)
     meta.block_table += shift
     meta.slot_mapping += shift * 128
-    out = attend(*parts, *far, meta, **sequences.options())
+    out = attend_over(attend, *parts, *far, meta, **sequences.options())
     assert sequences.error(list(out.split([1, 3])), spans) < TOLERANCE[torch.float16]

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from jitney.execution.attention import AttentionMetadata, cache_shape
+from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.fused.layers import NormForm
 from jitney.kernels.fused.rotary import RotaryTable
 from jitney.kernels.gpu.attention import GpuAttention, HeadTransform
@@ -80,9 +81,8 @@ class Layer:
         cos, sin = self.angles(self.slots[:tokens])
         qkv = like.new_zeros((tokens, sum(self.heads), self.size)).split(self.heads, 1)
         transform = HeadTransform(cos, sin)
-        attended = self.attend(
-            *qkv, *self.caches, meta, scale=0.1, window=self.window, transform=transform
-        )
+        call = AttentionCall(0, *qkv, scale=0.1, window=self.window)
+        attended = self.attend(call, LayerCache(*self.caches, self.attend), meta, transform)
         x, residual = add_norm(attended.view(tokens, -1), attended.view(tokens, -1), norm=self.norm)
         self.product(x)
         gate(like.new_zeros((tokens, 512)), "silu")

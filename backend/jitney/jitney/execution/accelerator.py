@@ -13,10 +13,16 @@ from torch import Tensor
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
-from jitney.execution.attention import AttentionFunction, AttentionShape
-from jitney.execution.attention.reference import ReferenceAttention
-from jitney.execution.interface import LayerCache, LayerSpec, LoadedModel, StepFunction
+from jitney.execution.attention import AttentionShape
+from jitney.execution.interface import (
+    AttentionFunction,
+    LayerCache,
+    LayerSpec,
+    LoadedModel,
+    StepFunction,
+)
 from jitney.execution.memory import StepMemory
+from jitney.execution.reference import ReferenceAttention
 from jitney.messages import Batch, ModelInfo, StepOutput
 
 _log = logging.getLogger(__name__)

@@ -11,13 +11,14 @@ position p sees what the block table holds up to p.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from jitney.execution.attention import AttentionFunction, AttentionMetadata
+from jitney.execution.attention import AttentionMetadata
 
 NAME = "jitney"
 
@@ -25,22 +26,24 @@ NAME = "jitney"
 class AttentionCall(NamedTuple):
     """One layer's call. T flattened tokens of all rows of the step."""
 
-    module: nn.Module
     layer: int
     query: Tensor
-    """[T, heads, head size], after rotary embedding; any strides, as are the next two."""
+    """[T, heads, head size], after rotary embedding; any strides, as are the next two. Query head h
+    reads KV head ``h // (heads // KV heads)``."""
     key: Tensor
     """[T, KV heads, head size], after rotary embedding."""
     value: Tensor
-    mask: Tensor | None
     scale: float
-    window: int | None
+    window: int | None = None
     """The query at position p sees keys max(0, p - window + 1) to p."""
-    softcap: float | None
-    sinks: Tensor | None
-    """[heads]: one more logit per head."""
-    extra: Mapping[str, Any]
-    """Every other keyword argument of the call."""
+    softcap: float | None = None
+    """Maps scores to ``softcap * tanh(score / softcap)``."""
+    sinks: Tensor | None = None
+    """[heads]: one more logit per head, in the denominator of the softmax."""
+    mask: Tensor | None = None
+    """This and the next field are for the probe to judge."""
+    extra: Mapping[str, Any] = MappingProxyType({})
+    """Every other keyword argument of the call, and ``is_causal``."""
 
 
 PagedFunction = Callable[[AttentionCall], Tensor]
@@ -50,11 +53,23 @@ class LayerCache(NamedTuple):
     """One layer's part of the KV cache and the function that reads and writes it."""
 
     keys: Tensor
+    """Of :func:`attention.cache_shape`, as are the values."""
     values: Tensor
-    attend: AttentionFunction
+    attend: "AttentionFunction"
     key_scale: Tensor | None = None
     """float32 [KV heads] of a float8 cache: an element stands for itself times its head's scale."""
     value_scale: Tensor | None = None
+
+
+class AttentionFunction(Protocol):
+    """Attention over paged caches. Belongs to one engine."""
+
+    name: str
+
+    def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
+        """Write the new K and V to their slots, converted to the cache's dtype, then attend
+        causally over each row's block table. Returns [T, heads, head size] of the query's dtype.
+        """
 
 
 StepFunction = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
@@ -106,22 +121,7 @@ class PagedStep:
     def __call__(self, call: AttentionCall) -> Tensor:
         """Returns [T, heads, head size]."""
         cache = self.layers[call.layer]
-        scales: dict[str, Any] = {}  # a function without float8 caches need not know the names
-        if cache.key_scale is not None:
-            scales = {"key_scale": cache.key_scale, "value_scale": cache.value_scale}
-        return cache.attend(
-            call.query,
-            call.key,
-            call.value,
-            cache.keys,
-            cache.values,
-            self.meta,
-            scale=call.scale,
-            window=call.window,
-            softcap=call.softcap,
-            sinks=call.sinks,
-            **scales,
-        )
+        return cache.attend(call, cache, self.meta)
 
 
 def register() -> None:
@@ -151,17 +151,17 @@ def paged_attention(
     """
     if paged is None:
         raise TypeError("the module does not pass keyword arguments on to its attention")
+    extra.setdefault("is_causal", getattr(module, "is_causal", True))
     call = AttentionCall(
-        module=module,
         layer=module.layer_idx,  # type: ignore[arg-type]
         query=query[0].transpose(0, 1),
         key=key[0].transpose(0, 1),
         value=value[0].transpose(0, 1),
-        mask=attention_mask,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window or None,  # 0 stands for none, as None does
         softcap=softcap,
         sinks=s_aux,
+        mask=attention_mask,
         extra=extra,
     )
     return paged(call).unsqueeze(0), None

@@ -19,9 +19,8 @@ from jitney.config import EngineConfig
 from jitney.errors import ConfigError, LoadError
 from jitney.execution import interface, machine, memory, probe, support
 from jitney.execution.accelerator import Accelerator, DeviceRunner, select_attention
-from jitney.execution.attention import AttentionFunction
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_folder
-from jitney.execution.interface import LayerSpec, LoadedModel
+from jitney.execution.interface import AttentionFunction, LayerSpec, LoadedModel
 from jitney.execution.quantized import Quantizer, WeightFormat, coarse_layers
 from jitney.execution.runner import TorchRunner
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name

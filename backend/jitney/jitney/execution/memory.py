@@ -13,8 +13,8 @@ import torch
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
-from jitney.execution.attention import AttentionFunction, cache_shape
-from jitney.execution.interface import LayerCache, LayerSpec, LoadedModel
+from jitney.execution.attention import cache_shape
+from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec, LoadedModel
 
 # Defaults of the cache: a share of what is free after loading, and at most so much on a CPU.
 _CPU_SHARE, _CPU_MOST = 0.25, 4 << 30

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jitney.errors import CheckpointError, InstallationError
-from jitney.execution.attention import AttentionFunction, build_metadata
-from jitney.execution.attention.reference import ReferenceAttention
+from jitney.execution.attention import build_metadata
 from jitney.execution.interface import (
     NAME,
     AttentionCall,
+    AttentionFunction,
     LayerSpec,
     PagedStep,
     StepFunction,
@@ -27,6 +27,7 @@ from jitney.execution.interface import (
 )
 from jitney.execution.memory import make_layer_caches
 from jitney.execution.quantized import QuantizedLinear, exact_products
+from jitney.execution.reference import ReferenceAttention
 from jitney.execution.support import refuse
 from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
@@ -172,7 +173,7 @@ class _Recorder:
             yield f"it attends in layer {layer}, outside its own count"
         if call.mask is not None:
             yield f"layer {layer} brings a mask of its own"
-        if call.extra.get("is_causal", getattr(call.module, "is_causal", True)) is False:
+        if call.extra.get("is_causal") is False:
             yield f"the attention of layer {layer} is not causal"
         if call.window != (stated := self._windows[layer]):
             yield (

@@ -7,13 +7,12 @@ modules stay as they are.
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from jitney.config import EngineConfig
 from jitney.execution.accelerator import SpeedUp
-from jitney.execution.attention import AttentionFunction, AttentionShape
-from jitney.execution.interface import LayerCache, LoadedModel, StepFunction
+from jitney.execution.attention import AttentionShape
+from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel, StepFunction
 from jitney.execution.load import refuse_gpu_options
 from jitney.execution.memory import StepMemory
 from jitney.execution.runner import TorchRunner
@@ -39,15 +38,13 @@ class CpuAccelerator:
         if shape.batch_invariant:
             return "option batch_invariant needs the attention kernels of a GPU"
         try:
-            from jitney.kernels.cpu.attention import CpuAttention, supported_dtypes
+            from jitney.kernels.cpu.attention import TAGS, CpuAttention
         except ImportError as error:
             return f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
         if self._config.block_size % 16 != 0:
             return f"the CPU kernel needs a block_size of whole 16s, not {self._config.block_size}"
-        known = supported_dtypes()
-        if shape.dtype not in known:
-            names = ", ".join(map(_short, known))
-            return f"the CPU kernel has caches of {names}, not {_short(shape.dtype)}"
+        if shape.dtype not in TAGS:
+            return f"the CPU kernel has caches of float32 and bfloat16, not {shape.dtype}"
         return CpuAttention(shape.dtype)
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
@@ -83,7 +80,3 @@ class CpuAccelerator:
     def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> TorchRunner:
         """The plain runner."""
         return TorchRunner(model, caches, info)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

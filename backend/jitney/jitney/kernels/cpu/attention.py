@@ -5,55 +5,48 @@ is called by one thread at a time; two objects may run at once.
 """
 
 import logging
-import platform
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jitney.execution.attention import AttentionMetadata
+from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.cpu import layout
 from jitney.kernels.cpu.amx import may_use_amx
 from jitney.kernels.cpu.attention_kernel import attend_body
 from jitney.kernels.cpu.blocks import write_body
 from jitney.kernels.cpu.compiled import Kernel, source_version
-from jitney.kernels.cpu.layout import AttentionCall
+from jitney.kernels.cpu.layout import AttentionArguments
 from jitney.kernels.cpu.plan import Plan, make_plan
 from jitney.kernels.cpu.products import GROUP_TOKENS
-from jitney.kernels.cpu.simd import BF16, F16, F32, host_has
+from jitney.kernels.cpu.simd import BF16, F32
 
 _log = logging.getLogger(__name__)
 
-_TAGS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
+TAGS: dict[torch.dtype, Any] = {torch.float32: F32, torch.bfloat16: BF16}
+"""By cache type."""
 _PAGE = 4096
-
-
-def supported_dtypes() -> list[torch.dtype]:
-    """Cache types that the kernel has on this processor."""
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    # LLVM would call a function that is not there to convert float16.
-    return [t for t in _TAGS if t != torch.float16 or not x86 or host_has("f16c")]
 
 
 @dataclass(slots=True)
 class Prepared:
     """The arguments for the layers of one kind in one step, and what they point to."""
 
-    call: AttentionCall
+    arguments: AttentionArguments
     """Without the layer's part."""
     items: int
     write_items: int
     """0 if the works write their own tokens."""
     threads: int
-    last_block: int
-    """The highest block in use."""
     owned: tuple[np.ndarray, ...]
 
 
 class CpuAttention:
-    """The attention function ``cpu``; see :class:`execution.attention.AttentionFunction`."""
+    """The attention function ``cpu``; see :class:`execution.interface.AttentionFunction`."""
 
     name = "cpu"
 
@@ -61,16 +54,11 @@ class CpuAttention:
         """Compile, or load from Numba's cache, the kernel for caches of ``dtype``."""
         began = time.perf_counter()
         self._dtype = dtype
-        self._attend, self._write = _compile(_TAGS[dtype])
+        self._attend, self._write = _compile(TAGS[dtype])
         self.attend_address, self.write_address = self._attend.address, self._write.address
-        self.compile_seconds = time.perf_counter() - began
-        cached = self._attend.was_cached and self._write.was_cached
-        _log.info(
-            "attention kernel for %s %s in %.1f s",
-            dtype,
-            "loaded" if cached else "compiled",
-            self.compile_seconds,
-        )
+        done = "loaded" if self._attend.was_cached and self._write.was_cached else "compiled"
+        seconds = time.perf_counter() - began
+        _log.info("attention kernel for %s %s in %.1f s", dtype, done, seconds)
         self._tiles = int(dtype == torch.bfloat16 and may_use_amx())
         self._scratch = np.empty(0, np.uint8)
         self._areas = np.empty((0, 0), np.int64)
@@ -78,77 +66,43 @@ class CpuAttention:
         self._parts = np.empty(0, np.float32)
         self._parts_done = np.zeros(0, np.int64)
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write K and V to their slots, then attend, in the cache's dtype with float32 sums."""
-        dtype = self._dtype
-        # The kernel trusts addresses: what they point to is checked here.
-        assert key_cache.dtype == value_cache.dtype == dtype
-        assert key_cache.is_contiguous()
-        assert value_cache.is_contiguous()
-        assert key_cache.shape == value_cache.shape
-        assert k.shape == v.shape == (q.shape[0], key_cache.shape[1], q.shape[2])
-        asked = q.dtype
-        q, k, v = _rows(q, dtype), _rows(k, dtype), _rows(v, dtype)
-        if sinks is not None:
-            sinks = sinks.to(torch.float32).contiguous()
-        out = torch.empty(q.shape, dtype=dtype)
-        shape = (q.shape[1], k.shape[1], q.shape[2], key_cache.shape[3])
-        ready = self.prepare(meta, shape, scale, window, softcap)
-        call = ready.call
-        assert (call.tokens, call.block_size) == (q.shape[0], key_cache.shape[2])
-        assert ready.last_block < key_cache.shape[0]
-        call.query, call.query_token_stride, call.query_head_stride = _address(q)
-        call.key, call.key_token_stride, call.key_head_stride = _address(k)
-        call.value, call.value_token_stride, call.value_head_stride = _address(v)
-        call.key_cache, call.value_cache = key_cache.data_ptr(), value_cache.data_ptr()
-        call.sinks = 0 if sinks is None else sinks.data_ptr()
-        call.out = out.data_ptr()
+        q, k, v = (_rows(each, self._dtype) for each in (call.query, call.key, call.value))
+        assert k.shape == v.shape == (q.shape[0], cache.keys.shape[1], q.shape[2])
+        out = torch.empty(q.shape, dtype=self._dtype)
+        ready = self.prepare(call, cache, meta)
+        arguments = ready.arguments
+        assert arguments.tokens == q.shape[0]
+        set_layer(arguments, q, k, v, cache, out.data_ptr())
+        sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
+        arguments.sinks = 0 if sinks is None else sinks.data_ptr()
         for run, items in ((self._write.run, ready.write_items), (self._attend.run, ready.items)):
             if items:
-                call.counter, call.threads, call.num_items = 0, 0, items
-                run(call, min(ready.threads, items))
-        return out if dtype == asked else out.to(asked)
+                arguments.counter, arguments.threads, arguments.num_items = 0, 0, items
+                run(arguments, min(ready.threads, items))
+        return out.to(call.query.dtype)
 
-    def prepare(
-        self,
-        meta: AttentionMetadata,
-        shape: tuple[int, int, int, int],
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Prepared:
-        """The arguments for layers of this kind; all but one layer of a step find them made.
-
-        ``shape`` is (heads, KV heads, head size, head size in the cache).
-        """
+    def prepare(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Prepared:
+        """The arguments for layers of this kind; all but one layer of a step find them made."""
+        _, heads, head_size = call.query.shape
+        blocks, kv_heads, block_size, padded = shape = cache.keys.shape
         threads = torch.get_num_threads()
-        key = (self, shape, scale, window, softcap, threads)
+        key = (self, heads, head_size, shape, call.scale, call.window, call.softcap, threads)
         if key in meta.plans:
             ready = meta.plans[key]
             assert isinstance(ready, Prepared)
             return ready
-        assert meta.block_size % GROUP_TOKENS == 0
-        heads, kv_heads, head_size, padded = shape
+        assert meta.block_size == block_size
+        assert block_size % GROUP_TOKENS == 0
+        assert meta.last_block < blocks
         group, table, tokens = heads // kv_heads, meta.block_table, meta.slot_mapping.shape[0]
-        plan = make_plan(meta.query_start.numpy(), meta.context_len.numpy(), group, window)
+        plan = make_plan(meta.query_start.numpy(), meta.context_len.numpy(), group, call.window)
         decode, width = meta.max_query_len == 1, table.stride(0)
-        longest = width * meta.block_size
-        self._reserve_scratch(threads, max(layout.TILE_ROWS, group), padded, longest)
+        rows = max(layout.TILE_ROWS, group)
+        self._reserve_scratch(threads, rows, padded, width * block_size)
         self._reserve_parts(plan, group, kv_heads, padded)
-        call = AttentionCall(
+        arguments = AttentionArguments(
             works=plan.works.ctypes.data,
             scratch=self._areas.ctypes.data,
             parts=self._parts.ctypes.data,
@@ -157,23 +111,22 @@ class CpuAttention:
             kv_heads=kv_heads,
             head_size=head_size,
             padded=padded,
-            block_size=meta.block_size,
+            block_size=block_size,
             table=table.data_ptr(),
             table_width=width,
             slots=meta.slot_mapping.data_ptr(),
             tokens=tokens,
             decode=decode,
             tiles=self._tiles,
-            scale=scale,
-            window=window or 0,
-            softcap=softcap or 0.0,
+            scale=call.scale,
+            window=call.window or 0,
+            softcap=call.softcap or 0.0,
         )
         ready = meta.plans[key] = Prepared(
-            call,
+            arguments,
             items=len(plan.works) * kv_heads,
             write_items=0 if decode else -(-tokens // layout.WRITE_TOKENS) * kv_heads,
             threads=threads,
-            last_block=meta.last_block,
             owned=(plan.works, self._scratch, self._areas, self._parts, self._parts_done),
         )
         return ready
@@ -199,10 +152,25 @@ class CpuAttention:
             self._parts_done = np.zeros(plan.split_rows * kv_heads, np.int64)
 
 
+def set_layer(
+    arguments: AttentionArguments, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, out: int
+) -> None:
+    """Set what is of a layer, but for its sinks. ``out`` is the address of the result."""
+    # The kernel trusts addresses: what they point to is checked here.
+    assert q.dtype == cache.keys.dtype == cache.values.dtype
+    assert cache.keys.is_contiguous()
+    assert cache.values.is_contiguous()
+    assert cache.keys.shape == cache.values.shape
+    arguments.query, arguments.query_token_stride, arguments.query_head_stride = _address(q)
+    arguments.key, arguments.key_token_stride, arguments.key_head_stride = _address(k)
+    arguments.value, arguments.value_token_stride, arguments.value_head_stride = _address(v)
+    arguments.key_cache, arguments.value_cache = cache.keys.data_ptr(), cache.values.data_ptr()
+    arguments.out = out
+
+
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` [T, heads, head] in ``dtype``, each head contiguous."""
-    if x.dtype != dtype:
-        x = x.to(dtype)
+    x = x.to(dtype)
     return x if x.stride(2) == 1 else x.contiguous()
 
 

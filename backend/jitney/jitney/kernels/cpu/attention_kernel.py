@@ -3,8 +3,8 @@
 """The paged attention kernel for the CPU, as Numba functions over raw addresses.
 
 ``attention`` calls ``blocks.write_body``, unless all rows decode, and then :func:`attend_body` on
-every thread of a team, with the address of a ``layout.AttentionCall``; the threads take items from
-a counter until none is left. ``tag`` is the element type of the cache (``simd``).
+every thread of a team, with the address of ``layout.AttentionArguments``; the threads take items
+from a counter until none is left. ``tag`` is the element type of the cache (``simd``).
 
 An item is a tile of one row's queries and one KV head, all query heads of its group together, so
 that K and V are read once for them; a tile's rows are (token, head of the group), token by token.

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from jitney.kernels.cpu import row_kernels
+from jitney.kernels.cpu.attention import TAGS
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.linear import PackedLinear
 from jitney.kernels.cpu.program import LayerProgram
 from jitney.kernels.cpu.rows import HeadAttention, RowNorm
-from jitney.kernels.cpu.simd import BF16, F32
 from jitney.kernels.cpu.tile_linear import (
     ACTIVATIONS,
     TileKernel,
@@ -31,8 +31,6 @@ from jitney.kernels.fused.layers import (
 )
 from jitney.kernels.fused.parts import merged_linears
 
-_TAGS: dict[torch.dtype, Any] = {torch.float32: F32, torch.bfloat16: BF16}
-
 
 class CpuLayerKernels:
     """The :class:`fused.layers.LayerKernels` of a CPU, for one dtype."""
@@ -40,7 +38,7 @@ class CpuLayerKernels:
     def __init__(self, dtype: torch.dtype, rows: int) -> None:
         """Compile, or load from Numba's cache. ``rows`` are the tokens of a usual step."""
         self._dtype, self._rows = dtype, rows
-        tag, version = _TAGS[dtype], source_version()
+        tag, version = TAGS[dtype], source_version()
 
         def norm(arguments: int) -> None:
             if version != 0:

@@ -26,7 +26,7 @@ LIST_MARGIN = PREFETCH_GROUPS + COLUMNS
 
 
 @record
-class AttentionCall(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """The arguments: first those of one layer, then those of one step for layers of one kind."""
 
     counter: int
@@ -85,7 +85,7 @@ class AttentionCall(ctypes.Structure):
     """0: none."""
 
 
-THREADS_OFFSET = AttentionCall.threads.offset  # type: ignore[attr-defined]
+THREADS_OFFSET = AttentionArguments.threads.offset  # type: ignore[attr-defined]
 
 
 @record
@@ -147,7 +147,7 @@ def scratch_sizes(size: int, rows: int, padded: int, longest: int) -> list[int]:
     ]
 
 
-read_call, _read_work, _read_scratch = map(reader, (AttentionCall, Work, Scratch))
+read_call, _read_work, _read_scratch = map(reader, (AttentionArguments, Work, Scratch))
 _WORK_BYTES, _SCRATCH_BYTES = ctypes.sizeof(Work), ctypes.sizeof(Scratch)
 
 

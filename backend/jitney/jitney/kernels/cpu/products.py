@@ -32,10 +32,8 @@ from jitney.kernels.cpu.simd import (
     call_llvm,
     emitted,
     every,
-    f16,
     f32x,
     host_has,
-    i16x,
     i32,
     i32x,
     i64,
@@ -78,14 +76,8 @@ def _widen(builder: Any, tag: Any, units: Any) -> list[Any]:
     """IR: the elements of each unit as float32: the one, or the low and the high one."""
     if tag == types.float32:
         return [builder.bitcast(units, f32x)]
-    if tag == types.uint16:
-        high = builder.and_(units, every(i32x, -65536))
-        return [widen_bf16(builder, units), builder.bitcast(high, f32x)]
-    halves = ir.VectorType(f16, LANES)
-    return [
-        builder.fpext(builder.bitcast(builder.trunc(x, i16x), halves), f32x)
-        for x in (units, builder.lshr(units, every(i32x, 16)))
-    ]
+    high = builder.and_(units, every(i32x, -65536))
+    return [widen_bf16(builder, units), builder.bitcast(high, f32x)]
 
 
 def _entry(builder: Any, addresses: Any, index: Any) -> Any:

@@ -10,25 +10,24 @@ One engine's thread calls it; activations are kept between calls. Imported only 
 
 import ctypes
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jitney.execution.attention import AttentionMetadata
-from jitney.execution.interface import LayerCache, PagedFunction, PagedStep
+from jitney.execution.interface import AttentionCall, LayerCache, PagedFunction, PagedStep
 from jitney.kernels.cpu import program_kernel
-from jitney.kernels.cpu.attention import CpuAttention, Prepared
+from jitney.kernels.cpu.attention import CpuAttention, set_layer
 from jitney.kernels.cpu.compiled import Kernel, source_version
-from jitney.kernels.cpu.layout import AttentionCall
+from jitney.kernels.cpu.layout import AttentionArguments
 from jitney.kernels.cpu.openmp import function_address
 from jitney.kernels.cpu.program_kernel import ProgramCall
 from jitney.kernels.cpu.row_kernels import NormCall, RotateCall
 from jitney.kernels.cpu.rows import HeadAttention, RowNorm
 from jitney.kernels.cpu.tile_kernel import ProductCall
 from jitney.kernels.cpu.tile_linear import TileLinear
-from jitney.kernels.fused.layers import AttentionForm, FusedDecoderLayer, FusedForward, FusedMLP
+from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP
 
 _Record = TypeVar("_Record", bound=ctypes.Structure)
 
@@ -37,9 +36,11 @@ _WIDTH = 64
 _ROWS_PER_ITEM = 4
 _LEAST_TOKENS = 64
 _TEAM_SIZE, _YIELD = "omp_get_num_threads", "sched_yield"
-# The arguments of a layer's kernels, those of one sort side by side; and the order of the kernels.
+# Indices of a layer's kernels among its arguments: those of one sort stand side by side.
 _ATTENTION_NORM, _MLP_NORM, _ROTATE, _QKV, _OUTPUT, _GATED, _DOWN, _WRITE, _ATTEND = range(9)
+_KERNELS = 9
 _ROW_KERNELS, _PRODUCTS = slice(_ATTENTION_NORM, _QKV), slice(_QKV, _WRITE)
+_ATTENTION = slice(_WRITE, _ATTEND + 1)
 _ORDER = (_ATTENTION_NORM, _QKV, _ROTATE, _WRITE, _ATTEND, _OUTPUT, _MLP_NORM, _GATED, _DOWN)
 
 
@@ -51,8 +52,8 @@ def _index(record: type[ctypes.Structure], field: str) -> int:
 _ROWS, _PRODUCT_ROWS = _index(NormCall, "rows"), _index(ProductCall, "rows")
 _PER_ITEM = _index(NormCall, "rows_per_item")
 _POSITIONS = _index(RotateCall, "positions")
-_NUM_ITEMS = _index(AttentionCall, "num_items")
-_STEP_FIELDS = slice(_index(AttentionCall, "works"), ctypes.sizeof(AttentionCall) // 8)
+_NUM_ITEMS = _index(AttentionArguments, "num_items")
+_STEP_FIELDS = slice(_index(AttentionArguments, "works"), ctypes.sizeof(AttentionArguments) // 8)
 
 
 @dataclass(frozen=True)
@@ -73,32 +74,8 @@ class _Memory:
     head: ProductCall | None
     kernels: np.ndarray
     """int64 [kernels, 2]: addresses of body and arguments, in the order in which they run."""
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Layers whose attention takes the same arguments in a step."""
-
-    attend: CpuAttention
-    form: AttentionForm
-    cache_shape: tuple[int, ...]
-    layers: slice | list[int]
-
-
-def _sort(forms: list[AttentionForm], caches: list[LayerCache]) -> list[_Kind]:
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for number, form in enumerate(forms):
-        cache = caches[form.layer]
-        key = (cache.attend, *cache.keys.shape, replace(form, layer=0))
-        kinds.setdefault(key, []).append(number)
-    found = []
-    for numbers in kinds.values():
-        form = forms[numbers[0]]
-        cache = caches[form.layer]
-        assert isinstance(cache.attend, CpuAttention)
-        every = slice(None) if len(kinds) == 1 else numbers  # numpy writes a slice faster
-        found.append(_Kind(cache.attend, form, tuple(cache.keys.shape), every))
-    return found
+    kinds: list[tuple[AttentionCall, LayerCache, Any]]
+    """One layer's, and the indices of all layers whose attention takes the same of a step."""
 
 
 class _Layer(NamedTuple):
@@ -145,7 +122,6 @@ class LayerProgram:
         self._embedding, self._table, self._layers = weight.detach(), table, layers
         self._norm, self._head = norm, model.head
         self._caches: list[LayerCache] = []
-        self._kinds: list[_Kind] = []
         self._memory: _Memory | None = None
         version = source_version()
 
@@ -181,7 +157,6 @@ class LayerProgram:
                 if not isinstance(cache.attend, CpuAttention) or cache.keys.dtype != dtype:
                     return False
             self._caches, self._memory = paged.layers, None
-            self._kinds = _sort([layer.attention.form for layer in self._layers], paged.layers)
         return True
 
     def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor:
@@ -208,30 +183,21 @@ class LayerProgram:
             assert isinstance(self._head, TileLinear)
             out = torch.empty(count, self._head.out_features, dtype=out.dtype)
             memory.head.rows, memory.head.out = count, out.data_ptr()
-        held = [self._set_attention(kind, memory, meta, tokens) for kind in self._kinds]
+        held = []  # what owns the memory that the arguments point to
+        for call, cache, layers in memory.kinds:
+            assert isinstance(cache.attend, CpuAttention)
+            step = cache.attend.prepare(call, cache, meta)
+            assert step.arguments.tokens == tokens
+            fields = np.frombuffer(bytes(step.arguments), np.int64)[_STEP_FIELDS]
+            memory.layers[layers, _ATTENTION, _STEP_FIELDS] = fields
+            memory.layers[layers, _ATTENTION, _NUM_ITEMS] = step.write_items, step.items
+            held.append(step)
         self._call.arrived = 0
         self._kernel.run(self._call, torch.get_num_threads())
         del held
         if memory.head is None:
             out = self._head(out)
         return out
-
-    @staticmethod
-    def _set_attention(
-        kind: _Kind, memory: _Memory, meta: AttentionMetadata, tokens: int
-    ) -> Prepared:
-        """Write what is of this step; returns what owns the memory that it points to."""
-        form = kind.form
-        num_blocks, _, block_size, padded = kind.cache_shape
-        shape = (form.query_heads, form.key_heads, form.head_size, padded)
-        step = kind.attend.prepare(meta, shape, form.scale, form.window, form.softcap)
-        assert (step.call.tokens, step.call.block_size) == (tokens, block_size)
-        assert step.last_block < num_blocks
-        constants = np.frombuffer(bytes(step.call), np.int64)[_STEP_FIELDS]
-        for kernel, items in ((_WRITE, step.write_items), (_ATTEND, step.items)):
-            memory.layers[kind.layers, kernel, _STEP_FIELDS] = constants
-            memory.layers[kind.layers, kernel, _NUM_ITEMS] = items
-        return step
 
     def _lay_out(self, tokens: int) -> _Memory:
         """Memory for steps of at most ``tokens`` rows, rounded up to a power of two."""
@@ -240,75 +206,51 @@ class LayerProgram:
         size = self._embedding.shape[1]
         widths = (size, size, size, first.qkv.out_features, first.output.in_features)
         tensors = [torch.empty(tokens, w, dtype=dtype) for w in (*widths, first.down.in_features)]
-        arguments = np.zeros((len(_ORDER) * count + 2, _WIDTH), np.int64)
+        arguments = np.zeros((_KERNELS * count + 2, _WIDTH), np.int64)
         kernels: list[tuple[int, int]] = []
+        kinds: dict[object, tuple[AttentionCall, LayerCache, Any]] = {}
 
-        def write(row: int, call: _Record) -> _Record:
-            """Into ``arguments``; returns the record there."""
+        def add(row: int, body: int, call: _Record) -> _Record:
+            """Run ``body`` next, with a copy of ``call`` in ``arguments``; returns the copy."""
             address = int(arguments[row].ctypes.data)
             ctypes.memmove(address, ctypes.addressof(call), ctypes.sizeof(call))
+            kernels.append((body, address))
             return type(call).from_address(address)
 
         hidden, middle, normed, qkv, attended, inner = (each.data_ptr() for each in tensors)
         for number, layer in enumerate(self._layers):
-            cache = self._caches[layer.attention.form.layer]
-            attend = cache.attend
+            form, cache = layer.attention.form, self._caches[layer.attention.form.layer]
+            attend, call = cache.attend, form.call(*form.split(tensors[3]))
             assert isinstance(attend, CpuAttention)
+            attention = AttentionArguments()
+            set_layer(attention, call.query, call.key, call.value, cache, attended)
+            kind = (attend, cache.keys.shape, replace(form, layer=0))
+            kinds.setdefault(kind, (call, cache, []))[2].append(number)
             rotation = layer.attention.call_for(tensors[3])
             rotation.rotary_size = self._table.shape[2]
             rotation.cos, rotation.sin = (each.data_ptr() for each in self._table.unbind(1))
             rotation.angle_stride = self._table.stride(0) * self._table.element_size()
-            begin = len(_ORDER) * number
-            for kernel, call in (
-                (_ATTENTION_NORM, layer.attention_norm.call_for(hidden, normed)),
-                (_MLP_NORM, layer.mlp_norm.call_for(middle, normed)),
-                (_ROTATE, rotation),
-                (_QKV, layer.qkv.call_for(normed, qkv)),
-                (_OUTPUT, layer.output.call_for(attended, middle, hidden)),
-                (_GATED, layer.gated.call_for(normed, inner)),
-                (_DOWN, layer.down.call_for(inner, hidden, middle)),
-            ):
-                write(begin + kernel, call)
-            fields = _attention_fields(layer.attention.form, cache, tensors[3], attended)
-            for kernel in (_WRITE, _ATTEND):
-                write(begin + kernel, AttentionCall(**fields))
             norm, product = layer.attention_norm.kernel.address, layer.qkv.kernel.address
-            bodies = {
-                _ATTENTION_NORM: norm, _MLP_NORM: norm, _ROTATE: layer.attention.kernel.address,
-                _QKV: product, _OUTPUT: product, _GATED: product, _DOWN: product,
-                _WRITE: attend.write_address, _ATTEND: attend.attend_address,
-            }  # fmt: skip
-            kernels += [(bodies[k], int(arguments[begin + k].ctypes.data)) for k in _ORDER]
-        end = len(_ORDER) * count
-        last_norm = write(end, self._norm.call_for(hidden, normed))
-        kernels.append((self._norm.kernel.address, ctypes.addressof(last_norm)))
+            begin = _KERNELS * number
+            add(begin + _ATTENTION_NORM, norm, layer.attention_norm.call_for(hidden, normed))
+            add(begin + _QKV, product, layer.qkv.call_for(normed, qkv))
+            add(begin + _ROTATE, layer.attention.kernel.address, rotation)
+            add(begin + _WRITE, attend.write_address, attention)
+            add(begin + _ATTEND, attend.attend_address, attention)
+            add(begin + _OUTPUT, product, layer.output.call_for(attended, middle, hidden))
+            add(begin + _MLP_NORM, norm, layer.mlp_norm.call_for(middle, normed))
+            add(begin + _GATED, product, layer.gated.call_for(normed, inner))
+            add(begin + _DOWN, product, layer.down.call_for(inner, hidden, middle))
+        end = _KERNELS * count
+        last_norm = add(end, self._norm.kernel.address, self._norm.call_for(hidden, normed))
         head = None
         if isinstance(self._head, TileLinear):
-            head = write(end + 1, self._head.call_for(normed, 0))
-            kernels.append((self._head.kernel.address, ctypes.addressof(head)))
-        layers = arguments[:end].reshape(count, len(_ORDER), _WIDTH)
+            head = add(end + 1, self._head.kernel.address, self._head.call_for(normed, 0))
+        layers = arguments[:end].reshape(count, _KERNELS, _WIDTH)
         layers[:, _ROW_KERNELS, _PER_ITEM] = last_norm.rows_per_item = _ROWS_PER_ITEM
-        memory = _Memory(
-            tokens, tensors, arguments, layers, last_norm, head, np.array(kernels, np.int64)
-        )
+        addresses, of_kinds = np.array(kernels, np.int64), list(kinds.values())
+        if len(of_kinds) == 1:
+            of_kinds = [(*of_kinds[0][:2], slice(None))]  # which numpy writes faster than a list
+        memory = _Memory(tokens, tensors, arguments, layers, last_norm, head, addresses, of_kinds)
         self._call.count, self._call.kernels = len(kernels), memory.kernels.ctypes.data
         return memory
-
-
-def _attention_fields(
-    form: AttentionForm, cache: LayerCache, qkv: Tensor, out: int
-) -> dict[str, int]:
-    """The part of attention's arguments that is of a layer."""
-    size = qkv.element_size()
-    token, head = qkv.stride(0) * size, form.head_size * size
-    key = qkv.data_ptr() + form.query_heads * head
-    addresses = {"query": qkv.data_ptr(), "key": key, "value": key + form.key_heads * head}
-    return {
-        **addresses,
-        **{f"{name}_token_stride": token for name in addresses},
-        **{f"{name}_head_stride": head for name in addresses},
-        "key_cache": cache.keys.data_ptr(),
-        "value_cache": cache.values.data_ptr(),
-        "sinks": 0,
-        "out": out,
-    }

@@ -6,9 +6,9 @@ Numba has no vector type and leaves vectorization to chance; here a lane is expl
 16 lanes to what the processor has: one AVX-512 register, two AVX2 ones, four of NEON. Addresses are
 plain integers (``intp``); nothing is bounds-checked.
 
-Element types of a cache are told apart at compile time by the *type* of a tag value, one of F32,
-BF16 and F16: a two-byte element type is computed in pairs, so that a "unit", what one lane holds in
-a product, is four bytes in every case: one float32, or two neighbouring two-byte elements.
+Element types of a cache are told apart at compile time by the *type* of a tag value, F32 or BF16:
+bfloat16 is computed in pairs, so that a "unit", what one lane holds in a product, is four bytes in
+either case: one float32, or two neighbouring bfloat16.
 """
 
 import inspect
@@ -29,7 +29,6 @@ take a fifth of the time to compile."""
 
 F32 = np.float32(0)
 BF16 = np.uint16(0)
-F16 = np.int16(0)
 
 LANES = 16
 UNIT_BYTES = 4
@@ -45,7 +44,7 @@ EXP2_COEFFICIENTS = (
 """Of f**6 to f**1 in 2**f for |f| <= 1/2; with 1 they fit it to a relative 2e-9."""
 
 i16, i32, i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-f32, f16 = ir.FloatType(), ir.HalfType()
+f32 = ir.FloatType()
 f32x, i32x, i16x = (ir.VectorType(t, LANES) for t in (f32, i32, i16))
 
 
@@ -65,7 +64,6 @@ class _BFloat(ir.Type):
 
 
 bf16 = _BFloat()
-_HALF_TYPES = {types.uint16: bf16, types.int16: f16}
 
 
 class _VectorType(types.Type):
@@ -236,7 +234,7 @@ def round_to_bf16(builder: Any, value: Any) -> Any:
 def _element_access(numba_type: Any, floats: Any, words: Any, halves: Any) -> tuple[Any, Any]:
     """As :func:`_access`, of elements of the tag's type as float32: 16 of them, or one.
 
-    What is stored is rounded to nearest even. Only vectors are stored as float16.
+    What is stored is rounded to nearest even.
     """
 
     @emitted(numba_type, TAG, types.intp)
@@ -248,10 +246,10 @@ def _element_access(numba_type: Any, floats: Any, words: Any, halves: Any) -> tu
 
     @emitted(types.void, TAG, types.intp, numba_type)
     def store(builder, tag, address, value):
-        if tag == types.uint16 and (floats is f32 or not host_has("avx512bf16")):
+        if tag == types.uint16 and floats is f32x and host_has("avx512bf16"):
+            value = builder.fptrunc(value, ir.VectorType(bf16, LANES))
+        elif tag == types.uint16:
             value = round_to_bf16(builder, value)
-        elif tag != types.float32:
-            value = builder.fptrunc(value, ir.VectorType(_HALF_TYPES[tag], LANES))
         builder.store(value, pointer(builder, address, value.type), align=2)
 
     return load, store

@@ -30,7 +30,6 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 _IDENTITY = nn.Identity()
-"""Gives what it takes. Also the module that calls attention, which has no meaning to ours."""
 
 
 class Misfit(Exception):
@@ -74,8 +73,7 @@ class AttentionForm:
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         """The call with these tensors."""
         return AttentionCall(
-            _IDENTITY, self.layer, query, key, value, None,
-            self.scale, self.window, self.softcap, self.sinks, {},
+            self.layer, query, key, value, self.scale, self.window, self.softcap, self.sinks
         )  # fmt: skip
 
 

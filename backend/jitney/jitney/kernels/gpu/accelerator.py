@@ -15,9 +15,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.accelerator import SpeedUp
-from jitney.execution.attention import AttentionFunction, AttentionMetadata, AttentionShape
+from jitney.execution.attention import AttentionMetadata, AttentionShape
 from jitney.execution.interface import (
     NAME,
+    AttentionFunction,
     LayerCache,
     LoadedModel,
     PagedStep,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jitney.execution.attention import AttentionMetadata
+from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.gpu.attention_kernels import attention_kernel, reduction_kernel
 from jitney.kernels.gpu.tiles import Tiles, TileTable, tiles_for
 from jitney.kernels.gpu.write_kernel import write_kernel
@@ -51,7 +52,7 @@ class HeadTransform(NamedTuple):
 
 
 class GpuAttention:
-    """The attention function ``gpu``; see :class:`execution.attention.AttentionFunction`.
+    """The attention function ``gpu``; see :class:`execution.interface.AttentionFunction`.
 
     With ``batch_invariant``, a token's output is bitwise the same whatever other rows are in the
     step, however its sequence was cut into chunks, and whether it came in a chunk or alone.
@@ -90,43 +91,28 @@ class GpuAttention:
 
     def __call__(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        call: AttentionCall,
+        cache: LayerCache,
         meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        key_scale: Tensor | None = None,
-        value_scale: Tensor | None = None,
         transform: HeadTransform | None = None,
     ) -> Tensor:
         """Write K and V to their slots, then attend: products in the cache's dtype (for float8, in
         q's), all else in float32. ``transform`` is applied to q and k on the way, at the cost of
         one copy of q."""
-        self._check(q, k, v, key_cache, value_cache, meta)
-        q = self._write(_dense(q), _dense(k), _dense(v), key_cache, value_cache, meta,
-                        key_scale, value_scale, transform)  # fmt: skip
-        return self._attend(
-            q, key_cache, value_cache, meta, scale, window, softcap, sinks, key_scale, value_scale
-        )
+        self._check(call, cache, meta)
+        return self._attend(self._write(call, cache, meta, transform), call, cache, meta)
 
-    def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, meta: AttentionMetadata
-    ) -> None:
+    def _check(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> None:
         """The kernels trust addresses: what they point to is checked here."""
+        keys, values = cache.keys, cache.values
         assert keys.dtype == values.dtype == self._dtype
         assert keys.is_contiguous()
         assert values.is_contiguous()
         assert keys.shape == values.shape
         heads, kv_heads, head_size = self._shape
         tokens = meta.slot_mapping.shape[0]
-        assert q.shape == (tokens, heads, head_size)
-        assert k.shape == v.shape == (tokens, kv_heads, head_size)
+        assert call.query.shape == (tokens, heads, head_size)
+        assert call.key.shape == call.value.shape == (tokens, kv_heads, head_size)
         blocks, cache_heads, block_size, padded = keys.shape
         assert (cache_heads, block_size) == (kv_heads, meta.block_size)
         assert padded >= head_size
@@ -142,17 +128,13 @@ class GpuAttention:
 
     def _write(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        call: AttentionCall,
+        cache: LayerCache,
         meta: AttentionMetadata,
-        key_scale: Tensor | None,
-        value_scale: Tensor | None,
         transform: HeadTransform | None,
     ) -> Tensor:
         """Returns q as attention needs it."""
+        q, k, v = map(_dense, (call.query, call.key, call.value))
         heads, kv_heads, head_size = self._shape
         per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(kv_heads))
         programs = triton.cdiv(kv_heads, per_program)
@@ -164,27 +146,19 @@ class GpuAttention:
             rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             programs += triton.cdiv(heads, per_program)
         write_kernel[(q.shape[0], programs)](
-            rotated, q, k, v, key_cache, value_cache, meta.slot_mapping, cos, sin,
-            q_norm, k_norm, epsilon, key_scale, value_scale,
+            rotated, q, k, v, cache.keys, cache.values, meta.slot_mapping, cos, sin,
+            q_norm, k_norm, epsilon, cache.key_scale, cache.value_scale,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), *strides,
-            heads, kv_heads, head_size, key_cache.shape[3], triton.next_power_of_2(head_size),
+            heads, kv_heads, head_size, cache.keys.shape[3], triton.next_power_of_2(head_size),
             meta.block_size, rotary, per_program,
         )  # fmt: skip
         return q if rotated is None else rotated
 
     def _attend(
-        self,
-        q: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        meta: AttentionMetadata,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        key_scale: Tensor | None,
-        value_scale: Tensor | None,
+        self, q: Tensor, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata
     ) -> Tensor:
+        """``q`` is in the place of the call's."""
+        window, sinks = call.window, call.sinks
         heads, kv_heads, head_size = self._shape
         tokens, rows = q.shape[0], meta.num_rows
         plan = self.plan(rows, tokens, meta.max_query_len, meta.max_context_len)
@@ -203,18 +177,19 @@ class GpuAttention:
             programs += tokens // (tiles.chunk_rows // self._group) + rows
         attention_kernel[(programs, kv_heads)](
             out, results, tops, totals,
-            q, key_cache, value_cache, key_scale, value_scale, sinks,
+            q, cache.keys, cache.values, cache.key_scale, cache.value_scale, sinks,
             meta.block_table, meta.context_len, meta.query_start,
-            scale * LOG2_E, softcap, window, rows, plan.parts,
+            call.scale * LOG2_E, call.softcap, window, rows, plan.parts,
             q.stride(0), q.stride(1), meta.block_table.stride(0),
-            kv_heads, self._group, head_size, key_cache.shape[3], head_tile, meta.block_size,
+            kv_heads, self._group, head_size, cache.keys.shape[3], head_tile, meta.block_size,
             _OPERANDS[operand], tiles.decode_rows, tiles.chunk_rows, tiles.block_n,
             tiles.least_part, plan.only_decodes, self.batch_invariant,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         joined = (
-            out, results, tops, totals, value_scale, sinks, meta.context_len, meta.query_start,
-            window, plan.parts, kv_heads, self._group, head_size, head_tile, _MOST_PARTS,
+            out, results, tops, totals, cache.value_scale, sinks, meta.context_len,
+            meta.query_start, window, plan.parts, kv_heads, self._group, head_size, head_tile,
+            _MOST_PARTS,
         )  # fmt: skip
         form = q.dtype, window is None, sinks is None
         if form not in self._compiled:  # before a request's context grows long enough to need it

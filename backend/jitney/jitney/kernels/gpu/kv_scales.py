@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from jitney.execution.attention import build_metadata
-from jitney.execution.attention.reference import ReferenceAttention
 from jitney.execution.interface import AttentionCall, LoadedModel, PagedStep
 from jitney.execution.memory import make_layer_caches
 from jitney.execution.probe import probe_row
+from jitney.execution.reference import ReferenceAttention
 
 _TOKENS = 256
 # Other texts may go beyond what was seen; what lies below loses no precision by it.

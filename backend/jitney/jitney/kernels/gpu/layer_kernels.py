@@ -137,19 +137,7 @@ class HeadAttention:
         if self._norms is not None:
             query, key = self._norms
             transform = HeadTransform(cos, sin, query.scale, key.scale, query.epsilon)
-        return attend(
-            *qkv,
-            cache.keys,
-            cache.values,
-            paged.meta,
-            scale=form.scale,
-            window=form.window,
-            softcap=form.softcap,
-            sinks=form.sinks,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-            transform=transform,
-        )
+        return attend(form.call(*qkv), cache, paged.meta, transform)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,58 +8,36 @@ import torch
 from torch import Tensor
 
 from jitney.execution.attention import AttentionMetadata
+from jitney.execution.interface import AttentionCall, LayerCache
 
 # Scores of one slice of a row's queries: bounds the memory of a long prompt's.
 _SLICE_SCORES = 1 << 24
 
 
 class ReferenceAttention:
-    """The attention function ``reference``; see :class:`attention.AttentionFunction`."""
+    """The attention function ``reference``; see :class:`interface.AttentionFunction`."""
 
     name = "reference"
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        key_scale: Tensor | None = None,
-        value_scale: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write K and V to their slots, then attend; scores and sums in float32."""
-        head_size = q.shape[-1]
-        write(k, key_cache, meta, key_scale)
-        write(v, value_cache, meta, value_scale)
+        q, caches = call.query, ((cache.keys, cache.key_scale), (cache.values, cache.value_scale))
+        for new, (stored, scale) in zip((call.key, call.value), caches, strict=True):
+            write(new, stored, meta, scale)
         out = torch.empty_like(q)
         bounds = meta.query_start.tolist()
         for r, context in enumerate(meta.context_len.tolist()):
             blocks = meta.block_table[r, : -(-context // meta.block_size)].long()
             keys, values = (
-                _gather(cache, blocks, scale)[:, :context, :head_size]
-                for cache, scale in ((key_cache, key_scale), (value_cache, value_scale))
+                _gather(stored, blocks, scale)[:, :context, : q.shape[-1]]
+                for stored, scale in caches
             )
-            shift = context - bounds[r + 1]  # from a place among the T to a position
+            shift = context - bounds[r + 1]  # from an index among the T to a position
             size = max(1, _SLICE_SCORES // (q.shape[1] * context))
             for begin in range(bounds[r], bounds[r + 1], size):
                 end = min(begin + size, bounds[r + 1])
                 seen = shift + end
-                result = _attend(
-                    q[begin:end].float(),
-                    keys[:, :seen],
-                    values[:, :seen],
-                    scale,
-                    window,
-                    softcap,
-                    sinks,
-                )
+                result = _attend(q[begin:end].float(), keys[:, :seen], values[:, :seen], call)
                 out[begin:end] = result.to(out.dtype)
         return out
 
@@ -81,34 +59,26 @@ def _gather(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
     return gathered if scale is None else gathered * scale[:, None, None]
 
 
-def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
     """q [n, heads, head] are the last n of the positions of keys and values [KV heads, c, head].
 
-    The query at position p sees keys max(0, p - window + 1) to p. Returns [n, heads, head].
+    ``call`` says how they attend. Returns [n, heads, head].
     """
     n, num_heads, head_size = q.shape
     num_kv_heads, context, _ = keys.shape
     grouped = q.transpose(0, 1).reshape(num_kv_heads, -1, n, head_size)
-    scores = grouped @ keys[:, None].transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = grouped @ keys[:, None].transpose(-1, -2) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     positions = torch.arange(context, device=q.device)
     distance = positions[-n:, None] - positions
     hidden = distance < 0
-    if window is not None:
-        hidden |= distance >= window
+    if call.window is not None:
+        hidden |= distance >= call.window
     scores = scores.masked_fill(hidden, float("-inf")).reshape(num_heads, n, context)
-    if sinks is not None:
+    if call.sinks is not None:
         # One more logit per head, which takes part in the denominator and carries no value.
-        column = sinks.to(scores.dtype)[:, None, None].expand(num_heads, n, 1)
+        column = call.sinks.to(scores.dtype)[:, None, None].expand(num_heads, n, 1)
         scores = torch.cat([scores, column], -1)
     weights = torch.softmax(scores, -1)[..., :context].reshape(num_kv_heads, -1, n, context)
     return (weights @ values[:, None]).reshape(num_heads, n, -1).transpose(0, 1)

@@ -1,16 +1,17 @@
-"""Attention over the paged KV cache: what an attention function is called with and gives.
+"""The paged KV cache and what attention over it must know of a step.
 
 A paged KV cache is one tensor for K and one for V per layer, of :func:`cache_shape`. Dimension 0
 counts blocks, so that a block is copied or cleared by its index; how the last two dimensions are
 used inside a block is private to the attention function that writes and reads the cache.
 
 The runner builds an :class:`AttentionMetadata` once per step, and every layer of the model calls
-its function with it. ``reference`` is plain torch; fast ones come from an ``Accelerator``.
+its function (``interface``) with it. ``reference`` is plain torch; fast ones come from an
+``Accelerator``.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ class AttentionMetadata:
 
 class BlockTables:
     """The block tables of steps as one array, kept from step to step: as a rule a row's table is
-    what the same place held a step before, and only a table that differs is written."""
+    what the same slot held a step before, and only a table that differs is written."""
 
     def __init__(self) -> None:
         self.last_block = 0
@@ -69,12 +70,12 @@ class BlockTables:
         if rows < len(tables) or columns < width:
             shape = max(rows, len(tables)), max(columns, 2 * width)
             self._array, self._written = np.zeros(shape, np.int32), [[] for _ in range(shape[0])]
-        for place, table in enumerate(tables):
-            if self._written[place] != table:
-                row, count = self._array[place], len(table)
+        for slot, table in enumerate(tables):
+            if self._written[slot] != table:
+                row, count = self._array[slot], len(table)
                 row[:count] = table
                 row[count:] = 0
-                self._written[place] = table.copy()
+                self._written[slot] = table.copy()
                 self.last_block = max(self.last_block, *table)
         return self._array[: len(tables), :width]
 
@@ -141,34 +142,6 @@ def cache_shape(
     """
     padded = -(-head_size // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
     return (num_blocks, num_kv_heads, block_size, padded)
-
-
-class AttentionFunction(Protocol):
-    """Writes the new K and V to their slots, then attends causally over each row's block table.
-
-    q is [T, heads, head], k and v are [T, KV heads, head], of any strides; query head h reads KV
-    head ``h // (heads // KV heads)``. The caches have :func:`cache_shape`; k and v are converted to
-    their dtype. The query at position p sees keys max(0, p - window + 1) to p. ``softcap`` maps
-    scores to ``cap * tanh(score / cap)``. ``sinks`` [heads] is one more logit per head in the
-    denominator of the softmax. Returns [T, heads, head] of q's dtype.
-    """
-
-    name: str
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        meta: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor: ...
 
 
 class AttentionShape(NamedTuple):
