@@ -64,7 +64,7 @@ def test_the_server_is_never_asked_during_or_after_the_final_response(pb: Any) -
         thread.start()
         time.sleep(0.0015)
         channel.send([], final=True)
-        thread.join(5)
+        thread.join(60)
     assert errors == []
 
 

@@ -107,6 +107,6 @@ def test_nothing_heavy_is_imported_to_complete_a_configuration() -> None:
         "print({'torch', 'transformers', 'numba', 'numpy'} & set(sys.modules))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     assert result.stdout.strip() == "set()"

@@ -15,10 +15,12 @@ def test_the_callback_runs_once_though_the_main_thread_runs_no_python() -> None:
         on_sigterm(lambda: heard.append(not main_in_python.is_set()))
 
         def kill():
-            for _ in range(2):
-                time.sleep(0.1)
-                os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            ends = time.monotonic() + 60
+            while not heard and time.monotonic() < ends:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # time enough to call a second time
             lock.release()
 
         lock = threading.Lock()
@@ -29,6 +31,6 @@ def test_the_callback_runs_once_though_the_main_thread_runs_no_python() -> None:
         print(heard)
     """)
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
     assert result.stdout.strip() == "[True]"

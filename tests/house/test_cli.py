@@ -16,6 +16,7 @@ from jitney.server.doctor import Finding
 from jitney.server.signals import interruptible
 from typer.testing import CliRunner
 
+from tests.server.client import wait_until
 from tests.signals import heed_signals
 
 JITNEY = Path(sys.executable).parent / "jitney"
@@ -138,7 +139,7 @@ def repository(tmp_path: Path) -> Path:
 
 def wait_for(pattern: str, file: Path, process: subprocess.Popen[bytes]) -> str:
     """The first group of ``pattern`` once it stands in ``file``."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         match = re.search(pattern, file.read_text(encoding="utf-8"))
         if match:
@@ -183,18 +184,18 @@ def test_serve_until_a_signal(repository: Path, tmp_path: Path) -> None:
     try:
         address = wait_for(r"HTTP +(http://\S+)", output, process)
         wait_for(r"(Ctrl-C stops the server)", output, process)
-        with urllib.request.urlopen(f"{address}/v2/health/ready", timeout=5) as response:
+        with urllib.request.urlopen(f"{address}/v2/health/ready", timeout=60) as response:
             assert response.status == 200
         text = output.read_text(encoding="utf-8")
         assert re.search(r"plus_one +ready", text)
         assert "CUDA" not in text, "warnings of a machine without a GPU stay in the log"
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert "Stopped." in output.read_text(encoding="utf-8")
     finally:
         process.kill()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"{address}/v2/health/ready", timeout=5)
+        urllib.request.urlopen(f"{address}/v2/health/ready", timeout=60)
 
 
 @pytest.mark.slow
@@ -218,7 +219,7 @@ def test_every_model_that_is_not_served_is_listed(repository: Path, tmp_path: Pa
         try:
             wait_for(r"(Ctrl-C stops the server)", output, process)
             process.send_signal(signal.SIGTERM)
-            process.wait(20)
+            process.wait(60)
         finally:
             process.kill()
         text = output.read_text(encoding="utf-8")
@@ -241,7 +242,7 @@ def test_a_server_that_dies_is_reported(repository: Path, tmp_path: Path) -> Non
         wait_for(r"(Ctrl-C stops the server)", output, process)
         (server,) = psutil.Process(process.pid).children()
         server.kill()
-        assert process.wait(20) == 1
+        assert process.wait(60) == 1
     finally:
         process.kill()
     assert "error: the server ended by itself" in output.read_text(encoding="utf-8")
@@ -250,16 +251,12 @@ def test_a_server_that_dies_is_reported(repository: Path, tmp_path: Path) -> Non
 @pytest.mark.server
 def test_a_signal_during_the_start_stops_it(repository: Path, tmp_path: Path) -> None:
     model = repository / "plus_one" / "1" / "model.py"
-    model.write_text("import time\ntime.sleep(30)\n", encoding="utf-8")
+    model.write_text("import time\ntime.sleep(300)\n", encoding="utf-8")
     output, log = tmp_path / "output", tmp_path / "log"
     process = start(repository, output, f"--log-file={log}")
     try:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and not (
-            log.exists() and "loading" in log.read_text(encoding="utf-8")
-        ):
-            time.sleep(0.05)
+        wait_until(lambda: log.exists() and "loading" in log.read_text(encoding="utf-8"))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()

@@ -80,16 +80,18 @@ class FakeAdmin:
         return f'jitney_running_requests{{model="chat"}} {self.requests}\n'
 
 
-def stop_of(server: FakeAdmin, monkeypatch: pytest.MonkeyPatch, grace_s: float = 0.2) -> str:
+def stop_of(
+    server: FakeAdmin, monkeypatch: pytest.MonkeyPatch, grace_s: float = 0.2, unload_s: float = 0.4
+) -> str:
     monkeypatch.setattr(stopping, "_ASK_AGAIN_S", 0.02)
-    monkeypatch.setattr(stopping, "_UNLOAD_S", 0.4)
+    monkeypatch.setattr(stopping, "_UNLOAD_S", unload_s)
     said = unload_all(cast("Admin", server), os.getpid(), grace_s)
     return re.sub(r"^after \S+ s ", "", said)
 
 
 def test_a_model_that_refused_to_unload_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeAdmin(refusals=2)
-    assert stop_of(server, monkeypatch, grace_s=5) == ""
+    assert stop_of(server, monkeypatch, grace_s=60) == ""
     assert server.asked == 3
 
 
@@ -113,7 +115,7 @@ def test_models_without_requests_may_take_longer_to_end(monkeypatch: pytest.Monk
     monkeypatch.setattr(server, "model_states", states)
     metrics = iter([server.metrics()])
     monkeypatch.setattr(server, "metrics", lambda: next(metrics, ""))
-    assert stop_of(server, monkeypatch) == ""
+    assert stop_of(server, monkeypatch, unload_s=60) == ""
     silent = FakeAdmin(stuck=True)
     monkeypatch.setattr(silent, "metrics", lambda: "")
     assert stop_of(silent, monkeypatch) == "chat is UNLOADING", "who knows"

@@ -106,7 +106,7 @@ def bystander(server: TritonServer, solo_text: str) -> Iterator[None]:
     thread = threading.Thread(target=lambda: replies.append(_bystand(server)))
     thread.start()
     yield
-    thread.join(60)
+    thread.join(120)
     assert replies, "the bystander's stream did not end"
     assert not replies[0].errors
     assert replies[0].text == solo_text

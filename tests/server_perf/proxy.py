@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jitney.server.ports import choose_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "deploy" / "proxy"
 SETTINGS = {
@@ -48,7 +50,7 @@ def running(
         [ROOT / "deploy" / "secrets.sh"], env={**os.environ, "SECRETS": str(secrets)},
         check=True, capture_output=True,
     )  # fmt: skip
-    port, other = _free_port(), _free_port()
+    port, other = choose_ports("127.0.0.1", [0, 0])
     _configure(folder, http_url, grpc_url, port, other, kept_back)
     keys = secrets / "api_keys"
     (line,) = [at for at in keys.read_text("utf-8").splitlines() if not at.startswith("#")]
@@ -88,12 +90,6 @@ def _configure(
             text = text.replace("/models/[^/]+", f"/models/(?!{kept_back})[^/]+")
             text = re.sub(rf"\|{kept_back}\w*(?=\||\))", "", text, flags=re.IGNORECASE)
         (folder / file.name.removesuffix(".in")).write_text(text, encoding="utf-8")
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def _await(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -25,7 +25,7 @@ def bench(server: TritonServer, *words: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, "COLUMNS": "300", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-GATE_TIMEOUT_S = 60.0
+GATE_TIMEOUT_S = 120.0
 
 
 class TritonPythonModel:
