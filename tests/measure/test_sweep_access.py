@@ -139,7 +139,7 @@ def test_a_key_is_in_no_representation() -> None:
 
 def test_no_error_of_a_hang_has_the_key(tmp_path: Path) -> None:
     """The library's own has the command line: it is not raised on."""
-    made = driver(script(tmp_path, "exec sleep 9"))
+    made = driver(script(tmp_path, "exec sleep 600"))
     access = Access.of(headers=[f"Authorization: Bearer {KEY}"])
     target = Target.of("here:8001", None, None, access)
     words = made.arguments(target, MODEL, Load("concurrency", 1), tmp_path, 8, tmp_path)

@@ -209,20 +209,30 @@ def test_what_perf_analyzer_is_told() -> None:
 
 def test_what_perf_analyzer_does_to_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure and a hang are points of the result; a hang is tried again first."""
-    monkeypatch.setattr(perf_analyzer, "snapshot", lambda *_: Snapshot())
-    monkeypatch.setattr(perf_analyzer, "_PATIENCE_S", 0.2)
+    # The server counts late: three readings after the load until two agree.
+    readings = iter([10, 10, 50, 70, 70])
+
+    def late(*_: object) -> Snapshot:
+        count = next(readings)
+        return Snapshot({"m": read_statistics(statistics(count, count))})
+
     load = Load("concurrency", 1)
+    export = write_export(tmp_path / "e.json", [(10 * i, [(10 * i + 9, "x")]) for i in range(60)])
+    copying = f'while [ "$1" != --profile-export-file ]; do shift; done; cp {export} "$2"'
+    with monkeypatch.context() as patch:
+        patch.setattr(perf_analyzer, "snapshot", late)
+        found = driver(script(tmp_path, copying)).run(TARGET, MODEL, load)
+    assert found.stages[0].inferences == 60
+    assert found.state == "steady", found
+    assert found.measured is not None
+    assert found.measured.requests == 60
+
+    monkeypatch.setattr(perf_analyzer, "snapshot", lambda *_: Snapshot())
     failing = driver(script(tmp_path, "echo thread has error: FULL; exit 3"))
     found = failing.run(TARGET, MODEL, load)
     assert (found.state, found.measured) == ("failed", None)
     assert "status 3: thread has error: FULL" in found.remarks[0]
 
-    hanging = driver(script(tmp_path, "exec sleep 60"))
+    monkeypatch.setattr(perf_analyzer, "_PATIENCE_S", 0.2)
+    hanging = driver(script(tmp_path, "exec sleep 600"))
     assert "hung twice" in hanging.run(TARGET, MODEL, load).remarks[0]
-
-    export = write_export(tmp_path / "e.json", [(10 * i, [(10 * i + 9, "x")]) for i in range(60)])
-    copying = f'while [ "$1" != --profile-export-file ]; do shift; done; cp {export} "$2"'
-    found = driver(script(tmp_path, copying)).run(TARGET, MODEL, load)
-    assert found.state == "steady", found
-    assert found.measured is not None
-    assert found.measured.requests == 60
