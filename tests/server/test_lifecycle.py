@@ -59,7 +59,7 @@ def server(repository: Path) -> Iterator[TritonServer]:
     """A server that goes on without the broken models. The last test stops it."""
     started = TritonServer(repository, keep_going=True, exit_timeout_s=EXIT_TIMEOUT_S)
     with started:
-        wait_until(lambda: started.model_states()["good"][0] == "READY", 120)
+        wait_until(lambda: started.model_states()["good"][0] == "READY", 300)
         yield started
 
 
@@ -70,7 +70,7 @@ def reasons(server: TritonServer) -> dict[str, str]:
         lambda: all(
             state in ("READY", "UNAVAILABLE") for state, _ in server.model_states().values()
         ),
-        120,
+        300,
     )
     states = server.model_states()
     assert states.pop("good")[0] == "READY"
@@ -119,7 +119,7 @@ def _request(server: TritonServer, action: str) -> None:
             data=b"{}",
             headers=server.admin_headers,
         ),
-        timeout=60,
+        timeout=300,
     ).read()
 
 
@@ -140,10 +140,10 @@ def test_unload_with_work_in_flight(server: TritonServer) -> None:
     reply = running.read()
     assert reply.errors == []
     assert sum(reply.all("num_output_tokens")) == 500
-    unloading.join(60)
+    unloading.join(300)
     wait_until(lambda: server.model_states()["good"][0] == "UNAVAILABLE")
     _request(server, "load")
-    wait_until(lambda: server.model_states()["good"][0] == "READY", 120)
+    wait_until(lambda: server.model_states()["good"][0] == "READY", 300)
 
 
 def test_a_stream_cancelled_after_its_end_does_not_hold_up_the_exit(

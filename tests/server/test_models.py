@@ -199,7 +199,7 @@ def test_a_bad_request_fails_alone(
             else:
                 assert not isinstance(result, str), result
                 np.testing.assert_allclose(result, expected[text], rtol=0, atol=1e-4)
-        return len([text for text in work if isinstance(text, str)])
+        return len(work)
 
     shared(client, "minilm_tokenizer", burst, 1)
 
