@@ -199,12 +199,27 @@ def test_float16_is_compared_below_where_it_overflows(tmp_path) -> None:
     assert all(isinstance(layer.mlp, FusedMLP) for layer in module.model.layers)
 
 
-def test_a_configuration_that_bounds_values_keeps_attention(tmp_path, device: str) -> None:
+def test_attentions_that_clamp_are_kept(tmp_path, device: str) -> None:
+    """As option clip_qkv of some models: its bound lies beyond what random input of scale 1
+    reaches."""
     module = load(tmp_path, "llama")
-    module.config.clip_qkv = 50.0
+    for layer in module.model.layers:
+        layer.self_attn.v_proj.forward = lambda x, linear=layer.self_attn.v_proj: (
+            nn.functional.linear(x, linear.weight).clamp(-10, 10)
+        )
     fused = fuse(module, device)
     assert fused.counts == (0, 2, 5, False)
-    assert fused.report.reasons["layer: its configuration bounds values (clip_qkv)"] == 2
+    assert fused.report.reasons["layer: its result differs"] == 2
+
+
+def test_layers_that_clamp_their_sums_are_kept(tmp_path, device: str) -> None:
+    module = load(tmp_path, "llama")
+    for layer in module.model.layers:
+        original = layer.forward
+        layer.forward = lambda x, original=original, **more: original(x, **more).clamp(-50, 50)
+    fused = fuse(module, device)
+    assert fused.counts == (0, 2, 5, False)
+    assert fused.report.reasons["layer: its result differs"] == 2
 
 
 def test_projections_that_give_more_than_heads_are_kept(tmp_path, device: str) -> None:

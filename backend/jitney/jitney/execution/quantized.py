@@ -1,15 +1,16 @@
-"""Quantized linear layers, as far as the model and its kernels need to know them.
+"""Linear layers, plain and quantized, as far as the model and its kernels need to know them.
 
 ``quantization`` makes them; ``engine.assemble`` hands its :data:`Quantizer` to the loader.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from jitney.config import EngineConfig
 from jitney.execution.checkpoint import Checkpoint
@@ -54,6 +55,30 @@ class WeightFormat(Protocol):
 Quantizer = Callable[[Checkpoint, EngineConfig, torch.dtype, torch.device], WeightFormat | None]
 """How the weights of a checkpoint are to be quantized; None if they are not. Raises ConfigError,
 CheckpointError or UnsupportedModelError."""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a plain linear layer or GPT-2's transposed one. A class derived from these may
+    do something else."""
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def weight_of(linear: Any) -> Tensor:
+    """[out_features, in_features] of a module that :func:`is_linear`."""
+    weight: Tensor = linear.weight.detach()
+    return weight.t() if type(linear) is Conv1D else weight
+
+
+def find_children(
+    module: nn.Module, fits: Callable[[nn.Module], object]
+) -> dict[Any, list[tuple[nn.Module, str]]]:
+    """Each module below that ``fits`` -> (parent, name) of all that hold it, to replace it."""
+    found: dict[Any, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for name, child in parent._modules.items():  # named_children leaves out repeated ones
+            if child is not None and fits(child):
+                found.setdefault(child, []).append((parent, name))
+    return found
 
 
 def coarse_layers(module: nn.Module) -> list[QuantizedLinear]:

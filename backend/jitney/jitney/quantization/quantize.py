@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from jitney.config import Quantization
 from jitney.errors import ConfigError
 from jitney.execution.checkpoint import Checkpoint
-from jitney.execution.quantized import QuantizedLinear
+from jitney.execution.quantized import QuantizedLinear, find_children, is_linear, weight_of
 from jitney.execution.support import stored_dtype
 from jitney.execution.weights import count_bytes, missing_package, stream
 from jitney.quantization import torchao
@@ -94,7 +94,7 @@ def quantize_linears(
     if not chosen:
         reasons = "; ".join(kept) or "there is none"
         raise ConfigError.of("quantization", kind, f"'none': no linear layer fits ({reasons})")
-    weights = stream((_weight_of(layer) for layer in chosen), device)
+    weights = stream(map(weight_of, chosen), device)
     for (layer, parents), weight in zip(chosen.items(), weights, strict=True):
         bias = None if layer.bias is None else layer.bias.detach().to(device)
         quantized = _quantize(weight, bias, kind)
@@ -109,7 +109,7 @@ def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.d
     module on the meta device, too."""
     saved = 0
     for layer in _choose(module, kind)[0]:
-        weight = _weight_of(layer)
+        weight = weight_of(layer)
         size = weight.numel() + 4 * len(weight)
         if kind == "int8" or kind == "int4":
             rows, columns = weight.shape
@@ -133,36 +133,24 @@ def _choose(
     head = module.get_output_embeddings()
     chosen: dict[Any, list[tuple[nn.Module, str]]] = {}
     kept: Counter[str] = Counter()
-    for parent in module.modules():
-        for name, child in parent._modules.items():  # named_children leaves out repeated ones
-            if (weight := _weight_of(child)) is None:
-                continue
-            reason = "the head" if child is head else _why_not(parent, name, weight, kind)
-            if reason is None:
-                chosen.setdefault(child, []).append((parent, name))
-            else:
-                kept[reason] += 1
+    for child, parents in find_children(module, is_linear).items():
+        reason = "the head" if child is head else _why_not(child, parents, kind)
+        if reason is None:
+            chosen[child] = parents
+        else:
+            kept[reason] += 1
     return chosen, kept
 
 
-def _why_not(parent: nn.Module, name: str, weight: Tensor, kind: Quantization) -> str | None:
+def _why_not(
+    linear: nn.Module, parents: list[tuple[nn.Module, str]], kind: Quantization
+) -> str | None:
     """Why a linear layer stays as it is; None if it does not."""
-    out_features, in_features = weight.shape
-    if "experts" in parent._modules or "router" in name:
+    out_features, in_features = weight_of(linear).shape
+    if any("experts" in parent._modules or "router" in name for parent, name in parents):
         return "a router"
     if out_features % ALIGNMENT or in_features % ALIGNMENT:
         return f"{in_features} by {out_features} is not in steps of {ALIGNMENT}"
     if kind == "int4" and torchao.group_size(in_features) is None:
         return f"{in_features} inputs are not in groups of {torchao.GROUPS[-1]}"
-    return None
-
-
-def _weight_of(module: Any) -> Any:
-    """[out_features, in_features] of a plain linear layer, or of GPT-2's transposed one. None of
-    anything else: classes derived from these may do something else."""
-    kind = type(module)
-    if kind is nn.Linear:
-        return module.weight.detach()
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
-        return module.weight.detach().t()
     return None

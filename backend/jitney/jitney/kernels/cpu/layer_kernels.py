@@ -74,7 +74,7 @@ class CpuLayerKernels:
         biases = (None, None) if plain.bias is None else plain.bias.split(size)
         weights = plain.weight.split(size)
         gate, up = (PackedLinear(*each, self._rows) for each in zip(weights, biases, strict=True))
-        return _Gated(gate, up, activation)
+        return _SplitGate(gate, up, activation)
 
     def attention(self, form: AttentionForm, norms: HeadNorms | None) -> HeadAttention:
         return HeadAttention(form, norms, self._dtype, self._rotate)
@@ -117,7 +117,7 @@ def _plain(products: Sequence[Any]) -> Sequence[nn.Linear]:
     return products
 
 
-class _Gated(nn.Module):
+class _SplitGate(nn.Module):
     """activation(gate(x)) * up(x), each in the epilogue of a product."""
 
     def __init__(self, gate: PackedLinear, up: PackedLinear, activation: Activation) -> None:

@@ -12,14 +12,13 @@ dropped unless another module, a tied embedding, holds it as well.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from jitney.execution.quantized import find_children, is_linear, weight_of
 from jitney.kernels.fused.layers import ACTIVATIONS, Activation
-from jitney.kernels.fused.parts import weight_of
 from jitney.kernels.fused.trial import relative_error
 
 # oneDNN's name and algorithm.
@@ -132,25 +131,20 @@ def prepack_linears(module: nn.Module, rows: int) -> PrepackReport:
     so may do something else), quantized or of another dtype stay as they are.
     """
     holders = Counter(p for each in module.modules() for p in each.parameters(recurse=False))
-    found: dict[Any, list[str]] = {}  # a layer that two parents hold stays one layer
-    for path, child in module.named_modules(remove_duplicate=False):
-        if path and weight_of(child) is not None:
-            found.setdefault(child, []).append(path)
+    found = find_children(module, is_linear)
     if not found:
         return PrepackReport(0, "it has no linear layers", 0)
     reasons = {dtype: can_pack(dtype) for dtype in {linear.weight.dtype for linear in found}}
     packed = added = 0
     while found:  # taken out, so that each plain weight goes before the next one is packed
-        linear, paths = found.popitem()
+        linear, parents = found.popitem()
         weight = weight_of(linear)
-        assert weight is not None
         if reasons[weight.dtype] is not None:
             continue
         shared = holders.pop(linear.weight) > 1  # with a tied embedding
         replacement = PackedLinear(weight, linear.bias, rows)
-        for path in paths:
-            parent, _, name = path.rpartition(".")
-            setattr(module.get_submodule(parent), name, replacement)
+        for parent, name in parents:
+            setattr(parent, name, replacement)
         packed += 1
         added += weight.numel() * weight.element_size() if shared else 0
     reason = None if packed else "; ".join(sorted({r for r in reasons.values() if r is not None}))

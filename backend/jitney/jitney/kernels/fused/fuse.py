@@ -7,17 +7,16 @@ all layers of a causal model could be swapped, the whole of it is fused too (``F
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from jitney.execution.interface import AttentionCall
 from jitney.execution.probe import embedding_weight
-from jitney.execution.quantized import coarse_layers
+from jitney.execution.quantized import coarse_layers, find_children
 from jitney.kernels.fused.layers import (
     AttentionForm,
     FusedAttention,
@@ -32,16 +31,13 @@ from jitney.kernels.fused.layers import (
     NormForm,
 )
 from jitney.kernels.fused.parts import (
-    HEAD_BOUND,
-    Parts,
     attention_parts,
     is_norm,
     known_activation,
     layer_parts,
     mlp_parts,
-    refuse_bounds,
 )
-from jitney.kernels.fused.rotary import RotaryTable
+from jitney.kernels.fused.rotary import RotaryTable, is_half
 from jitney.kernels.fused.trial import (
     LAYER_SCALES,
     MODULE_SCALES,
@@ -52,9 +48,6 @@ from jitney.kernels.fused.trial import (
     run_alone,
     run_trial,
 )
-
-T = TypeVar("T")
-M = TypeVar("M")
 
 _SURPLUS = 64
 """Positions behind the longest sequence that a step launched before its end was known may have."""
@@ -120,13 +113,7 @@ def swap_children(
     report: FuseReport,
 ) -> int:
     """Replace each module that ``fits`` by what ``build`` makes of it; returns their number."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in module.modules():
-        for name, child in parent._modules.items():  # named_children leaves out repeated ones
-            if child is not None and fits(child):
-                places.setdefault(child, []).append((parent, name))
-    found, swapped = deque(places.items()), 0
-    places.clear()
+    found, swapped = deque(find_children(module, fits).items()), 0
     while found:  # taken out, so that what was replaced goes before the next one is built
         child, parents = found.popleft()
         try:
@@ -172,7 +159,8 @@ class _Fuser:
             key: RotaryTable(*key, self._length + _SURPLUS, self._like)
             for key in dict.fromkeys(keys)
         }
-        head, softcap = self._kernels.linear([old]), vars(self._config).get(HEAD_BOUND)
+        head = self._kernels.linear([old])
+        softcap = vars(self._config).get("final_logit_softcapping")
         rotaries = [tables[key] for key in keys]
         fused = FusedForward(embed, layers, rotaries, norm, head, softcap, self._kernels)
         self._checker.same(
@@ -196,7 +184,10 @@ class _Fuser:
             self._checker.check(norm, fused, scale.numel(), NORM_SCALES, {})
             return fused
 
-        return _first_fit(build, (weight, 1.0 + weight))
+        try:
+            return build(weight)
+        except Misfit:
+            return build(1.0 + weight)
 
     def mlp(self, mlp: nn.Module) -> FusedMLP:
         """A gated MLP."""
@@ -213,7 +204,6 @@ class _Fuser:
 
     def layer(self, layer: nn.Module) -> FusedDecoderLayer:
         """A decoder layer."""
-        refuse_bounds(self._config)
         parts, call = layer_parts(layer), self._calls.get(layer, {})
         assert parts is not None
         angles = call.get("position_embeddings")
@@ -239,22 +229,12 @@ class _Fuser:
     def _attention(self, attention: nn.Module, call: dict[str, Any]) -> FusedAttention:
         parts, width = attention_parts(attention), self._config.hidden_size
         assert parts is not None
+        *qkv, output = parts.products
         _, calls = run_alone(attention, self._checker.random(width), call)
         if len(calls) != 1:
             raise Misfit("it does not attend once")
-
-        def build(half: bool) -> FusedAttention:
-            fused = self._build_attention(parts, call, calls[0], half).eval()
-            self._checker.check(attention, fused, width, MODULE_SCALES, call)
-            return fused
-
-        return _first_fit(build, (False, True))
-
-    def _build_attention(
-        self, parts: Parts, call: dict[str, Any], made: AttentionCall, half: bool
-    ) -> FusedAttention:
-        (heads, size), kernels = made.query.shape[1:], self._kernels
-        *qkv, output = parts.products
+        made, cos, kernels = calls[0], call["position_embeddings"][0], self._kernels
+        heads, size = made.query.shape[1:]
         form = AttentionForm(
             made.layer, heads, made.key.shape[1], size,
             made.scale, made.window, made.softcap, made.sinks,
@@ -262,7 +242,8 @@ class _Fuser:
         outputs = sum(each.out_features for each in qkv)
         if made.value.shape != made.key.shape or outputs != sum(form.qkv_heads) * size:
             raise Misfit("its projections do not give the heads alone")
-        if call["position_embeddings"][0].shape[-1] * (2 if half else 1) > size:
+        half = is_half(cos)
+        if cos.shape[-1] * (2 if half else 1) > size:
             raise Misfit("its rotary embedding is wider than a head")
         norms = HeadNorms(*map(self.norm, parts.norms)) if parts.norms else None
         if norms is not None:
@@ -270,16 +251,7 @@ class _Fuser:
             epsilons = {norm.form.epsilon for norm in norms}
             if widths not in ((1, 1), form.qkv_heads[:2]) or len(epsilons) > 1:
                 raise Misfit("its query and key norms differ")
-        product = kernels.linear(qkv)
-        return FusedAttention(form, product, norms, kernels.linear([output]), half, kernels)
-
-
-def _first_fit(build: Callable[[T], M], choices: Iterable[T]) -> M:
-    """What ``build`` makes of the first choice that fits; else the Misfit of the first."""
-    reasons = []
-    for choice in choices:
-        try:
-            return build(choice)
-        except Misfit as misfit:  # its text alone: an error kept would keep the weights
-            reasons.append(str(misfit))
-    raise Misfit(reasons[0])
+        products = kernels.linear(qkv), kernels.linear([output])
+        fused = FusedAttention(form, *products, norms, half, kernels).eval()
+        self._checker.check(attention, fused, width, MODULE_SCALES, call)
+        return fused

@@ -181,8 +181,8 @@ class FusedAttention(nn.Module):
         self,
         form: AttentionForm,
         qkv: nn.Module,
-        norms: HeadNorms | None,
         output: nn.Module,
+        norms: HeadNorms | None,
         half_rotary: bool,
         kernels: LayerKernels,
     ) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from jitney.execution.quantized import QuantizedLinear
-from jitney.kernels.fused.layers import ACTIVATIONS, Activation, Misfit
+from jitney.kernels.fused.layers import ACTIVATIONS, Activation
 
 # The children that a module of each kind may have: products, norms and others, told by their names.
 # The last product is that of the output. "" stands where a layer has no norm in layers.LayerNorms.
@@ -28,11 +28,6 @@ _LAYERS = tuple(
     ("self_attn", "mlp", *norms)
     for norms in ((_IN, "", _BETWEEN, ""), (_IN, _BETWEEN, _MLP_IN, _OUT), ("", _BETWEEN, "", _OUT))
 )
-# Options of configurations that bound values, which random input does not reach every time. Calls
-# of attention and the whole model carry two of them; what is of MLPs shows in their trials.
-_BOUNDING = ("clip", "clamp", "limit", "softcap")
-HEAD_BOUND = "final_logit_softcapping"
-_NOT_OF_ATTENTION = (HEAD_BOUND, "attn_logit_softcapping", "glu", "mlp", "expert", "router")
 
 
 class Parts(NamedTuple):
@@ -79,14 +74,6 @@ def known_activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
     return None
 
 
-def refuse_bounds(config: Any) -> None:
-    """Raise Misfit if the configuration bounds what attentions compute."""
-    for name, value in vars(config).items():
-        bounding = value is not None and any(word in name for word in _BOUNDING)
-        if bounding and not any(word in name for word in _NOT_OF_ATTENTION):
-            raise Misfit(f"its configuration bounds values ({name})")
-
-
 def _parts(module: nn.Module, forms: Sequence[tuple[str, ...]]) -> Parts | None:
     """The children that one of ``forms`` names, if they are of its kinds and all there is."""
     idle = (nn.Dropout, nn.Identity)  # in service
@@ -124,12 +111,3 @@ def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
         ]
         result.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
     return result
-
-
-def weight_of(module: Any) -> Tensor | None:
-    """[out, in] of a linear layer, None of anything else."""
-    if type(module) is nn.Linear:
-        return module.weight
-    # transformers' Conv1D is y = x @ weight + bias with weight [in, out].
-    name = f"{type(module).__module__}.{type(module).__name__}"
-    return module.weight.t() if name == "transformers.pytorch_utils.Conv1D" else None

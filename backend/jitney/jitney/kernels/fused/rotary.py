@@ -11,6 +11,12 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A model's rotary module: (anything of its dtype and device, positions [1, T]) -> cos, sin."""
 
 
+def is_half(cos: Tensor) -> bool:
+    """Whether cos [..., R] has one column for each pair of rotated values: else its second half is
+    its first once more."""
+    return not torch.equal(*cos.tensor_split(2, -1))
+
+
 def whole_rotary(made: tuple[Tensor, Tensor], half: bool) -> tuple[Tensor, Tensor]:
     """cos and sin [T, R], a column for each rotated value, of what a model's rotary module gives:
     [1, T, R], or ``half`` as wide."""

@@ -18,11 +18,11 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 # Likewise where activations are rounded to 8 bits: a difference in a last bit tips some of them to
 # the next value, which is up to 1/8 away.
 _COARSE_TOLERANCE = 1e-1
-# Factors on random input. A module that clamps its values shows it only where they are large; the
-# epsilon of a norm shows where they are small; what a layer adds stands out of a small residual.
+# Factors on random input. A module that clamps its values, or a layer its sums, shows it where they
+# are large; the epsilon of a norm, and what a layer adds to its input, where they are small.
 MODULE_SCALES = (1.0, 2.0**8)
 NORM_SCALES = (1.0, 2.0**-10, 2.0**10)
-LAYER_SCALES = (2.0**-8,)
+LAYER_SCALES = (2.0**-8, 2.0**8)
 
 
 def relative_error(got: Tensor, right: Tensor) -> float:

@@ -7,7 +7,7 @@ their order by the shape of all they are given. Called by ``fuse``.
 """
 
 import contextlib
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from transformers import PreTrainedModel
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.interface import StepFunction
-from jitney.execution.quantized import QuantizedLinear
+from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.fused.fuse import FuseReport, swap_children
 from jitney.kernels.fused.layers import Misfit
-from jitney.kernels.fused.parts import weight_of
 from jitney.kernels.fused.trial import run_trial
 from jitney.kernels.gpu.norm import MOST_WIDTH, LayerNorm
 from jitney.kernels.gpu.products import InvariantLinear
@@ -50,7 +49,7 @@ def make_invariant(module: PreTrainedModel, config: EngineConfig, report: FuseRe
             "batch: set it to false, or quantization to 'none' with a checkpoint that is not "
             "quantized"
         )
-    swap_children(module, "product", lambda each: weight_of(each) is not None, _product, report)
+    swap_children(module, "product", is_linear, _product, report)
     swap_children(
         module, "layer norm", lambda each: type(each) is nn.LayerNorm, _layer_norm, report
     )
@@ -60,9 +59,13 @@ def check_invariant(module: PreTrainedModel, step: StepFunction | None) -> None:
     """Raise ConfigError, naming a module and an operation, if one depends on the batch. ``step`` is
     the whole model, if that was fused."""
     names: list[str] = []
+
+    def leave(*_: object) -> None:
+        names.pop()
+
     with contextlib.ExitStack() as hooks:
         for name, each in module.named_modules():
-            enter, leave = _notes(names, name)
+            enter = partial(_append, names, name)
             hooks.enter_context(each.register_forward_pre_hook(enter))
             hooks.enter_context(each.register_forward_hook(leave, always_call=True))
         with _Watch(names):
@@ -104,22 +107,12 @@ def _is_harmless(func: Any, args: tuple[Any, ...]) -> bool:
     return name in _PRODUCTS and args[0].shape[-1] == 1
 
 
-def _notes(names: list[str], name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Hooks before and after a module's call that keep it among ``names`` meanwhile."""
-
-    def enter(*_: object) -> None:
-        names.append(name)
-
-    def leave(*_: object) -> None:
-        names.pop()
-
-    return enter, leave
+def _append(names: list[str], name: str, *_: object) -> None:
+    names.append(name)
 
 
 def _product(linear: Any) -> InvariantLinear:
-    weight = weight_of(linear)
-    assert weight is not None
-    return InvariantLinear(weight, linear.bias)
+    return InvariantLinear(weight_of(linear), linear.bias)
 
 
 def _layer_norm(norm: Any) -> LayerNorm:

@@ -3,7 +3,7 @@
 A float8_e4m3 reaches from 2^-9 to 448. Each KV head of a layer gets one scale for its keys and one
 for its values, so that what it holds lies in that range: a cached number times the scale is the
 number. They are found by running some hundred tokens over a cache of the model's own dtype and
-noting the greatest magnitudes.
+noting the largest magnitudes.
 """
 
 import torch
@@ -23,20 +23,6 @@ _LARGEST = 448.0
 _SMALLEST = 1e-6
 
 
-class _Magnitudes:
-    """Passes calls on to a step and notes the greatest magnitudes of keys and values, by layer."""
-
-    def __init__(self, step: PagedStep, layers: int) -> None:
-        self._step = step
-        self.keys: list[Tensor | None] = [None] * layers
-        self.values: list[Tensor | None] = [None] * layers
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        self.keys[call.layer] = call.key.float().abs().amax((0, 2))
-        self.values[call.layer] = call.value.float().abs().amax((0, 2))
-        return self._step(call)
-
-
 @torch.inference_mode()
 def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Tensor]]:
     """(key scale, value scale) of every layer, float32 [KV heads] on the model's device."""
@@ -49,17 +35,19 @@ def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Te
     row = probe_row([0] * count, 0, count, list(range(blocks)))
     meta = build_metadata([row], block_size, model.device)
     # Far apart in the vocabulary, each another one.
-    step = 7919 if model.vocab_size % 7919 else 1
-    ids = (torch.arange(count, device=model.device) * step + 1) % model.vocab_size
-    noted = _Magnitudes(PagedStep(caches, meta), len(caches))
-    model.forward(ids, meta.positions, torch.tensor([count - 1], device=ids.device), noted)
-    return [
-        (_scale(keys, spec.num_kv_heads, ids.device), _scale(values, spec.num_kv_heads, ids.device))
-        for keys, values, spec in zip(noted.keys, noted.values, model.layers, strict=True)
-    ]
+    stride = 7919 if model.vocab_size % 7919 else 1
+    ids = (torch.arange(count, device=model.device) * stride + 1) % model.vocab_size
+    step, scales = PagedStep(caches, meta), {}
+
+    def attend(call: AttentionCall) -> Tensor:
+        scales[call.layer] = _scale(call.key), _scale(call.value)
+        return step(call)
+
+    model.forward(ids, meta.positions, torch.tensor([count - 1], device=ids.device), attend)
+    return [scales[layer] for layer in range(len(caches))]
 
 
-def _scale(greatest: Tensor | None, heads: int, device: torch.device) -> Tensor:
-    assert greatest is not None, "a layer did not attend"
-    assert greatest.shape == (heads,)
-    return (greatest * (_MARGIN / _LARGEST)).clamp_(min=_SMALLEST).to(device)
+def _scale(x: Tensor) -> Tensor:
+    """Of keys or values [T, KV heads, head size]."""
+    largest = x.float().abs().amax((0, 2))
+    return (largest * (_MARGIN / _LARGEST)).clamp_(min=_SMALLEST)

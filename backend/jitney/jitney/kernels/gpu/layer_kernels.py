@@ -51,10 +51,10 @@ class GpuLayerKernels:
         return quantized or _SideBySide(products)
 
     def gated(self, products: Sequence[nn.Module], activation: Activation) -> nn.Module:
-        return _Gated(self.linear(products), activation)
+        return _MergedGate(self.linear(products), activation)
 
-    def attention(self, form: AttentionForm, norms: HeadNorms | None) -> "HeadAttention":
-        return HeadAttention(form, norms)
+    def attention(self, form: AttentionForm, norms: HeadNorms | None) -> "GpuHeadAttention":
+        return GpuHeadAttention(form, norms)
 
     def end_branch(
         self,
@@ -85,7 +85,7 @@ class _SideBySide(nn.Module):
         return torch.cat([part(x) for part in self.parts], -1)
 
 
-class _Gated(nn.Module):
+class _MergedGate(nn.Module):
     """activation(gate(x)) * up(x): one product, and a kernel for the rest."""
 
     def __init__(self, gate_up: nn.Module, activation: Activation) -> None:
@@ -97,47 +97,33 @@ class _Gated(nn.Module):
         return gate(self.gate_up(x), self._activation)
 
 
-class HeadAttention:
+class GpuHeadAttention:
     """Norms of query and key heads if there are any, rotary embedding, attention: in one kernel
     together with the write into the cache where attention is our own."""
 
     def __init__(self, form: AttentionForm, norms: HeadNorms | None) -> None:
         self._form = form
-        forms = None if norms is None else (norms.query.form, norms.key.form)
-        wide = forms is not None and forms[0].scale.numel() > form.head_size
-        self._wide_norms = forms if wide else None
-        self._norms = None if wide else forms
+        self._norms = None if norms is None else (norms.query.form, norms.key.form)
+        self._wide = norms is not None and norms.query.form.scale.numel() > form.head_size
 
     def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
         """See :data:`fused.layers.AttentionKernel`."""
-        query, key, value = self._form.split(qkv)
-        if self._wide_norms is not None:
-            for heads, norm in zip((query, key), self._wide_norms, strict=True):
-                norm_in_place(heads.flatten(1), norm)  # a view
+        form, norms = self._form, self._norms
+        query, key, value = form.split(qkv)
+        if norms is not None and self._wide:
+            norm_in_place(query.flatten(1), norms[0])  # a view, as is the next
+            norm_in_place(key.flatten(1), norms[1])
+            norms = None
         if isinstance(paged, PagedStep):
-            cache = paged.layers[self._form.layer]
+            cache, transform = paged.layers[form.layer], HeadTransform(cos, sin)
+            if norms is not None:
+                scales = norms[0].scale, norms[1].scale
+                transform = HeadTransform(cos, sin, *scales, norms[0].epsilon)
             if isinstance(cache.attend, GpuAttention):
-                return self._attend_in_place(cache.attend, (query, key, value), cos, sin, paged)
-        if self._norms is not None:
-            query, key = (
-                rms_norm(x, form) for x, form in zip((query, key), self._norms, strict=True)
-            )
-        return paged(self._form.call(rotate(query, cos, sin), rotate(key, cos, sin), value))
-
-    def _attend_in_place(
-        self,
-        attend: GpuAttention,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        cos: Tensor,
-        sin: Tensor,
-        paged: PagedStep,
-    ) -> Tensor:
-        form, transform = self._form, HeadTransform(cos, sin)
-        cache = paged.layers[form.layer]
-        if self._norms is not None:
-            query, key = self._norms
-            transform = HeadTransform(cos, sin, query.scale, key.scale, query.epsilon)
-        return attend(form.call(*qkv), cache, paged.meta, transform)
+                return cache.attend(form.call(query, key, value), cache, paged.meta, transform)
+        if norms is not None:
+            query, key = rms_norm(query, norms[0]), rms_norm(key, norms[1])
+        return paged(form.call(rotate(query, cos, sin), rotate(key, cos, sin), value))
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
