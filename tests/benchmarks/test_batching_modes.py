@@ -71,9 +71,9 @@ def test_the_server_batched_as_the_mode_says(results: Results) -> None:
     assert runs["static", "concurrency", 1].stalled
     assert runs["dynamic", "concurrency", 16].mean_batch > 1  # type: ignore[operator]
     without, window = sorted(results.grid, key=lambda cell: cell.window_us)
+    assert (without.window_us, window.window_us) == (0, 20_000)
     assert max(window.summary.batches) <= 4
-    assert window.summary.mean_batch > without.summary.mean_batch  # type: ignore[operator]
-    assert window.summary.p50_ms > without.summary.p50_ms, "a window is waited for"
+    assert window.summary.mean_batch > 1.5, "a window is waited for"  # type: ignore[operator]
 
 
 def test_a_wrong_answer_is_noticed(subject: Subject) -> None:

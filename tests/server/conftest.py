@@ -8,6 +8,8 @@ pylm      the demo model that the repository ships
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,8 @@ BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16
 """K and V, 2 layers, 2 heads of 16 floats, 16 tokens."""
 NARROW_BLOCKS = 24
 CONTEXT = 4096
+START_S = 900.0
+"""For a server of several models on a busy machine, and kernels that are not yet compiled."""
 
 MODELS: dict[str, dict[str, object]] = {
     "tiny": {"kv_cache_bytes": 2048 * BLOCK_BYTES},
@@ -78,9 +82,24 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterat
         )
     if (ROOT / "model_repository/pylm/1/checkpoint/model.safetensors").exists():
         shutil.copytree(ROOT / "model_repository/pylm", repository / "pylm")
-    with TritonServer(repository, exit_timeout_s=60) as started:
+    compile_kernels(checkpoint)
+    started = TritonServer(repository, exit_timeout_s=60)
+    started.start(START_S)
+    try:
         yield started
         assert started.stop(), f"not a clean stop: {started.unclean}\n{started.log_tail(40)}"
+    finally:
+        started.stop()
+
+
+def compile_kernels(checkpoint: Path) -> None:
+    """On a new machine each instance would compile the same kernels at the same time as all others,
+    for minutes."""
+    program = (
+        f"import jitney; jitney.LLM({str(checkpoint)!r}, dtype='float32', device='cpu', threads=1, "
+        f"kv_cache_bytes={1 << 22}).close()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.fixture(scope="session")

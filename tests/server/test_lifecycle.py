@@ -13,7 +13,7 @@ import torch
 from jitney.server.server import TritonServer
 
 from tests.server.client import Stream, generate, stream, wait_until
-from tests.server.conftest import CONTEXT, write_model
+from tests.server.conftest import CONTEXT, START_S, write_model
 
 EXIT_TIMEOUT_S = 60
 ENDLESS = {
@@ -58,9 +58,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Pa
 def server(repository: Path) -> Iterator[TritonServer]:
     """A server that goes on without the broken models. The last test stops it."""
     started = TritonServer(repository, keep_going=True, exit_timeout_s=EXIT_TIMEOUT_S)
-    with started:
+    started.start(START_S)
+    try:
         wait_until(lambda: started.model_states()["good"][0] == "READY", 300)
         yield started
+    finally:
+        started.stop()
 
 
 @pytest.fixture(scope="module")
