@@ -148,7 +148,7 @@ def bench(
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--heads", nargs=3, type=int, default=(12, 4, 64), metavar=("Q", "KV", "D"))
     parser.add_argument("--threads", type=int, help="threads of torch; default: its own choice")
     parser.add_argument(

@@ -10,7 +10,7 @@ import torch
 from jitney.config import make_config
 from jitney.engine.assemble import load_model
 from jitney.execution import interface
-from jitney.kernels.cpu.fuse import fuse_for_cpu
+from jitney.kernels.cpu.accelerator import fuse_for_cpu
 from jitney.kernels.cpu.linear import can_pack, prepack_linears
 from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP

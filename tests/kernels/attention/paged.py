@@ -44,14 +44,14 @@ class Sequences:
         generator = torch.Generator().manual_seed(seed)
         heads, kv_heads = case.heads
 
-        def draw(*shape: int) -> Tensor:
+        def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
 
         self.inputs = [
-            [draw(n, count, case.size).to(device, case.dtype) for count in (heads, *[kv_heads] * 2)]
+            [normal(n, each, case.size).to(device, case.dtype) for each in (heads, *[kv_heads] * 2)]
             for n in lengths
         ]
-        self.sinks = 2 * draw(heads).to(device) if case.sinks else None
+        self.sinks = 2 * normal(heads).to(device) if case.sinks else None
         self.scale = 1.3 * case.size**-0.5
         need = [-(-n // case.block_size) for n in lengths]
         ids = (torch.randperm(sum(need) + 2, generator=generator) + 1).tolist()

@@ -212,13 +212,13 @@ def test_fused_norm_rotation_write_and_attention(rotary, norm):
     case = Case((6, 2), 64)
     generator = torch.Generator().manual_seed(5)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
     tokens, (heads, kv_heads), size = 30, case.heads, case.size
-    qkv = 3 * draw(tokens, (heads + 2 * kv_heads) * size)
-    angle = torch.cat([draw(tokens, rotary // 2)] * 2, -1)
-    weights = [draw(size), draw(size)] if norm else [None, None]
+    qkv = 3 * normal(tokens, (heads + 2 * kv_heads) * size)
+    angle = torch.cat([normal(tokens, rotary // 2)] * 2, -1)
+    weights = [normal(size), normal(size)] if norm else [None, None]
     sequences, attend = Sequences(case, [tokens]), case.attention(tiles=LARGE)
     _, meta = sequences.batch([(0, 0, tokens)])
     meta.slot_mapping[-1] = -1  # as of a padded token

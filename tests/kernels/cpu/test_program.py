@@ -20,11 +20,11 @@ from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 pytest.importorskip("numba")
 
 from jitney.kernels.cpu import tile_kernel, tile_linear
+from jitney.kernels.cpu.accelerator import fuse_for_cpu
 from jitney.kernels.cpu.amx import host_has_amx
-from jitney.kernels.cpu.fuse import fuse_for_cpu
 from jitney.kernels.cpu.linear import can_pack
 from jitney.kernels.cpu.program import LayerProgram
-from jitney.kernels.cpu.simd import BF16, inner, load_one, store_f32
+from jitney.kernels.cpu.simd import BF16, ZERO, inner, load_one, store_f32
 
 pytestmark = pytest.mark.skipif(
     can_pack(torch.bfloat16) is not None,
@@ -53,7 +53,7 @@ def make_multiply(rows: int):
     def multiply(x, x_stride, column, steps, out):
         for m in range(rows):
             for n in range(32):
-                total = tile_kernel.ZERO
+                total = ZERO
                 weight = column + n // 16 * steps * 1024 + n % 16 * 4
                 for k in range(32 * steps):
                     at = weight + k // 2 * 64 + k % 2 * 2

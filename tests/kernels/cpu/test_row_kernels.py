@@ -22,7 +22,7 @@ def kernels(dtype) -> CpuLayerKernels:
     return CpuLayerKernels(dtype, 8)
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -34,9 +34,9 @@ def normed(x: torch.Tensor, scale: torch.Tensor, epsilon: float) -> torch.Tensor
 @pytest.mark.parametrize("rows", [1, 3, 700])
 def test_norm(dtype, kernels, width: int, rows: int) -> None:
     """One thread for few rows, several for many."""
-    scale = draw(width, seed=1)
+    scale = normal(width, seed=1)
     norm = kernels.norm(NormForm(scale, 1e-5))
-    x = draw(1, rows, width).to(dtype)
+    x = normal(1, rows, width).to(dtype)
     kept = x.clone()
     got = norm(x)
     assert got.shape == x.shape
@@ -46,14 +46,14 @@ def test_norm(dtype, kernels, width: int, rows: int) -> None:
 
 def test_norm_of_a_strided_input(dtype, kernels) -> None:
     norm = kernels.norm(NormForm(torch.ones(32), 1e-5))
-    x = draw(4, 5, 64).to(dtype)[:, :, 16:48]
+    x = normal(4, 5, 64).to(dtype)[:, :, 16:48]
     assert torch.equal(norm(x), norm(x.contiguous()))
 
 
 def test_norm_of_extreme_rows(dtype, kernels) -> None:
     """A row of zeros is zero, not NaN; a NaN stays in its row."""
     norm = kernels.norm(NormForm(torch.ones(24), 1e-5))
-    x = draw(1, 3, 24).to(dtype)
+    x = normal(1, 3, 24).to(dtype)
     x[0, 0] = 0.0
     x[0, 1, 7] = float("nan")
     got = norm(x)
@@ -78,15 +78,15 @@ def test_rotation(dtype, kernels, head_size, rotary, tokens, with_norms) -> None
     """Query and key heads turn, in place; value heads stay, to the bit."""
     query_heads, key_heads = 3, 2
     norms = None
-    scales = draw(2, head_size, seed=3)
+    scales = normal(2, head_size, seed=3)
     if with_norms:
         forms = [NormForm(scale, 1e-5) for scale in scales]
         norms = HeadNorms(*(FusedRMSNorm(form, kernels.norm(form)) for form in forms))
     form = AttentionForm(0, query_heads, key_heads, head_size, 1.0, None, None, None)
     rotate = kernels.attention(form, norms).rotate
     heads = query_heads + 2 * key_heads
-    x = draw(tokens, heads * head_size).to(dtype)
-    angles = draw(tokens, rotary // 2, seed=2).repeat(1, 2)
+    x = normal(tokens, heads * head_size).to(dtype)
+    angles = normal(tokens, rotary // 2, seed=2).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     before = x.clone().view(tokens, heads, head_size)
     rotate(x, cos, sin)
@@ -102,7 +102,7 @@ def test_rotation(dtype, kernels, head_size, rotary, tokens, with_norms) -> None
 
 def test_two_thread_counts_give_the_same_bits(dtype, kernels) -> None:
     norm = kernels.norm(NormForm(torch.ones(768), 1e-5))
-    x = draw(1, 600, 768).to(dtype)
+    x = normal(1, 600, 768).to(dtype)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

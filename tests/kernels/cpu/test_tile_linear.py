@@ -23,7 +23,7 @@ def kernel() -> TileKernel:
     return TileKernel()
 
 
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
@@ -32,8 +32,9 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_product(kernel, shape, rows, with_bias) -> None:
     """Whole tiles and every kind of rest, alone and with a sum."""
-    weight, x, other = draw(*shape) * 0.2, draw(1, rows, shape[1]), draw(1, rows, shape[0], seed=1)
-    bias = draw(shape[0], seed=2) if with_bias else None
+    weight, x = normal(*shape) * 0.2, normal(1, rows, shape[1])
+    other = normal(1, rows, shape[0], seed=1)
+    bias = normal(shape[0], seed=2) if with_bias else None
     right = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
     layer = TileLinear(weight, bias, kernel)
     assert relative_error(layer(x), right) < TOLERANCE
@@ -43,7 +44,7 @@ def test_product(kernel, shape, rows, with_bias) -> None:
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gated(kernel, rows, activation) -> None:
-    weight, bias, x = draw(192, 64) * 0.3, draw(192, seed=1), draw(1, rows, 64)
+    weight, bias, x = normal(192, 64) * 0.3, normal(192, seed=1), normal(1, rows, 64)
     gate, up = functional.linear(x.float(), weight.float(), bias.float()).chunk(2, -1)
     if activation == "silu":
         right = functional.silu(gate) * up
@@ -66,17 +67,17 @@ def test_activation_at_extremes(kernel) -> None:
 
 def test_nothing_is_read_or_written_beyond_the_rows(kernel) -> None:
     """Neighbours of the input are NaN, and neighbours of a result stay as they were."""
-    weight = draw(64, 64)
+    weight = normal(64, 64)
     padded = torch.full((40, 64), float("nan")).bfloat16()
-    padded[3:22] = draw(19, 64)
+    padded[3:22] = normal(19, 64)
     layer = TileLinear(weight, None, kernel)
     assert torch.equal(layer(padded[3:22]), layer(padded[3:22].clone()))
     assert layer(padded[3:22]).isfinite().all()
 
 
 def test_a_row_is_the_same_in_every_batch(kernel) -> None:
-    layer = TileLinear(draw(64, 96), draw(64, seed=1), kernel)
-    x = draw(150, 96)
+    layer = TileLinear(normal(64, 96), normal(64, seed=1), kernel)
+    x = normal(150, 96)
     together = layer(x)
     for first, last in ((0, 1), (7, 30), (100, 133)):
         assert torch.equal(layer(x[first:last]), together[first:last])

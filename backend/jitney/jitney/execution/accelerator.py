@@ -6,7 +6,7 @@ load and hands it to ``load.load_runner``. Without one, everything runs in plain
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,22 +19,12 @@ from jitney.execution.interface import (
     LayerCache,
     LayerSpec,
     LoadedModel,
-    StepFunction,
 )
 from jitney.execution.memory import StepMemory
 from jitney.execution.reference import ReferenceAttention
 from jitney.messages import Batch, ModelInfo, StepOutput
 
 _log = logging.getLogger(__name__)
-
-
-class SpeedUp(NamedTuple):
-    """What :meth:`Accelerator.speed_up` did to a module."""
-
-    added_bytes: int
-    """Of weights, beyond what they took before."""
-    forward: StepFunction | None
-    """The fused form of the whole model, if there is one."""
 
 
 class DeviceRunner(Protocol):
@@ -61,8 +51,9 @@ class Accelerator(Protocol):
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
         """Whether what follows can be used where layers attend through these functions."""
 
-    def speed_up(self, model: LoadedModel, rows: int) -> SpeedUp:
-        """Rearrange the module in place; ``rows`` is the number of tokens of a usual step."""
+    def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
+        """Rearrange the module in place; ``rows`` is the number of tokens of a usual step. Returns
+        the model with its new forward and size."""
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
         """(key scale, value scale) of each layer, float32 [KV heads], if the cache needs them."""

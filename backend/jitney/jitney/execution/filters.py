@@ -1,8 +1,8 @@
 """One token from each row's distribution: temperature, min_p, top_k, top_p and the choice itself.
 
 Called by the sampler. Every filter is a *lower bound* on the row's logits, shifted so that the
-greatest is 0 and divided by the temperature: ``min_p`` keeps what is at least log(min_p), ``top_k``
-what is at least the k-th greatest, ``top_p`` the smallest set of greatest that holds that share of
+largest is 0 and divided by the temperature: ``min_p`` keeps what is at least log(min_p), ``top_k``
+what is at least the k-th largest, ``top_p`` the smallest set of largest that holds that share of
 what the first two left. Tokens that tie with the last one kept are kept, so no order of equals
 matters.
 """
@@ -20,7 +20,7 @@ from jitney.sampling_params import SamplingParams
 
 # Tokens per partial sum: 64-bit cumulative sums find the chunk, then the token in it.
 _CHUNK = 512
-# How many of a row's greatest logits are sorted for ``top_p`` before all of them are.
+# How many of a row's largest logits are sorted for ``top_p`` before all of them are.
 _CANDIDATES = 1024
 
 
@@ -38,7 +38,7 @@ def choose_tokens(logits: Tensor, pairs: list[tuple[Row, int]]) -> Tensor:
     if len(random) < len(pairs):
         index = to_device(random, logits.device)
         logits, best = logits[index], best[index]
-    # Shifting first keeps a small temperature from overflowing: the greatest logit stays 0.
+    # Shifting first keeps a small temperature from overflowing: the largest logit stays 0.
     temperature = to_device([each.temperature for each in params], logits.device, np.float32)
     logits -= best.unsqueeze(1)
     logits /= temperature.unsqueeze(1)
@@ -59,7 +59,7 @@ def _uniforms(pairs: list[tuple[Row, int]], device: torch.device) -> Tensor:
 def _weights(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
     """Probabilities up to a factor, 0 for what the filters drop: [S, C, _CHUNK], zero-padded.
 
-    ``scaled`` [S, V]: the greatest of each row is 0.
+    ``scaled`` [S, V]: the largest of each row is 0.
     """
     rows, vocab = scaled.shape
     chunks = -(-vocab // _CHUNK)
@@ -95,9 +95,9 @@ def _lower_bound(scaled: Tensor, parts: Tensor, params: list[SamplingParams]) ->
     if not width:
         return bound
     whole = width == vocab
-    greatest = _descending(scaled) if whole else scaled.topk(width, dim=-1).values
+    largest = _descending(scaled) if whole else scaled.topk(width, dim=-1).values
     k = to_device(top_k, device)
-    kth = greatest.gather(1, (k - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    kth = largest.gather(1, (k - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     bound = torch.where(k > 0, torch.maximum(bound, kth), bound)
 
     if all(p >= 1.0 for p in top_p):
@@ -107,7 +107,7 @@ def _lower_bound(scaled: Tensor, parts: Tensor, params: list[SamplingParams]) ->
     kept = parts.clone()
     _drop_below(kept.flatten(1), scaled, bound)
     share *= kept.sum(dim=-1).sum(dim=-1, dtype=torch.float64)  # what min_p and top_k left
-    cut, found = _nucleus_bound(greatest, bound, share)
+    cut, found = _nucleus_bound(largest, bound, share)
     if wide and not whole:
         short = (~found & narrowed & (k == 0)).nonzero().flatten()
         if short.numel():
@@ -123,18 +123,18 @@ def _descending(scaled: Tensor) -> Tensor:
     return scaled.sort(dim=-1, descending=True).values
 
 
-def _nucleus_bound(greatest: Tensor, bound: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """The last logit of the smallest set of greatest that weighs at least ``share`` [R] f64.
+def _nucleus_bound(largest: Tensor, bound: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """The last logit of the smallest set of largest that weighs at least ``share`` [R] f64.
 
-    ``greatest`` [R, K], descending. Returns the logits [R] and whether they were found among the K:
+    ``largest`` [R, K], descending. Returns the logits [R] and whether they were found among the K:
     a token belongs to the set if those before it weigh less than the share.
     """
-    weights = greatest.exp().masked_fill_(greatest < bound.unsqueeze(1), 0.0)
+    weights = largest.exp().masked_fill_(largest < bound.unsqueeze(1), 0.0)
     reached = weights.cumsum(dim=-1, dtype=torch.float64)
     before = reached - weights
     kept = (before < share.unsqueeze(1)).sum(dim=-1)
     last = (kept - 1).clamp_(min=0)
-    return greatest.gather(1, last.unsqueeze(1)).squeeze(1), reached[:, -1] >= share
+    return largest.gather(1, last.unsqueeze(1)).squeeze(1), reached[:, -1] >= share
 
 
 def _pick(parts: Tensor, numbers: Tensor) -> Tensor:

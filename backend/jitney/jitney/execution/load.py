@@ -5,7 +5,6 @@ Whatever is wrong with options, files or architecture is a LoadError of ``errors
 read only after everything that can be judged without them has been.
 """
 
-import dataclasses
 import functools
 import logging
 import math
@@ -163,12 +162,12 @@ def _speed_up(
 ) -> LoadedModel:
     """Let the accelerator rearrange the module, and check that it still gives the same."""
     before = probe.probe_logits(model.module, model.layers)
-    added, forward = accelerator.speed_up(model, rows)
-    forward = forward or model.forward
+    faster = accelerator.speed_up(model, rows)
     attention = select_attention(config, model.layers, model.dtype, model.device, accelerator)
-    after = probe.probe_logits(model.module, model.layers, attention, config.block_size, forward)
+    form = attention, config.block_size, faster.forward
+    after = probe.probe_logits(model.module, model.layers, *form)
     probe.check_same(before, after, coarse=bool(coarse_layers(model.module)))
-    return dataclasses.replace(model, forward=forward, weight_bytes=model.weight_bytes + added)
+    return faster
 
 
 def _describe(

@@ -6,18 +6,20 @@ modules stay as they are.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from jitney.config import EngineConfig
-from jitney.execution.accelerator import SpeedUp
 from jitney.execution.attention import AttentionShape
-from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel, StepFunction
+from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
 from jitney.execution.load import refuse_gpu_options
 from jitney.execution.memory import StepMemory
+from jitney.execution.probe import embedding_weight
 from jitney.execution.runner import TorchRunner
-from jitney.kernels.cpu.fuse import fuse_for_cpu
-from jitney.kernels.cpu.linear import prepack_linears
+from jitney.kernels.cpu.linear import can_pack, prepack_linears
+from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
@@ -51,21 +53,20 @@ class CpuAccelerator:
         """Always: modules are fused whatever function their layers attend through."""
         return True
 
-    def speed_up(self, model: LoadedModel, rows: int) -> SpeedUp:
+    def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
         """Fuse what fits, then pack the linear layers that are left."""
-        added = 0
-        forward: StepFunction | None = None
         if self._config.fuse:
             report = fuse_for_cpu(model.module, rows, model.max_model_len)
-            added, forward = report.added_bytes, report.forward
             for line in report.lines():
                 _log.info("%s", line)
+            size, forward = model.weight_bytes + report.added_bytes, report.forward
+            model = replace(model, weight_bytes=size, forward=forward or model.forward)
         if self._config.prepack:
             packed = prepack_linears(model.module, rows)
-            added += packed.added_bytes
+            model = replace(model, weight_bytes=model.weight_bytes + packed.added_bytes)
             if packed.reason is not None:
                 _log.info("no linear layers prepacked: %s", packed.reason)
-        return SpeedUp(added, forward)
+        return model
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
         """No cache of this device has scales."""
@@ -80,3 +81,22 @@ class CpuAccelerator:
     def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> TorchRunner:
         """The plain runner."""
         return TorchRunner(model, caches, info)
+
+
+def fuse_for_cpu(module: PreTrainedModel, rows: int, length: int) -> FuseReport:
+    """See :func:`fused.fuse.fuse`. ``rows`` is the number of tokens of a usual step.
+
+    Run once, after loading and before ``linear.prepack_linears``, which takes the layers left over.
+    """
+    report = FuseReport()
+    dtype = embedding_weight(module).dtype
+    obstacle = can_pack(dtype)
+    if obstacle is None:
+        try:
+            from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
+        except ImportError as error:
+            obstacle = f"Numba is missing ({error})"
+        else:
+            return fuse(module, CpuLayerKernels(dtype, rows), length)
+    report.kept("model", obstacle)
+    return report

@@ -39,7 +39,10 @@ from jitney.kernels.cpu.products import (
 )
 from jitney.kernels.cpu.simd import (
     LANES,
+    LOG2_E,
+    ONE,
     UNIT_BYTES,
+    ZERO,
     copy_element,
     element_bytes,
     exp2,
@@ -54,6 +57,7 @@ from jitney.kernels.cpu.simd import (
     load_f32,
     load_i64,
     prefetch,
+    sigmoid,
     splat,
     store,
     store_as,
@@ -61,7 +65,6 @@ from jitney.kernels.cpu.simd import (
     store_i64,
 )
 
-LOG2_E = np.float32(1.4426950408889634)
 NEGATIVE_INFINITY = np.float32(-np.inf)
 LOWEST = np.float32(-1e30)
 """The running maximum before any key: finite, so that no difference is infinity less infinity."""
@@ -151,14 +154,14 @@ def begin_rows(call, work, kv_head, rows, at):
     """Running maximum, sum and output before the first key; a sink counts as a key of no value."""
     group = call.heads // call.kv_heads
     for r in range(rows):
-        maximum, total = LOWEST, np.float32(0.0)
+        maximum, total = LOWEST, ZERO
         if call.sinks != 0 and work.part == 0:
             maximum = load_f32(call.sinks + 4 * (kv_head * group + r % group)) * LOG2_E
-            total = np.float32(1.0)
+            total = ONE
         store_f32(at.maxima + 4 * r, maximum)
         store_f32(at.sums + 4 * r, total)
     for i in range(0, -(-rows // LANES) * LANES * call.padded, LANES):
-        store(at.outputs + i * 4, splat(np.float32(0.0)))
+        store(at.outputs + i * 4, splat(ZERO))
 
 
 @inner
@@ -184,7 +187,7 @@ def attend_rows(tag, call, work, first, rows, base, width, tiles, at):
             p - call.window + 1 - base if call.window > 0 else 0, p + 1 - base,
             call.scale, call.softcap, at.maxima + 4 * (first + r), at.sums + 4 * (first + r),
         )  # fmt: skip
-        if rescale != np.float32(1.0):
+        if rescale != ONE:
             scale_row(at.outputs + (first + r) * call.padded * 4, call.padded, rescale)
     outputs = at.outputs + first * call.padded * 4
     add_values(tag, tiles, rows, at.weights, at.value_groups + begin, groups, call.padded, outputs)
@@ -226,9 +229,9 @@ def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, 
     """
     best = splat(NEGATIVE_INFINITY)
     factor = scale * LOG2_E
-    if softcap != np.float32(0.0):
+    if softcap != ZERO:
         cap_row(scores, groups, scale, softcap)
-        factor = np.float32(1.0)
+        factor = ONE
     if low > 0 or high < groups * GROUP_TOKENS:
         hide_row(scores, groups, low, high)
     for g in range(groups):
@@ -236,12 +239,12 @@ def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, 
     before = load_f32(maximum)
     after = max(before, lane_max(best) * factor)
     steep, shift = splat(factor), splat(-after)
-    added = splat(np.float32(0.0))
+    added = splat(ZERO)
     for g in range(groups):
         w = exp2(fma(load(scores + g * VECTOR_BYTES), steep, shift))
         added = added + w
         store_as(tag, weights + g * LANES * element_bytes(tag), w)
-    rescale = np.float32(1.0) if after == before else power_of_two(before - after)
+    rescale = ONE if after == before else power_of_two(before - after)
     store_f32(total, load_f32(total) * rescale + lane_sum(added))
     store_f32(maximum, after)
     return rescale
@@ -259,14 +262,11 @@ def hide_row(scores, groups, low, high):
 
 @inner
 def cap_row(scores, groups, scale, softcap):
-    """score -> softcap * tanh(score * scale / softcap) * log2(e), tanh(y) = 1 - 2 / (1 + e**2y)."""
-    one, zero = splat(np.float32(1.0)), splat(np.float32(0.0))
-    # Beyond 40 in base 2 the hyperbolic tangent is 1 in float32.
-    limit = splat(np.float32(-40.0))
+    """score -> softcap * tanh(score * scale / softcap) * log2(e), tanh(y) = 2 sigmoid(2y) - 1."""
+    two = splat(np.float32(2.0))
     for g in range(groups):
         where = scores + g * VECTOR_BYTES
-        y = load(where) * splat(np.float32(2.0) * LOG2_E * scale / softcap)
-        tanh = one - splat(np.float32(2.0)) / (one + exp2(zero - larger(zero - y, limit)))
+        tanh = two * sigmoid(load(where) * splat(np.float32(2.0) * scale / softcap)) - splat(ONE)
         store(where, tanh * splat(softcap * LOG2_E))
 
 
@@ -288,7 +288,7 @@ def emit_row(tag, call, token, head, row, total, spare):
     """One query head's output: the accumulated ``row`` over ``total``. ``spare`` is overwritten."""
     size = element_bytes(tag)
     target = call.out + (token * call.heads + head) * call.head_size * size
-    share = splat(np.float32(1.0) / total)
+    share = splat(ONE / total)
     whole = call.head_size // LANES * LANES
     for d in range(0, whole, LANES):
         store_as(tag, target + d * size, load(row + d * 4) * share)
@@ -319,9 +319,9 @@ def finish_part(tag, call, work, kv_head, rows, at):
         best = LOWEST
         for i in range(work.num_parts):
             best = max(best, load_f32(first + i * stride + maxima + 4 * r))
-        total = np.float32(0.0)
+        total = ZERO
         row = at.outputs + r * call.padded * 4
-        scale_row(row, call.padded, np.float32(0.0))
+        scale_row(row, call.padded, ZERO)
         for i in range(work.num_parts):
             theirs = first + i * stride
             factor = power_of_two(load_f32(theirs + maxima + 4 * r) - best)

@@ -11,7 +11,7 @@ from jitney.kernels.cpu.attention import TAGS
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.linear import PackedLinear
 from jitney.kernels.cpu.program import LayerProgram
-from jitney.kernels.cpu.rows import HeadAttention, RowNorm
+from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm
 from jitney.kernels.cpu.tile_linear import (
     ACTIVATIONS,
     TileKernel,
@@ -76,8 +76,8 @@ class CpuLayerKernels:
         gate, up = (PackedLinear(*each, self._rows) for each in zip(weights, biases, strict=True))
         return _SplitGate(gate, up, activation)
 
-    def attention(self, form: AttentionForm, norms: HeadNorms | None) -> HeadAttention:
-        return HeadAttention(form, norms, self._dtype, self._rotate)
+    def attention(self, form: AttentionForm, norms: HeadNorms | None) -> CpuHeadAttention:
+        return CpuHeadAttention(form, norms, self._dtype, self._rotate)
 
     def end_branch(
         self,

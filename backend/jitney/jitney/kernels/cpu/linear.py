@@ -11,6 +11,7 @@ dropped unless another module, a tied embedding, holds it as well.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ _ACTIVATIONS: dict[Activation, tuple[str, str]] = {
 # Relative to the norm of the right result: rounding of one product, with a wide margin.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 PACKED_DTYPES = tuple(_TOLERANCE)
+Product = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,29 +63,25 @@ class PackedLinear(nn.Module):
         self._bias = None if bias is None else bias.detach()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
         # Looked up once: an attribute chain through torch.ops costs about a microsecond a call.
-        self._plain_op = torch.ops.mkldnn._linear_pointwise.default
-        self._binary_op = torch.ops.mkldnn._linear_pointwise.binary
+        self._plain_op: Product = torch.ops.mkldnn._linear_pointwise.default
+        self._binary_op: Product = torch.ops.mkldnn._linear_pointwise.binary
 
     def forward(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias."""
-        result: Tensor = self._plain_op(x, self._packed, self._bias, "none", [], "")
-        return result
+        return self._plain_op(x, self._packed, self._bias, "none", [], "")
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         """activation(x @ weight.T + bias)."""
         name, algorithm = _ACTIVATIONS[activation]
-        result: Tensor = self._plain_op(x, self._packed, self._bias, name, [], algorithm)
-        return result
+        return self._plain_op(x, self._packed, self._bias, name, [], algorithm)
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """(x @ weight.T + bias) * other."""
-        result: Tensor = self._binary_op(x, other, self._packed, self._bias, "mul")
-        return result
+        return self._binary_op(x, other, self._packed, self._bias, "mul")
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """x @ weight.T + bias + other."""
-        result: Tensor = self._binary_op(x, other, self._packed, self._bias, "add")
-        return result
+        return self._binary_op(x, other, self._packed, self._bias, "add")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.dtype}"

@@ -24,7 +24,7 @@ from jitney.kernels.cpu.layout import AttentionArguments
 from jitney.kernels.cpu.openmp import function_address
 from jitney.kernels.cpu.program_kernel import ProgramCall
 from jitney.kernels.cpu.row_kernels import NormCall, RotateCall
-from jitney.kernels.cpu.rows import HeadAttention, RowNorm
+from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm
 from jitney.kernels.cpu.tile_kernel import ProductCall
 from jitney.kernels.cpu.tile_linear import TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP
@@ -83,7 +83,7 @@ class _Layer(NamedTuple):
 
     attention_norm: RowNorm
     qkv: TileLinear
-    attention: HeadAttention
+    attention: CpuHeadAttention
     output: TileLinear
     mlp_norm: RowNorm
     gated: TileLinear
@@ -102,7 +102,7 @@ def _parts(layer: FusedDecoderLayer) -> _Layer | None:
     if (
         not all(isinstance(each, TileLinear) for each in products)
         or not all(isinstance(each, RowNorm) for each in kernels)
-        or not isinstance(heads, HeadAttention)
+        or not isinstance(heads, CpuHeadAttention)
         or heads.wide_norms
     ):
         return None

@@ -16,6 +16,8 @@ from numba import njit
 from jitney.kernels.cpu.records import reader, record
 from jitney.kernels.cpu.simd import (
     LANES,
+    ONE,
+    ZERO,
     element_bytes,
     fetch_add,
     fma,
@@ -29,9 +31,6 @@ from jitney.kernels.cpu.simd import (
     store_as,
     store_one,
 )
-
-ONE = np.float32(1.0)
-ZERO = np.float32(0.0)
 
 
 @record

@@ -46,13 +46,12 @@ class RowNorm:
     def _run(self, x: Tensor, out: Tensor, rows: int, stride: int) -> None:
         assert x.dtype == self._dtype
         assert x.shape[-1] == self._width
-        call = self._call
-        call.data, call.out = x.data_ptr(), out.data_ptr()
+        call = self.call_for(x.data_ptr(), out.data_ptr())
         call.stride = call.out_stride = stride
         _run_rows(self.kernel, call, rows, self._row_bytes)
 
 
-class HeadAttention:
+class CpuHeadAttention:
     """Norms of query and key heads if there are any, rotary embedding, attention."""
 
     def __init__(
@@ -88,9 +87,8 @@ class HeadAttention:
             raise Misfit("the angles of its rotary embedding are of another dtype")
         if cos.stride() != sin.stride() or cos.stride(1) != 1:
             cos, sin = cos.contiguous(), sin.contiguous()
-        call, size = self._call, qkv.element_size()
-        call.data, call.stride = qkv.data_ptr(), qkv.stride(0) * size
-        call.rotary_size, call.angle_stride = cos.shape[1], cos.stride(0) * size
+        call = self.call_for(qkv)
+        call.rotary_size, call.angle_stride = cos.shape[1], cos.stride(0) * cos.element_size()
         call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
         _run_rows(self.kernel, call, qkv.shape[0], self._row_bytes)
 

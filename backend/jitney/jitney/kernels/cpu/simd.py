@@ -30,6 +30,8 @@ take a fifth of the time to compile."""
 F32 = np.float32(0)
 BF16 = np.uint16(0)
 
+ZERO, ONE, LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(1.4426950408889634)
+
 LANES = 16
 UNIT_BYTES = 4
 
@@ -360,5 +362,13 @@ def exp2(x):
     p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[3])))
     p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[4])))
     p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[5])))
-    p = fma(p, f, splat(np.float32(1.0)))
+    p = fma(p, f, splat(ONE))
     return _times_power_of_two(p, n)
+
+
+@inner
+def sigmoid(x):
+    """1 / (1 + e**-x)."""
+    limit = splat(np.float32(-126.0))  # 2**126 is finite, and its inverse is 0 in any sum with 1
+    power = splat(ZERO) - larger(x * splat(LOG2_E), limit)
+    return splat(ONE) / (splat(ONE) + exp2(power))

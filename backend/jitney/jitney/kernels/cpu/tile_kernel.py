@@ -21,16 +21,16 @@ from jitney.kernels.cpu.amx import amx_end, emit_amx, emit_shapes, host_has_amx,
 from jitney.kernels.cpu.records import reader, record
 from jitney.kernels.cpu.simd import (
     BF16,
+    ONE,
     emitted,
-    exp2,
     fetch_add,
     fma,
     i64,
     inner,
-    larger,
     load,
     load_as,
     offset_by,
+    sigmoid,
     splat,
     store,
     store_as,
@@ -44,9 +44,6 @@ SCRATCH_BYTES = 8192
 _SHAPES_AT = 4096
 
 SILU, GELU_TANH = 1, 2
-
-LOG2_E = np.float32(1.4426950408889634)
-ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 @record
@@ -140,14 +137,6 @@ def _make_multiply(with_lower: bool) -> Any:
 
 multiply_32 = _make_multiply(True)
 multiply_16 = _make_multiply(False)
-
-
-@inner
-def sigmoid(x):
-    """1 / (1 + e**-x)."""
-    limit = splat(np.float32(-126.0))  # 2**126 is finite, and its inverse is 0 in any sum with 1
-    power = splat(ZERO) - larger(x * splat(LOG2_E), limit)
-    return splat(ONE) / (splat(ONE) + exp2(power))
 
 
 @inner

@@ -92,11 +92,7 @@ class TileLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x is [..., in_features]."""
-        return self._multiply(x, None)
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """The result plus ``other`` [..., out_features]."""
-        return self._multiply(x, other)
+        return self.plus(x, None)
 
     def call_for(self, x: int, out: int, other: int = 0) -> ProductCall:
         """The kernel's arguments for contiguous rows at these addresses; 0 is no ``other``. The
@@ -105,7 +101,8 @@ class TileLinear(nn.Module):
         call.x, call.out, call.other = x, out, other
         return call
 
-    def _multiply(self, x: Tensor, other: Tensor | None) -> Tensor:
+    def plus(self, x: Tensor, other: Tensor | None) -> Tensor:
+        """The result, plus ``other`` [..., out_features] if there is one."""
         assert x.dtype == torch.bfloat16
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self.out_features), dtype=x.dtype)

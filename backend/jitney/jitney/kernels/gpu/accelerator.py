@@ -6,6 +6,7 @@ interpreted on a CPU, the same path runs without graphs and without a measuremen
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -14,7 +15,6 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
-from jitney.execution.accelerator import SpeedUp
 from jitney.execution.attention import AttentionMetadata, AttentionShape
 from jitney.execution.interface import (
     NAME,
@@ -58,17 +58,18 @@ class GpuAccelerator:
         device."""
         return all(attend.name == "gpu" for attend in attention)
 
-    def speed_up(self, model: LoadedModel, rows: int) -> SpeedUp:
+    def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
         """Compile the module, if option ``compile`` says so, or fuse what fits."""
         if self._config.compile:  # which fuses by itself, and cannot look into kernels
             compile_module(model.module)
-            return SpeedUp(0, None)
+            return model
         from jitney.kernels.gpu.fuse import fuse_for_gpu
 
         report = fuse_for_gpu(model.module, self._config, model.max_model_len)
         for line in report.lines():
             _log.info("%s", line)
-        return SpeedUp(report.added_bytes, report.forward)
+        size, forward = model.weight_bytes + report.added_bytes, report.forward
+        return replace(model, weight_bytes=size, forward=forward or model.forward)
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
         """Those of a float8 cache: the checkpoint's, or found by a run over some tokens."""
