@@ -96,8 +96,8 @@ TARGET = Target.of("here:8001", None, None)
 def driver(binary: Path, **options: Any) -> Driver:
     """Its requests are in a file that nobody reads."""
     given = replace(OPTIONS, data=Path("none"), **options)
-    loads = (Load("concurrency", 1),)
-    return Driver(PerfAnalyzer(binary, "0"), given, loads, Inputs(given, Path("none")))
+    inputs, tool = Inputs(given, Path("none")), PerfAnalyzer(binary, "0")
+    return Driver(given, (Load("concurrency", 1),), inputs, tool)
 
 
 def script(folder: Path, text: str) -> Path:

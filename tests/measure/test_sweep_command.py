@@ -1,9 +1,7 @@
 """The command line: what is refused before anything is measured, and the comparison."""
 
-import importlib.util
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +9,12 @@ import typer
 from jitney import cli
 from jitney.errors import InstallationError, InvalidArgumentError
 from jitney.measure import options, record
-from jitney.measure.perf_analyzer import Driver, measure
+from jitney.measure.perf_analyzer import Driver, PerfAnalyzer, measure
 from jitney.measure.record import Load, Point, Result
 from jitney.measure.target import Model, Target
 from typer.testing import CliRunner
 
-from tests.measure.exports import MODEL, calls, driver, point
+from tests.measure.exports import MODEL, calls, point
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,8 +26,6 @@ def error_of(*words: str) -> BaseException | None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--arrivals", "even"), "poisson or constant"),
-        (("--protocol", "tcp"), "grpc or http"),
         (("--concurrency", "some"), "whole numbers from 1"),
         (("--sampling", "[]"), "a JSON object"),
         (("--input-tokens", "9:1"), "LOW:HIGH"),
@@ -45,16 +41,17 @@ def test_mistakes_are_named_first(words: tuple[str, ...], said: str) -> None:
     assert said in str(error)
 
 
-def test_each_command_has_the_shared_options_with_defaults_of_its_own(tmp_path: Path) -> None:
+def test_each_command_has_the_shared_options_with_defaults_of_its_own() -> None:
     commands = typer.main.get_command(cli.app).commands
     for name, seconds, out in (("bench", 10.0, "bench"), ("tune", 3.0, "tune")):
         options = {option.name: option for option in commands[name].params}
         assert (options["seconds"].default, options["out"].default) == (seconds, Path(out))
         assert {"--rows", "--batch-size"} <= set(options["rows"].opts)
-        missing = ["m"] * (name == "tune") + ["--data", str(tmp_path / "nothing")]
-        done = CliRunner().invoke(cli.app, [name, *missing])
-        assert done.exit_code == 2
-        assert "Invalid value for '--data'" in done.output
+        model = ["m"] * (name == "tune")
+        for wrong in ("--data=/nowhere", "--arrivals=even", "--protocol=tcp", "--rows=0"):
+            done = CliRunner().invoke(cli.app, [name, *model, wrong])
+            assert done.exit_code == 2
+            assert f"Invalid value for '{wrong.partition('=')[0]}" in done.output
 
 
 def test_a_key_in_clear_is_a_caution(tmp_path: Path) -> None:
@@ -65,7 +62,9 @@ def test_a_key_in_clear_is_a_caution(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_it_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for module in ("matplotlib", "jitney.measure.plots", "jitney.measure.report"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     error = error_of("--concurrency", "nonsense")
     assert isinstance(error, InstallationError)
     assert "triton-jitney[bench]" in str(error)
@@ -93,7 +92,7 @@ def test_two_files_side_by_side(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert "<td>2.00</td>" in page, "the ratio of the throughputs"
-    assert "measured with different options" in page
+    assert "Measured with different options" in page
 
 
 def test_the_module_for_images_without_the_command() -> None:
@@ -114,7 +113,6 @@ def test_an_interrupted_sweep_keeps_its_loads(
     at: int, status: int, written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = tuple(Load("concurrency", number) for number in (1, 2, 4))
-    made = replace(driver(tmp_path / "perf_analyzer"), loads=loads)
 
     def run(self: Driver, target: Target, model: Model, load: Load) -> Point:
         if load in loads[at:]:
@@ -124,7 +122,7 @@ def test_an_interrupted_sweep_keeps_its_loads(
     monkeypatch.setattr(Driver, "run", run)
     monkeypatch.setattr(Target, "server", lambda self: "triton")
     monkeypatch.setattr(Target, "model", lambda self, name: MODEL)
-    monkeypatch.setattr(Driver, "of", lambda *_: made)
+    monkeypatch.setattr(PerfAnalyzer, "find", lambda named: PerfAnalyzer(Path("none"), "0"))
     words = ["bench", "--concurrency", "1,2,4", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(cli.app, words)
     assert done.exit_code == status, done.output

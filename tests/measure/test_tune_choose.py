@@ -22,7 +22,7 @@ def tuning(*trials: Trial, ending: record.Ending = "complete") -> Tuning:
     )  # fmt: skip
 
 
-def test_the_greatest_throughput_within_the_bounds() -> None:
+def test_the_highest_throughput_within_the_bounds() -> None:
     trials = (
         trial(NOW, "current", point(1, 100, 0.005), point(4, 300, 0.015), point(16, 900, 0.05)),
         trial(OTHER, "search", point(4, 400, 0.01), point(8, 900, 0.01, "unstable")),

@@ -141,7 +141,7 @@ def test_with_time_for_everything(make: Callable[..., Any]) -> None:
     assert tuning.ending == "complete"
     assert [trial.phase for trial in tuning.trials[::-1]][:2] == ["final", "final"]
     assert tuning.trials[0].phase == "current"
-    searched = [trial.setting for trial in tuning.trials if trial.phase != "final"]
+    searched = [tuple(t.values.values()) for t in tuning.trials if t.phase != "final"]
     assert len(searched) == len(set(searched)) < 2 + 4 * 3 * 2, "tried twice, or a whole grid"
     assert tuning.choice is not None
     assert (tuning.choice.values["batch_size"], tuning.choice.values["instances"]) == (16, 2)

@@ -70,9 +70,9 @@ def bench(
         jitney bench pylm --url example.net:8443 --tls --api-key-file key
         jitney bench --compare before/result.json after/result.json
     """
-    options.check_matplotlib()
     from jitney.measure import record, slo
-    from jitney.measure.perf_analyzer import Driver
+    from jitney.measure.inputs import Inputs
+    from jitney.measure.perf_analyzer import Driver, PerfAnalyzer
     from jitney.measure.report import write_comparison, write_report
     from jitney.measure.target import Access, Target
 
@@ -86,7 +86,8 @@ def bench(
         access = Access.of(tls, ca_file, api_key_file, header or ())
         if access.headers and not access.tls:
             _out.print("[yellow]The headers are sent in clear text: use --tls or --ca-file.[/]")
-        driver = Driver.of(shared, loads, Path(folder))
+        inputs = Inputs(shared, Path(folder))
+        driver = Driver(shared, loads, inputs, PerfAnalyzer.find(shared.perf_analyzer))
         target = Target.of(url, http_url, metrics_url, access)
         found = target.model(model)
         options.check_model(shared, language=found.language, max_batch=found.max_batch_size)

@@ -80,10 +80,11 @@ def _cautions(chosen: Trial, current: Trial, trials: Sequence[Trial]) -> Iterato
 def standing(trials: Sequence[Trial]) -> list[Trial]:
     """What counts of each setting, the current one first: its last measurement that was not cut
     short, else the first."""
-    made: dict[tuple[tuple[str, int], ...], Trial] = {}
+    made: dict[tuple[int, ...], Trial] = {}
     for trial in trials:
-        if trial.setting not in made or not trial.cut:
-            made[trial.setting] = trial
+        setting = tuple(trial.values.values())
+        if setting not in made or not trial.cut:
+            made[setting] = trial
     return list(made.values())
 
 

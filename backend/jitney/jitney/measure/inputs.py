@@ -21,14 +21,8 @@ from jitney.measure.options import Shared
 from jitney.measure.slo import span
 from jitney.measure.target import Model, Target, Tensor
 
-Entry = dict[str, Any]
-
 _PROMPTS = 1024
 _ROWS = 16
-_DTYPES = {f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)} | {
-    kind.upper(): np.dtype(kind)
-    for kind in ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
-}
 _WORDS = re.findall(
     r"\w+", "the bus stops at every corner of this long street and people board or leave with books"
 )
@@ -69,7 +63,7 @@ class Inputs:
             self._files[salt].write_text(json.dumps({"data": entries}), encoding="utf-8")
         return self._files[salt]
 
-    def prompts(self, model: Model, words_per_token: float, salt: str) -> list[Entry]:
+    def prompts(self, model: Model, words_per_token: float, salt: str) -> list[dict[str, Any]]:
         """Of a language model, for one load."""
         chance = random.Random(f"{self._options.seed} {salt}")
         counts = ("return_num_output_tokens", "return_num_input_tokens")
@@ -127,7 +121,7 @@ def _random_text(chance: random.Random, words: int) -> str:
     return " ".join(first + chance.choices(_WORDS, k=max(1, words - 2 * len(first))))
 
 
-def rows(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> list[Entry]:
+def rows(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> list[dict[str, Any]]:
     """Rows for a model of one call: floats from a normal distribution, words for texts, and 1 for
     integers, whose range is unknown.
 
@@ -145,7 +139,7 @@ def rows(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> list
     ]  # fmt: skip
 
 
-def _values(tensor: Tensor, shape: tuple[int, ...], chance: np.random.Generator) -> Entry:
+def _values(tensor: Tensor, shape: tuple[int, ...], chance: np.random.Generator) -> dict[str, Any]:
     """One row's. ``shape`` must fit the tensor's and have no free size."""
     fits = len(shape) == len(tensor.dims) and all(
         size > 0 and free in (-1, size) for free, size in zip(tensor.dims, shape, strict=True)
@@ -160,12 +154,13 @@ def _values(tensor: Tensor, shape: tuple[int, ...], chance: np.random.Generator)
     if kind == "STRING":
         texts = [" ".join(chance.choice(_WORDS, 12)) for _ in range(int(np.prod(shape)))]
         return {"content": texts, "shape": list(shape)}
-    if kind not in _DTYPES:
+    values = chance.standard_normal(shape) if kind.startswith("FP") else np.ones(shape)
+    try:
+        raw = values.astype(kind.lower().replace("fp", "float")).tobytes()
+    except TypeError:
         raise InvalidArgumentError(
             f"input {tensor.name} is of type {kind}, which cannot be made up: give rows with --data"
-        )
-    values = chance.standard_normal(shape) if kind.startswith("FP") else np.ones(shape)
-    raw = values.astype(_DTYPES[kind]).tobytes()
+        ) from None
     return {"b64": base64.b64encode(raw).decode("ascii"), "shape": list(shape)}
 
 

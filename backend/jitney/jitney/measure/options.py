@@ -3,18 +3,17 @@
 Imports nothing heavy before a command runs, so that ``jitney --help`` stays quick.
 """
 
-import importlib.util
 import inspect
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from jitney.errors import InstallationError, InvalidArgumentError
+from jitney.errors import InvalidArgumentError
 from jitney.report.text import printable
 
 INTERRUPTED = 130
@@ -24,13 +23,13 @@ _UNREPORTED = ("concurrency", "rate", "slo", "out", "perf_analyzer")
 
 @dataclass(frozen=True)
 class Shared:
-    """The shared options as they were given. ``Driver.of`` checks them."""
+    """The shared options as they were given; texts are not yet checked."""
 
     concurrency: Annotated[
         str, Option(help="Requests kept in flight, a load each: 1,4,16. Default: powers of two.")
     ] = ""
     rate: Annotated[str, Option(help="Requests sent each second, a load each: 5,10,20.")] = ""
-    arrivals: Annotated[str, Option(help="Of a rate: poisson or constant.")] = "poisson"
+    arrivals: Annotated[Literal["poisson", "constant"], Option(help="Of a rate.")] = "poisson"
     seconds: Annotated[float, Option(help="How long each load lasts.", min=0.1)] = 10.0
     requests: Annotated[int | None, Option(help="Of each load, not --seconds.", min=1)] = None
     slo: Annotated[
@@ -41,7 +40,7 @@ class Shared:
     prompts: Annotated[Path | None, Option(help="Prompts to send, one a line.")] = None
     sampling: Annotated[str, Option(help='Parameters as JSON: {"temperature": 0.7}.')] = "{}"
     natural_end: Annotated[bool, Option("--natural-end", help="Let the model end answers.")] = False
-    protocol: Annotated[str, Option(help="grpc or http; language models need grpc.")] = "grpc"
+    protocol: Annotated[Literal["grpc", "http"], Option(help="Streams need grpc.")] = "grpc"
     rows: Annotated[int, Option("--rows", "--batch-size", help="Of a request.", min=1)] = 1
     shape: Annotated[
         list[str] | None,
@@ -86,15 +85,6 @@ def with_shared(**defaults: Any) -> Callable[[Callable[..., None]], Callable[...
         return command
 
     return decorate
-
-
-def check_matplotlib() -> None:
-    """Raises InstallationError, before minutes are spent measuring."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InstallationError(
-            "the report's plots need matplotlib, which is not installed: "
-            "pip install 'triton-jitney[bench]'"
-        )
 
 
 def check_model(shared: Shared, *, language: bool, max_batch: int) -> None:

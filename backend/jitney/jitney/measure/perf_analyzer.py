@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jitney.errors import InstallationError, InternalError, InvalidArgumentError
+from jitney.errors import InstallationError, InternalError
 from jitney.measure import slo
 from jitney.measure.inputs import Inputs
 from jitney.measure.options import Shared
@@ -33,7 +33,6 @@ _HOW = (
     "NVIDIA's image tritonserver:<release>-py3-sdk has it on its path (docker-compose: "
     "`docker-compose run --rm perf`); or name it with --perf-analyzer"
 )
-_ALLOWED = {"arrivals": ("poisson", "constant"), "protocol": ("grpc", "http")}
 _SETTLE_S, _LANGUAGE_SETTLE_S = 0.1, 0.6
 """The server counts a request after its answer, and metrics are a quarter of a second late: counts
 are read until two readings agree. Where others use the model they never do: hence ``_READINGS``."""
@@ -99,6 +98,16 @@ def _environment(binary: Path) -> dict[str, str]:
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, paths))}
 
 
+def _settled(target: Target, model: Model) -> Snapshot:
+    made = snapshot(target, model)
+    for _ in range(_READINGS):
+        time.sleep(_LANGUAGE_SETTLE_S if model.language else _SETTLE_S)
+        before, made = made, snapshot(target, model)
+        if made == before:
+            break
+    return made
+
+
 @dataclass
 class Driver:
     """Puts loads on a server.
@@ -107,56 +116,35 @@ class Driver:
     ones than other levels and its warm-up: none is in the prefix cache already.
     """
 
-    tool: PerfAnalyzer
     options: Shared
     loads: tuple[Load, ...]
     inputs: Inputs
-
-    @classmethod
-    def of(cls, options: Shared, loads: tuple[Load, ...], folder: Path) -> "Driver":
-        """The options of loads and requests, checked, the binary last. Raises JitneyError."""
-        for name, allowed in _ALLOWED.items():
-            if (given := getattr(options, name)) not in allowed:
-                raise InvalidArgumentError.of(name, given, " or ".join(allowed))
-        inputs = Inputs(options, folder)
-        return cls(PerfAnalyzer.find(options.perf_analyzer), options, loads, inputs)
+    tool: PerfAnalyzer
 
     def run(self, target: Target, model: Model, load: Load) -> Point:
         """A point of state "failed" says what went wrong under the load.
 
         Raises InvalidArgumentError for a model whose inputs cannot be made up.
         """
-        files = [self.inputs.file(target, model, f"{load}{use}") for use in ("", " warm-up")]
+        requests, warm_up = (
+            self.inputs.file(target, model, f"{load}{use}") for use in ("", " warm-up")
+        )
         try:
-            return self._run(target, model, load, *files)
+            warmed = self._measure(target, model, *slo.warm_up(load), warm_up)
+            pace = load.level if load.kind == "rate" else warmed.requests_per_s
+            count = slo.count(self.options, load, pace)
+            before = _settled(target, model)
+            measured = self._measure(target, model, load, count, requests, count / max(pace, 1e-3))
+            after = _settled(target, model)
         except InternalError as error:
             # perf_analyzer ends without a reason if the server refuses the statistics.
             missing = snapshot(target, model).missing
             hint = [f"{text}: perf_analyzer needs them too" for text in missing]
             return Point(load, "failed", (str(error), *hint))
-
-    def _run(
-        self, target: Target, model: Model, load: Load, requests: Path, warm_up: Path
-    ) -> Point:
-        def count() -> Snapshot:
-            made = snapshot(target, model)
-            for _ in range(_READINGS):
-                time.sleep(_LANGUAGE_SETTLE_S if model.language else _SETTLE_S)
-                before, made = made, snapshot(target, model)
-                if made == before:
-                    break
-            return made
-
-        warmed = self._measure(target, model, *slo.warm_up(load), warm_up)
-        pace = load.level if load.kind == "rate" else warmed.requests_per_s
-        number = slo.count(self.options, load, pace)
-        before = count()
-        measured = self._measure(target, model, load, number, requests, number / max(pace, 1e-3))
-        after = count()
         state, doubts = slo.doubts(self.options, load, measured)
-        remarks = dict.fromkeys((*doubts, *before.missing, *after.missing))
-        counts = stages(before, after), engine_work(before, after)
-        return Point(load, state, tuple(remarks), measured, *counts)
+        remarks = tuple(dict.fromkeys((*doubts, *before.missing, *after.missing)))
+        work = engine_work(before, after)
+        return Point(load, state, remarks, measured, stages(before, after), work)
 
     def _measure(
         self, target: Target, model: Model, load: Load, count: int, requests: Path,

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps, rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from jitney.errors import InstallationError
 from jitney.measure.record import PERCENTS, Measurement, Point, Result
 from jitney.measure.slo import Bound
 from jitney.report.page import Plot
+
+try:
+    from matplotlib import colormaps, rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ImportError:
+    raise InstallationError(
+        "the report's plots need matplotlib, which is not installed: "
+        "pip install 'triton-jitney[bench]'"
+    ) from None
 
 _COLOURS = ("#0072B2", "#D55E00")
 """Of Okabe and Ito's colours, which colour-blind people can tell apart."""
@@ -33,9 +41,9 @@ _NAMES = {"latency": "request latency", "ttft": "time to first token", "itl": "i
 def plots(results: Sequence[Result], bounds: Sequence[Bound] = ()) -> list[Plot]:
     """The plots for which there are figures. Two results are called A and B."""
     found = [m for result in results for _, m in measured(result)]
-    times = [time for time in shown_times(results[0]) if any(m.time(time) for m in found)]
     if not found:
         return []
+    times = [time for time in shown_times(results[0]) if any(m.time(time) for m in found)]
     with rc_context(_STYLE):
         made = [_throughput(results, times, bounds)]
         return made + [_distribution(results, time, bounds) for time in times]

@@ -85,9 +85,9 @@ class Stage(msgspec.Struct, frozen=True):
     model: str
     inferences: int
     executions: int
-    mean_batch: float | None = None  # absent from the first records
-    queue_s: float | None = None  # mean per request
-    compute_s: float | None = None
+    mean_batch: float | None
+    queue_s: float | None  # mean per request
+    compute_s: float | None
 
 
 class EngineWork(msgspec.Struct, frozen=True):
@@ -168,11 +168,6 @@ class Trial(msgspec.Struct, frozen=True):
     result: Result | None = None
     cut: bool = False
     """Whether greater loads were left out: the time was over, or the run was interrupted."""
-
-    @property
-    def setting(self) -> tuple[tuple[str, int], ...]:
-        """The values as a key: trials of one setting have the same."""
-        return tuple(self.values.items())
 
     @property
     def best(self) -> Best | None:

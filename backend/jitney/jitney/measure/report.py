@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
+from msgspec.structs import asdict
 
 from jitney.errors import InvalidArgumentError
 from jitney.measure import choose, slo
 from jitney.measure.plots import bound_on, measured, plots, shown_times
-from jitney.measure.record import EngineWork, Point, Result, Stage, Tuning, write
+from jitney.measure.record import Point, Result, Tuning, write
 from jitney.measure.slo import Bound, conclusion
 from jitney.report.page import Block, Table, TableRow, Text, write_page
 
@@ -18,10 +18,8 @@ def write_report(result: Result, folder: Path) -> Path:
     bounds = slo.parse(result.slo, language=result.language)
     blocks: list[Block] = [
         *_head(result),
-        "Loads",
         _loads(result, bounds),
         plots([result], bounds),
-        "On the server",
         _server(result.points),
         "How it was measured",
     ]
@@ -54,12 +52,11 @@ def _loads(result: Result, bounds: Sequence[Bound]) -> Table:
     for point, verdict in zip(result.points, result.verdicts, strict=True):
         chosen = result.best is not None and point.load == result.best.load
         cells = [f"{point.load} (best)" if chosen else str(point.load), point.state]
-        if (found := point.measured) is None:
-            cells += ["–"] * (4 + len(shown))
-        else:
-            cells += [_figure(found.throughput), _figure(found.requests_per_s)]
-            cells += [_milliseconds(bound.of(found)) for bound in shown]
-            cells += [_figure(found.input_tokens_mean), _figure(found.requests)]
+        found = point.measured
+        rates = (found.throughput, found.requests_per_s) if found else (None, None)
+        sent = (found.input_tokens_mean, found.requests) if found else (None, None)
+        times = [_milliseconds(bound.of(found)) for bound in shown]
+        cells += [*map(_figure, rates), *times, *map(_figure, sent)]
         cells.append("over" if verdict.over else "met")
         note = "; ".join(dict.fromkeys((*point.remarks, *verdict.over)))
         rows.append(TableRow(cells, "chosen" if chosen else "", note))
@@ -67,21 +64,16 @@ def _loads(result: Result, bounds: Sequence[Bound]) -> Table:
 
 
 def _server(points: Sequence[Point]) -> Table:
-    """The server's own counts: of the engine, or of each model. Times are in milliseconds."""
-    named: list[tuple[str, EngineWork | Stage]] = []
-    for point in points:
-        works = [point.engine] if point.engine else point.stages
-        named += [(str(point.load), work) for work in works]
-    fields = named[0][1].__struct_fields__ if named else ()
-    rows = []
-    for load, record in named:
-        cells = []
-        for field in fields:
-            value = getattr(record, field)
-            cells.append(_milliseconds(value) if field.endswith("_s") else _figure(value))
-        rows.append(TableRow([load, *cells]))
-    heads = (field.replace("_s", ", ms").replace("_", " ") for field in fields)
-    return Table("The server's own counts", ["load", *heads], rows)
+    """Its own counts: of the engine where there are any, else of each model."""
+    engines = [(point.load, point.engine) for point in points if point.engine is not None]
+    stages = [(point.load, stage) for point in points for stage in point.stages]
+    heads, rows = ["load"], []
+    for load, record in engines or stages:
+        figures = asdict(record).items()
+        heads = ["load", *(name.replace("_s", ", ms").replace("_", " ") for name, _ in figures)]
+        cells = (_milliseconds(v) if name.endswith("_s") else _figure(v) for name, v in figures)
+        rows.append(TableRow([str(load), *cells]))
+    return Table("On the server", heads, rows)
 
 
 def write_comparison(a: Result, b: Result, folder: Path) -> Path:
@@ -98,9 +90,8 @@ def write_comparison(a: Result, b: Result, folder: Path) -> Path:
         if a.options.get(name) != b.options.get(name)
     ]
     if differ:
-        blocks.append(Text("They were measured with different options:"))
-        blocks.append(Table("Options that differ", ("option", "A", "B"), differ))
-    blocks += ["Loads of both", _shared(a, b), plots([a, b])]
+        blocks.append(Table("Measured with different options", ("option", "A", "B"), differ))
+    blocks += [_shared(a, b), plots([a, b])]
     return write_page(f"{a.title} and {b.title}", blocks, folder)
 
 
@@ -144,21 +135,16 @@ def write_tuning(tuning: Tuning, folder: Path) -> Path:
         *map(Text, choose.remarks(tuning)),
     ]
     if tuning.lines:
-        blocks.append(Text(choose.instruction(tuning, "config.pbtxt")))
-        blocks.append(Text(tuning.lines, tag="pre"))
+        blocks += [Text(choose.instruction(tuning, "config.pbtxt")), Text(tuning.lines, tag="pre")]
     blocks += [
-        "All settings",
         Table("All settings", choose.HEAD, rows),
         "Latency and throughput of the current setting and the best",
         {f"{'AB'[i]}, {name}": result.title for i, (name, result) in enumerate(results.items())},
-    ]
-    if results:
-        named = [replace(result, title=name) for name, result in results.items()]
-        blocks.append(plots(named, slo.parse(tuning.slo, language=tuning.language)))
-    tried = {name: ", ".join(map(str, values)) for name, values in tuning.axes.items()}
-    blocks += [
+        plots([*results.values()], slo.parse(tuning.slo, language=tuning.language)),
         "How it was measured",
-        tried | {"beside": ", ".join(tuning.beside) or "–"} | tuning.options,
+        {name: ", ".join(map(str, values)) for name, values in tuning.axes.items()}
+        | ({"beside": ", ".join(tuning.beside)} if tuning.beside else {})
+        | tuning.options,
     ]
     return write_page(f"{tuning.model}, tuned", blocks, folder)
 

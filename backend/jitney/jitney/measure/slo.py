@@ -83,10 +83,7 @@ def loads(options: Shared, default: str) -> tuple[Load, ...]:
     concurrency = options.concurrency or ("" if options.rate else default)
     users = _levels("concurrency", concurrency, _Users, "whole numbers from 1")
     rates = _levels("rate", options.rate, _Rates, "numbers above 0")
-    return (
-        *(Load("concurrency", level) for level in users),
-        *(Load("rate", level) for level in rates),
-    )
+    return tuple([Load("concurrency", level) for level in users] + [Load("rate", r) for r in rates])
 
 
 def _levels(field: str, text: str, kind: Any, bound: str) -> list[float]:

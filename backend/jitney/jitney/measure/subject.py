@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jitney.config import EngineConfig, load_config
-from jitney.errors import InstallationError, InvalidArgumentError, LoadError, nearest
+from jitney.errors import InstallationError, InvalidArgumentError, nearest
 from jitney.measure.axes import BATCH, INSTANCES, OPTIONS, WINDOW, Setting
 from jitney.measure.target import Target
 from jitney.server.server import TritonServer
@@ -116,7 +116,7 @@ class Subject:
 def read_setting(config: Mapping[str, Any]) -> Setting:
     """Batch, window and instances of a configuration in the server's JSON form.
 
-    Of several preferred sizes the greatest counts; without any, max_batch_size.
+    Of several preferred sizes the largest counts; without any, max_batch_size.
     """
     groups = config.get("instance_group") or [{}]
     instances = int(groups[0].get("count", 1)) or 1
@@ -185,10 +185,7 @@ def serve(
         text = str(text_format.MessageToString(config))
         (model / "config.pbtxt").write_text(text, encoding="utf-8")
         server = TritonServer(repository, models=[subject.name, *beside])
-        try:
-            server.start(timeout_s)
-        except LoadError as error:
-            raise LoadError(" ".join(str(error).split())) from None
+        server.start(timeout_s)
         try:
             yield Target.of(server.grpc_url, server.http_url, server.metrics_url)
         finally:

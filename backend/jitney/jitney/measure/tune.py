@@ -60,12 +60,11 @@ def tune(
         jitney tune pylm --slo ttft-p95=500ms,itl-p95=50ms --budget 20m
     """
     given = vars(shared) | locals()
-    options.check_matplotlib()
+    from jitney.measure.choose import print_end
+    from jitney.measure.report import write_tuning
+
     with tempfile.TemporaryDirectory(prefix="jitney-tune-") as folder:
         tuner = _tuner(shared, given, Path(folder))
-        from jitney.measure.choose import print_end
-        from jitney.measure.report import write_tuning
-
         with interruptible():
             tuning = tuner.run()
     print_end(tuning, _out, str(repository / model / "config.pbtxt"))
@@ -80,7 +79,8 @@ def tune(
 def _tuner(shared: options.Shared, given: dict[str, Any], folder: Path) -> "Tuner":
     """The options, checked, before any server is started. Raises JitneyError."""
     from jitney.measure import axes, slo
-    from jitney.measure.perf_analyzer import Driver
+    from jitney.measure.inputs import Inputs
+    from jitney.measure.perf_analyzer import Driver, PerfAnalyzer
     from jitney.measure.subject import read_subject
     from jitney.measure.tuner import Tuner
 
@@ -109,7 +109,8 @@ def _tuner(shared: options.Shared, given: dict[str, Any], folder: Path) -> "Tune
     if budget_s is None or not 0 < budget_s <= 7 * 86400:
         bound = "a time above 0 like 90s, 10m or 1h"
         raise InvalidArgumentError.of("budget", given["budget"], bound)
-    driver = Driver.of(shared, loads, folder)
+    inputs = Inputs(shared, folder)
+    driver = Driver(shared, loads, inputs, PerfAnalyzer.find(shared.perf_analyzer))
     options.make_folder(shared.out)
     return Tuner(
         subject, tuple(given["beside"] or ()), given["start_timeout"], make_axes, bounds, budget_s,

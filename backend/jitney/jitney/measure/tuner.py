@@ -48,20 +48,16 @@ class Tuner:
     _ending: Ending = "interrupted"
 
     def __post_init__(self) -> None:
-        self._loads = self.driver.loads
         self._current = self.subject.current()
         self._axes = self.make_axes(self._current)
 
     def run(self) -> Tuning:
         """Raises JitneyError if there is no server, or if nothing can be sent to the model."""
         self._began, self._date = time.monotonic(), record.now()
-        tried = "; ".join(
-            f"{name} {', '.join(map(str, values))}" for name, values in self._axes.items()
-        )
-        self.terminal.print(
-            f"{escape(self.subject.name)}: {tried}; up to {len(self._loads)} loads each, at most "
-            f"{self.budget_s:,.0f} s in all.", soft_wrap=True,
-        )  # fmt: skip
+        tried = [f"{name} {', '.join(map(str, values))}" for name, values in self._axes.items()]
+        most = f"up to {len(self.driver.loads)} loads each, at most {self.budget_s:,.0f} s in all"
+        said = f"{self.subject.name}: {'; '.join([*tried, most])}."
+        self.terminal.print(said, markup=False, soft_wrap=True)
         with self.terminal.status("") as self._status, suppress(KeyboardInterrupt):
             self._try(self._current, "current", others=3)
             for setting in search(self._axes, self._current, self._scores):
@@ -75,9 +71,10 @@ class Tuner:
 
     def _measure_again(self) -> None:
         """The best and the current setting: the highest of many figures is too high by chance."""
-        best = max(self._scores, key=lambda setting: self._scores[setting])
-        if best == self._current or self._standing(best).best is None:
+        choice = choose.choose(self._trials)
+        if choice is None or choice.is_current:
             return  # there is nothing to confirm
+        best = tuple(choice.values.values())
         for others, setting in ((1, best), (0, self._current)):
             if self._fits(1 + others):
                 self._try(setting, "final", others)
@@ -98,14 +95,14 @@ class Tuner:
         except InstallationError:
             raise
         except (LoadError, UnavailableError) as error:
-            self._keep(Trial(named, phase, failure=str(error)), setting)
+            self._keep(Trial(named, phase, failure=" ".join(str(error).split())), setting)
 
     def _measure(
         self, setting: Setting, phase: Phase, others: int, target: Target, load_s: float
     ) -> None:
         """Raises LoadError if the server has made another setting of it."""
         self._loading_s.append(load_s)
-        model, server = target.model(self.subject.name), target.server()
+        model, server, began = target.model(self.subject.name), target.server(), record.now()
         if not self.subject.language:
             there = read_setting(target.get(f"/v2/models/{model.name}/config"))
             if phase == "current":  # the server has completed the configuration
@@ -119,7 +116,6 @@ class Tuner:
         finally:  # what an interruption leaves is kept, too
             if points:
                 named = self._named(setting)
-                began = record.now()
                 result = self.driver.result(target, model, points, label(named), server, began)
                 self._keep(Trial(named, phase, load_s, "", result, cut), setting)
         if phase == "current" and result.empty:
@@ -136,14 +132,16 @@ class Tuner:
         Begins below the best load so far, as a setting that breaks the bounds there is no better; a
         setting that is measured again begins below its own best load.
         """
-        best = self._standing(setting).best if phase == "final" else choose.choose(self._trials)
-        first = self._loads.index(best.load) - 1 if best is not None else 0
+        named = self._named(setting)
+        own = (trial.best for trial in self._trials if trial.values == named)
+        best = next(own) if phase == "final" else choose.choose(self._trials)
+        first = self.driver.loads.index(best.load) - 1 if best is not None else 0
         most = 0.0
-        for load in self._loads[max(0, first) :]:
+        for load in self.driver.loads[max(0, first) :]:
             if points and not self._fits(others, 1):
                 self._short = True
                 return True
-            self._show(f"{label(self._named(setting))}: {load}")
+            self._show(f"{label(named)}: {load}")
             began = time.monotonic()
             try:
                 point = self.driver.run(target, model, load)
@@ -190,11 +188,6 @@ class Tuner:
         )
         record.write(tuning, self.driver.options.out / "tune.json")
         return tuning
-
-    def _standing(self, setting: Setting) -> Trial:
-        """What counts of a setting."""
-        values = self._named(setting)
-        return next(each for each in choose.standing(self._trials) if each.values == values)
 
     def _named(self, setting: Setting) -> dict[str, int]:
         """Axis -> value."""

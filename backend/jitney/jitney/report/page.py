@@ -34,7 +34,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """A cell that is the name of a state has its colour."""
+    """Under a heading, its ``label``. A cell that is the name of a state has its colour."""
 
     label: str
     head: Sequence[str]
