@@ -79,16 +79,16 @@ def test_latency_counts_from_the_scheduled_arrival() -> None:
 
     latencies = np.sort(run_precisely(scene()))
     assert latencies[-1] >= 0.2
-    assert latencies[0] < latencies[-1] / 2
+    assert latencies[0] < latencies[-1] - 0.15
 
 
 @pytest.mark.parametrize("concurrency", [1, 5])
 def test_a_closed_loop_keeps_so_many_under_way(concurrency: int) -> None:
     target = Sleeper(0.02)
-    run, replies = run_precisely(closed_loop(target, concurrency, 0.3))
+    run, replies = run_precisely(closed_loop(target, concurrency, 1.0))
     assert target.most == concurrency
     assert len(set(target.numbers)) == len(target.numbers) == len(replies)
-    assert len(replies) <= concurrency * (0.3 / 0.02 + 1), "each waits for its answer"
+    assert len(replies) <= concurrency * (1.0 / 0.02 + 1), "each waits for its answer"
     assert len(replies) >= 2 * concurrency, "and sends again"
     assert not run.stalled
 

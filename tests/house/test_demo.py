@@ -28,7 +28,7 @@ def test_demo(tmp_path: Path) -> None:
         [sys.executable, str(ROOT / "scripts" / "demo.py"), "--log-file", str(log)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env={**os.environ, "COLUMNS": "100"},
         check=False,
     )

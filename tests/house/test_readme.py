@@ -24,7 +24,7 @@ def run_python(code: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -52,7 +52,7 @@ def test_the_curl_line(server: TritonServer) -> None:
         ["bash", "-c", line.replace("127.0.0.1:8000", server.http_url).replace("curl", "curl -sS")],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -65,7 +65,7 @@ def run(text: str, server: TritonServer, folder: Path) -> subprocess.CompletedPr
         env={**own, "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
         check=False,
     )
 

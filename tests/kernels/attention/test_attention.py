@@ -391,5 +391,5 @@ def test_code_for_other_processors(processor, features, tmp_path):
         "NUMBA_CACHE_DIR": str(tmp_path),
     }
     command = [sys.executable, "-m", "pytest", __file__, "-k", "mixed_batches or every_length"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-3000:]
