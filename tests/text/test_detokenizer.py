@@ -28,14 +28,16 @@ def stream(
 
 def whole(rules: DecodingRules, prompt: list[int], output: list[int], skip: bool) -> str:
     """The tokenizer's decode of prompt and output, without the prompt's. Bytes at the prompt's end
-    are left out: a character is never completed across the border."""
+    become a word of which nothing is left: a character is never completed across the border."""
     decode = rules.tokenizer.decode
     if rules.byte_level:
         return decode(output, skip_special_tokens=skip)
     prompt = [each for each in prompt if not skip or each not in rules.special_ids]
     prompt = [each for each in prompt if rules.knows(each)]
-    while prompt and prompt[-1] in rules.byte_values:
-        prompt.pop()
+    if prompt and prompt[-1] in rules.byte_values:
+        while prompt and prompt[-1] in rules.byte_values:
+            prompt.pop()
+        prompt.append(rules.tokenizer.token_to_id("e"))
     before = decode(prompt, skip_special_tokens=skip)
     text = decode(prompt + output, skip_special_tokens=skip)
     assert text.startswith(before)
@@ -85,6 +87,23 @@ def test_prompt_and_output_join_without_losing_a_space() -> None:
         for cut in range(1, len(ids)):
             prompt = rules.tokenizer.decode(ids[:cut])
             assert prompt + "".join(stream(rules, ids[:cut], ids[cut:])) == "the lazy dog jumps"
+
+
+@pytest.mark.parametrize("kind", ["llama_style", "gemma_style", "erasing"])
+@pytest.mark.parametrize("text", ["你", "😀", " "])
+@pytest.mark.parametrize("before", [[], ["</s>"], ["q"]])
+def test_an_answer_keeps_its_first_space_after_a_prompt_of_bytes_alone(
+    kind: str, text: str, before: list[str]
+) -> None:
+    rules = rules_of(kind)
+    token = {value: token_id for token_id, value in rules.byte_values.items()}
+    prompt = [rules.tokenizer.token_to_id(each) for each in before]
+    prompt += [token[byte] for byte in text.encode()]
+    output = rules.tokenizer.encode(" the fox", add_special_tokens=False).ids
+    decode = rules.tokenizer.decode
+    expected = decode(prompt + output)[len(decode(prompt)) :]
+    assert expected.startswith(" ")
+    assert "".join(stream(rules, prompt, output)) == expected
 
 
 def test_skipped_token_between_words_keeps_the_space() -> None:

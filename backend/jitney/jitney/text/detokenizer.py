@@ -60,6 +60,8 @@ class DecodingRules:
             for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
                 if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
                     self.byte_values[token_id] = int(match[1], 16)
+        self.word = self._find_word() if self.byte_values else []
+        """One token that stands for a text before the output, which bytes cannot continue."""
         self._bytes: dict[int, bytes] = {}
 
     def decoder(self, prompt: Sequence[int], skip_special_tokens: bool) -> IncrementalDecoder:
@@ -76,6 +78,15 @@ class DecodingRules:
     def knows(self, token_id: int) -> bool:
         """Whether the tokenizer has a token of this id; the model may have more ids than it."""
         return self.tokenizer.id_to_token(token_id) is not None
+
+    def _find_word(self) -> list[int]:
+        """The first ordinary token with a text and no space in it. Empty if there is none."""
+        for token_id in range(self.tokenizer.get_vocab_size(with_added_tokens=False)):
+            if token_id not in self.special_ids and token_id not in self.byte_values:
+                text = self.decode([token_id])
+                if text and not any(map(str.isspace, text)):
+                    return [token_id]
+        return []
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token of a byte-level tokenizer; none for an id that it does not know."""
@@ -125,16 +136,20 @@ class WindowDecoder:
 
     def _end_of(self, prompt: Sequence[int], limit: int = 32) -> list[int]:
         """The last visible tokens of the prompt. Byte tokens at its very end are left out: a
-        character is never completed across the border."""
+        character is never completed across the border. Where nothing else has a text, a word
+        stands for them, so that the output does not lose a space as the first of its text."""
         tokens: list[int] = []
+        ends_in_bytes = False
         for token_id in reversed(prompt):
             if len(tokens) == limit:
                 break
             if not tokens and token_id in self._rules.byte_values:
+                ends_in_bytes = True
                 continue
             if token_id not in self._skipped and self._rules.knows(token_id):
                 tokens.append(token_id)
-        return tokens[::-1]
+        tokens.reverse()
+        return self._rules.word if ends_in_bytes and not self._rules.decode(tokens) else tokens
 
     def feed(self, token_id: int) -> str:
         """Text that this token completes."""
