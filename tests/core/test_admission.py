@@ -202,3 +202,29 @@ def test_leaving_the_middle_of_the_queue_leaves_no_trace() -> None:
         left.append(first)
         heap.discard(first)
     assert left == sorted(range(1, 1000, 2), key=lambda number: number * 7919 % 1000)
+
+
+def test_a_member_that_left_the_middle_and_comes_back_has_one_entry() -> None:
+    heap: LazyHeap[str] = LazyHeap()
+    for number, member in enumerate("abc"):
+        heap.push((number,), member)
+    heap.discard("b")
+    heap.push((1,), "b")  # its rank of before, whose entry is still there
+    heap.check_integrity()
+    heap.discard("a")
+    assert heap.first() == "b"
+    heap.discard("b")
+    assert heap.first() == "c"
+    heap.check_integrity()
+
+
+def test_members_of_equal_rank_leave_in_the_order_in_which_they_came() -> None:
+    heap: LazyHeap[object] = LazyHeap()
+    members = [object() for _ in range(9)]  # which cannot be compared
+    for member in members:
+        heap.push((7,), member)
+    left = []
+    while (first := heap.first()) is not None:
+        left.append(first)
+        heap.discard(first)
+    assert left == members
