@@ -64,6 +64,33 @@ def test_a_passing_fault_of_a_step_of_many_fails_nobody() -> None:
         assert play.got(key) == play.run_alone(key)
 
 
+@pytest.mark.parametrize("at", range(1, 6))
+@pytest.mark.parametrize("written", [False, True])
+def test_a_passing_fault_of_a_lone_request_does_not_fail_it(at: int, written: bool) -> None:
+    calls = []
+
+    def faults(batch: Batch, when: bool) -> None:
+        if when == written:
+            calls.append(batch)
+            if len(calls) == at:
+                raise RuntimeError("passing")
+
+    play = Play(faults=faults)
+    key = play.submit([1, 2, 3], max_tokens=5)
+    play.drain()
+    assert len(calls) == 6
+    assert isinstance(play.ends[key], Finished)
+    assert play.got(key) == play.run_alone(key)
+
+
+def test_a_lone_request_that_raises_twice_fails() -> None:
+    play = Play(faults=poison(0))
+    key = play.submit([1, 2, 3], max_tokens=5)
+    play.drain()
+    assert isinstance(play.ends[key], Failed)
+    assert len(play.batches) == 2
+
+
 def test_an_error_of_a_row_fails_its_request() -> None:
     play = Play()
     keys = [play.submit([key, 1, 2], n=2, max_tokens=8) for key in range(3)]

@@ -409,7 +409,7 @@ class Traffic(RuleBasedStateMachine):
     def _maybe_raise(self, batch: Batch, written: bool) -> None:
         if self.raise_once == ("raise late" if written else "raise"):
             self.raise_once = None
-            if len(batch.rows) == 1 and not self.runner.in_flight:  # in flight it is tried again
+            if len(batch.rows) == 1 and self.poisoned:  # which may have made this the second try
                 self.requests[batch.rows[0].key].may_break = True
             raise RuntimeError("a passing fault")
         for row in batch.rows:

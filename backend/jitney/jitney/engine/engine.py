@@ -11,9 +11,9 @@ then the engine waits for step n and updates. So one step is in flight between t
 :meth:`Engine.step`.
 
 Failures, from the small to the large: a row that could not be served fails its request; a step that
-raises is executed again in halves, with nothing else in flight, until the request at fault is alone
-in one; a fault of the loop itself (our bug) ends every open request with Failed, and the loop goes
-on with a fresh scheduler.
+raises is executed again in halves, with nothing else in flight, until the request at fault raises
+alone in one, for the second time at least; a fault of the loop itself (our bug) ends every open
+request with Failed, and the loop goes on with a fresh scheduler.
 """
 
 import logging
@@ -152,7 +152,11 @@ class Engine:
         elif self.scheduler.has_work:
             batch = self.scheduler.schedule(now)
             output = self._try(self.runner.execute, batch)
-            events += self._update(batch, output)
+            if output is not None:
+                events += self.scheduler.update(batch, output, self._clock())
+            else:
+                self.scheduler.revert(batch)
+                events += self._execute_again(batch.rows)
         self._open.difference_update(one.key for one in events if isinstance(one, TERMINAL))
         return StepReport(events, self.scheduler.stats(step_seconds=self._clock() - now))
 
@@ -260,23 +264,25 @@ class Engine:
             log.exception("a step raised")
             return None
 
-    def _update(self, batch: Batch, output: StepOutput | None) -> list[Event]:
-        """Update, or, if the step raised, find the request at fault and run the others again."""
-        if output is not None:
-            return self.scheduler.update(batch, output, self._clock())
-        self.scheduler.revert(batch)
-        if len(batch.rows) > 1:
-            return self._execute_again(batch.rows)
-        return self.scheduler.fail(batch.rows[0].key, InternalError("the request failed in a step"))
-
     def _execute_again(self, rows: list[Row]) -> list[Event]:
-        """Execute the rows of a reverted step in halves. A single row is executed once more."""
+        """Execute the rows of a reverted step in halves, and those of a half that raises in halves
+        again. A row that raises alone fails its request."""
         events: list[Event] = []
         middle = len(rows) // 2
         for half in (rows[:middle], rows[middle:]):
             part = self.scheduler.retry(half)
-            if part.rows:
-                events += self._update(part, self._try(self.runner.execute, part))
+            if not part.rows:
+                continue
+            output = self._try(self.runner.execute, part)
+            if output is not None:
+                events += self.scheduler.update(part, output, self._clock())
+                continue
+            self.scheduler.revert(part)
+            if len(part.rows) > 1:
+                events += self._execute_again(part.rows)
+            else:
+                error = InternalError("the request failed in a step")
+                events += self.scheduler.fail(part.rows[0].key, error)
         return events
 
     # ------------------------------------------------------------------ parts of the loop
