@@ -58,23 +58,28 @@ class InferenceResponse:
     ) -> None:
         self.tensors = {tensor.name(): tensor.as_numpy() for tensor in output_tensors or []}
         self.error = error
+        arrays = self.tensors.values()
+        self.size = sum(len(b"".join(a)) if a.dtype == object else a.nbytes for a in arrays)
 
 
 class Sender:
-    """Records what was sent, as the server's response sender would take it."""
+    """Records what was sent, as the server's response sender would take it. Its shared memory has
+    ``memory`` bytes; after a final response, even one that failed, it takes no other."""
 
     def __init__(self) -> None:
         self.sent: list[InferenceResponse] = []
         self.final = 0
         self.cancelled = False
-        self.broken = False
+        self.memory = 1 << 30
+        self.closed = False
         self.on_send: Any = None
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        if self.final:
+        if self.closed:
             raise TritonModelException("Response sender has been closed.")
-        if self.broken:
-            raise TritonModelException("the request has been cancelled")
+        self.closed = flags == FINAL
+        if response is not None and response.size > self.memory:
+            raise TritonModelException("No space left on device")
         if self.on_send is not None:
             self.on_send(response)
         if response is not None:

@@ -4,8 +4,9 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
-from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
+from jitney.errors import CancelledError, InternalError, InvalidArgumentError, UnavailableError
 from jitney.frontend.channel import Channel
 from jitney.frontend.sweeper import Sweeper
 from jitney.messages import Cancel
@@ -66,6 +67,37 @@ def test_the_server_is_never_asked_during_or_after_the_final_response(pb: Any) -
         channel.send([], final=True)
         thread.join(60)
     assert errors == []
+
+
+def test_large_final_data_goes_before_the_final_flag(pb: Any) -> None:
+    for size, responses in ((100, 1), (100_000, 1)):
+        sender = pb.Sender()
+        ends: list[bool] = []
+        sender.on_send = lambda response, ends=ends, sender=sender: ends.append(sender.closed)
+        channel = Channel(sender)
+        channel.send([("text_output", np.array([b"x" * size], object))], final=True)
+        assert (len(sender.sent), sender.final, channel.closed) == (responses, 1, True)
+        assert ends == ([True] if size == 100 else [False, True])
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_failed_send_is_a_cancellation_only_if_the_client_has_gone(pb: Any, final: bool) -> None:
+    data = [("text_output", np.array([b"x" * 100_000], object))]
+    sender = pb.Sender()
+    sender.memory = 1000
+    channel = Channel(sender)
+    with pytest.raises(InternalError):
+        channel.send(data, final=final)
+    channel.fail(InternalError("a response could not be sent"))  # it can still be answered
+    assert [each.error.text for each in sender.sent] == ["INTERNAL: a response could not be sent"]
+    assert sender.final == 1
+    gone = pb.Sender()
+    gone.memory, gone.cancelled = 1000, True
+    channel = Channel(gone)
+    with pytest.raises(CancelledError):
+        channel.send(data, final=final)
+    assert channel.closed
+    assert (gone.sent, gone.final) == ([], 1)
 
 
 def test_a_question_that_fails_does_not_end_the_sweeps(pb: Any) -> None:

@@ -232,7 +232,7 @@ def test_a_cancelled_request_frees_its_blocks_and_gets_one_last_response(
     wait_until(lambda: count_of("cancelled") == 1)
 
 
-def test_a_send_that_fails_counts_as_a_cancellation(
+def test_a_send_that_fails_because_the_client_has_gone_is_a_cancellation(
     pb: Any, make_house: Callable[..., House]
 ) -> None:
     house = make_house(step_seconds=0.002)
@@ -241,9 +241,30 @@ def test_a_send_that_fails_counts_as_a_cancellation(
     )
     house.service.accept(request)
     wait_until(lambda: request.sender.sent)
-    request.sender.broken = True
+    request.sender.cancelled, request.sender.memory = True, 0
     wait_until(house.idle)
     wait_until(lambda: count_of("cancelled") == 1)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_send_that_fails_though_the_client_is_there_is_answered_by_an_error(
+    pb: Any, make_house: Callable[..., House], streamed: bool
+) -> None:
+    house = make_house(step_seconds=0.001)
+    request = pb.Request(
+        text_input="the bus", stream=streamed, return_logprobs=True,
+        sampling_parameters=sampling(max_tokens=500, logprobs=1),
+    )  # fmt: skip
+    request.sender.memory = 1 << 30 if streamed else 4500
+    house.service.accept(request)
+    wait_until(lambda: request.sender.sent or request.sender.final)
+    request.sender.memory = 0 if streamed else 4500
+    wait_until(lambda: ended(request))
+    assert error_of(request) == "INTERNAL: a response could not be sent"
+    wait_until(house.idle)
+    wait_until(lambda: count_of("failed") == 1)
+    failures = ("jitney_send_failures_total", frozenset(LABELS.items()))
+    wait_until(lambda: pb.MetricFamily.values[failures] == 1)
 
 
 def test_accept_never_raises(

@@ -1,8 +1,12 @@
 """One request's responses: the server's response sender, closed exactly once.
 
-Owned by the thread in ``execute`` until the request is accepted, by the responder afterwards. Only
-:meth:`Channel.is_cancelled` may be called from another thread at the same time. A send is a round
-trip of 0.2 to 0.4 ms to the server, whatever its size, and never waits for the client.
+Owned by the responder once the request is accepted. Only :meth:`Channel.is_cancelled` may be called
+from another thread at the same time. A send is a round trip of 0.2 to 0.4 ms to the server,
+whatever its size, and never waits for the client.
+
+A send may fail although the client is there: the server's shared memory is full. It takes nothing
+more after a final response, not even if that one failed; so only little data goes with the final
+flag, and more goes before it, where a failure can still be answered by an error.
 
 The final response makes the server delete the object that :meth:`Channel.is_cancelled` asks; to ask
 later, or at the same moment, crashes the whole server (2.51). Hence the lock: the channel closes
@@ -17,11 +21,14 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from jitney.errors import JitneyError
+from jitney.errors import CancelledError, InternalError, JitneyError
 
 _LOG = logging.getLogger(__name__)
 
 NamedArray = tuple[str, np.ndarray]
+
+MAX_FINAL_BYTES = 4096
+"""Data that goes with the final flag: about what the flag alone needs of shared memory."""
 
 
 class Channel:
@@ -36,16 +43,31 @@ class Channel:
         """Whether the final response has been sent, is under way or could not be sent."""
         return self._sender is None
 
-    def send(self, tensors: Sequence[NamedArray], *, final: bool) -> bool:
-        """Send a response with data. False: the client is gone, and the channel closed."""
-        made = [pb_utils.Tensor(name, array) for name, array in tensors]
-        return self._send(pb_utils.InferenceResponse(output_tensors=made), final)
+    def send(self, tensors: Sequence[NamedArray], *, final: bool) -> None:
+        """Send a response with data.
+
+        Raises CancelledError if it failed because the client has gone; the channel is closed then.
+        Raises InternalError if it failed and the client is there; then the request has not ended.
+        """
+        small = sum(_size(array) for _, array in tensors) <= MAX_FINAL_BYTES
+        try:
+            made = [pb_utils.Tensor(name, array) for name, array in tensors]
+            self._send(pb_utils.InferenceResponse(output_tensors=made), final and small)
+            if final and not small:
+                self._send(None, True)
+        except (pb_utils.TritonModelException, MemoryError) as error:
+            if self.is_cancelled():
+                self._end(None)
+                raise CancelledError("the client has gone") from error
+            _LOG.warning("a response could not be sent: %s", error)
+            raise InternalError("a response could not be sent") from error
 
     def fail(self, error: JitneyError) -> None:
-        """Send ``error`` as the final response; its text opens with the name of its code."""
+        """Send ``error`` as the final response; its text opens with the name of its code. Once the
+        channel is closed, nothing can be sent, and this does nothing."""
         code = getattr(pb_utils.TritonError, error.server_code)
         made = pb_utils.TritonError(error.client_message, code)
-        self._send(pb_utils.InferenceResponse(error=made), True)
+        self._end(pb_utils.InferenceResponse(error=made))
 
     def is_cancelled(self) -> bool:
         """Ask the server: a round trip of about 0.2 ms. False once the channel is closed, or if the
@@ -57,30 +79,24 @@ class Channel:
                 _LOG.debug("the server does not answer whether a client is there: %s", error)
                 return False
 
-    def _send(self, response: Any, final: bool) -> bool:
+    def _send(self, response: Any | None, final: bool) -> None:
         sender = self._sender
         assert sender is not None, "a send after the final response"
-        flags = 0
         if final:
-            flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-            self._close()
-        try:
-            sender.send(response, flags)
-        except pb_utils.TritonModelException as error:
-            # The server drops a response whose client has gone; that is a cancellation.
-            _LOG.debug("a response could not be sent: %s", error)
-            if not final:
-                self._close()
-                self._end(sender)
-            return False
-        return True
+            with self._asking:
+                self._sender = None
+            sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        else:
+            sender.send(response)
 
-    def _close(self) -> None:
-        with self._asking:
-            self._sender = None
-
-    def _end(self, sender: Any) -> None:
+    def _end(self, response: Any | None) -> None:
+        """The final response, without data."""
         try:
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            if not self.closed:
+                self._send(response, True)
         except pb_utils.TritonModelException as error:
-            _LOG.debug("a channel could not be closed: %s", error)
+            _LOG.warning("a final response could not be sent: %s", error)
+
+
+def _size(array: np.ndarray) -> int:
+    return sum(map(len, array)) if array.dtype.kind == "O" else array.nbytes

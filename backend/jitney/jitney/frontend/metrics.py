@@ -47,6 +47,7 @@ COUNTERS = {
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
     "jitney_preemptions_total": "Sequences that lost their blocks and were computed again",
     "jitney_responses_total": "Responses sent; tokens made while one is sent share the next one",
+    "jitney_send_failures_total": "Responses that failed although their client was there",
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "jitney_step_seconds": ("Duration of a step", _SECONDS),

@@ -215,38 +215,40 @@ class Responder:
             timing=None if terminal is None else terminal.timing,
         )
         reply.begun = True
-        delivered = reply.channel.send(tensors, final=terminal is not None)
+        reply.channel.send(tensors, final=terminal is not None)
         self._metrics.count("jitney_responses_total")
         if terminal is not None:
             del self._replies[reply.key]
             reasons = [reason for reason in reply.writer.finish_reasons if reason is not None]
             self._metrics.finished(terminal.timing, reasons[-1])
-        elif not delivered:
-            del self._replies[reply.key]
-            self._metrics.outcome("cancelled")
-            self._send_message(Cancel(reply.key))
 
     def _end(self, reply: Reply, error: JitneyError) -> None:
         del self._replies[reply.key]
         self._metrics.outcome(outcome_of(error))
-        if not reply.channel.closed:
-            reply.channel.fail(error)
+        reply.channel.fail(error)
 
     def _guard(self, reply: Reply, work: Callable[..., None], *arguments: Event) -> None:
-        """Our bug in the text of one request must not end the others."""
+        """What fails for one request, a send or our bug in its text, must not end the others."""
         try:
             work(reply, *arguments)
+        except CancelledError as error:
+            self._give_up(reply, error)
+        except InternalError as error:
+            self._metrics.count("jitney_send_failures_total")
+            self._give_up(reply, error)
         except Exception:
             _LOG.exception("request %d could not be answered", reply.key)
-            if reply.key in self._replies:
-                self._send_message(Cancel(reply.key))
-                self._end(reply, InternalError("the output could not be put into text"))
+            self._give_up(reply, InternalError("the output could not be put into text"))
+
+    def _give_up(self, reply: Reply, error: JitneyError) -> None:
+        if reply.key in self._replies:
+            self._send_message(Cancel(reply.key))
+            self._end(reply, error)
 
     def _abort(self, error: JitneyError, key: int | None = None) -> None:
         for reply in list(self._replies.values()):
             if key is None or reply.key == key:
-                self._send_message(Cancel(reply.key))
-                self._end(reply, error)
+                self._give_up(reply, error)
 
 
 def outcome_of(error: JitneyError) -> str:
