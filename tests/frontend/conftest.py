@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from jitney.text.tokenizer import Tokenizer
+
+from tests.tiny_models import write_tokenizer
 
 FINAL = 1
 
@@ -194,6 +197,14 @@ def _make_module() -> types.ModuleType:
 
 
 sys.modules.setdefault("triton_python_backend_utils", _make_module())
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-level tokenizer of 320 ids."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return Tokenizer.load(folder)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
         waiting=2, running=3, blocks_total=8, blocks_used=5, blocks_cached=1, generated_tokens=3,
         batch_sequences=3, step_seconds=0.01, prefix_hit_tokens=4, preemptions=1,
     )  # fmt: skip
-    metrics.live(4)
+    metrics.live(4, 7)
     metrics.step(stats)
     metrics.step(stats)
     metrics.flush()
@@ -64,6 +64,7 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
     assert value(pb, "jitney_waiting_requests") == 2
     assert value(pb, "jitney_running_requests") == 2
     assert value(pb, "jitney_running_sequences") == 3
+    assert value(pb, "jitney_waiting_reports") == 7
     assert value(pb, "jitney_kv_used_blocks") == 5
     assert value(pb, "jitney_kv_free_blocks") == 2
     assert value(pb, module.ORCA, kv_cache_block_type="used") == 5

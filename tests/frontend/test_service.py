@@ -16,17 +16,9 @@ from jitney.sampling_params import SamplingParams
 from jitney.text.tokenizer import Tokenizer
 
 from tests.fake_runner import FakeRunner, solo_stream
-from tests.tiny_models import write_tokenizer
 
 VOCAB = 320
 LABELS = {"model": "m", "version": "1", "model_instance": "m_0_0"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return Tokenizer.load(folder)
 
 
 class House:

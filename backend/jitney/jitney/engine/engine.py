@@ -82,7 +82,8 @@ class Outbox(Protocol):
     """Where reports go: a queue, or a front's responder."""
 
     def put(self, item: StepReport, /) -> object:
-        """Take a report. Called from the engine's thread: must neither block nor raise."""
+        """Take a report. Called from the engine's thread: must not raise. While too many reports
+        wait it may hold the engine back, for a bounded time."""
 
 
 class Engine:

@@ -35,6 +35,7 @@ GAUGES = {
     "jitney_waiting_requests": "Requests that wait to join the batch",
     "jitney_running_requests": "Requests accepted and not waiting",
     "jitney_running_sequences": "Sequences in the running batch (a request with n > 1 has several)",
+    "jitney_waiting_reports": "Reports of steps that wait to be read; at 64 the engine waits too",
     "jitney_kv_used_blocks": "KV blocks that a live sequence refers to",
     "jitney_kv_cached_blocks": "KV blocks kept only for the prefix cache, which can be evicted",
     "jitney_kv_free_blocks": "KV blocks that hold nothing",
@@ -102,7 +103,7 @@ class Metrics:
         """``labels`` go on every metric. A server without metrics is fine: nothing is sent then."""
         self._lock = threading.Lock()
         self._block_size = info.block_size
-        self._live = 0
+        self._live = self._reports = 0
         self._stats = StepStats(blocks_total=info.num_blocks)
         self._counts: Counter[_Key] = Counter()
         self._histograms = {
@@ -129,10 +130,10 @@ class Metrics:
         with self._lock:
             self._histograms[name].observe(value, times)
 
-    def live(self, requests: int) -> None:
-        """How many requests are accepted and not ended."""
+    def live(self, requests: int, reports: int) -> None:
+        """How many requests are accepted and not ended, and how many reports wait."""
         with self._lock:
-            self._live = requests
+            self._live, self._reports = requests, reports
 
     def step(self, stats: StepStats) -> None:
         """Add the counts of a step and keep its gauges."""
@@ -186,6 +187,7 @@ class Metrics:
             ("jitney_waiting_requests",): stats.waiting,
             ("jitney_running_requests",): max(0, self._live - stats.waiting),
             ("jitney_running_sequences",): stats.running,
+            ("jitney_waiting_reports",): self._reports,
             ("jitney_kv_used_blocks",): stats.blocks_used,
             ("jitney_kv_cached_blocks",): stats.blocks_cached,
             ("jitney_kv_free_blocks",): unused - stats.blocks_cached,

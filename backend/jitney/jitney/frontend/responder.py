@@ -5,14 +5,19 @@ threads put calls into its inbox. A send is a round trip to the server; while on
 events queue up behind it, and a request's new tokens leave together in its next response. Requests
 with something to send take turns, so that one fast stream delays the others by one send at most.
 
+Neither work can starve the other: a turn reads for a bounded time and then may send for as long. If
+the reports come faster than they are read, the engine waits until the backlog is short enough.
+
 Every reply ends in exactly one final response: its last data, or an error.
 """
 
 import logging
 import queue
+import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,6 +32,15 @@ _LOG = logging.getLogger(__name__)
 
 MAX_PAUSE_S = 0.02
 """Longest pause after one send, so that a single slow send delays the others only briefly."""
+MAX_WAIT_S = 0.5
+"""A stream that waits for longer is sent without any pause."""
+MAX_READ_S = 0.005
+"""Time after which a turn begins nothing more of its inbox."""
+MAX_REPORTS = 64
+"""Reports that may wait to be read."""
+MAX_HOLD_S = 1.0
+"""Longest wait of the engine for a place among them: then the report joins in any case, so that no
+engine hangs behind a send that hangs."""
 
 
 @dataclass(slots=True)
@@ -41,8 +55,8 @@ class Reply:
     writer: ResponseWriter
     arrival: float
     """Monotonic seconds."""
-    queued: bool = False
-    """Whether it is in the queue of those that have something to send."""
+    queued_at: float = 0.0
+    """When it joined the queue of those that have something to send; monotonic seconds."""
     last_token_at: dict[int, float] = field(default_factory=dict)
     cancel_reason: str = "the request was cancelled by its client"
     cancelling: bool = False
@@ -70,8 +84,11 @@ class Responder:
         self._metrics = metrics
         self._max_pending_tokens = max_pending_tokens
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._read_one = threading.Condition()
+        self._backlog = 0  # reports in the inbox; under _read_one
         self._replies: dict[int, Reply] = {}
-        self._queue: deque[Reply] = deque()
+        self._urgent: OrderedDict[int, Reply] = OrderedDict()  # both are first in, first out
+        self._queue: OrderedDict[int, Reply] = OrderedDict()
         self._stopping = False
         self._send_share = send_share
         self._pause_until = 0.0
@@ -83,8 +100,13 @@ class Responder:
         self._inbox.put(partial(self._replies.__setitem__, reply.key, reply))
 
     def put(self, report: StepReport) -> None:
-        """What the engine reports; this is the engine's outbox."""
-        self._inbox.put(partial(self._read, report, time.monotonic()))
+        """What the engine reports; this is the engine's outbox. Waits while the backlog is full,
+        for ``MAX_HOLD_S`` at most."""
+        at = time.monotonic()
+        with self._read_one:
+            self._read_one.wait_for(lambda: self._backlog < MAX_REPORTS, MAX_HOLD_S)
+            self._backlog += 1
+        self._inbox.put(partial(self._read, report, at))
 
     def abort(self, error: JitneyError, key: int | None = None) -> None:
         """End request ``key``, or every request added so far, with ``error``; the engine is told
@@ -104,47 +126,57 @@ class Responder:
         self._abort(InternalError("the model was stopped before the request ended"))
 
     def turn(self) -> None:
-        """Make all calls in the inbox, then send at most one response. Waits while there is
-        nothing to do and while sending has used up its share of the time."""
-        patience = self._patience()
-        try:
+        """Make calls of the inbox, then send responses for as long as that took, at least one.
+        Waits while there is nothing to do and while sending has used up its share of the time."""
+        patience, reading = self._patience(), 0.0
+        with suppress(queue.Empty):
             call = self._inbox.get(block=patience != 0, timeout=patience)
+            began = time.monotonic()
             while True:
                 call()
+                reading = time.monotonic() - began
+                if reading > MAX_READ_S:
+                    break
                 call = self._inbox.get_nowait()
-        except queue.Empty:
-            pass
-        self._metrics.live(len(self._replies))
-        if self._patience() != 0:
-            return
-        reply = self._queue.popleft()
-        reply.queued = False
-        # Since it joined the queue it may have been aborted, or must now wait for its end.
-        if reply.key in self._replies and self._may_send(reply):
-            began = time.monotonic()
-            self._guard(reply, self._send)
-            took = time.monotonic() - began
-            self._pause_until = began + took + min(took / self._send_share - took, MAX_PAUSE_S)
-            self._metrics.live(len(self._replies))
+        until = time.monotonic() + reading
+        self._metrics.live(len(self._replies), self._backlog)
+        while self._patience() == 0:
+            self._send_next()
+            if time.monotonic() >= until:
+                break
+        self._metrics.live(len(self._replies), self._backlog)
 
     def _patience(self) -> float | None:
         """Seconds until the next response may be sent; None while there is none to send.
 
         A response costs the engine's cores as much as a token or two. So sending keeps to a share
         of the time, and tokens made in a pause leave with the next response of their request. First
-        and last responses do not wait.
+        and last responses do not wait, nor does a stream that has waited for ``MAX_WAIT_S``.
         """
+        if self._urgent:
+            return 0
         if not self._queue:
             return None
-        if self._queue[0].urgent:
-            return 0
-        return max(self._pause_until - time.monotonic(), 0)
+        now, first = time.monotonic(), next(iter(self._queue.values()))
+        late = now - first.queued_at > MAX_WAIT_S
+        return 0 if late else max(self._pause_until - now, 0)
+
+    def _send_next(self) -> None:
+        _, reply = (self._urgent or self._queue).popitem(last=False)
+        if self._may_send(reply):  # else it must by now wait for its end
+            began = time.monotonic()
+            self._guard(reply, self._send)
+            took = time.monotonic() - began
+            self._pause_until = began + took + min(took / self._send_share - took, MAX_PAUSE_S)
 
     def _stop(self) -> None:
         self._stopping = True
 
     def _read(self, report: StepReport, at: float) -> None:
         """A step's report that was made at ``at`` (monotonic seconds)."""
+        with self._read_one:
+            self._backlog -= 1
+            self._read_one.notify()
         self._metrics.step(report.stats)
         for event in report.events:
             reply = self._replies.get(event.key)
@@ -158,12 +190,16 @@ class Responder:
             self._send_message(finish)
         if reply.streamed:
             self._bound(reply)
-        if not reply.queued and self._may_send(reply):
-            reply.queued = True
-            if reply.urgent:
-                self._queue.appendleft(reply)
-            else:
-                self._queue.append(reply)
+        if self._may_send(reply):
+            self._line_up(reply)
+
+    def _line_up(self, reply: Reply) -> None:
+        if reply.urgent:
+            self._queue.pop(reply.key, None)
+            self._urgent.setdefault(reply.key, reply)
+        elif reply.key not in self._queue:
+            reply.queued_at = time.monotonic()
+            self._queue[reply.key] = reply
 
     def _observe_latency(self, reply: Reply, tokens: Tokens, at: float) -> None:
         if not reply.last_token_at:
@@ -218,12 +254,17 @@ class Responder:
         reply.channel.send(tensors, final=terminal is not None)
         self._metrics.count("jitney_responses_total")
         if terminal is not None:
-            del self._replies[reply.key]
+            self._forget(reply)
             reasons = [reason for reason in reply.writer.finish_reasons if reason is not None]
             self._metrics.finished(terminal.timing, reasons[-1])
 
-    def _end(self, reply: Reply, error: JitneyError) -> None:
+    def _forget(self, reply: Reply) -> None:
         del self._replies[reply.key]
+        self._urgent.pop(reply.key, None)
+        self._queue.pop(reply.key, None)
+
+    def _end(self, reply: Reply, error: JitneyError) -> None:
+        self._forget(reply)
         self._metrics.outcome(outcome_of(error))
         reply.channel.fail(error)
 

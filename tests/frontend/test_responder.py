@@ -1,0 +1,159 @@
+"""The responder's turns, one by one and without a thread unless a test starts it."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from jitney.frontend import responder as module
+from jitney.frontend.channel import Channel
+from jitney.frontend.metrics import Metrics
+from jitney.frontend.protocol import ClientRequest, ResponseWriter
+from jitney.frontend.responder import Reply, Responder
+from jitney.messages import (
+    Event,
+    Finished,
+    Message,
+    ModelInfo,
+    StepReport,
+    StepStats,
+    Submit,
+    Timing,
+    Tokens,
+)
+from jitney.sampling_params import SamplingParams
+from jitney.text.completion import Completion
+from jitney.text.tokenizer import Tokenizer
+
+INFO = ModelInfo(
+    vocab_size=320, max_model_len=64, num_blocks=8, block_size=4, eos_ids=frozenset(),
+    dtype="float32", device="cpu", attention="reference", num_parameters=1,
+)  # fmt: skip
+TIMING = Timing(
+    queue_s=0.0, first_token_s=0.0, total_s=0.0, cached_prompt_tokens=0, computed_prompt_tokens=1,
+    preemptions=0,
+)  # fmt: skip
+
+
+class Desk:
+    """A responder and the order of what it sends."""
+
+    def __init__(self, pb: Any, tokenizer: Tokenizer, send_share: float = 1.0) -> None:
+        self.pb, self.tokenizer = pb, tokenizer
+        self.told: list[Message] = []
+        metrics = Metrics({"model": "m"}, INFO)
+        self.responder = Responder(self.told.append, metrics, 1 << 16, send_share)
+        self.senders: dict[int, Any] = {}
+        self.order: list[int] = []
+
+    def add(self, key: int, *, streamed: bool = True, **params: Any) -> None:
+        sampling = SamplingParams(seed=1, max_tokens=1000, **params)
+        submit = Submit(key=key, prompt=[5], params=sampling, arrival=time.monotonic())
+        request = ClientRequest(
+            "input_ids", np.array([5]), sampling, streamed, False, frozenset({"logprobs"})
+        )
+        writer = ResponseWriter(
+            request, echo_text="", num_input_tokens=1, token_text=self.tokenizer.token_text
+        )
+        sender = self.senders[key] = self.pb.Sender()
+        sender.on_send = lambda response: self.order.append(key)
+        completion = Completion(submit, self.tokenizer)
+        self.responder.add(
+            Reply(key, Channel(sender), streamed, completion, writer, submit.arrival)
+        )
+
+    def report(self, *events: Event) -> None:
+        self.responder.put(StepReport(list(events), StepStats()))
+
+    def turn_until(self, condition: Callable[[], Any]) -> None:
+        """A turn waits for work, so there must be some until ``condition`` holds."""
+        while not condition():
+            self.responder.turn()
+
+
+@pytest.fixture
+def make_desk(pb: Any, tokenizer: Tokenizer) -> Callable[..., Desk]:
+    return lambda **options: Desk(pb, tokenizer, **options)
+
+
+def token(key: int, *, last: bool = False) -> list[Event]:
+    made: list[Event] = [
+        Tokens(key=key, index=0, ids=[65], finish_reason="length" if last else None)
+    ]
+    return [*made, Finished(key, TIMING)] if last else made
+
+
+def test_first_responses_leave_in_the_order_of_their_tokens(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk()
+    for key in range(5):
+        desk.add(key)
+    desk.report(*(event for key in range(5) for event in token(key)))
+    desk.turn_until(lambda: len(desk.order) >= 5)
+    assert desk.order == [0, 1, 2, 3, 4]
+
+
+def test_a_stream_that_ends_while_it_waits_is_sent_next(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk(send_share=0.01)
+    for key in range(60):
+        desk.add(key)
+    desk.report(*(event for key in range(60) for event in token(key)))
+    desk.turn_until(lambda: len(desk.order) >= 60)
+    waiting = [event for key in range(60) for event in token(key)]
+    desk.report(*waiting, *token(59, last=True), *token(58, last=True))
+    desk.turn_until(lambda: len(desk.order) >= 62)
+    assert desk.order[60:62] == [59, 58]
+    assert desk.senders[59].final == desk.senders[58].final == 1
+
+
+def test_responses_leave_while_reports_keep_coming(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_READ_S", 0.0)
+    desk = make_desk()
+    for key in range(4):
+        desk.add(key)
+    for _ in range(40):
+        desk.report(*(event for key in range(4) for event in token(key)))
+    for _ in range(14):  # one call each: four take the requests over
+        desk.responder.turn()
+    assert len(desk.order) >= 10
+    assert desk.responder._backlog == 30
+    assert set(desk.order[4:8]) == {0, 1, 2, 3}
+
+
+def test_a_full_backlog_holds_the_engine_back(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 streams and an engine that reports as fast as it may: each stream gets its share."""
+    monkeypatch.setattr(module, "MAX_REPORTS", 4)
+    monkeypatch.setattr(module, "MAX_HOLD_S", 60.0)
+    desk = make_desk(send_share=0.2)
+    for key in range(256):
+        desk.add(key)
+    backlogs: list[int] = []
+
+    def engine() -> None:
+        for step in range(100):
+            desk.report(*(event for key in range(256) for event in token(key, last=step == 99)))
+            backlogs.append(desk.responder._backlog)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    desk.turn_until(lambda: len(backlogs) == 100)
+    assert max(backlogs) <= 4
+    assert all(sender.sent for sender in desk.senders.values())
+    desk.turn_until(lambda: all(sender.final == 1 for sender in desk.senders.values()))
+
+
+def test_no_engine_hangs_behind_a_send_that_hangs(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_HOLD_S", 0.02)
+    desk = make_desk()
+    for _ in range(module.MAX_REPORTS):
+        desk.report()
+    began = time.monotonic()
+    desk.report()
+    assert 0.02 <= time.monotonic() - began < 5
