@@ -131,6 +131,7 @@ class MetricFamily:
     values: ClassVar[dict[tuple[str, frozenset[tuple[str, str]]], float]] = {}
     calls = 0
     disabled = False
+    fails = False
 
     def __init__(self, name: str, description: str, kind: int) -> None:
         if MetricFamily.disabled:
@@ -150,6 +151,8 @@ class _Metric:
 
     def increment(self, amount: float) -> None:
         assert amount > 0, "a counter only grows"
+        if MetricFamily.fails:
+            raise TritonModelException("No space left on device")
         MetricFamily.values[self._key] += amount
         MetricFamily.calls += 1
 

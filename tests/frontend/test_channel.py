@@ -115,6 +115,23 @@ def test_a_question_that_fails_does_not_end_the_sweeps(pb: Any) -> None:
     assert told == [Cancel(1)]
 
 
+def test_a_question_that_raises_anything_else_holds_up_the_others_once(pb: Any) -> None:
+    class Odd(pb.Sender):  # type: ignore[misc, name-defined]
+        def is_cancelled(self) -> bool:
+            raise ZeroDivisionError
+
+    told: list[Cancel] = []
+    sweeper = Sweeper(told.append, 0.05)
+    gone = pb.Sender()
+    gone.cancelled = True
+    sweeper.watch(0, Channel(Odd()))
+    sweeper.watch(1, Channel(gone))
+    with pytest.raises(ZeroDivisionError):
+        sweeper.sweep()
+    sweeper.sweep()
+    assert told == [Cancel(1)]
+
+
 def test_the_sweeper_tells_once_and_forgets_what_is_closed(pb: Any) -> None:
     told: list[Cancel] = []
     sweeper = Sweeper(told.append, 0.05)

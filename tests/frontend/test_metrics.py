@@ -92,6 +92,18 @@ def test_histogram_buckets_are_cumulative_and_bounds_belong_to_their_bucket(pb: 
     assert value(pb, "jitney_inter_token_seconds_sum") == pytest.approx(0.06 + 1e9)
 
 
+def test_a_flush_that_fails_loses_nothing(pb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = module.Metrics(LABELS, INFO)
+    metrics.count("jitney_responses_total", 5)
+    with monkeypatch.context() as broken:
+        broken.setattr(pb.MetricFamily, "fails", True)
+        with pytest.raises(pb.TritonModelException):
+            metrics.flush()
+    metrics.count("jitney_responses_total", 2)
+    metrics.flush()
+    assert value(pb, "jitney_responses_total") == 7
+
+
 def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
     metrics = module.Metrics(LABELS, INFO)
     timing = Timing(

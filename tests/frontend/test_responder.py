@@ -120,7 +120,7 @@ def test_responses_leave_while_reports_keep_coming(
         desk.responder.turn()
     assert len(desk.order) >= 10
     assert desk.responder._backlog == 30
-    assert set(desk.order[4:8]) == {0, 1, 2, 3}
+    assert set(desk.order) == {0, 1, 2, 3}
 
 
 def test_a_full_backlog_holds_the_engine_back(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from jitney.config import EngineConfig
 from jitney.engine.engine import Engine
@@ -24,7 +25,13 @@ LABELS = {"model": "m", "version": "1", "model_instance": "m_0_0"}
 class House:
     """A service, its engine and runner."""
 
-    def __init__(self, tokenizer: Tokenizer, step_seconds: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        step_seconds: float = 0.0,
+        info_device: str = "cpu",
+        **options: Any,
+    ) -> None:
         self.tokenizer = tokenizer
         config = EngineConfig(
             model="unused", block_size=4, cancel_sweep_s=0.01, metrics_flush_s=0.02, **options
@@ -32,6 +39,7 @@ class House:
         self.runner = FakeRunner(
             vocab_size=VOCAB, num_blocks=512, max_model_len=2000, step_seconds=step_seconds
         )
+        self.runner.info = msgspec.structs.replace(self.runner.info, device=info_device)
         self.engine = Engine(config, self.runner)
         self.service = Service(self.engine, tokenizer, LABELS)
 
@@ -304,7 +312,7 @@ def test_when_the_engine_dies_everybody_is_told(
     monkeypatch.setattr(house.engine, "_step_or_recover", die)
     wait_until(lambda: ended(running))
     assert error_of(running).split(":")[0] in ("INTERNAL", "UNAVAILABLE")
-    house.service._threads[0].join(60)
+    house.service._workers["engine"].join(60)
     late = pb.Request(text_input="a")
     house.service.accept(late)
     assert error_of(late).startswith("UNAVAILABLE: the engine has stopped")
@@ -322,7 +330,77 @@ def test_close_ends_what_runs_refuses_what_comes_and_leaves_no_thread(
     late = pb.Request(text_input="a")
     house.service.accept(late)
     assert error_of(late).startswith("UNAVAILABLE: ")
-    assert not any(thread.is_alive() for thread in house.service._threads)
+    assert not any(worker.is_alive for worker in house.service._workers.values())
+
+
+def test_close_sends_what_has_ended_and_says_unavailable_to_the_rest(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house(max_num_seqs=32)
+    gate = threading.Event()
+    plug = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=1))
+    plug.sender.on_send = lambda response: gate.wait(10)  # while it is sent, the others end
+    house.service.accept(plug)
+    ended_first = [
+        pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=5)) for _ in range(18)
+    ]
+    endless = [
+        pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=1900)) for _ in range(2)
+    ]
+    for request in [*ended_first, *endless]:
+        house.service.accept(request)
+    wait_until(lambda: house.engine.scheduler.stats().running == 2)
+    closing = threading.Thread(target=house.service.close)
+    closing.start()
+    wait_until(lambda: not house.service._workers["engine"].is_alive)
+    gate.set()
+    closing.join(10)
+    for request in ended_first:
+        (response,) = request.sender.sent
+        assert response.error is None
+    for request in endless:
+        assert error_of(request) == "UNAVAILABLE: the model is being unloaded"
+
+
+@pytest.mark.parametrize("worker", ["responder", "sweeper", "metrics"])
+def test_an_exception_in_a_thread_is_counted_and_the_thread_goes_on(
+    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, worker: str
+) -> None:
+    house = make_house(step_seconds=0.002)
+    owner, name = {
+        "responder": (house.service._metrics, "step"),
+        "sweeper": (house.service._sweeper, "sweep"),
+        "metrics": (house.service._metrics, "flush"),
+    }[worker]
+    faults: list[int] = []
+
+    def fail(*_: Any) -> None:
+        faults.append(1)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(owner, name, fail)
+        request = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=20))
+        house.service.accept(request)
+        wait_until(lambda: ended(request))
+        assert request.sender.sent[0].error is None
+        wait_until(lambda: faults)
+    errors = ("jitney_thread_errors_total", frozenset(LABELS.items()))
+    wait_until(lambda: pb.MetricFamily.values[errors] > 0)
+    late = pb.Request(text_input="a", stream=True, sampling_parameters=sampling(max_tokens=1900))
+    house.service.accept(late)
+    wait_until(lambda: late.sender.sent)
+    late.sender.cancelled = True
+    wait_until(lambda: ended(late))
+    assert all(each.is_alive for each in house.service._workers.values())
+
+
+def test_sending_has_its_share_on_a_cpu_and_no_bound_on_a_gpu(
+    make_house: Callable[..., House],
+) -> None:
+    assert make_house().service._responder._send_share == 0.2
+    assert make_house(send_share=0.5).service._responder._send_share == 0.5
+    assert make_house(info_device="cuda:0").service._responder._send_share == 1.0
 
 
 def test_draining_lets_short_requests_end_and_then_ends_the_rest(

@@ -105,9 +105,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Names that a client may pass to the chat template."""
     max_pending_tokens: int = 65536
     """Tokens of one request that may wait to be sent. Beyond it the request is cancelled."""
-    send_share: float = 0.2
+    send_share: float | None = None
     """Share of the time that sending may take. Above it several tokens of a stream share a
-    response; 1 sends as fast as the server accepts them."""
+    response; 1 sends as fast as the server accepts them. None: 0.2 on a CPU, 1 on a GPU."""
     cancel_sweep_s: float = 0.05
     """Seconds between two checks for clients that disconnected."""
     metrics_flush_s: float = 0.25

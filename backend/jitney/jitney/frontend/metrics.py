@@ -1,6 +1,6 @@
 """Figures of one model instance at the server's own metrics endpoint.
 
-Owns the counts since the last flush and the server's metric objects. The responder adds to the
+Owns the counts, what of them is sent, and the server's metric objects. The responder adds to the
 counts; one thread of the service calls :meth:`Metrics.flush` a few times a second. Every update of
 a server metric is a round trip of about 0.1 ms through the queue that responses take too, so the
 counts are summed up here and only what changed is sent.
@@ -13,7 +13,7 @@ do not allow. So a histogram is sent as the counters that Prometheus keeps of on
 import bisect
 import logging
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -48,6 +48,7 @@ COUNTERS = {
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
     "jitney_preemptions_total": "Sequences that lost their blocks and were computed again",
     "jitney_responses_total": "Responses sent; tokens made while one is sent share the next one",
+    "jitney_thread_errors_total": "Exceptions in threads of the front; the server's log has them",
     "jitney_send_failures_total": "Responses that failed although their client was there",
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -64,36 +65,11 @@ OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable",
 ORCA = "nv_trt_llm_kv_cache_block_metrics"
 """The one family from which the server makes ORCA load headers; its names are fixed."""
 
-
+_EDGES = {
+    name: [*(f"{bound:g}" for bound in bounds), "+Inf"] for name, (_, bounds) in HISTOGRAMS.items()
+}
 _Key = tuple[str, ...]
 """A server metric: the name of its family and, if it has a label of its own, that label's value."""
-
-
-class _Histogram:
-    """Counts per bucket since the last :meth:`take`. ``bounds`` are upper, inclusive, ascending."""
-
-    def __init__(self, name: str, bounds: Sequence[float]) -> None:
-        self._name = name
-        self._bounds = tuple(bounds)
-        self.edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
-        self._counts = [0] * len(self.edges)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int) -> None:
-        """Count ``value`` ``times`` times."""
-        self._counts[bisect.bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def take(self) -> dict[_Key, float]:
-        """What its counters have grown by since the last call."""
-        cumulative = list(accumulate(self._counts))
-        grown: dict[_Key, float] = {
-            (f"{self._name}_bucket", edge): count
-            for edge, count in zip(self.edges, cumulative, strict=True)
-        }
-        grown |= {(f"{self._name}_sum",): self._sum, (f"{self._name}_count",): cumulative[-1]}
-        self._counts, self._sum = [0] * len(self._counts), 0.0
-        return grown
 
 
 class Metrics:
@@ -102,33 +78,37 @@ class Metrics:
     def __init__(self, labels: Mapping[str, str], info: ModelInfo) -> None:
         """``labels`` go on every metric. A server without metrics is fine: nothing is sent then."""
         self._lock = threading.Lock()
+        self._labels = dict(labels)
         self._block_size = info.block_size
         self._live = self._reports = 0
         self._stats = StepStats(blocks_total=info.num_blocks)
-        self._counts: Counter[_Key] = Counter()
-        self._histograms = {
-            name: _Histogram(name, bounds) for name, (_, bounds) in HISTOGRAMS.items()
-        }
+        # Of a bucket, its own observations alone.
+        self._totals: defaultdict[_Key, float] = defaultdict(float)
+        self._families: list[Any] = []  # a family that is dropped takes its metrics with it
+        self._metrics: dict[_Key, tuple[Any, bool]] = {}  # the server's, and whether it counts
+        self._sent: dict[_Key, float] = {}
         try:
-            self._server: _ServerMetrics | None = _ServerMetrics(labels)
+            self._register()
         except pb_utils.TritonModelException as error:
             _LOG.info("the server takes no metrics: %s", error)
-            self._server = None
+            self._metrics.clear()
 
-    def count(self, name: str, amount: int = 1) -> None:
+    def count(self, name: str, amount: float = 1) -> None:
         """Add to one of ``COUNTERS``."""
         with self._lock:
-            self._counts[(name,)] += amount
+            self._totals[name,] += amount
 
     def outcome(self, name: str) -> None:
         """Count one request that ended as ``name``, one of ``OUTCOMES``."""
         with self._lock:
-            self._counts[REQUESTS, name] += 1
+            self._totals[REQUESTS, name] += 1
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Add to one of ``HISTOGRAMS``."""
+        """Count ``value`` ``times`` times in one of ``HISTOGRAMS``."""
+        edge = _EDGES[name][bisect.bisect_left(HISTOGRAMS[name][1], value)]
         with self._lock:
-            self._histograms[name].observe(value, times)
+            self._totals[f"{name}_bucket", edge] += times
+            self._totals[f"{name}_sum",] += value * times
 
     def live(self, requests: int, reports: int) -> None:
         """How many requests are accepted and not ended, and how many reports wait."""
@@ -137,48 +117,46 @@ class Metrics:
 
     def step(self, stats: StepStats) -> None:
         """Add the counts of a step and keep its gauges."""
-        with self._lock:
-            self._stats = stats
-            self._counts["jitney_generated_tokens_total",] += stats.generated_tokens
-            self._counts["jitney_computed_prompt_tokens_total",] += stats.prefill_tokens
-            self._counts["jitney_prefix_query_tokens_total",] += stats.prefix_query_tokens
-            self._counts["jitney_prefix_hit_tokens_total",] += stats.prefix_hit_tokens
-            self._counts["jitney_preemptions_total",] += stats.preemptions
-            if stats.batch_sequences:  # a step of messages alone computes nothing
-                self._histograms["jitney_step_seconds"].observe(stats.step_seconds, 1)
-                self._histograms["jitney_batch_sequences"].observe(stats.batch_sequences, 1)
+        self._stats = stats
+        self.count("jitney_generated_tokens_total", stats.generated_tokens)
+        self.count("jitney_computed_prompt_tokens_total", stats.prefill_tokens)
+        self.count("jitney_prefix_query_tokens_total", stats.prefix_query_tokens)
+        self.count("jitney_prefix_hit_tokens_total", stats.prefix_hit_tokens)
+        self.count("jitney_preemptions_total", stats.preemptions)
+        if stats.batch_sequences:  # a step of messages alone computes nothing
+            self.observe("jitney_step_seconds", stats.step_seconds)
+            self.observe("jitney_batch_sequences", stats.batch_sequences)
 
     def finished(self, timing: Timing, reason: str) -> None:
         """Count a request that ran to its end."""
-        with self._lock:
-            self._counts[REQUESTS, reason] += 1
-            self._histograms["jitney_request_seconds"].observe(timing.total_s, 1)
-            if timing.queue_s is not None:
-                self._histograms["jitney_queue_seconds"].observe(timing.queue_s, 1)
+        self.outcome(reason)
+        self.observe("jitney_request_seconds", timing.total_s)
+        if timing.queue_s is not None:
+            self.observe("jitney_queue_seconds", timing.queue_s)
 
     def flush(self) -> None:
-        """Send what changed. Called by one thread; blocks for about 0.1 ms a change."""
+        """Send what changed. Called by one thread; blocks for about 0.1 ms a change. Raises the
+        server's error; what could not be sent is sent by the next call."""
         with self._lock:
-            gauges = self._gauges()
-            counts: dict[_Key, float] = dict(self._counts)
-            self._counts.clear()
-            for histogram in self._histograms.values():
-                counts |= histogram.take()
-        if self._server is None:
-            return
-        try:
-            for key, amount in counts.items():
-                self._server.increment(key, amount)
-            for key, value in gauges.items():
-                self._server.set(key, value)
-        except pb_utils.TritonModelException as error:
-            _LOG.warning("the server takes no more metrics: %s", error)
-            self._server = None
+            values = self._gauges() | dict(self._totals)
+        for name in HISTOGRAMS:
+            buckets = [(f"{name}_bucket", edge) for edge in _EDGES[name]]
+            values |= zip(buckets, accumulate(values.get(key, 0) for key in buckets), strict=True)
+            values[f"{name}_count",] = values[buckets[-1]]
+        for key, (metric, counts) in self._metrics.items():
+            value, sent = values.get(key, 0), self._sent.get(key, 0)
+            if value != sent:
+                metric.increment(value - sent) if counts else metric.set(value)
+                self._sent[key] = value
 
     def close(self) -> None:
         """Flush for the last time and drop the server's objects."""
-        self.flush()
-        self._server = None
+        try:
+            self.flush()
+        except pb_utils.TritonModelException as error:
+            _LOG.warning("the last metrics could not be sent: %s", error)
+        self._metrics.clear()
+        self._families.clear()
 
     def _gauges(self) -> dict[_Key, float]:
         stats, total = self._stats, self._stats.blocks_total
@@ -198,48 +176,30 @@ class Metrics:
             (ORCA, "tokens_per"): self._block_size,
         }
 
-
-class _ServerMetrics:
-    """The server's metric objects."""
-
-    def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels = dict(labels)
-        self._families: list[Any] = []  # a family that is dropped takes its metrics with it
-        self._metrics: dict[_Key, Any] = {}
-        self._last: dict[_Key, float] = {}
-        counter, gauge = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
+    def _register(self) -> None:
+        """Make the server's objects of every metric."""
         for name, text in GAUGES.items():
-            self._add(name, text, gauge)
+            self._add(name, text, counts=False)
         for name, text in COUNTERS.items():
-            self._add(name, text, counter)
-        self._add(REQUESTS, "Requests by how they ended", counter, "outcome", OUTCOMES)
-        for name, (text, bounds) in HISTOGRAMS.items():
-            edges = _Histogram(name, bounds).edges
-            self._add(f"{name}_bucket", f"{text}: observations up to le", counter, "le", edges)
-            self._add(f"{name}_sum", f"{text}: sum", counter)
-            self._add(f"{name}_count", f"{text}: observations", counter)
+            self._add(name, text)
+        self._add(REQUESTS, "Requests by how they ended", "outcome", OUTCOMES)
+        for name, (text, _) in HISTOGRAMS.items():
+            self._add(f"{name}_bucket", f"{text}: observations up to le", "le", _EDGES[name])
+            self._add(f"{name}_sum", f"{text}: sum")
+            self._add(f"{name}_count", f"{text}: observations")
         text = "KV blocks, in the form that the server's load headers are made of"
         kinds = ("used", "free", "max", "fraction", "tokens_per")
-        self._add(ORCA, text, gauge, "kv_cache_block_type", kinds)
-
-    def increment(self, key: _Key, amount: float) -> None:
-        """Add to a counter, unless the amount is 0."""
-        if amount:
-            self._metrics[key].increment(amount)
-
-    def set(self, key: _Key, value: float) -> None:
-        """Set a gauge, unless it has that value already."""
-        if self._last.get(key) != value:
-            self._metrics[key].set(value)
-            self._last[key] = value
+        self._add(ORCA, text, "kv_cache_block_type", kinds, counts=False)
 
     def _add(
-        self, name: str, text: str, kind: Any, label: str = "", values: Sequence[str] = ()
+        self, name: str, text: str, label: str = "", values: Sequence[str] = (), counts: bool = True
     ) -> None:
         """A family of one metric, or of one for each of the ``values`` of ``label``."""
+        kind = pb_utils.MetricFamily.COUNTER if counts else pb_utils.MetricFamily.GAUGE
         family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
         self._families.append(family)
         if not label:
-            self._metrics[name,] = family.Metric(labels=self._labels)
+            self._metrics[name,] = family.Metric(labels=self._labels), counts
         for value in values:
-            self._metrics[name, value] = family.Metric(labels={**self._labels, label: value})
+            metric = family.Metric(labels={**self._labels, label: value})
+            self._metrics[name, value] = metric, counts

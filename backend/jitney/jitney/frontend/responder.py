@@ -21,7 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from jitney.errors import CancelledError, InternalError, JitneyError, from_code
+from jitney.errors import (
+    CancelledError,
+    InternalError,
+    JitneyError,
+    UnavailableError,
+    from_code,
+)
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ResponseWriter
@@ -38,6 +44,8 @@ MAX_READ_S = 0.005
 """Time after which a turn begins nothing more of its inbox."""
 MAX_REPORTS = 64
 """Reports that may wait to be read."""
+LAST_SENDS_S = 3.0
+"""Time for sending what has ended when the responder is stopped."""
 MAX_HOLD_S = 1.0
 """Longest wait of the engine for a place among them: then the report joins in any case, so that no
 engine hangs behind a send that hangs."""
@@ -119,15 +127,10 @@ class Responder:
 
     # ------------------------------------------------------------------ the thread
 
-    def run(self) -> None:
-        """Feed and send until stopped. The body of the thread."""
-        while not self._stopping:
-            self.turn()
-        self._abort(InternalError("the model was stopped before the request ended"))
-
-    def turn(self) -> None:
+    def turn(self) -> float | None:
         """Make calls of the inbox, then send responses for as long as that took, at least one.
-        Waits while there is nothing to do and while sending has used up its share of the time."""
+        Waits while there is nothing to do and while sending has used up its share of the time.
+        0: for the next turn; None: it was stopped, and every request has ended."""
         patience, reading = self._patience(), 0.0
         with suppress(queue.Empty):
             call = self._inbox.get(block=patience != 0, timeout=patience)
@@ -144,7 +147,10 @@ class Responder:
             self._send_next()
             if time.monotonic() >= until:
                 break
+        if self._stopping:
+            self._end_all()
         self._metrics.live(len(self._replies), self._backlog)
+        return None if self._stopping else 0
 
     def _patience(self) -> float | None:
         """Seconds until the next response may be sent; None while there is none to send.
@@ -172,20 +178,28 @@ class Responder:
     def _stop(self) -> None:
         self._stopping = True
 
+    def _end_all(self) -> None:
+        """Send what has ended, for a bounded time; all others end with an error."""
+        until = time.monotonic() + LAST_SENDS_S
+        while self._urgent and time.monotonic() < until:
+            self._send_next()
+        for reply in list(self._replies.values()):
+            self._end(reply, UnavailableError("the model is being unloaded"))
+
     def _read(self, report: StepReport, at: float) -> None:
         """A step's report that was made at ``at`` (monotonic seconds)."""
         with self._read_one:
             self._backlog -= 1
             self._read_one.notify()
-        self._metrics.step(report.stats)
         for event in report.events:
             reply = self._replies.get(event.key)
             if reply is not None:  # else it ended here first
-                if isinstance(event, Tokens):
-                    self._observe_latency(reply, event, at)
-                self._guard(reply, self._feed, event)
+                self._guard(reply, partial(self._feed, event=event, at=at))
+        self._metrics.step(report.stats)
 
-    def _feed(self, reply: Reply, event: Event) -> None:
+    def _feed(self, reply: Reply, event: Event, at: float) -> None:
+        if isinstance(event, Tokens):
+            self._observe_latency(reply, event, at)
         for finish in reply.completion.feed(event):
             self._send_message(finish)
         if reply.streamed:
@@ -268,10 +282,10 @@ class Responder:
         self._metrics.outcome(outcome_of(error))
         reply.channel.fail(error)
 
-    def _guard(self, reply: Reply, work: Callable[..., None], *arguments: Event) -> None:
+    def _guard(self, reply: Reply, work: Callable[[Reply], None]) -> None:
         """What fails for one request, a send or our bug in its text, must not end the others."""
         try:
-            work(reply, *arguments)
+            work(reply)
         except CancelledError as error:
             self._give_up(reply, error)
         except InternalError as error:
@@ -279,16 +293,18 @@ class Responder:
             self._give_up(reply, error)
         except Exception:
             _LOG.exception("request %d could not be answered", reply.key)
+            self._metrics.count("jitney_thread_errors_total")
             self._give_up(reply, InternalError("the output could not be put into text"))
 
     def _give_up(self, reply: Reply, error: JitneyError) -> None:
         if reply.key in self._replies:
-            self._send_message(Cancel(reply.key))
             self._end(reply, error)
+            self._send_message(Cancel(reply.key))
 
     def _abort(self, error: JitneyError, key: int | None = None) -> None:
         for reply in list(self._replies.values()):
-            if key is None or reply.key == key:
+            ended = reply.completion.terminal is not None  # and waits to be sent
+            if not ended and (key is None or reply.key == key):
                 self._give_up(reply, error)
 
 

@@ -1,7 +1,7 @@
 """One model instance: the engine in its thread and the threads around it.
 
-Owns the life of the engine, the responder, the sweeper and the flushing of metrics; all threads are
-daemons, so that none can delay the server's exit. ``model.py`` calls :meth:`Service.accept` for
+Owns the life of the engine, the responder, the sweeper and the flushing of metrics, each in a
+:class:`~jitney.frontend.worker.Worker`. ``model.py`` calls :meth:`Service.accept` for
 each request, from one thread, and :meth:`Service.close` once.
 
     accept ──Reply──▶ responder ◀──StepReport── engine ◀──Submit, Finish, Cancel── all of them
@@ -11,7 +11,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
 from jitney.frontend.responder import Reply, Responder, outcome_of
 from jitney.frontend.sweeper import Sweeper
+from jitney.frontend.worker import Worker
 from jitney.text.chat import parse_chat
 from jitney.text.completion import Completion
 from jitney.text.intake import decode_prompt_text, encode_chat, encode_prompt, make_submit
@@ -51,23 +53,20 @@ class Service:
         self._closed: str | None = None  # why no request is accepted any more
         self._engine_failure: InternalError | None = None
         self._metrics = Metrics(labels, info)
+        # On a CPU a response costs the engine's cores as much as a token or two.
+        send_share = config.send_share or (0.2 if info.device == "cpu" else 1.0)
         self._responder = Responder(
-            engine.send, self._metrics, config.max_pending_tokens, config.send_share
+            engine.send, self._metrics, config.max_pending_tokens, send_share
         )
         self._sweeper = Sweeper(engine.send, config.cancel_sweep_s)
-        self._stopped = threading.Event()
-        bodies = {
+        turns: dict[str, Callable[[], float | None]] = {
             "engine": self._run_engine,
-            "responder": self._responder.run,
-            "sweeper": self._sweeper.run,
-            "metrics": self._run_metrics,
+            "responder": self._responder.turn,
+            "sweeper": self._sweeper.turn,
+            "metrics": self._flush_metrics,
         }
-        self._threads = [
-            threading.Thread(target=body, name=f"jitney-{name}", daemon=True)
-            for name, body in bodies.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        count_error = partial(self._metrics.count, "jitney_thread_errors_total")
+        self._workers = {name: Worker(name, turn, count_error) for name, turn in turns.items()}
 
     # ------------------------------------------------------------------ the server's thread
 
@@ -152,15 +151,13 @@ class Service:
     def close(self) -> None:
         """End every thread in bounded time. Requests that are still open end with an error."""
         self._closed = "the model is being unloaded"
-        ends = (self._engine.stop, self._responder.stop, self._sweeper.stop, self._stopped.set)
-        for thread, end in zip(self._threads, ends, strict=True):
-            end()
-            thread.join(_JOIN_S)  # in this order: the engine's last report is still answered
-            if thread.is_alive():
-                _LOG.warning("%s did not end within %g s", thread.name, _JOIN_S)
+        ends = {"engine": self._engine.stop, "responder": self._responder.stop}
+        for name, worker in self._workers.items():
+            ends.get(name, worker.stop)()
+            worker.join(_JOIN_S)  # in this order: the engine's last report is still answered
         self._metrics.close()
 
-    # ------------------------------------------------------------------ bodies of the threads
+    # ------------------------------------------------------------------ turns of the threads
 
     def _run_engine(self) -> None:
         try:
@@ -171,6 +168,6 @@ class Service:
             self._closed = "the engine has stopped; the model must be loaded again"
             self._responder.abort(self._engine_failure)
 
-    def _run_metrics(self) -> None:
-        while not self._stopped.wait(self._config.metrics_flush_s):
-            self._metrics.flush()
+    def _flush_metrics(self) -> float:
+        self._metrics.flush()
+        return self._config.metrics_flush_s

@@ -7,7 +7,6 @@ out as :class:`~jitney.messages.Cancel`.
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 
@@ -29,24 +28,17 @@ class Sweeper:
         self._interval_s = interval_s
         self._new: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
         self._watched: dict[int, Channel] = {}
-        self._stopped = threading.Event()
 
     def watch(self, key: int, channel: Channel) -> None:
         """From the next sweep on. Any thread."""
         self._new.put((key, channel))
 
-    def stop(self) -> None:
-        """End :meth:`run` within one sweep. Any thread."""
-        self._stopped.set()
-
-    def run(self) -> None:
-        """Sweep until stopped. The body of the thread."""
-        pause = self._interval_s
-        while not self._stopped.wait(pause):
-            began = time.monotonic()
-            self.sweep()
-            took = time.monotonic() - began
-            pause = max(self._interval_s - took, took * (1 / _LARGEST_SHARE - 1))
+    def turn(self) -> float:
+        """Sweep. Returns the seconds until the next sweep."""
+        began = time.monotonic()
+        self.sweep()
+        took = time.monotonic() - began
+        return max(self._interval_s - took, took * (1 / _LARGEST_SHARE - 1))
 
     def sweep(self) -> None:
         """Ask once about each watched request; a cancelled one is reported once and dropped."""
@@ -54,9 +46,9 @@ class Sweeper:
             key, channel = self._new.get()
             self._watched[key] = channel
         for key, channel in list(self._watched.items()):
-            if channel.closed:
-                del self._watched[key]
-            elif channel.is_cancelled():
+            del self._watched[key]  # so that one that fails does not hold up the others again
+            if channel.is_cancelled():
                 _LOG.debug("request %d was cancelled by its client", key)
-                del self._watched[key]
                 self._cancel(Cancel(key))
+            elif not channel.closed:
+                self._watched[key] = channel
