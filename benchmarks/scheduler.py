@@ -7,6 +7,9 @@ a constant. Prompts have 64 to 79 tokens and blocks 16, so that in each step eve
 fills a block. The figures are medians over the steps, in milliseconds; the last column compares
 with the row without waiting requests, and should be about 1. In rows marked ``ahead`` each step is
 planned while the one before it is in flight, as with ``overlap``.
+
+Last, the most CPU time of one ``schedule`` and one ``update`` while 256 requests of n = 128 are
+served, 256 sequences at a time. The prompt of such a request forks in one step.
 """
 
 import argparse
@@ -74,6 +77,31 @@ def measure(running: int, waiting: int, steps: int, ahead: bool) -> tuple[float,
     return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
 
 
+def measure_forks(requests: int = 256, n: int = 128, steps: int = 200) -> tuple[float, float]:
+    """Most CPU seconds of ``schedule`` and of ``update`` over the first steps of many forks."""
+    scheduler = Scheduler(
+        make_config({"model": "none", "block_size": BLOCK_SIZE}),
+        num_blocks=4096,
+        max_model_len=1 << 20,
+        max_num_batched_tokens=8192,
+    )
+    params = SamplingParams(n=n, max_tokens=16, seed=0)
+    for key in range(requests):
+        prompt = [key] * (PROMPT_TOKENS + key % BLOCK_SIZE)
+        scheduler.submit(Submit(key=key, prompt=prompt, params=params, arrival=key), 0.0)
+    planned = taken = 0.0
+    for _ in range(steps):
+        started = time.thread_time()
+        batch = scheduler.schedule(0.0)
+        scheduled = time.thread_time()
+        output = answer(batch)
+        computed = time.thread_time()
+        scheduler.update(batch, output, 0.0)
+        planned = max(planned, scheduled - started)
+        taken = max(taken, time.thread_time() - computed)
+    return planned, taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1000])
@@ -93,6 +121,9 @@ def main() -> None:
                 mode = "ahead" if ahead else "after"
                 figures = f"{planned:9.3f} {taken:9.3f} {total:9.3f} {total / first:6.2f}"
                 print(f"{running:8,} {waiting:8,} {mode:>8} {figures}")
+    planned, taken = (1e3 * s for s in measure_forks())
+    figures = f"schedule {planned:.3f} ms, update {taken:.3f} ms"
+    print(f"256 requests of n = 128, most CPU time of a step: {figures}")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,58 @@ def test_never_counts_all_sequences_of_a_request_and_shares_its_prompt() -> None
     assert play.scheduler.live.reserved_blocks == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"prefix_caching": False}, {"eviction": "never"}])
+def test_at_most_max_num_seqs_sequences_run_and_surplus_forks_wait(options: dict) -> None:
+    play = Play(max_num_seqs=2, **options)
+    keys = [play.submit([1, 2, 3, 4, 5, key], n=5, max_tokens=4) for key in range(3)]
+    play.step()
+    assert len(play.got(keys[0])[4]) == 1  # each has its first token with the prompt
+    assert len(play.scheduler.live.running) == 2
+    play.drain()
+    assert max(len(batch.rows) for batch in play.batches) == 2
+    assert play.order == keys
+    for key in keys:
+        assert play.got(key) == play.run_alone(key)
+        end = play.ends[key]
+        assert isinstance(end, Finished)
+        assert end.timing.preemptions == 0  # a fork that waits for its place was never preempted
+    assert play.scheduler.live.preemptions == 0
+
+
+def test_a_prompt_counts_as_all_its_sequences() -> None:
+    """So that few prompts of many forks are under way at once, and a step samples a bounded
+    number of tokens."""
+    play = Play(max_num_seqs=8, num_blocks=256)
+    keys = [play.submit([key] * 9, n=5, max_tokens=6) for key in range(6)]
+    play.step()
+    assert [row[0] for row in play.rows()] == keys[:2]  # 5 of 8 places, then 3 of the other 5
+    assert len(play.scheduler.live.running) == 8
+    assert play.scheduler.stats().waiting == 2 + 4
+    later = play.submit([9], max_tokens=1, priority=-1)
+    play.drain()
+    assert max(len(row.sample) for batch in play.batches for row in batch.rows) == 5
+    assert max(sum(len(row.sample) for row in batch.rows) for batch in play.batches) < 8 + 5
+    for key in (*keys, later):
+        assert play.got(key) == play.run_alone(key)
+
+
+def test_never_finds_places_and_blocks_for_all_that_can_run_at_once() -> None:
+    options = {"block_size": 4, "eviction": "never", "max_num_seqs": 4}
+    play = Play(num_blocks=64, **options)
+    keys = [play.submit([key] * 9, n=3, max_tokens=4) for key in range(2)]
+    play.step()
+    assert [row[0] for row in play.rows()] == keys[:1]
+    play.drain()
+    for key in keys:
+        assert play.got(key) == play.run_alone(key)
+    # Four of the five at once: each 3 blocks, none of them shared for certain.
+    for num_blocks in (11, 12):
+        play = Play(num_blocks=num_blocks, prefix_caching=False, **options)
+        key = play.submit([1] * 9, n=5, max_tokens=4)
+        play.drain()
+        assert isinstance(play.ends[key], Finished if num_blocks == 12 else Failed)
+
+
 def test_preempt_asks_for_the_prompt_and_the_watermark_only() -> None:
     play = Play(num_blocks=10, block_size=4, watermark=0.2)
     keys = [play.submit([key] * 16, max_tokens=9) for key in range(2)]

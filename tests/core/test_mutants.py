@@ -52,6 +52,11 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a prompt may be all hits": ("plan", USABLE, "sequence.num_tokens // kv.block_size"),
     "the first running sequence is preempted": ("plan", "running[-1]", "running[0]"),
     "one token too many": ("outcome", ">= request.max_output", "> request.max_output"),
+    "forks run beyond max_num_seqs": ("outcome", "== live.max_running", "== 1 << 30"),
+    "a prompt counts as one sequence": ("plan", "places -= size", "places -= 1"),
+    "forks are promised no place": ("plan", "min(size, live.max_running) > places", "not places"),
+    "forks that wait share blocks": ("admission", " if params.n <= max_running else 0", ""),
+    "decodes leave nothing to chunks": ("plan", "return min(most, sum", "return min(0, sum"),
     "the budget is ignored": ("plan", "min(end - start, plan.tokens_left)", "end - start"),
 }  # fmt: skip
 # The copy comes before the installed package, which an editable installation finds by itself.

@@ -255,17 +255,18 @@ def test_blocks_of_a_surplus_row_are_freed_when_that_row_is_over() -> None:
 
 
 def test_the_block_of_a_copy_in_flight_is_freed_later_though_its_sequence_has_no_row() -> None:
-    play = overlapped(num_blocks=4, block_size=4, max_num_seqs=2, watermark=0.0)
-    key = play.submit([1] * 6, n=3, max_tokens=9)  # the third has no row in the step of the copies
-    play.step(2)
-    assert [row.index for row in play.batches[-1].rows] == [0, 1]
-    assert len(play.batches[-1].copies) == 2
-    play.engine.send(Finish(key, 2))
+    play = overlapped(block_size=4, max_num_seqs=16, max_num_batched_tokens=16)
+    key = play.submit([1] * 6, n=15, max_tokens=3)
+    long = play.submit([2] * 40, max_tokens=1)
+    play.step(2)  # two tokens are kept for the long prompt: the last fork has to wait for its row
+    assert [row.index for row in play.batches[-1].rows if row.key == key] == list(range(14))
+    assert len(play.batches[-1].copies) == 14
+    play.engine.send(Finish(key, 14))
     play.step()
-    assert play.reasons == {(key, 2): "stop"}
-    assert len(play.batches[-1].rows) == 2
+    assert play.reasons == {(key, 14): "stop"}
     play.drain()
-    assert play.got(key)[:2] == play.run_alone(key)[:2]
+    assert play.got(key)[:14] == play.run_alone(key)[:14]
+    check_streams(play, long)
 
 
 # ---------------------------------------------------------------------- faults

@@ -49,7 +49,7 @@ WISHES = st.fixed_dictionaries(
     {
         "shared": st.integers(0, len(TRUNK)),
         "tail": st.lists(st.integers(0, 2), max_size=4),
-        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "n": st.sampled_from([1, 1, 1, 2, 3, 9]),
         "max_tokens": st.integers(1, 12),
         "priority": st.integers(-2, 2),
         "patience": st.sampled_from([None, None, None, None, 0.02, 3.0]),
@@ -94,7 +94,7 @@ class Traffic(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 3, 4, 4]),
         eviction=st.sampled_from(["never", "preempt", "preempt"]),
         budget=st.integers(1, 12),
-        max_num_seqs=st.integers(1, 6),
+        max_num_seqs=st.integers(1, 6) | st.integers(7, 12),
         max_queued=st.sampled_from([0, 3, 100, 100]),
         caching=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
@@ -387,15 +387,17 @@ class Traffic(RuleBasedStateMachine):
 
     def _fits(self, one: Expected) -> bool:
         """By enumeration: does one sequence (``never``: do all, sharing what is full of the
-        prompt) fit an empty pool, slots for all tokens but the last?"""
+        prompt, or all that may run at once, sharing nothing) fit an empty pool, slots for all
+        tokens but the last?"""
         size, scheduler = self.runner.info.block_size, self.engine.scheduler
         prompt, n = len(one.submit.prompt), one.submit.params.n
+        at_once = min(scheduler.config.max_num_seqs, self.runner.info.max_num_batched_tokens)
         together = scheduler.config.eviction == "never" and one.most > 1
         blocks = set()
-        for index in range(n if together else 1):
+        for index in range(min(n, at_once) if together else 1):
             for position in range(prompt + one.most - 1):
                 block = position // size
-                shared = (block + 1) * size <= prompt
+                shared = n <= at_once and (block + 1) * size <= prompt
                 blocks.add((block, 0 if shared else index))
         return one.most >= 1 and len(blocks) <= self.runner.info.num_blocks
 

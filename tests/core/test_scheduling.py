@@ -35,12 +35,58 @@ def test_an_urgent_prompt_does_not_hold_up_decodes() -> None:
         assert play.rows()[0][0] == decoding
 
 
-def test_a_step_has_at_most_max_num_seqs_rows_and_forks_wait_their_turn() -> None:
-    play = Play(max_num_seqs=2)
-    key = play.submit([1, 2, 3], n=5, max_tokens=4)
+def test_a_surplus_fork_computes_only_what_the_cache_lacks() -> None:
+    play = Play(max_num_seqs=2, block_size=4)
+    key = play.submit([1] * 10, n=3, max_tokens=3)
     play.drain()
-    assert max(len(batch.rows) for batch in play.batches) == 2
+    starts = [row.start for batch in play.batches for row in batch.rows if row.index == 2]
+    assert starts == [8, 11]
     assert play.got(key) == play.run_alone(key)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_advances_beside_as_many_decodes_as_there_can_be(overlap: bool) -> None:
+    play = Play(num_blocks=1024, max_num_seqs=64, max_num_batched_tokens=64, overlap=overlap)
+    crowd = [play.submit([key], max_tokens=60) for key in range(63)]
+    play.step(2)
+    prompt = play.submit([7] * 160, max_tokens=2)
+    steps = 0
+    while prompt not in play.order:
+        play.step()
+        steps += 1
+        assert steps < 100
+    assert steps <= 1 + 160 // 8 + overlap  # an eighth of the budget for each chunk
+    assert play.batches[-1].num_tokens <= 64
+    play.drain()
+    for key in (*crowd, prompt):
+        assert play.got(key) == play.run_alone(key)
+
+
+def test_a_budget_below_max_num_seqs_bounds_the_sequences_too() -> None:
+    play = Play(num_blocks=256, max_num_seqs=64, max_num_batched_tokens=6)
+    keys = [play.submit([key], max_tokens=9) for key in range(20)]
+    while play.engine.has_work:
+        play.step()
+        assert len(play.scheduler.live.running) <= 6
+    for key in keys:
+        assert play.got(key) == play.run_alone(key)
+
+
+def test_hundreds_of_requests_of_many_sequences_keep_steps_small() -> None:
+    """By counts; the times are in benchmarks/scheduler.py."""
+    play = Play(num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=512)
+    crowd = [play.submit([key, 1, 2], n=128, max_tokens=3) for key in range(256)]
+    prompt = play.submit([7] * 600, priority=-1, max_tokens=1)
+    reports = [play.step() for _ in range(12)]
+    assert play.order[:2] == [prompt, crowd[0]]
+    assert len(play.scheduler.live.running) <= 64
+    for report, batch in zip(reports, play.batches, strict=True):
+        assert report is not None
+        assert len(batch.rows) <= 64
+        assert len(report.events) < 64 + 128
+    assert (
+        sum(len(each.sequences) for each in play.scheduler.live.requests.values()) < 256 + 4 * 128
+    )
 
 
 def test_n_sequences_prefill_once_then_share_full_blocks_and_copy_the_partial_one() -> None:

@@ -217,6 +217,12 @@ def test_what_it_says_of_itself(path: Path, caplog: pytest.LogCaptureFixture) ->
     assert f"{info.num_blocks} blocks" in ledgers[0].replace(",", "")
 
 
+def test_the_default_budget_has_a_token_for_each_sequence(path: Path) -> None:
+    for sequences, budget in ((256, 512), (700, 700)):
+        runner = load_runner(options(path, max_num_seqs=sequences))
+        assert runner.info.max_num_batched_tokens == budget
+
+
 def test_sixteen_bits(path: Path, model) -> None:
     """bf16 weights and cache: close to f32, and an f32 cache beside bf16 weights works too."""
     expected = logprobs_of(model, PROMPT)[-1]

@@ -11,6 +11,8 @@ from jitney.errors import InvalidArgumentError
 from jitney.measure.axes import (
     BATCH,
     INSTANCES,
+    SEQUENCES,
+    TOKENS,
     WINDOW,
     Axes,
     Score,
@@ -112,3 +114,10 @@ def test_what_lies_near_comes_first() -> None:
 def test_single_requests_wait_for_nobody() -> None:
     axes = {BATCH: (1,), WINDOW: (0, 500), INSTANCES: (1, 2)}
     assert set(walk(axes, (1, 0, 1), sum)) == {(1, 0, 1), (1, 0, 2)}
+
+
+def test_no_more_sequences_are_tried_than_a_step_has_tokens() -> None:
+    axes = (Axis(SEQUENCES, (4, 64, 256)), Axis(TOKENS, (128, 512)))
+    tried = set(walk(axes, (256, 512), lambda setting: -setting[1]))
+    assert (128, 128) in tried
+    assert all(sequences <= tokens for sequences, tokens in tried)

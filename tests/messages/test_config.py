@@ -103,6 +103,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"cuda_graphs": "always"}, "must be one of"),
         ({"compile": True, "device": "cpu"}, "compile is True, but must be left out"),
         ({"compile": True, "batch_invariant": True}, "exclude each other"),
+        (
+            {"max_num_seqs": 65, "max_num_batched_tokens": 64},
+            "max_num_batched_tokens is 64, but must be at least max_num_seqs, 65",
+        ),
         ({"attention": "flashinfer"}, "attention is 'flashinfer', which was removed"),
     ],
 )

@@ -47,9 +47,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens. None: what the checkpoint was made for."""
     max_num_seqs: int = 256
-    """Most sequences in one step."""
+    """Most sequences that run at once, all ``n`` of a request counted."""
     max_num_batched_tokens: int | None = None
-    """Token budget of one step. None: 512 on a CPU, 8,192 on a GPU."""
+    """Token budget of one step, at least ``max_num_seqs``. None: 512 on a CPU, 8,192 on a GPU."""
 
     # -- the step on a GPU
     overlap: bool = True
@@ -212,6 +212,10 @@ def make_config(options: dict[str, object]) -> EngineConfig:
     except msgspec.ValidationError as error:
         key = field_at_fault(error)
         raise ConfigError.of(key, options.get(key), describe_type(EngineConfig, key)) from None
+    tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
+    if tokens is not None and "max_num_seqs" in options and tokens < sequences:
+        bound = f"at least max_num_seqs, {sequences}"
+        raise ConfigError.of("max_num_batched_tokens", tokens, bound)
     _check_gpu_options(config)
     return config
 

@@ -19,16 +19,20 @@ class Needs:
     sequence_blocks: int
     """Blocks of one sequence at its longest. Its last token is never computed: no slot for it."""
     request_blocks: int
-    """Blocks of all n sequences at once: full prompt blocks counted once, the rest n times."""
+    """Blocks of all n sequences at once: full prompt blocks counted once, the rest n times. If not
+    all n can run at once, of those that can: one that waited shares nothing for certain."""
 
 
-def needs_of(message: Submit, block_size: int, max_model_len: int) -> Needs:
+def needs_of(message: Submit, block_size: int, max_model_len: int, max_running: int) -> Needs:
     """Work out the needs. ``max_output`` is below 1 if the prompt alone fills the context."""
     size, params = len(message.prompt), message.params
     max_output = min(params.max_tokens, max_model_len - size)
     sequence = -(-(size + max_output - 1) // block_size)
-    shared = sequence if max_output == 1 else size // block_size
-    return Needs(max_output, sequence, shared + params.n * (sequence - shared))
+    if max_output == 1:  # it never forks
+        return Needs(max_output, sequence, sequence)
+    shared = size // block_size if params.n <= max_running else 0
+    together = shared + min(params.n, max_running) * (sequence - shared)
+    return Needs(max_output, sequence, together)
 
 
 def check_fits(

@@ -27,8 +27,10 @@ _rank = attrgetter("rank")
 class LiveRequests:
     """Requests by key, their sequences by state, and the blocks these hold."""
 
-    def __init__(self, kv: KvCache) -> None:
+    def __init__(self, kv: KvCache, max_running: int) -> None:
         self.kv = kv
+        self.max_running = max_running
+        """Most sequences that may run."""
         self.requests: dict[int, Request] = {}
         self.running: list[Sequence] = []
         """By rank."""
@@ -44,6 +46,12 @@ class LiveRequests:
         self.in_flight: list[StepInFlight] = []
         """Steps in flight, the oldest first: one, or two from a plan ahead to the next update."""
 
+    @property
+    def num_admitted(self) -> int:
+        """Sequences that run, and the forks that are due of those. This may exceed ``max_running``,
+        by the forks of one request: these will wait."""
+        return len(self.running) + sum(one.request.forks_due for one in self.running)
+
     # ------------------------------------------------------------------ requests and sequences
 
     def add(self, request: Request) -> None:
@@ -54,7 +62,7 @@ class LiveRequests:
         self.num_queued += 1
         if message.deadline is not None:
             self.deadlines.push((message.deadline, message.key), message.key)
-        self.waiting.push(first.rank, first)
+        self.wait(first)
 
     def admit(self, sequence: Sequence, table: list[int], num_computed: int, now: float) -> None:
         """Run ``sequence`` on ``table``, whose first ``num_computed`` tokens are written and whose
@@ -73,9 +81,8 @@ class LiveRequests:
             self.reserved_blocks += request.reserved_blocks
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the queue without blocks (a new fork: because none was free). It will recompute
-        prompt and output, except for what is still cached then. Never called for a sequence in
-        flight."""
+        """Back to the queue because no block is free. It will recompute prompt and output, except
+        for what is still cached then. Never called for a sequence in flight."""
         assert sequence.num_planned == sequence.num_computed, "a step in flight computes it"
         if sequence.state is State.RUNNING:
             self._leave_running(sequence)
@@ -83,6 +90,10 @@ class LiveRequests:
         sequence.num_computed = sequence.num_planned = sequence.num_cached_blocks = 0
         sequence.request.preemptions += 1
         self.preemptions += 1
+        self.wait(sequence)
+
+    def wait(self, sequence: Sequence) -> None:
+        """Put a sequence without blocks into the queue: its state until it is admitted."""
         sequence.state = State.WAITING
         self.waiting.push(sequence.rank, sequence)
 
@@ -181,10 +192,10 @@ class LiveRequests:
         for key, request in self.requests.items():
             assert request.message.key == key
             states = [sequence.state for sequence in request.sequences]
-            unmade = request.message.params.n - len(states)
-            assert request.live == unmade + sum(state is not State.ENDED for state in states)
+            due = request.forks_due
+            assert request.live == due + sum(state is not State.ENDED for state in states)
             assert request.live > 0, f"request {key} has ended but is still here"
-            assert unmade == 0 or request.first_token is None, f"request {key} did not fork"
+            assert due == 0 or request.first_token is None, f"request {key} did not fork"
             waiting += states.count(State.WAITING)
             queued += request.first_scheduled is None
             reserved += 0 if request.first_scheduled is None else request.reserved_blocks
@@ -192,6 +203,7 @@ class LiveRequests:
                 self._check_sequence(sequence)
             admitted += [one for one in request.sequences if one.state is State.RUNNING]
         assert sorted(admitted, key=_rank) == self.running, "running is out of order or incomplete"
+        assert len(self.running) <= self.max_running, "more sequences run than may"
         assert waiting == len(self.waiting), "a sequence waits that is not live"
         assert queued == self.num_queued
         assert reserved == self.reserved_blocks <= self.kv.num_blocks, "too much is reserved"

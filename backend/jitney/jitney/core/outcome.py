@@ -97,13 +97,17 @@ def _take_first_tokens(
 
 def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: float) -> None:
     """Give the live sequences a table over the prompt's blocks: full blocks are shared, a partial
-    last one is copied. A sequence for whose copy no block is free waits and recomputes."""
+    last one is copied. A sequence for whose copy no block is free, or which would be one more than
+    may run, waits and recomputes."""
     num_computed = leader.num_computed
     hashes = leader.hashes[: num_computed // live.kv.block_size]
     for sequence in alive:
         if sequence is leader:
             continue
         sequence.hashes = hashes.copy()
+        if len(live.running) == live.max_running:
+            live.wait(sequence)
+            continue
         table = live.kv.fork(leader.table, num_computed)
         if table is None:
             live.preempt(sequence)

@@ -8,7 +8,12 @@ order,
 2. running sequences with more (chunks of a prompt, or of a recomputation),
 3. waiting sequences, as far as ``max_num_seqs``, blocks and budget allow,
 
-each by *rank*: ``priority * aging_s + arrival``, lower first.
+each by *rank*: ``priority * aging_s + arrival``, lower first. Where decodes would take nearly the
+whole budget, they leave an eighth of it to the chunks.
+
+A prompt of n > 1 counts as n sequences. It is admitted as soon as one may run; the forks that find
+no place are those of one request, and wait by its rank. With ``eviction: never`` all that can ever
+run at once must find one, because forks that wait share no blocks for certain.
 
 A plan *ahead* is made while a step is in flight. It is the same but for three things. A token that
 this step is still sampling is *carried*: the row has its index among the samples instead of the
@@ -31,7 +36,8 @@ class _Plan:
     """A step in the making."""
 
     tokens_left: int
-    rows_left: int
+    kept_for_prefill: int
+    """Of the tokens that are left, those that no decode may take."""
     ahead: bool
     rows: list[Row] = field(default_factory=list)
     num_samples: int = 0
@@ -48,8 +54,8 @@ class Planner:
         self._caching = config.prefix_caching
         self._preempts = config.eviction == "preempt"
         self._watermark = math.ceil(config.watermark * live.kv.num_blocks) if self._preempts else 0
-        self._max_rows = config.max_num_seqs
         self._max_tokens = max_num_batched_tokens
+        self._prefill_share = max_num_batched_tokens // 8
 
     @property
     def can_plan_ahead(self) -> bool:
@@ -69,7 +75,8 @@ class Planner:
     def make(self, now: float, counts: Counts) -> StepInFlight:
         """Plan a step. What it looks up in the prefix cache is added to ``counts``."""
         live = self._live
-        plan = _Plan(self._max_tokens, self._max_rows, ahead=bool(live.in_flight))
+        kept = self._keep_for_prefill()
+        plan = _Plan(self._max_tokens, kept, ahead=bool(live.in_flight))
         preemptions = live.preemptions
         for sequence in self._plan_decodes(plan):
             if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
@@ -83,6 +90,13 @@ class Planner:
 
     # ------------------------------------------------------------------ running sequences
 
+    def _keep_for_prefill(self) -> int:
+        """Tokens of the step that decodes leave to running sequences with chunks."""
+        running, most = self._live.running, self._prefill_share
+        if len(running) <= self._max_tokens - most:  # decodes cannot take them
+            return 0
+        return min(most, sum(one.prefill_left for one in running))
+
     def _plan_decodes(self, plan: _Plan) -> list[Sequence]:
         """Plan every running sequence that has one token to compute, making room by preemption.
         Returns the other running sequences, by rank."""
@@ -95,14 +109,13 @@ class Planner:
             sequence = running[position]
             position += 1
             start = sequence.num_planned
-            left = sequence.num_tokens - start
-            if left > 1 or (left == 1 and not sequence.output):
+            if sequence.prefill_left:
                 others.append(sequence)
-            elif plan.tokens_left and plan.rows_left and start < sequence.limit:
+            elif plan.tokens_left > plan.kept_for_prefill and start < sequence.limit:
                 full = start == len(sequence.table) * block_size
                 if full and not self._make_room(plan, sequence):
                     continue
-                if left == 1:
+                if start < sequence.num_tokens:
                     self._add_row(plan, sequence, [sequence.output[-1]], (sequence.index,), None)
                 else:  # that token is pending
                     self._add_row(plan, sequence, [0], (sequence.index,), sequence.sample_index)
@@ -125,7 +138,7 @@ class Planner:
         all allocated at admission."""
         start, end = sequence.num_planned, sequence.num_tokens
         count = min(end - start, plan.tokens_left)
-        if not count or not plan.rows_left:
+        if not count:
             return
         sample: tuple[int, ...] = ()
         if start + count == end:
@@ -145,7 +158,6 @@ class Planner:
         message = request.message
         count = len(token_ids)
         plan.tokens_left -= count
-        plan.rows_left -= 1
         plan.rows.append(
             Row(
                 message.key,
@@ -175,10 +187,19 @@ class Planner:
         """Admit waiting sequences by rank until one does not fit. None is passed over: small
         requests would starve a large one."""
         live = self._live
-        while plan.tokens_left and plan.rows_left and len(live.running) < self._max_rows:
+        if not live.waiting:
+            return
+        places = live.max_running - live.num_admitted
+        while plan.tokens_left and places > 0:
             sequence = live.waiting.first()
-            if sequence is None or not self._admit(plan, sequence, now, counts):
+            if sequence is None:
                 return
+            size = 1 + sequence.request.forks_due
+            if not self._preempts and min(size, live.max_running) > places:
+                return
+            if not self._admit(plan, sequence, now, counts):
+                return
+            places -= size
             self._plan_chunk(plan, sequence)
 
     def _admit(self, plan: _Plan, sequence: Sequence, now: float, counts: Counts) -> bool:

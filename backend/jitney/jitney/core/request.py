@@ -1,7 +1,8 @@
 """A request and its sequences, as the scheduler keeps them. State only; the scheduler moves it.
 
 A request of n > 1 runs as one sequence until its prompt is computed; sampling the first token
-makes the other n − 1. From then on each sequence is scheduled, preempted and ended on its own.
+makes the other n − 1, its *forks*. From then on each sequence is scheduled, preempted and ended on
+its own.
 """
 
 import enum
@@ -60,6 +61,11 @@ class Request:
         self.computed_prompt_tokens = 0
         self.preemptions = 0
         self.sequences = [Sequence(self, 0)]
+
+    @property
+    def forks_due(self) -> int:
+        """Forks that it has yet to make."""
+        return self.message.params.n - len(self.sequences)
 
     @property
     def reads_cache(self) -> bool:
@@ -144,6 +150,12 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.state = State.WAITING
         self.rank = (request.aged_arrival, request.message.key, index)
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens of a prompt or a recomputation that are not planned yet. 0 for a decode."""
+        left = self.num_tokens - self.num_planned
+        return left if left > 1 or (left == 1 and not self.output) else 0
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at the positions [start, end)."""

@@ -44,7 +44,9 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv = KvCache(num_blocks, config.block_size)
-        self.live = LiveRequests(self.kv)
+        # With a token for each in every step, so that none of them holds up the others.
+        max_running = min(config.max_num_seqs, max_num_batched_tokens)
+        self.live = LiveRequests(self.kv, max_running)
         self._preempts = config.eviction == "preempt"
         self._planner = Planner(config, self.live, max_num_batched_tokens)
         self._left_waiting = False  # whether the last step had no room for all that waited
@@ -104,7 +106,8 @@ class Scheduler:
         """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
         could not hold it, Failed UNAVAILABLE if the queue is full."""
         assert message.prompt, "a prompt without tokens was not refused in front"
-        needs = needs_of(message, self.config.block_size, self.max_model_len)
+        max_running = self.live.max_running
+        needs = needs_of(message, self.config.block_size, self.max_model_len, max_running)
         try:
             check_fits(
                 message,
@@ -238,9 +241,11 @@ class Scheduler:
     def _check_queue(self) -> None:
         """Raise UnavailableError if the queue is full. Requests that the next steps will admit do
         not count as waiting; if the last step left some waiting, the next may admit none."""
-        held_up = self._left_waiting and self.live.waiting
-        free_rows = 0 if held_up else max(self.config.max_num_seqs - len(self.live.running), 0)
-        waiting = self.live.num_queued - free_rows
+        live = self.live
+        held_up = self._left_waiting and live.waiting
+        waiting = live.num_queued
+        if not held_up and waiting >= self.config.max_queued:
+            waiting -= max(live.max_running - live.num_admitted, 0)
         if waiting >= self.config.max_queued:
             raise UnavailableError(
                 f"the queue is full: {waiting:,} requests wait, and at most "

@@ -55,7 +55,8 @@ def load_runner(
     if accelerator is not None and not accelerator.fits(attention):
         refuse_gpu_options(config)
         accelerator = None
-    budget = config.max_num_batched_tokens or _BUDGET[model.device.type]
+    default = max(_BUDGET[model.device.type], config.max_num_seqs)
+    budget = config.max_num_batched_tokens or default
     info = _describe(config, model, attention, budget)
     make_caches = functools.partial(
         memory.make_layer_caches, model.layers, attention, config.block_size, dtype, model.device

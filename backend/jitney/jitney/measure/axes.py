@@ -113,7 +113,10 @@ def search(axes: Axes, current: Setting, scores: Mapping[Setting, Score]) -> Ite
 
 
 def _canonical(axes: Axes, setting: Setting) -> Setting:
-    """One of all settings that mean the same: without batching there is no window."""
+    """One of all settings that mean the same: without batching there is no window, and no more
+    sequences run than a step has tokens."""
+    if SEQUENCES in axes:
+        return (min(setting), setting[1])
     return (1, 0, *setting[2:]) if BATCH in axes and setting[0] == 1 else setting
 
 

@@ -59,8 +59,8 @@ class Subject:
     def current(self) -> Setting:
         """What the configuration says, before the server has completed it."""
         if self.engine is not None:
-            tokens = self.engine.max_num_batched_tokens or _TOKENS[self.gpu()]
-            return (self.engine.max_num_seqs, tokens)
+            default = max(_TOKENS[self.gpu()], self.engine.max_num_seqs)
+            return (self.engine.max_num_seqs, self.engine.max_num_batched_tokens or default)
         return read_setting(
             json_format.MessageToDict(self.config, preserving_proto_field_name=True)
         )
