@@ -5,6 +5,7 @@ It is put into ``sys.modules`` before anything of ``jitney.frontend`` is importe
 
 import sys
 import types
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -220,3 +221,19 @@ def pb() -> Any:
     MetricFamily.disabled = False
     Logger.lines.clear()
     return module
+
+
+@pytest.fixture
+def make_house(pb: Any, tokenizer: Tokenizer) -> Iterator[Callable[..., Any]]:
+    """``make_house(step_seconds=…, max_queued=…)`` makes a :class:`tests.frontend.house.House`."""
+    from tests.frontend.house import House  # only now, because it imports the front
+
+    made: list[House] = []
+
+    def make(**options: Any) -> House:
+        made.append(House(tokenizer, **options))
+        return made[-1]
+
+    yield make
+    for house in made:
+        house.service.close()

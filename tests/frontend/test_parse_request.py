@@ -23,8 +23,9 @@ def test_streaming_with_the_input_is_refused_in_the_words_clients_know(pb: Any) 
     request = pb.Request(text_input="a", stream=True, exclude_input_in_output=False)
     with pytest.raises(InvalidArgumentError) as caught:
         parse_request(request)
-    text = "When streaming, `exclude_input_in_output` = False is not allowed."
-    assert text in caught.value.client_message
+    assert caught.value.client_message == (
+        "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jitney.frontend import responder as module
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter
-from jitney.frontend.responder import Reply, Responder
+from jitney.frontend.responder import Arrival, Reply, Responder
 from jitney.messages import (
     Event,
     Finished,
@@ -60,9 +60,9 @@ class Desk:
         sender = self.senders[key] = self.pb.Sender()
         sender.on_send = lambda response: self.order.append(key)
         completion = Completion(submit, self.tokenizer)
-        self.responder.add(
-            Reply(key, Channel(sender), streamed, completion, writer, submit.arrival)
-        )
+        arrival = Arrival(key, Channel(sender), submit.arrival, None)
+        self.responder.add(arrival)
+        self.responder.begin(Reply(arrival, streamed, completion, writer), submit)
 
     def report(self, *events: Event) -> None:
         self.responder.put(StepReport(list(events), StepStats()))
@@ -116,7 +116,7 @@ def test_responses_leave_while_reports_keep_coming(
         desk.add(key)
     for _ in range(40):
         desk.report(*(event for key in range(4) for event in token(key)))
-    for _ in range(14):  # one call each: four take the requests over
+    for _ in range(18):  # one call each: eight take the requests over
         desk.responder.turn()
     assert len(desk.order) >= 10
     assert desk.responder._backlog == 30

@@ -1,108 +1,24 @@
 """The service with the real engine over an arithmetic runner: accepting, sending, ending."""
 
 import json
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
-from jitney.config import EngineConfig
-from jitney.engine.engine import Engine
-from jitney.frontend.service import Service
-from jitney.messages import Submit
-from jitney.sampling_params import SamplingParams
-from jitney.text.tokenizer import Tokenizer
 
-from tests.fake_runner import FakeRunner, solo_stream
-
-VOCAB = 320
-LABELS = {"model": "m", "version": "1", "model_instance": "m_0_0"}
-
-
-class House:
-    """A service, its engine and runner."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        step_seconds: float = 0.0,
-        info_device: str = "cpu",
-        **options: Any,
-    ) -> None:
-        self.tokenizer = tokenizer
-        config = EngineConfig(
-            model="unused", block_size=4, cancel_sweep_s=0.01, metrics_flush_s=0.02, **options
-        )
-        self.runner = FakeRunner(
-            vocab_size=VOCAB, num_blocks=512, max_model_len=2000, step_seconds=step_seconds
-        )
-        self.runner.info = msgspec.structs.replace(self.runner.info, device=info_device)
-        self.engine = Engine(config, self.runner)
-        self.service = Service(self.engine, tokenizer, LABELS)
-
-    def solo(self, prompt: str, **sampling: Any) -> list[int]:
-        """The ids that the request must get."""
-        params = SamplingParams(ignore_eos=True, **sampling)
-        ids = self.tokenizer.encode(prompt)
-        return solo_stream(Submit(key=0, prompt=ids, params=params, arrival=0.0), vocab_size=VOCAB)
-
-    def idle(self) -> bool:
-        kv = self.engine.scheduler.kv
-        return kv.num_used == 0 and not self.engine.has_work
-
-
-@pytest.fixture
-def make_house(pb: Any, tokenizer: Tokenizer) -> Iterator[Callable[..., House]]:
-    made: list[House] = []
-
-    def make(**options: Any) -> House:
-        made.append(House(tokenizer, **options))
-        return made[-1]
-
-    yield make
-    for house in made:
-        house.service.close()
-
-
-def sampling(**params: Any) -> str:
-    return json.dumps({"seed": 1, "ignore_eos": True, **params})
-
-
-def wait_until(condition: Callable[[], Any], timeout: float = 60.0) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.002)
-
-
-def ended(*requests: Any) -> bool:
-    return all(request.sender.final for request in requests)
-
-
-def ids_of(request: Any) -> list[int]:
-    return [i for response in request.sender.sent for i in response.tensors["output_ids"].tolist()]
-
-
-def text_of(request: Any) -> str:
-    pieces = [response.tensors["text_output"][0] for response in request.sender.sent]
-    return b"".join(pieces).decode()
-
-
-def error_of(request: Any) -> str:
-    (response,) = (one for one in request.sender.sent if one.error is not None)
-    assert request.sender.sent[-1] is response
-    assert request.sender.final == 1
-    return response.error.text
-
-
-def count_of(outcome: str) -> float:
-    """Requests that ended so, as the server's metrics have it."""
-    family: Any = sys.modules["triton_python_backend_utils"].MetricFamily
-    labels = frozenset({**LABELS, "outcome": outcome}.items())
-    return family.values["jitney_requests_total", labels]
+from tests.frontend.house import (
+    LABELS,
+    House,
+    count_of,
+    ended,
+    error_of,
+    ids_of,
+    sampling,
+    text_of,
+    wait_until,
+)
 
 
 def test_a_stream_delivers_every_token_in_order_and_ends_once(
@@ -280,9 +196,10 @@ def test_accept_never_raises(
 def test_a_bug_in_one_text_fails_that_request_alone(
     pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = make_house()
-    good = pb.Request(text_input="the", sampling_parameters=sampling(max_tokens=50))
+    house = make_house(step_seconds=0.002)
+    good = pb.Request(text_input="the", stream=True, sampling_parameters=sampling(max_tokens=500))
     house.service.accept(good)
+    wait_until(lambda: good.sender.sent)
 
     class Broken:
         def feed(self, token_id: int) -> str:
@@ -291,10 +208,11 @@ def test_a_bug_in_one_text_fails_that_request_alone(
     monkeypatch.setattr(house.tokenizer.__class__, "decoder", lambda *_: Broken())
     bad = pb.Request(text_input="the", sampling_parameters=sampling(max_tokens=50))
     house.service.accept(bad)
+    wait_until(lambda: ended(bad))
     monkeypatch.undo()
-    wait_until(lambda: ended(good, bad))
+    wait_until(lambda: ended(good))
     assert error_of(bad) == "INTERNAL: the output could not be put into text"
-    assert good.sender.sent[0].error is None
+    assert all(response.error is None for response in good.sender.sent)
     wait_until(house.idle)
 
 

@@ -32,7 +32,7 @@ _SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 # Name -> what it is. Gauges show the last step, counters grow.
 GAUGES = {
-    "jitney_waiting_requests": "Requests that wait to join the batch",
+    "jitney_waiting_requests": "Requests that wait to be encoded or to join the batch",
     "jitney_running_requests": "Requests accepted and not waiting",
     "jitney_running_sequences": "Sequences in the running batch (a request with n > 1 has several)",
     "jitney_waiting_reports": "Reports of steps that wait to be read; at 64 the engine waits too",
@@ -80,8 +80,8 @@ class Metrics:
         self._lock = threading.Lock()
         self._labels = dict(labels)
         self._block_size = info.block_size
-        self._live = self._reports = 0
-        self._stats = StepStats(blocks_total=info.num_blocks)
+        self._live = self._encoding = self._reports = 0
+        self.stats = StepStats(blocks_total=info.num_blocks)
         # Of a bucket, its own observations alone.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
         self._families: list[Any] = []  # a family that is dropped takes its metrics with it
@@ -110,14 +110,14 @@ class Metrics:
             self._totals[f"{name}_bucket", edge] += times
             self._totals[f"{name}_sum",] += value * times
 
-    def live(self, requests: int, reports: int) -> None:
-        """How many requests are accepted and not ended, and how many reports wait."""
+    def live(self, requests: int, encoding: int, reports: int) -> None:
+        """How many requests the engine has, how many are being encoded, how many reports wait."""
         with self._lock:
-            self._live, self._reports = requests, reports
+            self._live, self._encoding, self._reports = requests, encoding, reports
 
     def step(self, stats: StepStats) -> None:
         """Add the counts of a step and keep its gauges."""
-        self._stats = stats
+        self.stats = stats
         self.count("jitney_generated_tokens_total", stats.generated_tokens)
         self.count("jitney_computed_prompt_tokens_total", stats.prefill_tokens)
         self.count("jitney_prefix_query_tokens_total", stats.prefix_query_tokens)
@@ -159,10 +159,10 @@ class Metrics:
         self._families.clear()
 
     def _gauges(self) -> dict[_Key, float]:
-        stats, total = self._stats, self._stats.blocks_total
+        stats, total = self.stats, self.stats.blocks_total
         unused = total - stats.blocks_used
         return {
-            ("jitney_waiting_requests",): stats.waiting,
+            ("jitney_waiting_requests",): stats.waiting + self._encoding,
             ("jitney_running_requests",): max(0, self._live - stats.waiting),
             ("jitney_running_sequences",): stats.running,
             ("jitney_waiting_reports",): self._reports,

@@ -30,8 +30,14 @@ _RESERVED = frozenset(
 )
 """Request parameters that are the server's own; those that begin with ``triton_`` are too."""
 
-STREAM_WITH_INPUT = "When streaming, `exclude_input_in_output` = False is not allowed."
-"""The text of vllm_backend, which clients may look for."""
+
+class StreamWithInputError(InvalidArgumentError):
+    """The one error whose whole text is vllm_backend's, because its clients compare it."""
+
+    @property
+    def client_message(self) -> str:
+        """Without the name of the code."""
+        return str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,10 @@ def parse_request(request: Any) -> ClientRequest:
     stream = _flag(arrays, "stream", False)
     echo = not _flag(arrays, "exclude_input_in_output", stream)
     if stream and echo:
-        raise InvalidArgumentError(STREAM_WITH_INPUT)
+        raise StreamWithInputError(
+            "Error generating stream: When streaming, `exclude_input_in_output` = False is not "
+            "allowed."
+        )
     params = _parse_params(arrays, request)
     returns = frozenset(
         flag.removeprefix("return_") for flag in RETURN_FLAGS if _flag(arrays, flag, False)

@@ -23,6 +23,7 @@ from functools import partial
 
 from jitney.errors import (
     CancelledError,
+    DeadlineExceededError,
     InternalError,
     JitneyError,
     UnavailableError,
@@ -31,7 +32,7 @@ from jitney.errors import (
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ResponseWriter
-from jitney.messages import Cancel, Cancelled, Event, Failed, Message, StepReport, Tokens
+from jitney.messages import Cancel, Cancelled, Event, Failed, Message, StepReport, Submit, Tokens
 from jitney.text.completion import Completion
 
 _LOG = logging.getLogger(__name__)
@@ -51,26 +52,42 @@ MAX_HOLD_S = 1.0
 engine hangs behind a send that hangs."""
 
 
+_CLIENT_GONE = "the request was cancelled by its client"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that was accepted. Until it has a :class:`Reply`, its prompt is being encoded."""
+
+    key: int
+    channel: Channel
+    at: float
+    """Monotonic seconds, as is the deadline."""
+    deadline: float | None
+
+
 @dataclass(slots=True)
 class Reply:
     """What a request's client gets, and how far that is sent."""
 
-    key: int
-    channel: Channel
+    arrival: Arrival
     streamed: bool
     """Whether it gets a response whenever there is something to send, or one."""
     completion: Completion
     writer: ResponseWriter
-    arrival: float
-    """Monotonic seconds."""
     queued_at: float = 0.0
     """When it joined the queue of those that have something to send; monotonic seconds."""
     last_token_at: dict[int, float] = field(default_factory=dict)
-    cancel_reason: str = "the request was cancelled by its client"
+    cancel_reason: str = _CLIENT_GONE
     cancelling: bool = False
     """The engine was told to cancel; nothing but the final response is sent any more."""
     begun: bool = False
     """Whether a response has been sent."""
+
+    @property
+    def key(self) -> int:
+        """The request's, for the engine."""
+        return self.arrival.key
 
     @property
     def urgent(self) -> bool:
@@ -94,6 +111,7 @@ class Responder:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._read_one = threading.Condition()
         self._backlog = 0  # reports in the inbox; under _read_one
+        self._encoding: dict[int, Arrival] = {}
         self._replies: dict[int, Reply] = {}
         self._urgent: OrderedDict[int, Reply] = OrderedDict()  # both are first in, first out
         self._queue: OrderedDict[int, Reply] = OrderedDict()
@@ -103,9 +121,22 @@ class Responder:
 
     # ------------------------------------------------------------------ from other threads
 
-    def add(self, reply: Reply) -> None:
-        """Take over a request. Must be called before the engine gets it."""
-        self._inbox.put(partial(self._replies.__setitem__, reply.key, reply))
+    def add(self, arrival: Arrival) -> None:
+        """Take over a request: from now on it ends here and nowhere else."""
+        self._inbox.put(partial(self._encoding.__setitem__, arrival.key, arrival))
+
+    def begin(self, reply: Reply, submit: Submit) -> None:
+        """The prompt of a request is encoded. ``submit`` goes to the engine unless the request has
+        ended meanwhile."""
+        self._inbox.put(partial(self._begin, reply, submit))
+
+    def cancel(self, cancel: Cancel) -> None:
+        """A client has gone. A key that has ended is ignored."""
+        self._inbox.put(partial(self._cancel, cancel))
+
+    def expire(self) -> None:
+        """End the requests whose deadline has passed while their prompt is encoded."""
+        self._inbox.put(self._expire)
 
     def put(self, report: StepReport) -> None:
         """What the engine reports; this is the engine's outbox. Waits while the backlog is full,
@@ -142,14 +173,14 @@ class Responder:
                     break
                 call = self._inbox.get_nowait()
         until = time.monotonic() + reading
-        self._metrics.live(len(self._replies), self._backlog)
+        self._metrics.live(len(self._replies), len(self._encoding), self._backlog)
         while self._patience() == 0:
             self._send_next()
             if time.monotonic() >= until:
                 break
         if self._stopping:
             self._end_all()
-        self._metrics.live(len(self._replies), self._backlog)
+        self._metrics.live(len(self._replies), len(self._encoding), self._backlog)
         return None if self._stopping else 0
 
     def _patience(self) -> float | None:
@@ -183,8 +214,32 @@ class Responder:
         until = time.monotonic() + LAST_SENDS_S
         while self._urgent and time.monotonic() < until:
             self._send_next()
-        for reply in list(self._replies.values()):
-            self._end(reply, UnavailableError("the model is being unloaded"))
+        for arrival in self._open():
+            self._end(arrival, UnavailableError("the model is being unloaded"))
+
+    def _begin(self, reply: Reply, submit: Submit) -> None:
+        if self._encoding.pop(reply.key, None) is not None:
+            self._replies[reply.key] = reply
+            try:
+                self._send_message(submit)
+            except UnavailableError as error:
+                self._end(reply.arrival, error)
+
+    def _cancel(self, cancel: Cancel) -> None:
+        if cancel.key in self._encoding:
+            self._end(self._encoding[cancel.key], CancelledError(_CLIENT_GONE))
+        else:
+            self._send_message(cancel)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for arrival in list(self._encoding.values()):
+            if arrival.deadline is not None and arrival.deadline <= now:
+                error = DeadlineExceededError(
+                    f"the deadline, {arrival.deadline - arrival.at:.3f} s after arrival, passed "
+                    f"before the first token: the prompt was not encoded yet"
+                )
+                self._end(arrival, error)
 
     def _read(self, report: StepReport, at: float) -> None:
         """A step's report that was made at ``at`` (monotonic seconds)."""
@@ -217,7 +272,7 @@ class Responder:
 
     def _observe_latency(self, reply: Reply, tokens: Tokens, at: float) -> None:
         if not reply.last_token_at:
-            waited = at - reply.arrival
+            waited = at - reply.arrival.at
             self._metrics.observe("jitney_time_to_first_token_seconds", waited)
         last = reply.last_token_at.get(tokens.index)
         if last is not None and tokens.ids:
@@ -254,10 +309,10 @@ class Responder:
         completion = reply.completion
         terminal = completion.terminal
         if isinstance(terminal, Failed):
-            self._end(reply, from_code(terminal.code, terminal.message))
+            self._end(reply.arrival, from_code(terminal.code, terminal.message))
             return
         if isinstance(terminal, Cancelled) or reply.cancelling:
-            self._end(reply, CancelledError(reply.cancel_reason))
+            self._end(reply.arrival, CancelledError(reply.cancel_reason))
             return
         tensors = reply.writer.write(
             completion.take(),
@@ -265,47 +320,51 @@ class Responder:
             timing=None if terminal is None else terminal.timing,
         )
         reply.begun = True
-        reply.channel.send(tensors, final=terminal is not None)
+        reply.arrival.channel.send(tensors, final=terminal is not None)
         self._metrics.count("jitney_responses_total")
         if terminal is not None:
-            self._forget(reply)
+            self._forget(reply.key)
             reasons = [reason for reason in reply.writer.finish_reasons if reason is not None]
             self._metrics.finished(terminal.timing, reasons[-1])
 
-    def _forget(self, reply: Reply) -> None:
-        del self._replies[reply.key]
-        self._urgent.pop(reply.key, None)
-        self._queue.pop(reply.key, None)
+    def _open(self) -> list[Arrival]:
+        """Every request that has not ended."""
+        return [*(reply.arrival for reply in self._replies.values()), *self._encoding.values()]
 
-    def _end(self, reply: Reply, error: JitneyError) -> None:
-        self._forget(reply)
+    def _forget(self, key: int) -> None:
+        for holder in (self._encoding, self._replies, self._urgent, self._queue):
+            holder.pop(key, None)
+
+    def _end(self, arrival: Arrival, error: JitneyError) -> None:
+        self._forget(arrival.key)
         self._metrics.outcome(outcome_of(error))
-        reply.channel.fail(error)
+        arrival.channel.fail(error)
 
     def _guard(self, reply: Reply, work: Callable[[Reply], None]) -> None:
         """What fails for one request, a send or our bug in its text, must not end the others."""
         try:
             work(reply)
         except CancelledError as error:
-            self._give_up(reply, error)
+            self._give_up(reply.arrival, error)
         except InternalError as error:
             self._metrics.count("jitney_send_failures_total")
-            self._give_up(reply, error)
+            self._give_up(reply.arrival, error)
         except Exception:
             _LOG.exception("request %d could not be answered", reply.key)
             self._metrics.count("jitney_thread_errors_total")
-            self._give_up(reply, InternalError("the output could not be put into text"))
+            self._give_up(reply.arrival, InternalError("the output could not be put into text"))
 
-    def _give_up(self, reply: Reply, error: JitneyError) -> None:
-        if reply.key in self._replies:
-            self._end(reply, error)
-            self._send_message(Cancel(reply.key))
+    def _give_up(self, arrival: Arrival, error: JitneyError) -> None:
+        if arrival.key in self._replies or arrival.key in self._encoding:
+            self._end(arrival, error)
+            self._send_message(Cancel(arrival.key))
 
     def _abort(self, error: JitneyError, key: int | None = None) -> None:
-        for reply in list(self._replies.values()):
-            ended = reply.completion.terminal is not None  # and waits to be sent
-            if not ended and (key is None or reply.key == key):
-                self._give_up(reply, error)
+        for arrival in self._open():
+            reply = self._replies.get(arrival.key)
+            ended = reply is not None and reply.completion.terminal is not None  # but not sent yet
+            if not ended and (key is None or arrival.key == key):
+                self._give_up(arrival, error)
 
 
 def outcome_of(error: JitneyError) -> str:

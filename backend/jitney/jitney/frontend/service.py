@@ -4,7 +4,8 @@ Owns the life of the engine, the responder, the sweeper and the flushing of metr
 :class:`~jitney.frontend.worker.Worker`. ``model.py`` calls :meth:`Service.accept` for
 each request, from one thread, and :meth:`Service.close` once.
 
-    accept ──Reply──▶ responder ◀──StepReport── engine ◀──Submit, Finish, Cancel── all of them
+    accept ──▶ threads that encode ──Reply──▶ responder ──Submit, Finish, Cancel──▶ engine
+                                                  ◀───────── StepReport ──────────
 """
 
 import itertools
@@ -12,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -22,16 +24,20 @@ from jitney.errors import InternalError, InvalidArgumentError, JitneyError, Unav
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
-from jitney.frontend.responder import Reply, Responder, outcome_of
+from jitney.frontend.responder import Arrival, Reply, Responder, outcome_of
 from jitney.frontend.sweeper import Sweeper
 from jitney.frontend.worker import Worker
-from jitney.text.chat import parse_chat
+from jitney.messages import Submit
+from jitney.sampling_params import check_sampling_params
 from jitney.text.completion import Completion
-from jitney.text.intake import decode_prompt_text, encode_chat, encode_prompt, make_submit
+from jitney.text.intake import check_prompt_size, encode_input, make_submit
 from jitney.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 
+SHORT_PROMPT = 16_384
+"""Bytes, or ids, of a prompt that takes milliseconds to encode. Longer ones have a thread of their
+own, so that they delay one another alone."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
 
@@ -51,53 +57,111 @@ class Service:
         self._config = config = engine.config
         self._keys = itertools.count()
         self._closed: str | None = None  # why no request is accepted any more
-        self._engine_failure: InternalError | None = None
+        self._short = ThreadPoolExecutor(2, "jitney-encode")
+        self._long = ThreadPoolExecutor(1, "jitney-encode-long")
+        self._counting = threading.Lock()
+        self._encoding = 0  # requests whose prompt is not encoded yet; changed under the lock
         self._metrics = Metrics(labels, info)
         # On a CPU a response costs the engine's cores as much as a token or two.
         send_share = config.send_share or (0.2 if info.device == "cpu" else 1.0)
         self._responder = Responder(
             engine.send, self._metrics, config.max_pending_tokens, send_share
         )
-        self._sweeper = Sweeper(engine.send, config.cancel_sweep_s)
+        self._sweeper = Sweeper(self._responder.cancel, config.cancel_sweep_s)
         turns: dict[str, Callable[[], float | None]] = {
             "engine": self._run_engine,
             "responder": self._responder.turn,
-            "sweeper": self._sweeper.turn,
+            "sweeper": self._sweep,
             "metrics": self._flush_metrics,
         }
-        count_error = partial(self._metrics.count, "jitney_thread_errors_total")
-        self._workers = {name: Worker(name, turn, count_error) for name, turn in turns.items()}
+        self._count_error = partial(self._metrics.count, "jitney_thread_errors_total")
+        self._workers = {
+            name: Worker(name, turn, self._count_error) for name, turn in turns.items()
+        }
 
     # ------------------------------------------------------------------ the server's thread
 
     def accept(self, request: Any) -> None:
         """Take over one of the server's requests. A refusal is sent at once; never raises, because
         that would end every request of the same call."""
+        now = time.monotonic()
         channel = Channel(request.get_response_sender())
         try:
             if self._closed is not None:
                 raise UnavailableError(self._closed)
-            self._submit(parse_request(request), channel)
+            self._admit(parse_request(request), channel, now)
         except JitneyError as error:
             self._refuse(channel, error)
         except Exception:
             _LOG.exception("a request could not be taken in")
             self._refuse(channel, InternalError("the request could not be taken in"))
 
-    def _submit(self, request: ClientRequest, channel: Channel) -> None:
-        ids, text = self._encode(request)
+    def _admit(self, request: ClientRequest, channel: Channel, now: float) -> None:
+        """Refuse what can be refused without encoding the prompt; else have it encoded."""
+        info, params, size = self._info, request.params, len(request.prompt)
+        check_sampling_params(params, self._config, vocab_size=info.vocab_size)
+        if isinstance(request.prompt, bytes):
+            check_prompt_size(request.prompt_input, size, self._config, info)
+        elif size > info.max_model_len:
+            raise InvalidArgumentError(
+                f"input_ids has {size:,} ids, but the model's context holds {info.max_model_len:,}"
+            )
+        stats = self._metrics.stats
+        free = 0 if stats.waiting else max(self._config.max_num_seqs - stats.running, 0)
+        waiting = stats.waiting + self._encoding
+        if waiting >= self._config.max_queued + free:
+            raise UnavailableError(
+                f"the queue is full: {waiting:,} requests wait, and at most "
+                f"{self._config.max_queued:,} may (max_queued)"
+            )
+        deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
+        arrival = Arrival(next(self._keys), channel, now, deadline)
+        self._responder.add(arrival)
+        self._sweeper.watch(arrival.key, channel)
+        with self._counting:
+            self._encoding += 1
+        lane = self._long if size > SHORT_PROMPT else self._short
+        lane.submit(self._encode, request, arrival)
+
+    def _refuse(self, channel: Channel, error: JitneyError) -> None:
+        self._metrics.outcome(outcome_of(error))
+        channel.fail(error)
+
+    # ------------------------------------------------------------------ threads that encode
+
+    def _encode(self, request: ClientRequest, arrival: Arrival) -> None:
+        try:
+            if not arrival.channel.closed:  # else it was cancelled, or its deadline has passed
+                self._responder.begin(*self._make_reply(request, arrival))
+        except JitneyError as error:
+            self._responder.abort(error, arrival.key)
+        except Exception:
+            _LOG.exception("a prompt could not be encoded")
+            self._count_error()
+            self._responder.abort(InternalError("the request could not be taken in"), arrival.key)
+        finally:
+            with self._counting:
+                self._encoding -= 1
+
+    def _make_reply(self, request: ClientRequest, arrival: Arrival) -> tuple[Reply, Submit]:
+        text = None
+        if isinstance(request.prompt, bytes):
+            ids, text = encode_input(
+                request.prompt_input, request.prompt, self._tokenizer, self._config, self._info
+            )
+        else:
+            ids = request.prompt.tolist()
         params = request.params
         if "cumulative_logprob" in request.returns and params.logprobs is None:
             params = msgspec.structs.replace(params, logprobs=0)  # the chosen token's is needed
-        key = next(self._keys)
         submit = make_submit(
-            key=key,
+            key=arrival.key,
             prompt_ids=ids,
             params=params,
             tokenizer=self._tokenizer,
             info=self._info,
             config=self._config,
-            now=time.monotonic(),
+            now=arrival.at,
         )
         if request.echo and text is None:
             text = self._tokenizer.decode(ids)
@@ -107,37 +171,9 @@ class Service:
             num_input_tokens=len(ids),
             token_text=self._tokenizer.token_text,
         )
-        completion = Completion(submit, self._tokenizer)
         self._metrics.count("jitney_prompt_tokens_total", len(ids))
-        # Before the engine has the request: its events find the reply there.
-        self._responder.add(Reply(key, channel, request.stream, completion, writer, submit.arrival))
-        try:
-            self._engine.send(submit)
-        except UnavailableError as error:
-            self._responder.abort(error, key)
-            return
-        self._sweeper.watch(key, channel)
-        if self._engine_failure is not None:  # it died meanwhile, perhaps without this one
-            self._responder.abort(self._engine_failure, key)
-
-    def _encode(self, request: ClientRequest) -> tuple[list[int], str | None]:
-        """The prompt's ids; its text too, if it came as text."""
-        tokenizer, config, info = self._tokenizer, self._config, self._info
-        if isinstance(request.prompt, bytes):
-            text = decode_prompt_text(request.prompt, config, info, request.prompt_input)
-            if request.prompt_input == "text_input":
-                return encode_prompt(text, tokenizer, config, info), text
-            return encode_chat(parse_chat(text, config), tokenizer, config, info), None
-        if request.prompt.size > info.max_model_len:  # refused before it becomes a list
-            raise InvalidArgumentError(
-                f"input_ids has {request.prompt.size:,} ids, but the model's context holds "
-                f"{info.max_model_len:,}"
-            )
-        return request.prompt.tolist(), None
-
-    def _refuse(self, channel: Channel, error: JitneyError) -> None:
-        self._metrics.outcome(outcome_of(error))
-        channel.fail(error)
+        completion = Completion(submit, self._tokenizer)
+        return Reply(arrival, request.stream, completion, writer), submit
 
     # ------------------------------------------------------------------ life
 
@@ -151,6 +187,8 @@ class Service:
     def close(self) -> None:
         """End every thread in bounded time. Requests that are still open end with an error."""
         self._closed = "the model is being unloaded"
+        for lane in (self._short, self._long):
+            lane.shutdown(wait=False, cancel_futures=True)
         ends = {"engine": self._engine.stop, "responder": self._responder.stop}
         for name, worker in self._workers.items():
             ends.get(name, worker.stop)()
@@ -164,9 +202,13 @@ class Service:
             self._engine.run(self._responder)
         except BaseException:
             _LOG.exception("the engine has died")
-            self._engine_failure = InternalError("the engine has stopped")
             self._closed = "the engine has stopped; the model must be loaded again"
-            self._responder.abort(self._engine_failure)
+            self._responder.abort(InternalError("the engine has stopped"))
+
+    def _sweep(self) -> float:
+        if self._encoding:
+            self._responder.expire()
+        return self._sweeper.turn()
 
     def _flush_metrics(self) -> float:
         self._metrics.flush()

@@ -13,7 +13,7 @@ from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError
 from jitney.messages import ModelInfo, Submit
 from jitney.sampling_params import SamplingParams, check_sampling_params, check_token_ids
-from jitney.text.chat import Chat, check_text
+from jitney.text.chat import Chat, check_text, parse_chat
 from jitney.text.tokenizer import Tokenizer
 
 _LEAST_PROMPT_BYTES = 65_536
@@ -31,7 +31,7 @@ def decode_prompt_text(
     data: bytes, config: EngineConfig, info: ModelInfo, field: str = "text_input"
 ) -> str:
     """A client's bytes as text. Its size is checked before anything reads it."""
-    _check_size(field, len(data), config, info)
+    check_prompt_size(field, len(data), config, info)
     try:
         text = data.decode("utf-8", "strict")
     except UnicodeDecodeError as error:
@@ -42,12 +42,22 @@ def decode_prompt_text(
     return text
 
 
+def encode_input(
+    field: str, data: bytes, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
+) -> tuple[list[int], str | None]:
+    """Ids of what a client gave as ``text_input`` or ``messages``, and the text of the former."""
+    text = decode_prompt_text(data, config, info, field)
+    if field == "text_input":
+        return encode_prompt(text, tokenizer, config, info), text
+    return encode_chat(parse_chat(text, config), tokenizer, config, info), None
+
+
 def encode_prompt(
     text: str, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> list[int]:
     """Ids of a completion prompt, with the special tokens that the tokenizer puts around it."""
     if 4 * len(text) > max_prompt_bytes(config, info):  # else it cannot be too large
-        _check_size("text_input", len(text.encode("utf-8", "surrogatepass")), config, info)
+        check_prompt_size("text_input", len(text.encode("utf-8", "surrogatepass")), config, info)
     check_text("text_input", text)
     ids = tokenizer.encode(text)
     # A prompt that holds only what the tokenizer adds is empty too.
@@ -61,7 +71,7 @@ def encode_chat(
 ) -> list[int]:
     """Ids of a checked chat. The rendered text must keep the prompt's size limit."""
     rendered = tokenizer.render_chat(chat.messages, chat.parameters)
-    _check_size("messages", len(rendered.encode()), config, info)
+    check_prompt_size("messages", len(rendered.encode()), config, info)
     return tokenizer.encode(rendered, add_special_tokens=False)
 
 
@@ -104,7 +114,8 @@ def make_submit(
     )
 
 
-def _check_size(field: str, size: int, config: EngineConfig, info: ModelInfo) -> None:
+def check_prompt_size(field: str, size: int, config: EngineConfig, info: ModelInfo) -> None:
+    """Raise InvalidArgumentError if a prompt of ``size`` bytes is too large."""
     limit = max_prompt_bytes(config, info)
     if size > limit:
         raise InvalidArgumentError(
