@@ -115,6 +115,18 @@ def test_never_finds_places_and_blocks_for_all_that_can_run_at_once() -> None:
         assert isinstance(play.ends[key], Finished if num_blocks == 12 else Failed)
 
 
+def test_forks_that_wait_reserve_nothing_when_nothing_of_their_request_runs() -> None:
+    """Else a more urgent request, for which too little is left, and the forks behind it would
+    wait for each other."""
+    play = Play(num_blocks=4, block_size=4, eviction="never", max_num_seqs=1)
+    key = play.submit([1] * 9, n=2, max_tokens=6)
+    play.step()
+    urgent = play.submit([2] * 9, max_tokens=6, priority=-1)
+    play.drain()
+    for each in (key, urgent):
+        assert play.got(each) == play.run_alone(each)
+
+
 def test_preempt_asks_for_the_prompt_and_the_watermark_only() -> None:
     play = Play(num_blocks=10, block_size=4, watermark=0.2)
     keys = [play.submit([key] * 16, max_tokens=9) for key in range(2)]

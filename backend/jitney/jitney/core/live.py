@@ -40,7 +40,7 @@ class LiveRequests:
         self.num_queued = 0
         """Requests of which nothing was ever admitted."""
         self.reserved_blocks = 0
-        """Blocks reserved for the admitted requests (``eviction: never``)."""
+        """Blocks reserved for the requests of which something runs (``eviction: never``)."""
         self.preemptions = 0
         """Ever."""
         self.in_flight: list[StepInFlight] = []
@@ -75,10 +75,12 @@ class LiveRequests:
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=_rank)
         request = sequence.request
+        if not request.running:
+            self.reserved_blocks += request.reserved_blocks
+        request.running += 1
         if request.first_scheduled is None:
             request.first_scheduled = now
             self.num_queued -= 1
-            self.reserved_blocks += request.reserved_blocks
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the queue because no block is free. It will recompute prompt and output, except
@@ -118,8 +120,6 @@ class LiveRequests:
         self.deadlines.discard(key)
         if request.first_scheduled is None:
             self.num_queued -= 1
-        else:
-            self.reserved_blocks -= request.reserved_blocks
 
     def finish(self, request: Request, now: float) -> Finished:
         """Close a request whose sequences have all ended."""
@@ -130,6 +130,10 @@ class LiveRequests:
     def _leave_running(self, sequence: Sequence) -> None:
         position = bisect_left(self.running, sequence.rank, key=_rank)
         assert self.running.pop(position) is sequence
+        request = sequence.request
+        request.running -= 1
+        if not request.running:
+            self.reserved_blocks -= request.reserved_blocks
 
     def _give_up_table(self, sequence: Sequence) -> None:
         """Free the blocks; if a step in flight uses them, only once it is complete (*deferred
@@ -198,7 +202,8 @@ class LiveRequests:
             assert due == 0 or request.first_token is None, f"request {key} did not fork"
             waiting += states.count(State.WAITING)
             queued += request.first_scheduled is None
-            reserved += 0 if request.first_scheduled is None else request.reserved_blocks
+            assert request.running == states.count(State.RUNNING)
+            reserved += request.reserved_blocks if request.running else 0
             for sequence in request.sequences:
                 self._check_sequence(sequence)
             admitted += [one for one in request.sequences if one.state is State.RUNNING]

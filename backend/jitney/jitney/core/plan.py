@@ -206,8 +206,8 @@ class Planner:
         """Allocate the blocks of all tokens of a waiting sequence, cached ones where there are any,
         and run it. False, and nothing changed, if there are not enough."""
         request, kv = sequence.request, self._kv
-        fresh = request.first_scheduled is None
-        if fresh and self._live.reserved_blocks + request.reserved_blocks > kv.num_blocks:
+        reserved = self._live.reserved_blocks + request.reserved_blocks
+        if not request.running and reserved > kv.num_blocks:
             return False
         hits: list[int] = []
         reads = self._caching and request.reads_cache

@@ -36,6 +36,7 @@ class Request:
         "reads_output",
         "reserved_blocks",
         "root",
+        "running",
         "sequences",
     )
 
@@ -48,7 +49,9 @@ class Request:
         self.max_output = max_output
         """Most output tokens of one sequence: max_tokens, or fewer where the context ends."""
         self.reserved_blocks = reserved_blocks
-        """Blocks reserved for all its sequences (``eviction: never``); else 0."""
+        """Blocks reserved for it while any sequence runs (``eviction: never``); else 0."""
+        self.running = 0
+        """Sequences that run."""
         self.live = message.params.n
         """Sequences that have not ended, those not yet made included."""
         self.reads_output = _reads_output(message)
