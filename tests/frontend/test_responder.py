@@ -1,5 +1,6 @@
 """The responder's turns, one by one and without a thread unless a test starts it."""
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jitney.frontend import protocol
 from jitney.frontend import responder as module
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
@@ -15,8 +17,10 @@ from jitney.frontend.responder import Arrival, Reply, Responder
 from jitney.messages import (
     Event,
     Finished,
+    Logprob,
     Message,
     ModelInfo,
+    PromptLogprobs,
     StepReport,
     StepStats,
     Submit,
@@ -25,6 +29,7 @@ from jitney.messages import (
 )
 from jitney.sampling_params import SamplingParams
 from jitney.text.completion import Completion
+from jitney.text.logprobs import LogprobsEncoder
 from jitney.text.tokenizer import Tokenizer
 
 INFO = ModelInfo(
@@ -35,6 +40,9 @@ TIMING = Timing(
     queue_s=0.0, first_token_s=0.0, total_s=0.0, cached_prompt_tokens=0, computed_prompt_tokens=1,
     preemptions=0,
 )  # fmt: skip
+
+
+RETURNS = frozenset({"logprobs", "finish_reason", "num_output_tokens"})
 
 
 class Desk:
@@ -51,11 +59,12 @@ class Desk:
     def add(self, key: int, *, streamed: bool = True, **params: Any) -> None:
         sampling = SamplingParams(seed=1, max_tokens=1000, **params)
         submit = Submit(key=key, prompt=[5], params=sampling, arrival=time.monotonic())
-        request = ClientRequest(
-            "input_ids", np.array([5]), sampling, streamed, False, frozenset({"logprobs"})
-        )
+        request = ClientRequest("input_ids", np.array([5]), sampling, streamed, False, RETURNS)
         writer = ResponseWriter(
-            request, echo_text="", num_input_tokens=1, token_text=self.tokenizer.token_text
+            request,
+            echo_text="",
+            num_input_tokens=1,
+            logprobs=LogprobsEncoder(self.tokenizer.token_text),
         )
         sender = self.senders[key] = self.pb.Sender()
         sender.on_send = lambda response: self.order.append(key)
@@ -157,3 +166,76 @@ def test_no_engine_hangs_behind_a_send_that_hangs(
     began = time.monotonic()
     desk.report()
     assert 0.02 <= time.monotonic() - began < 5
+
+
+def logprobs_of(size: int) -> list[list[Logprob]]:
+    return [[Logprob(65 + i % 7, -1.0, 1), Logprob(80, -2.0, 2)] for i in range(size)]
+
+
+def test_a_backlog_of_a_stream_leaves_in_parts(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_CANDIDATES", 60)
+    desk = make_desk()
+    desk.add(0, logprobs=1)
+    ids = list(range(65, 91)) * 5
+    desk.report(
+        Tokens(
+            key=0, index=0, ids=ids, logprobs=logprobs_of(130), cumulative_logprob=-130.0,
+            finish_reason="length",
+        ),
+        Finished(0, TIMING),
+    )  # fmt: skip
+    sender = desk.senders[0]
+    desk.turn_until(lambda: sender.final)
+    counts = [response.tensors["num_output_tokens"].tolist() for response in sender.sent]
+    assert counts == [[30]] * 4 + [[10]]
+    reasons = [response.tensors["finish_reason"][0] for response in sender.sent]
+    assert reasons == [b"None"] * 4 + [b"length"]
+    text = b"".join(response.tensors["text_output"][0] for response in sender.sent)
+    assert text.decode() == desk.tokenizer.decode(ids)
+    parts = [json.loads(response.tensors["logprobs"][0]) for response in sender.sent]
+    assert [len(part) for part in parts] == [30] * 4 + [10]
+
+
+def test_logprobs_of_one_large_answer_are_encoded_as_they_come(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_CANDIDATES", 60)
+    desk = make_desk()
+    desk.add(0, streamed=False, logprobs=1)
+    for _ in range(10):
+        desk.report(
+            Tokens(key=0, index=0, ids=[65] * 20, logprobs=logprobs_of(20), cumulative_logprob=-9.0)
+        )
+    desk.turn_until(lambda: not desk.responder._backlog)
+    assert desk.responder._replies[0].completion.pending_tokens <= 30
+    assert not desk.senders[0].sent
+    desk.report(*token(0, last=True))
+    desk.turn_until(lambda: desk.senders[0].final)
+    (response,) = desk.senders[0].sent
+    made = json.loads(response.tensors["logprobs"][0])
+    text = desk.tokenizer.token_text(65)
+    assert len(made) == 200
+    assert made[0]["65"] == {"logprob": -1.0, "rank": 1, "decoded_token": text}
+    assert response.tensors["num_output_tokens"].tolist() == [201]
+
+
+def test_others_have_a_turn_while_a_prompts_logprobs_are_encoded(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_CANDIDATES", 60)
+    monkeypatch.setattr(module, "MAX_READ_S", 60.0)  # all of the inbox first
+    desk = make_desk()
+    desk.add(0, prompt_logprobs=1)
+    desk.add(1)
+    positions: list[list[Logprob] | None] = [None, *logprobs_of(199)]
+    desk.report(PromptLogprobs(0, positions), *token(0), *token(1))
+    desk.turn_until(lambda: len(desk.order) == 2)
+    assert desk.order == [1, 0]
+    made = json.loads(desk.senders[0].sent[0].tensors["prompt_logprobs"][0])
+    assert len(made) == 200
+    assert made[0] is None
+    desk.report(*token(0, last=True))
+    desk.turn_until(lambda: desk.senders[0].final)
+    assert "prompt_logprobs" not in desk.senders[0].sent[1].tensors

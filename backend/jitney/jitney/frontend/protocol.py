@@ -5,7 +5,7 @@ wrong with it; :class:`ResponseWriter` turns a completion's news into named arra
 service and the responder.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ from jitney.frontend.contract import INPUTS, PROMPT_INPUTS, RETURN_FLAGS
 from jitney.messages import Logprob, Timing
 from jitney.sampling_params import SamplingParams, decode_sampling_json, parse_sampling_params
 from jitney.text.completion import SequenceDelta
+from jitney.text.logprobs import LogprobsEncoder, join
+
+MAX_CANDIDATES = 8192
+"""Logprobs that are encoded at once, or tokens without: some 10 ms."""
 
 _NUMPY_KINDS = {
     "TYPE_STRING": ("O", "BYTES"),
@@ -134,7 +138,8 @@ def _parse_params(arrays: dict[str, np.ndarray], request: Any) -> SamplingParams
 
 
 class ResponseWriter:
-    """Writes one request's responses as named arrays; keeps the finish reasons sent so far.
+    """Writes one request's responses as named arrays; keeps what the next one holds, and the finish
+    reasons sent so far.
 
     Shapes, with n sequences: text_output, finish_reason, cumulative_logprob, logprobs and
     num_output_tokens [n]; prompt_logprobs, num_input_tokens and timing [1]; output_ids [number of
@@ -147,77 +152,75 @@ class ResponseWriter:
         *,
         echo_text: str,
         num_input_tokens: int,
-        token_text: Callable[[int], str],
+        logprobs: LogprobsEncoder,
     ) -> None:
-        """``echo_text`` goes before each sequence's first text; ``token_text`` decodes one id."""
-        n = request.params.n
-        self._request = request
-        self._before = [echo_text] * n
+        """``echo_text`` goes before each sequence's first text."""
+        params = request.params
+        self._returns = request.returns
         self._num_input_tokens = num_input_tokens
-        self._token_text = token_text
-        self._cumulative = [0.0] * n
-        self._first = True
-        self.finish_reasons: list[str | None] = [None] * n
-        """Per sequence, as far as they were sent."""
+        self._encode = logprobs.encode
+        self._wants_logprobs = params.logprobs is not None and "logprobs" in request.returns
+        self._no_logprobs = b"null" if params.logprobs is None else b"[]"
+        self._cumulative = [0.0] * params.n
+        self._prompt_logprobs: list[bytes] = []
+        self._prompt_is_sent = False
+        self.finish_reasons: list[str | None] = [None] * params.n
+        """Per sequence, as far as they were taken."""
+        self.most = max(1, MAX_CANDIDATES // (1 + (params.logprobs or 0)))
+        """Tokens that may be added at once, of all sequences together."""
+        self._most_prompt = max(1, MAX_CANDIDATES // (1 + (params.prompt_logprobs or 0)))
+        self._clear(echo_text)
 
-    def write(
-        self,
-        deltas: Sequence[SequenceDelta],
-        *,
-        prompt_logprobs: list[list[Logprob] | None] | None,
-        timing: Timing | None,
-    ) -> list[NamedArray]:
-        """The arrays of one response. ``timing`` is None but for the last one."""
-        n = self._request.params.n
-        texts, self._before = self._before, [""] * n
-        counts: list[int] = [0] * n
-        logprobs = [b"null" if self._request.params.logprobs is None else b"[]"] * n
-        ids: list[int] = []
+    def _clear(self, text: str = "") -> None:
+        n = len(self.finish_reasons)
+        self._texts = [[text] for _ in range(n)]
+        self._logprobs: list[list[bytes]] = [[] for _ in range(n)]
+        self._counts = [0] * n
+        self._ids: list[int] = []
+
+    def add(self, deltas: Sequence[SequenceDelta]) -> None:
+        """Put what is new into the next response."""
         for delta in deltas:
             i = delta.index
-            texts[i] += delta.text
-            counts[i] += len(delta.ids)
-            ids += delta.ids
-            if delta.logprobs and self._request.params.logprobs is not None:
-                logprobs[i] = self._logprobs_json(delta.logprobs)
+            self._texts[i].append(delta.text)
+            self._counts[i] += len(delta.ids)
+            self._ids += delta.ids
+            if self._wants_logprobs and delta.logprobs:
+                self._logprobs[i] += map(self._encode, delta.logprobs)
             if delta.cumulative_logprob is not None:
                 self._cumulative[i] = delta.cumulative_logprob
             if delta.finish_reason is not None:
                 self.finish_reasons[i] = delta.finish_reason
+
+    def add_prompt(self, positions: Sequence[list[Logprob] | None]) -> bool:
+        """Put a part of the prompt's logprobs into the first response. True: that was all."""
+        done = len(self._prompt_logprobs)
+        if self._prompt_is_sent or done == len(positions):
+            return True
+        self._prompt_logprobs += map(self._encode, positions[done : done + self._most_prompt])
+        return False
+
+    def write(self, timing: Timing | None) -> list[NamedArray]:
+        """The arrays of the next response. ``timing`` is None but for the last one."""
         made: dict[str, np.ndarray] = {
             "finish_reason": _strings(str(reason) for reason in self.finish_reasons),
             "cumulative_logprob": np.array(self._cumulative, np.float32),
-            "logprobs": _strings(logprobs),
+            "logprobs": _strings(
+                join(each) if each else self._no_logprobs for each in self._logprobs
+            ),
             "num_input_tokens": np.array([self._num_input_tokens], np.uint32),
-            "num_output_tokens": np.array(counts, np.uint32),
-            "output_ids": np.array(ids, np.int32),
+            "num_output_tokens": np.array(self._counts, np.uint32),
+            "output_ids": np.array(self._ids, np.int32),
         }
         if timing is not None:
             made["timing"] = _strings([msgspec.json.encode(timing)])
-        response = [("text_output", _strings(texts))]
-        response += [(name, made[name]) for name in made if name in self._request.returns]
-        if self._first and prompt_logprobs is not None:
-            response.append(("prompt_logprobs", _strings([self._logprobs_json(prompt_logprobs)])))
-        self._first = False
+        response = [("text_output", _strings("".join(texts) for texts in self._texts))]
+        response += [(name, made[name]) for name in made if name in self._returns]
+        if self._prompt_logprobs:
+            response.append(("prompt_logprobs", _strings([join(self._prompt_logprobs)])))
+            self._prompt_logprobs, self._prompt_is_sent = [], True
+        self._clear()
         return response
-
-    def _logprobs_json(self, positions: Sequence[list[Logprob] | None]) -> bytes:
-        """Per position {token id: {logprob, rank, decoded_token}}; null where nothing is known."""
-        return msgspec.json.encode(
-            [
-                None
-                if candidates is None
-                else {
-                    one.token_id: {
-                        "logprob": one.logprob,
-                        "rank": one.rank,
-                        "decoded_token": self._token_text(one.token_id),
-                    }
-                    for one in candidates
-                }
-                for candidates in positions
-            ]
-        )
 
 
 def _strings(values: Iterable[str | bytes]) -> np.ndarray:

@@ -13,6 +13,7 @@ Every reply ends in exactly one final response: its last data, or an error.
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -259,6 +260,8 @@ class Responder:
             self._send_message(finish)
         if reply.streamed:
             self._bound(reply)
+        elif reply.completion.pending_tokens > reply.writer.most:
+            reply.writer.add(reply.completion.take())  # all at once, in the end, would take long
         if self._may_send(reply):
             self._line_up(reply)
 
@@ -314,18 +317,21 @@ class Responder:
         if isinstance(terminal, Cancelled) or reply.cancelling:
             self._end(reply.arrival, CancelledError(reply.cancel_reason))
             return
-        tensors = reply.writer.write(
-            completion.take(),
-            prompt_logprobs=completion.prompt_logprobs,
-            timing=None if terminal is None else terminal.timing,
-        )
+        if not reply.writer.add_prompt(completion.prompt_logprobs or []):
+            self._line_up(reply)  # the others have a turn
+            return
+        reply.writer.add(completion.take(reply.writer.most if reply.streamed else sys.maxsize))
+        timing = None if terminal is None or completion.has_pending else terminal.timing
+        tensors = reply.writer.write(timing)
         reply.begun = True
-        reply.arrival.channel.send(tensors, final=terminal is not None)
+        reply.arrival.channel.send(tensors, final=timing is not None)
         self._metrics.count("jitney_responses_total")
-        if terminal is not None:
+        if completion.has_pending:
+            self._line_up(reply)
+        elif timing is not None:
             self._forget(reply.key)
             reasons = [reason for reason in reply.writer.finish_reasons if reason is not None]
-            self._metrics.finished(terminal.timing, reasons[-1])
+            self._metrics.finished(timing, reasons[-1])
 
     def _open(self) -> list[Arrival]:
         """Every request that has not ended."""

@@ -31,6 +31,7 @@ from jitney.messages import Submit
 from jitney.sampling_params import check_sampling_params
 from jitney.text.completion import Completion
 from jitney.text.intake import check_prompt_size, encode_input, make_submit
+from jitney.text.logprobs import LogprobsEncoder
 from jitney.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Service:
         self._config = config = engine.config
         self._keys = itertools.count()
         self._closed: str | None = None  # why no request is accepted any more
+        self._logprobs = LogprobsEncoder(tokenizer.token_text)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
         self._counting = threading.Lock()
@@ -169,7 +171,7 @@ class Service:
             request,
             echo_text=text if request.echo and text else "",
             num_input_tokens=len(ids),
-            token_text=self._tokenizer.token_text,
+            logprobs=self._logprobs,
         )
         self._metrics.count("jitney_prompt_tokens_total", len(ids))
         completion = Completion(submit, self._tokenizer)

@@ -6,6 +6,7 @@ call. What it gave is final: text that may still become a stop string or part of
 back.
 """
 
+import sys
 from dataclasses import dataclass, field
 
 from jitney.messages import (
@@ -47,6 +48,12 @@ class _Pending:
     text: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[list[Logprob]] = field(default_factory=list)
+
+    def split(self, size: int) -> "_Pending":
+        """Take out the first ``size`` tokens and as many pieces of text."""
+        first = _Pending(self.text[:size], self.ids[:size], self.logprobs[:size])
+        del self.text[:size], self.ids[:size], self.logprobs[:size]
+        return first
 
 
 class _Sequence:
@@ -149,11 +156,17 @@ class Completion:
             return [Finish(self.key, event.index)]
         return []
 
-    def take(self) -> list[SequenceDelta]:
-        """What is new since the last call, one delta per sequence, in order."""
+    def take(self, most: int = sys.maxsize) -> list[SequenceDelta]:
+        """What is new since the last call, one delta per sequence, in order; at most so many tokens
+        of all together, but one of each. A finish reason comes with a sequence's last."""
         deltas = []
+        most = max(1, most // len(self._sequences))
+        self.pending_tokens, self._news = 0, False
         for index, sequence in enumerate(self._sequences):
-            pending, sequence.pending = sequence.pending, _Pending()
+            pending = sequence.pending.split(most)
+            left = bool(sequence.pending.ids or sequence.pending.text)
+            self.pending_tokens += len(sequence.pending.ids)
+            self._news |= left
             deltas.append(
                 SequenceDelta(
                     index=index,
@@ -161,9 +174,7 @@ class Completion:
                     ids=pending.ids,
                     logprobs=pending.logprobs if self._wants_logprobs else None,
                     cumulative_logprob=sequence.cumulative_logprob,
-                    finish_reason=sequence.finish_reason,
+                    finish_reason=None if left else sequence.finish_reason,
                 )
             )
-        self.pending_tokens = 0
-        self._news = False
         return deltas

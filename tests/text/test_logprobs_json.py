@@ -1,0 +1,28 @@
+"""Candidates as the JSON that clients get."""
+
+import json
+
+from jitney.messages import Logprob
+from jitney.text.logprobs import LogprobsEncoder, join
+
+
+def test_positions_join_to_a_list_and_each_token_is_decoded_once() -> None:
+    asked: list[int] = []
+
+    def token_text(token_id: int) -> str:
+        asked.append(token_id)
+        return f'"{token_id}'
+
+    encoder = LogprobsEncoder(token_text)
+    positions = [None, [Logprob(5, -0.5, 1), Logprob(7, -1.5, 2)], [Logprob(5, -0.25, 1)]]
+    made = json.loads(join([encoder.encode(each) for each in positions]))
+    assert made == [
+        None,
+        {
+            "5": {"logprob": -0.5, "rank": 1, "decoded_token": '"5'},
+            "7": {"logprob": -1.5, "rank": 2, "decoded_token": '"7'},
+        },
+        {"5": {"logprob": -0.25, "rank": 1, "decoded_token": '"5'}},
+    ]
+    assert asked == [5, 7]
+    assert json.loads(join([])) == []
