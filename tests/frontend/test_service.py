@@ -56,6 +56,22 @@ def test_without_streaming_there_is_one_response(pb: Any, make_house: Callable[.
     assert json.loads(response.tensors["timing"][0])["computed_prompt_tokens"] > 0
 
 
+def test_only_an_answer_that_is_not_streamed_is_bounded(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house(max_answer_entries=60)
+    asked = sampling(max_tokens=11, n=2, logprobs=2)
+    whole, streamed = (
+        pb.Request(text_input="the bus", stream=stream, sampling_parameters=asked)
+        for stream in (False, True)
+    )
+    for request in (whole, streamed):
+        house.service.accept(request)
+    wait_until(lambda: ended(whole, streamed))
+    assert "is 66, but an answer that is not streamed may have at most 60" in error_of(whole)
+    assert all(response.error is None for response in streamed.sender.sent)
+
+
 def test_streams_take_turns(pb: Any, make_house: Callable[..., House]) -> None:
     house = make_house(step_seconds=0.001, send_share=1.0)
     accepted = threading.Event()

@@ -72,6 +72,39 @@ def test_ids_refused(tokenizer: Tokenizer, prompt: list[int], message: str) -> N
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("params", "entries", "named"),
+    [
+        ({"n": 128, "max_tokens": 40}, 5120, "n 128 × max_tokens 40 × (logprobs 0 + 1)"),
+        ({"n": 2, "max_tokens": 9, "logprobs": 20}, 378, "max_tokens 9 × (logprobs 20 + 1)"),
+        ({"max_tokens": 5, "prompt_logprobs": 3}, 13, "2 prompt tokens × (prompt_logprobs 3 + 1)"),
+    ],
+)
+def test_an_answer_that_is_not_streamed_is_bounded(
+    tokenizer: Tokenizer, params: dict, entries: int, named: str
+) -> None:
+    def make(limit: int, **how: bool) -> Submit:
+        config = EngineConfig(model="m", max_answer_entries=limit)
+        return make_submit(
+            key=1,
+            prompt_ids=[5, 6],
+            params=SamplingParams(**params),
+            tokenizer=tokenizer,
+            info=INFO,
+            config=config,
+            now=0.0,
+            **how,
+        )
+
+    make(entries, stream=False)
+    make(entries - 1, stream=True)
+    make(entries - 1)  # in-process: the caller's own memory
+    with pytest.raises(InvalidArgumentError) as caught:
+        make(entries - 1, stream=False)
+    for part in (named, f"is {entries:,}", f"at most {entries - 1:,}", "max_answer_entries"):
+        assert part in str(caught.value)
+
+
 def test_a_missing_seed_is_drawn(tokenizer: Tokenizer) -> None:
     seeds = {submit(tokenizer).params.seed for _ in range(20)}
     assert len(seeds) == 20

@@ -92,6 +92,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most sequences of one request."""
     max_logprobs: int = 20
     """Most candidates per position, in ``logprobs`` and ``prompt_logprobs``."""
+    max_answer_entries: int = 2_000_000
+    """Most entries of an answer that is not streamed: ``n`` × ``max_tokens`` × (``logprobs`` + 1)
+    and (``prompt_logprobs`` + 1) per prompt token. One is some 130 bytes of the server's memory."""
     max_stop_strings: int = 64
     """Strings in ``stop``, and in ``bad_words``."""
     max_stop_length: int = 256
@@ -132,6 +135,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "aging_s": (1e-3, math.inf, "at least 0.001"),
     "max_n": (1, 65536, "from 1 to 65536"),
     "max_logprobs": (0, 1 << 20, "from 0 to 1048576"),
+    "max_answer_entries": (1, math.inf, "at least 1"),
     "max_stop_strings": (0, math.inf, "at least 0"),
     "max_stop_length": (1, math.inf, "at least 1"),
     "max_list_ids": (0, math.inf, "at least 0"),

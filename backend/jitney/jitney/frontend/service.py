@@ -164,6 +164,7 @@ class Service:
             info=self._info,
             config=self._config,
             now=arrival.at,
+            stream=request.stream,
         )
         if request.echo and text is None:
             text = self._tokenizer.decode(ids)

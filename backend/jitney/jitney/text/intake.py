@@ -84,8 +84,10 @@ def make_submit(
     info: ModelInfo,
     config: EngineConfig,
     now: float,
+    stream: bool = True,
 ) -> Submit:
-    """Check a request against its model and complete it.
+    """Check a request against its model and complete it. Without ``stream`` the server holds the
+    answer until it is whole, and so its size is bounded.
 
     Draws a missing seed, gathers the ids that end a sequence, encodes bad words, and turns
     ``deadline_ms`` into a time of the monotonic clock, whose present is ``now``.
@@ -95,6 +97,8 @@ def make_submit(
         raise InvalidArgumentError("input_ids is empty, but a prompt must have at least one token")
     check_token_ids("input_ids", prompt_ids, info.vocab_size)
     _check_length(len(prompt_ids), params.max_tokens, info.max_model_len)
+    if not stream:
+        _check_answer(len(prompt_ids), params, config.max_answer_entries)
     ends = set(params.stop_token_ids)
     if not params.ignore_eos:
         ends |= info.eos_ids | tokenizer.eos_ids
@@ -128,6 +132,22 @@ def _check_length(prompt: int, max_tokens: int, context: int) -> None:
         raise InvalidArgumentError(
             f"the prompt has {prompt} tokens and max_tokens is {max_tokens}, together "
             f"{prompt + max_tokens}, but the model's context holds {context}"
+        )
+
+
+def _check_answer(prompt: int, params: SamplingParams, limit: int) -> None:
+    """Raise InvalidArgumentError if an answer that is not streamed could have too many entries."""
+    entries = params.n * params.max_tokens * (1 + (params.logprobs or 0))
+    asked = (
+        f"n {params.n} × max_tokens {params.max_tokens:,} × (logprobs {params.logprobs or 0} + 1)"
+    )
+    if params.prompt_logprobs is not None:
+        entries += prompt * (1 + params.prompt_logprobs)
+        asked += f" + {prompt:,} prompt tokens × (prompt_logprobs {params.prompt_logprobs} + 1)"
+    if entries > limit:
+        raise InvalidArgumentError(
+            f"{asked} is {entries:,}, but an answer that is not streamed may have at most "
+            f"{limit:,} entries (max_answer_entries); set stream, or ask for less"
         )
 
 
