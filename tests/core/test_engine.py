@@ -165,8 +165,8 @@ def test_stopping_ends_what_is_open(overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fault_at", [1, 4])
-def test_a_lost_device_ends_every_request_and_the_loop(overlap: bool, fault_at: int) -> None:
-    """Once: no request is tried again, for none would live."""
+def test_a_lost_device_ends_the_loop_and_leaves_the_requests_open(overlap: bool, fault_at: int) -> None:
+    """No request is tried again, for none would live, and none ends: another engine resumes it."""
     batches = []
 
     def faults(batch: Batch, written: bool) -> None:
@@ -182,10 +182,8 @@ def test_a_lost_device_ends_every_request_and_the_loop(overlap: bool, fault_at: 
     with pytest.raises(DeviceLostError):
         play.engine.run(reports)
     assert fault_at <= len(batches) <= fault_at + overlap
-    ends = []
     while not reports.empty():
-        ends += [one for one in reports.get().events if not isinstance(one, Tokens)]
-    assert ends == [Failed(key, "INTERNAL", "the engine has stopped") for key in range(3)]
+        assert all(isinstance(one, Tokens) for one in reports.get().events)
     with pytest.raises(UnavailableError):
         play.engine.send(play.submits[0])
 

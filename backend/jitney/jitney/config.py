@@ -111,6 +111,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     send_share: float | None = None
     """Share of the time that sending may take. Above it several tokens of a stream share a
     response; 1 sends as fast as the server accepts them. None: 0.2 on a CPU, 1 on a GPU."""
+    watchdog_s: float = 60.0
+    """Seconds without a step, although work waits, after which the engine is started again."""
     cancel_sweep_s: float = 0.05
     """Seconds between two checks for clients that disconnected."""
     metrics_flush_s: float = 0.25
@@ -142,6 +144,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "max_prompt_bytes": (1, math.inf, "at least 1"),
     "max_pending_tokens": (1, math.inf, "at least 1"),
     "send_share": (0.01, 1.0, "from 0.01 to 1"),
+    "watchdog_s": (0.1, 86400.0, "from 0.1 to 86400"),
     "cancel_sweep_s": (0.001, 10.0, "from 0.001 to 10"),
     "metrics_flush_s": (0.01, 60.0, "from 0.01 to 60"),
     "drain_s": (0.0, 3600.0, "from 0 to 3600"),

@@ -24,7 +24,25 @@ FinishReason = Literal["stop", "length", "deadline"]
 # --------------------------------------------------------------------------- front -> engine
 
 
-class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+class Emitted(msgspec.Struct, frozen=True, array_like=True):
+    """What one sequence of a resumed request has emitted."""
+
+    ids: list[int]
+    cumulative_logprob: float
+    """Sum over ``ids``; 0 if no logprobs are asked for."""
+    ended: bool
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a request had come in an engine that has ended since."""
+
+    sequences: list[Emitted]
+    """One for each of its ``n`` sequences; empty if it had emitted nothing."""
+    first_token: float | None
+    """When it emitted its first token."""
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="submit"):
     """One checked request. ``key`` is the front's, unique for the engine's life; client ids never
     serve as keys."""
 
@@ -39,9 +57,11 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """``bad_words`` as token sequences: the last id of one may not follow the ids before it."""
     arrival: float
     deadline: float | None = None
+    resume: Resume | None = None
+    """Set if the request was accepted before: it goes on like a preempted one."""
 
 
-class Finish(msgspec.Struct, frozen=True, tag="finish"):
+class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
     """The front found a stop string: sequence ``index`` of the request ends with reason ``stop``.
     Tokens made after it are dropped by the front."""
 
@@ -49,7 +69,7 @@ class Finish(msgspec.Struct, frozen=True, tag="finish"):
     index: int
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """The client is gone or asked to stop. An unknown or ended key is ignored."""
 
     key: int
@@ -68,7 +88,7 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="tokens"):
     """New tokens of one sequence, and its end if this step ended it.
 
     A token of ``stop_ids`` that ends a sequence is included in ``ids`` (it was made and counts);
@@ -87,7 +107,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """The id that ended the sequence, if it was one of ``stop_ids``."""
 
 
-class PromptLogprobs(msgspec.Struct, frozen=True, tag="prompt_logprobs"):
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, tag="prompt_logprobs"):
     """Per prompt token; None for the first, which nothing precedes. Comes before any Tokens."""
 
     key: int
@@ -105,20 +125,20 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     """Terminal: every sequence has ended; its last Tokens event has the finish reason."""
 
     key: int
     timing: Timing
 
 
-class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
+class Cancelled(msgspec.Struct, frozen=True, array_like=True, tag="cancelled"):
     """Terminal: the request was cancelled; its blocks are free."""
 
     key: int
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Terminal: ``code`` is one of the names in ``errors``."""
 
     key: int
@@ -130,7 +150,7 @@ Event = Tokens | PromptLogprobs | Finished | Cancelled | Failed
 TERMINAL = (Finished, Cancelled, Failed)
 
 
-class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Gauges after a step of the engine and counts within it. The front adds the counts up. Rows
     and tokens count in the step that applied their output, which with overlap is the next one."""
 
@@ -155,14 +175,14 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
 
 
-class StepReport(msgspec.Struct, frozen=True, tag="step"):
+class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """What the engine reports after each step; the events in the order in which they happened."""
 
     events: list[Event]
     stats: StepStats
 
 
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What the front must know of a loaded model."""
 
     vocab_size: int
@@ -176,6 +196,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention: str
     """Name of the attention function in use."""
     num_parameters: int
+    folder: str = ""
+    """Of the checkpoint and its tokenizer."""
     max_num_batched_tokens: int = 512
     """The token budget of a step: the option, or the device's default."""
     overlap: bool = False

@@ -55,14 +55,16 @@ class LiveRequests:
     # ------------------------------------------------------------------ requests and sequences
 
     def add(self, request: Request) -> None:
-        """A new request: its first sequence waits."""
-        message, first = request.message, request.sequences[0]
+        """A new request: its first sequence waits; those of a resumed one that have not ended."""
+        message = request.message
         assert message.key not in self.requests, "a key was used twice"
         self.requests[message.key] = request
         self.num_queued += 1
         if message.deadline is not None:
             self.deadlines.push((message.deadline, message.key), message.key)
-        self.wait(first)
+        for sequence in request.sequences:
+            if sequence.state is State.WAITING:
+                self.wait(sequence)
 
     def admit(self, sequence: Sequence, table: list[int], num_computed: int, now: float) -> None:
         """Run ``sequence`` on ``table``, whose first ``num_computed`` tokens are written and whose
@@ -74,6 +76,7 @@ class LiveRequests:
         sequence.num_cached_blocks = num_computed // self.kv.block_size
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=_rank)
+        self.reserved_blocks += sequence.reserved_blocks
         request = sequence.request
         if not request.running:
             self.reserved_blocks += request.reserved_blocks
@@ -134,6 +137,7 @@ class LiveRequests:
         request.running -= 1
         if not request.running:
             self.reserved_blocks -= request.reserved_blocks
+        self.reserved_blocks -= sequence.reserved_blocks
 
     def _give_up_table(self, sequence: Sequence) -> None:
         """Free the blocks; if a step in flight uses them, only once it is complete (*deferred
@@ -207,6 +211,7 @@ class LiveRequests:
             for sequence in request.sequences:
                 self._check_sequence(sequence)
             admitted += [one for one in request.sequences if one.state is State.RUNNING]
+        reserved += sum(one.reserved_blocks for one in admitted)
         assert sorted(admitted, key=_rank) == self.running, "running is out of order or incomplete"
         assert len(self.running) <= self.max_running, "more sequences run than may"
         assert waiting == len(self.waiting), "a sequence waits that is not live"

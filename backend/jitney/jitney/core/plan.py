@@ -206,8 +206,9 @@ class Planner:
         """Allocate the blocks of all tokens of a waiting sequence, cached ones where there are any,
         and run it. False, and nothing changed, if there are not enough."""
         request, kv = sequence.request, self._kv
-        reserved = self._live.reserved_blocks + request.reserved_blocks
-        if not request.running and reserved > kv.num_blocks:
+        fresh = request.first_scheduled is None
+        reserve = sequence.reserved_blocks + (0 if request.running else request.reserved_blocks)
+        if self._live.reserved_blocks + reserve > kv.num_blocks:
             return False
         hits: list[int] = []
         reads = self._caching and request.reads_cache
@@ -224,6 +225,10 @@ class Planner:
         self._live.admit(sequence, table, num_cached, now)
         if not sequence.output:
             request.cached_prompt_tokens, request.computed_prompt_tokens = num_cached, 0
+        elif fresh:  # resumed
+            size = len(sequence.prompt)
+            request.cached_prompt_tokens = min(num_cached, size)
+            request.computed_prompt_tokens = size - request.cached_prompt_tokens
         if reads:
             counts.query_tokens += sequence.num_tokens
             counts.hit_tokens += num_cached

@@ -8,7 +8,7 @@ its own.
 import enum
 
 from jitney.core.kv_cache import block_hash, root_hash
-from jitney.messages import Logprob, Submit, Timing
+from jitney.messages import Logprob, Resume, Submit, Timing
 
 
 class State(enum.Enum):
@@ -64,6 +64,21 @@ class Request:
         self.computed_prompt_tokens = 0
         self.preemptions = 0
         self.sequences = [Sequence(self, 0)]
+        if message.resume is not None and message.resume.sequences:
+            self._resume(message.resume)
+
+    def _resume(self, resume: Resume) -> None:
+        """Take over what the sequences had emitted, and its prompt's logprobs with it."""
+        self.first_token = resume.first_token
+        self.prompt_logprobs = [None] * len(self.message.prompt)
+        self.sequences = [Sequence(self, index) for index in range(self.message.params.n)]
+        for sequence, emitted in zip(self.sequences, resume.sequences, strict=True):
+            sequence.output = list(emitted.ids)
+            sequence.num_tokens += len(emitted.ids)
+            sequence.cumulative_logprob = emitted.cumulative_logprob
+            if emitted.ended:
+                sequence.state = State.ENDED
+                self.live -= 1
 
     @property
     def forks_due(self) -> int:
@@ -126,6 +141,7 @@ class Sequence:
         "prompt",
         "rank",
         "request",
+        "reserved_blocks",
         "sample_index",
         "state",
         "table",
@@ -151,6 +167,8 @@ class Sequence:
         self.num_cached_blocks = 0
         """Leading blocks of the table that have been offered to the prefix cache."""
         self.cumulative_logprob = 0.0
+        self.reserved_blocks = 0
+        """Reserved while it runs, beside the request's (``eviction: never``, once resumed)."""
         self.state = State.WAITING
         self.rank = (request.aged_arrival, request.message.key, index)
 

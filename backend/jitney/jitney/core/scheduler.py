@@ -104,7 +104,8 @@ class Scheduler:
 
     def submit(self, message: Submit, now: float) -> list[Event]:
         """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
-        could not hold it, Failed UNAVAILABLE if the queue is full."""
+        could not hold it, Failed UNAVAILABLE if the queue is full. A resumed one was accepted
+        before, so the queue's limit is not asked; its sequences go on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
         max_running = self.live.max_running
         needs = needs_of(message, self.config.block_size, self.max_model_len, max_running)
@@ -116,12 +117,19 @@ class Scheduler:
                 num_blocks=self.kv.num_blocks,
                 max_model_len=self.max_model_len,
             )
-            self._check_queue()
+            if message.resume is None:
+                self._check_queue()
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
         reserved_blocks = 0 if self._preempts else needs.request_blocks
         aged = message.params.priority * self.config.aging_s + message.arrival
-        self.live.add(Request(message, needs.max_output, reserved_blocks, aged))
+        request = Request(message, needs.max_output, reserved_blocks, aged)
+        if message.resume is not None and message.resume.sequences and not self._preempts:
+            # Each computes the prompt on its own, so each reserves all of its blocks.
+            request.reserved_blocks = 0
+            for sequence in request.sequences:
+                sequence.reserved_blocks = needs.sequence_blocks
+        self.live.add(request)
         return []
 
     def finish(self, key: int, index: int, now: float) -> list[Event]:

@@ -19,7 +19,9 @@ request with Failed, and the loop goes on with a fresh scheduler.
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
 from jitney.config import EngineConfig
@@ -86,6 +88,19 @@ class Outbox(Protocol):
         wait it may hold the engine back, for a bounded time."""
 
 
+@dataclass(slots=True)
+class Health:
+    """What a front shows of its engine."""
+
+    up: bool = True
+    """Whether it is loaded and makes steps."""
+    restarts: Counter[str] = field(default_factory=Counter)
+    """By cause."""
+    replayed_requests: int = 0
+    replayed_tokens: int = 0
+    """Tokens that had been emitted, and whose K and V were computed again."""
+
+
 class Engine:
     """Takes messages, makes steps, gives reports."""
 
@@ -94,10 +109,14 @@ class Engine:
         config: EngineConfig,
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
+        before_step: Callable[[list[Batch]], None] = lambda batches: None,
     ) -> None:
+        """``before_step`` is told what is about to be computed, steps in flight included."""
         self.config = config
         self.runner = runner
+        self.health = Health()
         self._clock = clock
+        self._before_step = before_step
         overlaps = config.overlap and runner.info.overlap
         self._launcher = cast(OverlappingRunner, runner) if overlaps else None
         self._in_flight: list[tuple[Batch, LaunchedStep]] = []  # the oldest first, at most two
@@ -107,6 +126,11 @@ class Engine:
         self._inbox: list[Message] = []  # this and the two below: under _woken
         self._stopping = False
         self._closed = False
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is known of the loaded model."""
+        return self.runner.info
 
     # ------------------------------------------------------------------ any thread
 
@@ -152,7 +176,7 @@ class Engine:
             events += self._step_overlapped(self._launcher, now)
         elif self.scheduler.has_work:
             batch = self.scheduler.schedule(now)
-            output = self._try(self.runner.execute, batch)
+            output = self._try_step(self.runner.execute, batch)
             if output is not None:
                 events += self.scheduler.update(batch, output, self._clock())
             else:
@@ -182,9 +206,9 @@ class Engine:
         """Make steps until :meth:`stop`, putting each report into ``outbox``; sleep while there is
         nothing to do. On return every submitted request has had its terminal event.
 
-        Raises DeviceLostError, likewise after the last terminal event.
+        Raises DeviceLostError and whatever ``outbox`` raises; what is open then stays so, for the
+        caller to end or to resume in another engine.
         """
-        end: JitneyError = UnavailableError("the model is being unloaded")
         try:
             while not self._stopping:
                 report = self._step_or_recover()
@@ -192,9 +216,6 @@ class Engine:
                     outbox.put(report)
                 else:
                     self._wait()
-        except BaseException:
-            end = InternalError("the engine has stopped")
-            raise
         finally:
             self.abandon()
             with self._woken:
@@ -202,8 +223,8 @@ class Engine:
                 left = [one.key for one in self._inbox if isinstance(one, Submit)]
                 self._inbox.clear()
             self._open.update(left)
-            if self._open:
-                outbox.put(self._fail_open(end))
+        if self._open:
+            outbox.put(self._fail_open(UnavailableError("the model is being unloaded")))
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -232,7 +253,7 @@ class Engine:
         batch = self.scheduler.schedule(now)
         if not batch.rows:
             return events + self._complete_oldest() if self._in_flight else events
-        launched = self._try(runner.launch, batch)
+        launched = self._try_step(runner.launch, batch)
         if launched is None:
             self.scheduler.revert(batch)
             if self._in_flight:
@@ -255,6 +276,11 @@ class Engine:
             self.scheduler.revert(each)
         return self._execute_again(batch.rows)
 
+    def _try_step(self, call: Callable[[Batch], T], batch: Batch) -> T | None:
+        """Begin a step. None: it raised."""
+        self._before_step([*(each for each, _ in self._in_flight), batch])
+        return self._try(call, batch)
+
     def _try(self, call: Callable[..., T], *arguments: Batch) -> T | None:
         """Call the runner. None: the step raised."""
         try:
@@ -274,7 +300,7 @@ class Engine:
             part = self.scheduler.retry(half)
             if not part.rows:
                 continue
-            output = self._try(self.runner.execute, part)
+            output = self._try_step(self.runner.execute, part)
             if output is not None:
                 events += self.scheduler.update(part, output, self._clock())
                 continue

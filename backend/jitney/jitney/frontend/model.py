@@ -91,19 +91,19 @@ def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
 
 
 def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
-    from jitney.engine.assemble import load_runner, resolve_folder
-    from jitney.engine.engine import Engine
+    from jitney.engine.supervisor import EngineProcess
     from jitney.frontend.service import Service
     from jitney.text.tokenizer import Tokenizer
 
-    runner = load_runner(config)
-    tokenizer = Tokenizer.load(resolve_folder(config.model))
+    engine = EngineProcess(config)
+    info = engine.start()
+    tokenizer = Tokenizer.load(Path(info.folder))
     labels = {
         "model": args["model_name"],
         "version": args["model_version"],
         "model_instance": args["model_instance_name"],
     }
-    return Service(Engine(config, runner), tokenizer, labels)
+    return Service(engine, tokenizer, labels)
 
 
 class _ServerLog(logging.Handler):

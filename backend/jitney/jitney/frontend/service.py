@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from jitney.engine.engine import Engine
+from jitney.engine.supervisor import EngineProcess
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.frontend.channel import Channel
 from jitney.frontend.metrics import Metrics
@@ -48,13 +49,13 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | EngineProcess,
         tokenizer: Tokenizer,
         labels: Mapping[str, str],
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._info = info = engine.runner.info
+        self._info = info = engine.info
         self._config = config = engine.config
         self._keys = itertools.count()
         self._closed: str | None = None  # why no request is accepted any more

@@ -1,0 +1,175 @@
+"""The journal: every open request, and what each of its sequences has emitted.
+
+From it an engine that has died is replaced: :meth:`Journal.due` gives the messages that bring a new
+one to where the old one was. It also finds the request that ends engines. A request is under
+suspicion if two engines died while computing the same tokens of it. It is then sent to the next
+engine alone, all others waiting, until it emits a token; if two engines die of it so, it is failed.
+
+Pure and without threads: the supervisor calls it under a lock.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from jitney.engine.wire import Span
+from jitney.errors import InternalError, JitneyError
+from jitney.messages import (
+    TERMINAL,
+    Cancel,
+    Emitted,
+    Failed,
+    Finish,
+    Message,
+    Resume,
+    StepReport,
+    Submit,
+    Tokens,
+)
+
+SUSPECT_DEATHS = 2
+FATAL_DEATHS_ALONE = 2
+
+
+@dataclass(slots=True)
+class _Sequence:
+    ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An open request."""
+
+    submit: Submit
+    sequences: list[_Sequence]
+    first_token: float | None = None
+    later: list[Finish | Cancel] = field(default_factory=list)
+    """What was sent after it, to be sent again."""
+    died_at: list[Span] = field(default_factory=list)
+    """What of it the last engine was computing that died with it in a step."""
+    deaths: int = 0
+    """Engines that died at the same tokens of it, without a new one since."""
+    deaths_alone: int = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has emitted a token."""
+        return self.first_token is not None
+
+    def messages(self) -> list[Message]:
+        """What brings an engine to where this request is."""
+        emitted = [Emitted(one.ids, one.cumulative_logprob, one.ended) for one in self.sequences]
+        resume = Resume(sequences=emitted if self.begun else [], first_token=self.first_token)
+        return [msgspec.structs.replace(self.submit, resume=resume), *self.later]
+
+
+class Journal:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Entry] = {}
+        self._held: dict[int, None] = {}  # open requests that the engine does not have, in order
+        self._alone: int | None = None  # the request that is tried without the others
+
+    def __len__(self) -> int:
+        """Open requests."""
+        return len(self._open)
+
+    def take(self, message: Message, engine_is_up: bool) -> bool:
+        """Note a message for the engine. Whether it is to be sent now."""
+        if isinstance(message, Submit):
+            sequences = [_Sequence() for _ in range(message.params.n)]
+            self._open[message.key] = _Entry(message, sequences)
+            if engine_is_up and self._alone is None:
+                return True
+            self._held[message.key] = None
+            return False
+        entry = self._open.get(message.key)
+        if entry is None:
+            return False
+        entry.later.append(message)
+        return message.key not in self._held
+
+    def read(self, report: StepReport, now: float) -> None:
+        """Note what the engine reports, before anybody is told."""
+        for event in report.events:
+            if isinstance(event, TERMINAL):
+                self._open.pop(event.key, None)
+                self._held.pop(event.key, None)
+                self._clear(event.key)
+            elif isinstance(event, Tokens) and (entry := self._open.get(event.key)) is not None:
+                sequence = entry.sequences[event.index]
+                sequence.ids += event.ids
+                sequence.ended = event.finish_reason is not None
+                if event.cumulative_logprob is not None:
+                    sequence.cumulative_logprob = event.cumulative_logprob
+                if event.ids:
+                    entry.first_token = entry.first_token or now
+                    entry.deaths = entry.deaths_alone = 0
+                    self._clear(event.key)
+
+    def crashed(self, rows: list[Span]) -> list[Failed]:
+        """The engine has died, maybe while it computed ``rows``. The requests that this ends."""
+        computing: dict[int, list[Span]] = {}
+        for row in rows:
+            computing.setdefault(row.key, []).append(row)
+        failed: list[Failed] = []
+        for key, spans in computing.items():
+            entry = self._open.get(key)
+            if entry is None:
+                continue
+            same = any(_overlap(one, other) for one in spans for other in entry.died_at)
+            entry.deaths = entry.deaths + 1 if same else 1
+            entry.died_at = spans
+            if key == self._alone:
+                entry.deaths_alone = entry.deaths_alone + 1 if same else 1
+                if entry.deaths_alone == FATAL_DEATHS_ALONE:
+                    del self._open[key]
+                    failed.append(Failed(key, InternalError.code, _fatal(entry)))
+        self._held = dict.fromkeys(self._open)
+        self._alone = self._next_suspect()
+        return failed
+
+    def due(self) -> list[Message]:
+        """The messages to send now: of what the engine lacks and may have."""
+        if self._alone is None:
+            keys = list(self._held)
+        else:
+            keys = [key for key in (self._alone,) if key in self._held]
+        for key in keys:
+            del self._held[key]
+        return [message for key in keys for message in self._open[key].messages()]
+
+    def num_emitted(self) -> int:
+        """Tokens that the open requests have emitted."""
+        return sum(len(one.ids) for entry in self._open.values() for one in entry.sequences)
+
+    def end_all(self, error: JitneyError) -> list[Failed]:
+        """Give every open request up. Their terminal events."""
+        failed = [Failed(key, error.code, str(error)) for key in self._open]
+        self._open.clear()
+        self._held.clear()
+        self._alone = None
+        return failed
+
+    def _clear(self, key: int) -> None:
+        """If ``key`` was tried alone: it is not at fault, or has ended. The next suspect's turn."""
+        if key == self._alone:
+            self._alone = self._next_suspect()
+
+    def _next_suspect(self) -> int | None:
+        suspected = (key for key in self._held if self._open[key].deaths >= SUSPECT_DEATHS)
+        return next(suspected, None)
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one.index == other.index and one.start < other.end and other.start < one.end
+
+
+def _fatal(entry: _Entry) -> str:
+    return (
+        f"this request ended the engine {entry.deaths} times at the same tokens, "
+        f"{entry.deaths_alone} times of them alone"
+    )

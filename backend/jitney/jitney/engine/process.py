@@ -1,0 +1,134 @@
+"""The engine's process: loads a model, makes steps until told to stop, and reports.
+
+Started by :mod:`jitney.engine.supervisor` as ``python -m jitney.engine.process FD``; FD is its end
+of the socket pair. It ends when the other end closes: whoever kills the front ends the engine too.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+from jitney.config import EngineConfig
+from jitney.engine.engine import Engine
+from jitney.engine.quiet import quiet_imports
+from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
+from jitney.errors import DeviceLostError, JitneyError, LoadError
+from jitney.messages import Batch
+
+_log = logging.getLogger(__name__)
+
+DEVICE_LOST = 3
+"""Exit status: the device failed for good."""
+
+_OOM_SCORE = 500
+"""Above the front's: when memory is short, the kernel ends the engine, which is started again."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int) -> int:
+    """Serve until told to stop. Returns the exit status."""
+    frames: Frames[Down] = Frames(socket.socket(fileno=descriptor), Down)
+    _die_with_parent()
+    with contextlib.suppress(OSError):
+        _write("/proc/self/oom_score_adj", str(_OOM_SCORE))
+    _log_to(frames)
+    quiet_imports()
+    start = frames.receive()
+    assert isinstance(start, Start)
+    try:
+        engine = _load(start, frames)
+    except JitneyError as error:
+        frames.send(Refused(type(error).__name__, str(error)))
+        return 1
+    except MemoryError:
+        frames.send(Refused(LoadError.__name__, "the model does not fit into memory"))
+        return 1
+    frames.send(Ready(engine.info))
+    threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()
+    try:
+        engine.run(_Outbox(frames))
+    except DeviceLostError:
+        _log.exception("the device is lost")
+        return DEVICE_LOST
+    return 0
+
+
+class _Outbox:
+    """Sends reports. Waits while the front is behind by more than a socket's buffer."""
+
+    def __init__(self, frames: Frames[Down]) -> None:
+        self.put = frames.send
+
+
+def _load(start: Start, frames: Frames[Down]) -> Engine:
+    module, _, function = start.loader.partition(":")
+    config: EngineConfig = start.config
+    runner = getattr(importlib.import_module(module), function)(config)
+
+    def tell(batches: list[Batch]) -> None:
+        frames.send(
+            StepBegun([
+                Span(row.key, row.index, row.start, row.end)
+                for batch in batches
+                for row in batch.rows
+            ])
+        )  # fmt: skip
+
+    return Engine(config, runner, before_step=tell)
+
+
+def _read(frames: Frames[Down], engine: Engine) -> None:
+    """Hand the front's messages to the engine; without a front end the process at once."""
+    try:
+        while not isinstance(message := frames.receive(), Stop):
+            assert message is not None
+            assert not isinstance(message, Start)
+            engine.send(message)
+        engine.stop()
+        frames.receive()
+    except EOFError:
+        pass
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL at the end of the thread that started this process: a step on the
+    device may keep :func:`_read` from its turn."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever owns the front
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _log_to(frames: Frames[Down]) -> None:
+    log = logging.getLogger("jitney")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers[:] = [_FrontLog(frames)]
+
+
+class _FrontLog(logging.Handler):
+    """Sends log records to the front, which logs them as its own."""
+
+    def __init__(self, frames: Frames[Down]) -> None:
+        super().__init__()
+        self._frames = frames
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            self._frames.send(Logged(record.name, record.levelno, self.format(record)))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

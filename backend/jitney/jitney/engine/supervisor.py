@@ -1,0 +1,338 @@
+"""The engine in a child process, which may die: it is started again, and its requests go on.
+
+:class:`EngineProcess` has the methods of :class:`~jitney.engine.engine.Engine` that a front calls,
+and keeps the :mod:`~jitney.engine.journal`. When the engine dies, or makes no step for
+``watchdog_s`` seconds although work waits, what is left of it is killed, a new one is started, and
+every open request is submitted again with what it has emitted. Clients see a pause and then the
+very next token, because what is drawn depends on seed, index and position alone.
+
+An engine that dies while loading, or too often without completing a step, ends the open requests
+as UNAVAILABLE; further ones are refused until a later attempt has succeeded.
+"""
+
+import logging
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jitney import errors
+from jitney.config import EngineConfig
+from jitney.engine.engine import Health, Outbox
+from jitney.engine.journal import Journal
+from jitney.engine.process import DEVICE_LOST
+from jitney.engine.wire import (
+    Down,
+    Frames,
+    Logged,
+    Ready,
+    Refused,
+    Span,
+    Start,
+    StepBegun,
+    Stop,
+    Up,
+)
+from jitney.errors import JitneyError, LoadError, UnavailableError
+from jitney.messages import Failed, Message, ModelInfo, StepReport, StepStats, Submit
+
+_log = logging.getLogger(__name__)
+
+LOADER = "jitney.engine.assemble:load_runner"
+
+CAUSES = ("killed", "device_lost", "failed", "hung")
+"""Why an engine ended: by a signal, for want of its device, in another way, by the watchdog."""
+
+_TICK_S = 0.5
+_STOP_S = 4.0
+"""Seconds that an engine has to end after :meth:`EngineProcess.stop`."""
+_MOST_DEATHS = 5
+_DEATHS_WITHIN_S = 60.0
+_LONGEST_BACKOFF_S = 30.0
+
+
+class EngineProcess:
+    """An engine that survives its own death. :meth:`start` first, then :meth:`run` in a thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loader: str = LOADER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.health = Health(up=False)
+        self._loader = loader
+        self._clock = clock
+        self._lock = threading.Lock()  # the journal, the connection, and who may be refused
+        self._journal = Journal()
+        self._connection: _Connection | None = None
+        self._refusal: str | None = None
+        self._stop_by: float | None = None
+        self._stopped = threading.Event()
+        self._rows: list[Span] = []  # of the step that the engine is in
+        self._stats = StepStats()
+        self._idle_deaths: list[float] = []  # of engines that had completed no step since the last
+        # The kernel ends an engine with the thread that started it: so that is one that stays.
+        self._starter = ThreadPoolExecutor(1, "jitney-engine-starter")
+
+    # ------------------------------------------------------------------ any thread
+
+    def start(self) -> ModelInfo:
+        """Start the first engine and load the model. Raises a LoadError if that fails."""
+        self.info: ModelInfo = self._connect()
+        return self.info
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process."""
+        connection = self._connection
+        return None if connection is None else connection.process.pid
+
+    def send(self, message: Message) -> None:
+        """Note a message and send it to the engine, once there is one.
+
+        Raises UnavailableError for a Submit if the model is being unloaded or its engine does not
+        come up; other messages are then dropped.
+        """
+        with self._lock:
+            if self._refusal is not None and isinstance(message, Submit):
+                raise UnavailableError(self._refusal)
+            if self._journal.take(message, self.health.up) and self._connection is not None:
+                self._connection.send(message)
+
+    def stop(self) -> None:
+        """Make :meth:`run` return after the engine's current step, or after a few seconds."""
+        with self._lock:
+            self._refusal = "the model is being unloaded"
+            self._stop_by = self._clock() + _STOP_S
+            if self._connection is not None:
+                self._connection.send(Stop())
+        self._stopped.set()
+
+    # ------------------------------------------------------------------ the supervisor's thread
+
+    def run(self, outbox: Outbox) -> None:
+        """Hand the engine's reports to ``outbox``, and replace the engine whenever it dies, until
+        :meth:`stop`. On return every submitted request has had its terminal event."""
+        try:
+            while (cause := self._read(outbox)) is not None:
+                self._replace(cause, outbox)
+        finally:
+            with self._lock:
+                self._refusal = self._refusal or "the engine has stopped"
+                self.health.up = False
+                error = UnavailableError(self._refusal)
+                failed = self._journal.end_all(error)
+            self._report(failed, outbox)
+            if self._connection is not None:
+                self._connection.kill()
+                self._connection.close()
+            self._starter.shutdown(wait=False)
+
+    def _read(self, outbox: Outbox) -> str | None:
+        """Hand reports on until the engine ends. Its cause; None if it was told to stop."""
+        connection = self._connection
+        if connection is None:
+            return None
+        heard = self._clock()
+        hung = False
+        while True:
+            try:
+                message = connection.frames.receive(_TICK_S)
+            except EOFError:
+                break
+            now = self._clock()
+            if message is not None or not self._journal:
+                heard = now
+            if self._stop_by is not None and now > self._stop_by:
+                connection.kill()
+            elif now - heard > self.config.watchdog_s:
+                hung = True
+                connection.kill()
+            match message:
+                case StepBegun():
+                    self._rows = message.rows
+                case StepReport():
+                    self._take_report(message, outbox)
+                case Logged():
+                    logging.getLogger(message.logger).log(message.level, "%s", message.text)
+        status = connection.close()
+        if self._stop_by is not None:
+            return None
+        return "hung" if hung else _cause(status)
+
+    def _take_report(self, report: StepReport, outbox: Outbox) -> None:
+        if report.stats.batch_sequences:
+            self._idle_deaths.clear()
+        self._stats = report.stats
+        with self._lock:
+            self._journal.read(report, self._clock())
+            for message in self._journal.due():  # a suspect was cleared: the others' turn
+                if self._connection is not None:
+                    self._connection.send(message)
+        outbox.put(report)
+
+    def _report(self, failed: list[Failed], outbox: Outbox) -> None:
+        if failed:
+            outbox.put(StepReport(list(failed), self._stats))
+
+    # ------------------------------------------------------------------ another engine
+
+    def _replace(self, cause: str, outbox: Outbox) -> None:
+        """Start an engine in place of one that has died, and send it all open requests."""
+        began = self._clock()
+        with self._lock:
+            self.health.up = False
+            self._connection = None
+            failed = self._journal.crashed(self._rows)
+            self._rows = []
+        self.health.restarts[cause] += 1
+        self._report(failed, outbox)
+        self._idle_deaths.append(began)
+        recent = [at for at in self._idle_deaths if at > began - _DEATHS_WITHIN_S]
+        self._idle_deaths = recent
+        attempt = 0
+        while not self._stopped.is_set():
+            if len(recent) >= _MOST_DEATHS or attempt:
+                self._give_up("the engine does not stay up; it is being started again", outbox)
+                pause = min(2.0**attempt, _LONGEST_BACKOFF_S)
+                if self._stopped.wait(pause):
+                    return
+            try:
+                self._connect()
+            except JitneyError as error:
+                attempt += 1
+                self.health.restarts["failed"] += 1
+                _log.error("the engine could not be started again: %s", error)
+                continue
+            break
+        seconds = self._clock() - began
+        _log.warning(
+            "the engine was %s and is up again after %.1f s; %d requests go on",
+            cause, seconds, len(self._journal),
+        )  # fmt: skip
+
+    def _give_up(self, reason: str, outbox: Outbox) -> None:
+        with self._lock:
+            self._refusal = self._refusal or reason
+            failed = self._journal.end_all(UnavailableError(reason))
+        self._report(failed, outbox)
+
+    def _connect(self) -> ModelInfo:
+        """Start a process and wait until it has loaded the model; then send it what is open.
+        Raises LoadError."""
+        connection = self._starter.submit(_Connection, self.config, self._loader).result()
+        try:
+            info = self._wait_until_loaded(connection)
+        except BaseException:
+            connection.kill()
+            connection.close()
+            raise
+        with self._lock:
+            self._connection = connection
+            self.health.up = True
+            if self._stop_by is None:
+                self._refusal = None
+            self.health.replayed_requests += len(self._journal)
+            self.health.replayed_tokens += self._journal.num_emitted()
+            for message in self._journal.due():
+                connection.send(message)
+            if self._stop_by is not None:
+                connection.send(Stop())
+        return info
+
+    def _wait_until_loaded(self, connection: "_Connection") -> ModelInfo:
+        while not self._stopped.is_set():
+            try:
+                message = connection.frames.receive(_TICK_S)
+            except EOFError:
+                status = connection.close()
+                raise LoadError(
+                    f"the engine's process ended while it loaded the model ({_describe(status)})"
+                ) from None
+            match message:
+                case Ready():
+                    return message.info
+                case Refused():
+                    raise getattr(errors, message.kind)(message.message)
+                case Logged():
+                    logging.getLogger(message.logger).log(message.level, "%s", message.text)
+        raise LoadError("the model is being unloaded")
+
+
+class _Connection:
+    """A started process, the socket to it, and a thread that writes, because a process that hangs
+    must hold up nobody who sends."""
+
+    def __init__(self, config: EngineConfig, loader: str) -> None:
+        ours, theirs = socket.socketpair()
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        with theirs:
+            self.process = subprocess.Popen(
+                [_python(), "-X", "faulthandler", "-m", "jitney.engine.process",
+                 str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )  # fmt: skip
+        self.frames: Frames[Up] = Frames(ours, Up)
+        self._outgoing: queue.SimpleQueue[Down | None] = queue.SimpleQueue()
+        self.send(Start(config, loader))
+        threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True).start()
+
+    def send(self, message: Down) -> None:
+        """Queue a message. Never blocks."""
+        self._outgoing.put(message)
+
+    def kill(self) -> None:
+        """End the process now. What it has sent can still be received."""
+        self.process.kill()
+
+    def close(self) -> int:
+        """Wait for the process's end and close the socket; its exit status."""
+        try:
+            status = self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:  # it closed its end, but does not end
+            self.process.kill()
+            status = self.process.wait()
+        self._outgoing.put(None)
+        self.frames.close()
+        return status
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outgoing.get()) is not None:
+                self.frames.send(message)
+        except OSError:
+            pass  # it has died: whoever reads finds out
+
+
+def _python() -> str:
+    """The interpreter of this environment. The server's stub embeds one, so that
+    ``sys.executable`` need not be it."""
+    for path in (Path(sys.prefix, "bin", "python3"), Path(sys.executable)):
+        if path.name.startswith("python") and path.is_file():
+            return str(path)
+    found = shutil.which("python3")
+    if found is None:
+        raise LoadError("no Python interpreter was found to run the engine with")
+    return found
+
+
+def _cause(status: int) -> str:
+    if status < 0:
+        return "killed"
+    return "device_lost" if status == DEVICE_LOST else "failed"
+
+
+def _describe(status: int) -> str:
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,128 @@
+"""What passes between the front's process and the engine's: frames over a socket pair.
+
+A frame is its length, four bytes, and one msgspec message: ids, numbers and texts, no pickle. A
+frame that was sent whole arrives, even if its sender is killed right afterwards.
+"""
+
+import select
+import socket
+import struct
+import threading
+from typing import Generic, TypeVar
+
+import msgspec
+
+from jitney.config import EngineConfig
+from jitney.messages import Cancel, Finish, ModelInfo, StepReport, Submit
+
+_LENGTH = struct.Struct("<I")
+_READ_BYTES = 1 << 18
+
+T = TypeVar("T")
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """The first message down: load this."""
+
+    config: EngineConfig
+    loader: str
+    """``module:function`` that makes a runner of a config."""
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """The last message down: end after the current step."""
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The model is loaded."""
+
+    info: ModelInfo
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """The model cannot be loaded."""
+
+    kind: str
+    """Name of a class of ``errors``."""
+    message: str
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A row of a step: positions [start, end) of a sequence."""
+
+    key: int
+    index: int
+    start: int
+    end: int
+
+
+class StepBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
+    """What the device is about to compute, that of a step still in flight included."""
+
+    rows: list[Span]
+
+
+class Logged(msgspec.Struct, frozen=True, array_like=True, tag="logged"):
+    """A log record of the engine's process."""
+
+    logger: str
+    level: int
+    text: str
+
+
+Down = Start | Submit | Finish | Cancel | Stop
+Up = Ready | Refused | StepBegun | StepReport | Logged
+
+
+class Frames(Generic[T]):
+    """One end of the socket pair, at which messages of type ``T`` arrive. Any thread may send, one
+    receives."""
+
+    def __init__(self, end: socket.socket, arriving: object) -> None:
+        """``arriving`` is the union of the types that may arrive."""
+        self._end = end
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(arriving)
+        self._sending = threading.Lock()
+        self._received = bytearray()
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+
+    def send(self, message: Down | Up) -> None:
+        """Send one message; waits while the other end is behind. Raises OSError if it is gone."""
+        data = self._encoder.encode(message)
+        with self._sending:
+            self._end.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self, timeout_s: float | None = None) -> T | None:
+        """The next message; None if none has come in time. Raises EOFError if the other end is
+        gone and everything that it sent has been received."""
+        while (message := self._take()) is None:
+            wait_ms = None if timeout_s is None else 1000 * timeout_s
+            if not self._poll.poll(wait_ms):
+                return None
+            try:
+                data = self._end.recv(_READ_BYTES)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise EOFError
+            self._received += data
+        return message
+
+    def close(self) -> None:
+        """Close this end: the other one then receives EOFError."""
+        self._end.close()
+
+    def _take(self) -> T | None:
+        """A message that has arrived whole."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._received)
+        end = _LENGTH.size + size
+        if len(self._received) < end:
+            return None
+        with memoryview(self._received) as view:
+            message = self._decoder.decode(view[_LENGTH.size : end])
+        del self._received[:end]
+        return message

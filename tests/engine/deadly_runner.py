@@ -1,0 +1,42 @@
+"""The arithmetic runner, in a process of its own: some prompt tokens end the engine that computes
+them. ``tests.engine.deadly_runner:load`` is a loader for :class:`EngineProcess`."""
+
+import os
+import signal
+import time
+
+from jitney.config import EngineConfig
+from jitney.errors import CheckpointError, DeviceLostError
+from jitney.messages import Batch, Row
+
+from tests.fake_runner import FakeRunner
+
+KILLS, HANGS, LOSES_THE_DEVICE = 49, 48, 47
+"""Tokens of a prompt, and what becomes of the engine that computes them. Others are below 47."""
+
+STEP_S = 0.002
+
+
+def load(config: EngineConfig) -> FakeRunner:
+    """``model`` says what kind of load it is: ``fine``, ``broken`` or ``dies``."""
+    if config.model == "broken":
+        raise CheckpointError("model.safetensors is truncated")
+    if config.model == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return FakeRunner(faults=_faults, choose=None, num_blocks=256, step_seconds=STEP_S)
+
+
+def _faults(batch: Batch, written: bool) -> None:
+    if written:
+        return
+    computed = {token for row in batch.rows for token in _prompt_tokens(row)}
+    if KILLS in computed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if HANGS in computed:
+        time.sleep(3600)
+    if LOSES_THE_DEVICE in computed:
+        raise DeviceLostError("the device has fallen off the bus")
+
+
+def _prompt_tokens(row: Row) -> list[int]:
+    return row.prompt[row.start : row.end]

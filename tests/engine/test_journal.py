@@ -1,0 +1,295 @@
+"""Requests that go on in another engine get the tokens that they would have had."""
+
+import random
+from typing import Any
+
+import pytest
+from jitney.config import make_config
+from jitney.engine.engine import Engine
+from jitney.engine.journal import Journal
+from jitney.engine.wire import Span
+from jitney.messages import (
+    Batch,
+    Cancel,
+    Cancelled,
+    Event,
+    Failed,
+    Finish,
+    Finished,
+    PromptLogprobs,
+    Submit,
+    Tokens,
+)
+from jitney.sampling_params import SamplingParams
+
+from tests.fake_runner import FakeRunner, candidates, solo_stream
+
+BLOCK = 4
+
+
+class Mortal:
+    """An engine that is replaced whenever :meth:`crash` says so; what a client has got so far."""
+
+    def __init__(self, num_blocks: int = 64, **options: Any) -> None:
+        self.num_blocks = num_blocks
+        self.config = make_config({"model": "fake", "block_size": BLOCK, **options})
+        self.journal = Journal()
+        self.now = 0.0
+        self.spans: list[Span] = []
+        self.streams: dict[tuple[int, int], list[int]] = {}
+        self.logprobs: dict[tuple[int, int], float | None] = {}
+        self.reasons: dict[tuple[int, int], str] = {}
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self.ends: dict[int, Finished | Cancelled | Failed] = {}
+        self.engine = self.make()
+
+    def make(self) -> Engine:
+        runner = FakeRunner(num_blocks=self.num_blocks, block_size=BLOCK)
+        return Engine(self.config, runner, lambda: self.now, self.note)
+
+    def note(self, batches: list[Batch]) -> None:
+        self.spans = [
+            Span(row.key, row.index, row.start, row.end) for batch in batches for row in batch.rows
+        ]
+
+    def send(self, message: Submit | Finish | Cancel) -> None:
+        if self.journal.take(message, True):
+            self.engine.send(message)
+
+    def step(self, lost: bool = False) -> None:
+        """A step; ``lost``: the engine dies before its report is sent."""
+        self.now += 0.01
+        report = self.engine.step()
+        self.engine.scheduler.check_integrity()
+        if lost or report is None:
+            return
+        self.journal.read(report, self.now)
+        for event in report.events:
+            self.take(event)
+        for message in self.journal.due():
+            self.engine.send(message)
+
+    def crash(self) -> list[Failed]:
+        failed = self.journal.crashed(self.spans)
+        self.engine = self.make()
+        for message in self.journal.due():
+            self.engine.send(message)
+        return failed
+
+    def take(self, event: Event) -> None:
+        assert event.key not in self.ends, "an event after the end"
+        match event:
+            case Tokens():
+                at = event.key, event.index
+                assert at not in self.reasons, "a token after the sequence's end"
+                self.streams.setdefault(at, []).extend(event.ids)
+                self.logprobs[at] = event.cumulative_logprob
+                if event.finish_reason is not None:
+                    self.reasons[at] = event.finish_reason
+            case PromptLogprobs():
+                assert event.key not in self.prompt_logprobs, "prompt logprobs came twice"
+                self.prompt_logprobs[event.key] = event
+            case _:
+                self.ends[event.key] = event
+
+    def drain(self) -> None:
+        for _ in range(20_000):
+            if not len(self.journal):
+                return
+            self.step()
+        raise AssertionError("requests stay open")
+
+
+def random_request(key: int, rng: random.Random) -> Submit:
+    """Anything that the fake runner can serve."""
+    n = rng.choice((1, 1, 1, 2, 4))
+    params = SamplingParams(
+        n=n,
+        max_tokens=rng.randint(1, 24),
+        seed=key,
+        logprobs=rng.choice((None, 0)),
+        prompt_logprobs=rng.choice((None, None, None, 0)),
+        presence_penalty=rng.choice((0.0, 0.0, 1.0)),
+        min_tokens=0,
+        priority=rng.randint(-1, 1),
+    )
+    prompt = [rng.randrange(40) for _ in range(rng.randint(1, 40))]
+    stop = frozenset(rng.sample(range(50), 2)) if rng.random() < 0.3 else frozenset()
+    return Submit(key=key, prompt=prompt, params=params, stop_ids=stop, arrival=0.0)
+
+
+@pytest.mark.parametrize("eviction", ["preempt", "never"])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_survive_random_deaths(eviction: str, caching: bool, seed: int) -> None:
+    """Wherever engines die, and whatever report dies with them."""
+    rng = random.Random(f"{eviction} {caching} {seed}")
+    house = Mortal(
+        num_blocks=rng.choice((48, 96)),
+        eviction=eviction,
+        prefix_caching=caching,
+        max_num_seqs=rng.choice((4, 16)),
+        max_num_batched_tokens=rng.choice((16, 64)),
+    )
+    submits = [random_request(key, rng) for key in range(20)]
+    for submit in submits[:10]:
+        house.send(submit)
+    for submit in submits[10:]:
+        for _ in range(rng.randint(0, 6)):
+            house.step()
+        if rng.random() < 0.7:
+            house.step(lost=rng.random() < 0.7)
+            assert house.crash() == []
+        house.send(submit)
+    house.drain()
+    for submit in submits:
+        if isinstance(house.ends[submit.key], Failed):  # it can never fit beside its own sequences
+            assert eviction == "never"
+            continue
+        assert isinstance(house.ends[submit.key], Finished)
+        for index in range(submit.params.n):
+            wanted = solo_stream(submit, index)
+            assert house.streams[submit.key, index] == wanted
+            ended = "stop" if wanted[-1] in submit.stop_ids else "length"
+            assert house.reasons[submit.key, index] == ended
+            if submit.params.logprobs is not None:
+                size = len(submit.prompt)
+                total = sum(
+                    candidates(token, size + at, 50)[0].logprob for at, token in enumerate(wanted)
+                )
+                assert house.logprobs[submit.key, index] == pytest.approx(total)
+        if submit.params.prompt_logprobs is not None:
+            assert len(house.prompt_logprobs[submit.key].logprobs) == len(submit.prompt)
+    kv = house.engine.scheduler.kv
+    assert kv.num_used == 0
+
+
+def submit_of(key: int, prompt: list[int] | None = None, **params: Any) -> Submit:
+    deadline = params.pop("deadline", None)
+    return Submit(
+        key=key,
+        prompt=prompt or [1, 2, 3],
+        params=SamplingParams(seed=key, **{"max_tokens": 8, **params}),
+        arrival=0.0,
+        deadline=deadline,
+    )
+
+
+def test_a_finish_that_died_with_the_engine_is_sent_again() -> None:
+    house = Mortal()
+    house.send(submit_of(0, n=2, max_tokens=100))
+    house.step()
+    house.send(Finish(0, 0))
+    house.crash()
+    house.step()
+    assert house.reasons == {(0, 0): "stop"}
+    house.send(Finish(0, 1))
+    house.drain()
+    assert isinstance(house.ends[0], Finished)
+
+
+def test_a_cancel_that_died_with_the_engine_is_sent_again() -> None:
+    house = Mortal()
+    house.send(submit_of(0, max_tokens=100))
+    house.step()
+    house.send(Cancel(0))
+    house.crash()
+    house.drain()
+    assert house.ends == {0: Cancelled(0)}
+
+
+def test_a_deadline_goes_on_running() -> None:
+    house = Mortal()
+    house.send(submit_of(0, max_tokens=100, deadline=0.5))
+    house.step()
+    before = list(house.streams[0, 0])
+    house.now = 1.0
+    house.crash()
+    house.drain()
+    assert house.streams[0, 0] == before
+    assert house.reasons[0, 0] == "deadline"
+    timing = house.ends[0].timing  # type: ignore[union-attr]
+    assert timing.first_token_s == pytest.approx(0.01)
+
+
+def test_accepted_requests_pass_by_the_queue_s_limit() -> None:
+    house = Mortal(max_queued=2, max_num_seqs=1)
+    for key in range(3):
+        house.send(submit_of(key))
+        house.step()
+    house.crash()
+    house.drain()
+    assert all(isinstance(end, Finished) for end in house.ends.values())
+    assert len(house.ends) == 3
+
+
+def test_the_prompt_is_counted_again_and_the_first_token_is_not() -> None:
+    house = Mortal()
+    house.send(submit_of(0, list(range(20)), max_tokens=6))
+    house.step()
+    house.step()
+    house.crash()
+    house.drain()
+    timing = house.ends[0].timing  # type: ignore[union-attr]
+    assert (timing.cached_prompt_tokens, timing.computed_prompt_tokens) == (0, 20)
+
+
+# ---------------------------------------------------------------- the request that ends engines
+
+
+def test_who_dies_twice_at_the_same_tokens_is_tried_alone_and_failed() -> None:
+    journal = Journal()
+    for key in range(3):
+        assert journal.take(submit_of(key), True)
+    rows = [Span(0, 0, 0, 3), Span(1, 0, 0, 3)]
+    assert journal.crashed(rows) == []
+    assert [m.key for m in journal.due()] == [0, 1, 2]
+    assert journal.crashed(rows) == []
+    assert [m.key for m in journal.due()] == [0], "the first suspect alone"
+    assert not journal.take(submit_of(3), True), "nobody joins it"
+    assert journal.crashed([Span(0, 0, 0, 3)]) == [], "once may be chance"
+    assert [m.key for m in journal.due()] == [0]
+    (failed,) = journal.crashed([Span(0, 0, 0, 3)])
+    assert (failed.key, failed.code) == (0, "INTERNAL")
+    assert "ended the engine" in failed.message
+    assert [m.key for m in journal.due()] == [1], "the next suspect"
+
+
+def test_a_suspect_that_emits_a_token_is_cleared() -> None:
+    house = Mortal()
+    for key in range(3):
+        house.send(submit_of(key))
+    house.step(lost=True)
+    house.crash()
+    house.step(lost=True)
+    house.crash()
+    assert set(house.engine._open) == set()
+    house.step()
+    assert set(house.streams) == {(0, 0)}, "it ran alone"
+    house.drain()
+    assert all(isinstance(end, Finished) for end in house.ends.values())
+    assert len(house.ends) == 3
+
+
+def test_dying_at_other_tokens_is_no_suspicion() -> None:
+    """A long prompt in chunks: a random kill hits another chunk each time."""
+    journal = Journal()
+    journal.take(submit_of(0, [1] * 40), True)
+    for at in range(0, 40, 4):
+        assert journal.crashed([Span(0, 0, at, at + 4)]) == []
+        assert journal.due()
+    assert not journal.crashed([])
+    assert len(journal) == 1
+
+
+def test_an_ended_suspect_lets_the_others_in() -> None:
+    house = Mortal()
+    house.send(submit_of(0, max_tokens=50))
+    house.send(submit_of(1))
+    for _ in range(2):
+        house.step(lost=True)
+        house.crash()
+    house.send(Cancel(0))
+    house.drain()
+    assert house.ends[0] == Cancelled(0)
+    assert isinstance(house.ends[1], Finished)

@@ -1,0 +1,294 @@
+"""An engine in a real process, killed in every way: its requests go on, and nobody else's end."""
+
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jitney.config import make_config
+from jitney.engine.supervisor import EngineProcess
+from jitney.errors import CheckpointError, LoadError, UnavailableError
+from jitney.messages import Cancel, Cancelled, Failed, Finished, Message, StepReport, Submit, Tokens
+from jitney.sampling_params import SamplingParams
+
+from tests.engine.deadly_runner import HANGS, KILLS, LOSES_THE_DEVICE
+from tests.fake_runner import solo_stream
+
+LOADER = "tests.engine.deadly_runner:load"
+PATIENCE_S = 60.0
+"""A start of a process on a busy machine takes seconds."""
+
+
+class Front:
+    """An engine's process, the thread that runs it, and what came of each request."""
+
+    def __init__(self, model: str = "fine", **options: Any) -> None:
+        config = make_config({"model": model, "block_size": 4, **options})
+        self.engine = EngineProcess(config, LOADER)
+        self.reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+        self.streams: dict[int, list[int]] = {}
+        self.ends: dict[int, Finished | Cancelled | Failed] = {}
+        self.submits: dict[int, Submit] = {}
+        self._keys = itertools.count()
+        self._thread = threading.Thread(target=self.engine.run, args=(self.reports,), daemon=True)
+
+    def start(self) -> "Front":
+        self.engine.start()
+        self._thread.start()
+        return self
+
+    def submit(self, *prompt: int, max_tokens: int = 8) -> int:
+        key = next(self._keys)
+        params = SamplingParams(max_tokens=max_tokens, seed=key)
+        self.submits[key] = Submit(
+            key=key, prompt=list(prompt), params=params, arrival=time.monotonic()
+        )
+        self.engine.send(self.submits[key])
+        return key
+
+    def read_until(self, holds: Callable[[], bool]) -> None:
+        """Take reports until ``holds()``."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            try:
+                report = self.reports.get(timeout=0.02)
+            except queue.Empty:
+                assert time.monotonic() < deadline, "it did not happen in time"
+                continue
+            for event in report.events:
+                if isinstance(event, Tokens):
+                    self.streams.setdefault(event.key, []).extend(event.ids)
+                elif isinstance(event, (Finished, Cancelled, Failed)):
+                    assert event.key not in self.ends, "a second end"
+                    self.ends[event.key] = event
+
+    def finish(self, *keys: int) -> None:
+        """Wait for these requests' ends, and compare what they got with what they must get."""
+        self.read_until(lambda: all(key in self.ends for key in keys))
+        for key in keys:
+            assert isinstance(self.ends[key], Finished), self.ends[key]
+            assert self.streams[key] == solo_stream(self.submits[key])
+
+    def has(self, key: int, tokens: int) -> bool:
+        return len(self.streams.get(key, ())) >= tokens
+
+    def kill(self) -> None:
+        assert self.engine.pid is not None
+        os.kill(self.engine.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.engine.stop()
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE_S)
+            assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def make_front() -> Iterator[Callable[..., Front]]:
+    made: list[Front] = []
+
+    def make(**options: Any) -> Front:
+        made.append(Front(**options).start())
+        return made[-1]
+
+    yield make
+    for front in made:
+        front.close()
+
+
+def test_streams_go_on_after_kills(make_front: Callable[..., Front]) -> None:
+    front = make_front()
+    keys = [front.submit(key, 1, 2, max_tokens=400) for key in range(6)]
+    for at in (40, 80, 160):
+        front.read_until(lambda at=at: all(front.has(key, at) for key in keys))  # type: ignore[misc]
+        before = front.engine.pid
+        front.kill()
+        front.read_until(lambda: all(front.has(key, at + 40) for key in keys))  # noqa: B023
+        assert front.engine.pid != before
+    front.finish(*keys)
+    assert front.engine.health.restarts == {"killed": 3}
+    assert front.engine.health.replayed_requests == 18
+    assert front.engine.health.replayed_tokens >= 6 * (40 + 80 + 160)
+    late = front.submit(7)
+    front.finish(late)
+
+
+def test_a_lost_device_is_a_death_too(make_front: Callable[..., Front]) -> None:
+    front = make_front()
+    others = [front.submit(1, max_tokens=200), front.submit(2, max_tokens=200)]
+    front.read_until(lambda: front.has(others[1], 5))
+    guilty = front.submit(3, LOSES_THE_DEVICE)
+    front.finish(*others)
+    front.read_until(lambda: guilty in front.ends)
+    end = front.ends[guilty]
+    assert isinstance(end, Failed)
+    assert end.code == "INTERNAL"
+    assert front.engine.health.restarts["device_lost"] == front.engine.health.restarts.total() == 4
+
+
+def test_who_kills_every_engine_is_failed_and_nobody_else(
+    make_front: Callable[..., Front],
+) -> None:
+    front = make_front()
+    others = [front.submit(key, max_tokens=300) for key in range(4)]
+    front.read_until(lambda: all(front.has(key, 5) for key in others))
+    guilty = front.submit(3, KILLS)
+    late = front.submit(5)
+    front.finish(*others, late)
+    front.read_until(lambda: guilty in front.ends)
+    assert isinstance(front.ends[guilty], Failed)
+    assert front.engine.health.restarts == {"killed": 4}, "twice among others, twice alone"
+
+
+def test_the_watchdog_ends_an_engine_that_hangs(make_front: Callable[..., Front]) -> None:
+    front = make_front(watchdog_s=1.0)
+    other = front.submit(1, max_tokens=100)
+    front.read_until(lambda: front.has(other, 5))
+    guilty = front.submit(3, HANGS)
+    front.finish(other)
+    front.read_until(lambda: guilty in front.ends)
+    assert front.engine.health.restarts["hung"] == 4
+
+
+def test_an_idle_engine_does_not_hang(make_front: Callable[..., Front]) -> None:
+    front = make_front(watchdog_s=0.3)
+    front.finish(front.submit(1))
+    time.sleep(1.5)
+    front.finish(front.submit(2))
+    assert not front.engine.health.restarts
+
+
+def test_cancels_while_the_engine_is_down(make_front: Callable[..., Front]) -> None:
+    front = make_front()
+    key = front.submit(1, max_tokens=900)
+    front.read_until(lambda: front.has(key, 5))
+    front.kill()
+    front.engine.send(Cancel(key))
+    front.read_until(lambda: key in front.ends)
+    assert front.ends[key] == Cancelled(key)
+
+
+def test_a_load_that_fails_says_why() -> None:
+    with pytest.raises(CheckpointError, match="is truncated"):
+        EngineProcess(make_config({"model": "broken"}), LOADER).start()
+    with pytest.raises(LoadError, match="killed by signal 9"):
+        EngineProcess(make_config({"model": "dies"}), LOADER).start()
+
+
+def test_an_engine_that_does_not_come_back(make_front: Callable[..., Front]) -> None:
+    """Open requests end as UNAVAILABLE, further ones are refused; once it is back, all is well."""
+    front = make_front()
+    key = front.submit(1, max_tokens=900)
+    front.read_until(lambda: front.has(key, 5))
+    good, front.engine.config = front.engine.config, make_config({"model": "broken"})
+    front.kill()
+    front.read_until(lambda: key in front.ends)
+    end = front.ends[key]
+    assert isinstance(end, Failed)
+    assert end.code == "UNAVAILABLE"
+    with pytest.raises(UnavailableError, match="being started again"):
+        front.submit(2)
+    assert not front.engine.health.up
+    front.engine.config = good
+    front.read_until(lambda: front.engine.health.up)
+    front.finish(front.submit(2))
+
+
+def test_stop_ends_what_is_open(make_front: Callable[..., Front]) -> None:
+    front = make_front()
+    key = front.submit(1, max_tokens=900)
+    front.read_until(lambda: front.has(key, 5))
+    pid = front.engine.pid
+    assert pid is not None
+    front.close()
+    front.read_until(lambda: key in front.ends)
+    assert front.ends[key] == Failed(key, "UNAVAILABLE", "the model is being unloaded")
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(UnavailableError):
+        front.submit(1)
+
+
+def test_stop_while_the_engine_is_down(make_front: Callable[..., Front]) -> None:
+    front = make_front()
+    key = front.submit(1, max_tokens=900)
+    front.read_until(lambda: front.has(key, 5))
+    front.kill()
+    front.close()
+    front.read_until(lambda: key in front.ends)
+    assert isinstance(front.ends[key], Failed)
+
+
+FRONT = """
+import sys, time
+from jitney.config import make_config
+from jitney.engine.supervisor import EngineProcess
+from jitney.messages import Submit
+from jitney.sampling_params import SamplingParams
+
+engine = EngineProcess(make_config({"model": "fine"}), "tests.engine.deadly_runner:load")
+engine.start()
+params = SamplingParams(max_tokens=900, seed=1)
+engine.send(Submit(key=0, prompt=[1], params=params, arrival=time.monotonic()))
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_engine_ends_with_its_front() -> None:
+    root = Path(__file__).resolve().parents[2]
+    front = subprocess.Popen(
+        [sys.executable, "-c", FRONT], stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    assert front.stdout is not None
+    pid = int(front.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    front.kill()
+    front.wait()
+    front.stdout.close()
+    began = time.monotonic()
+    while _alive(pid):
+        assert time.monotonic() < began + 10, "the engine has outlived its front"
+        time.sleep(0.01)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_every_message_comes_back_as_it_went() -> None:
+    """Frames carry all kinds of messages, whatever is set in them."""
+    import socket
+
+    from jitney.engine.wire import Down, Frames
+
+    left, right = socket.socketpair()
+    params = SamplingParams(
+        n=2, stop=("a", "b"), logit_bias={3: 1.5}, allowed_token_ids=(1, 2), seed=-5, logprobs=3
+    )
+    submit = Submit(
+        key=1, prompt=[1, 2], params=params, arrival=1.5, stop_ids=frozenset({4, 5}),
+        bad_words_ids=[[1], [2, 3]], deadline=None,
+    )  # fmt: skip
+    messages: list[Message] = [submit, Cancel(1)]
+    sender: Frames[Down] = Frames(left, Down)
+    receiver: Frames[Down] = Frames(right, Down)
+    for message in messages:
+        sender.send(message)
+    assert [receiver.receive(), receiver.receive()] == messages
+    assert receiver.receive(0.0) is None
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive()
+    receiver.close()
