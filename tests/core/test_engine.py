@@ -165,7 +165,7 @@ def test_stopping_ends_what_is_open(overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fault_at", [1, 4])
-def test_a_lost_device_ends_the_loop_and_leaves_the_requests_open(overlap: bool, fault_at: int) -> None:
+def test_a_lost_device_ends_the_loop_and_no_request(overlap: bool, fault_at: int) -> None:
     """No request is tried again, for none would live, and none ends: another engine resumes it."""
     batches = []
 

@@ -1,7 +1,12 @@
 """The engine's process: loads a model, makes steps until told to stop, and reports.
 
-Started by :mod:`jitney.engine.supervisor` as ``python -m jitney.engine.process FD``; FD is its end
-of the socket pair. It ends when the other end closes: whoever kills the front ends the engine too.
+:mod:`jitney.engine.supervisor` starts a *nursery*, ``python -m jitney.engine.process FD LOADER``,
+which imports the loader's module, seconds of work, and then forks an engine whenever a socket comes
+through FD: so a new engine has only the model to load. Nothing here may start a thread or touch a
+device before the fork.
+
+The nursery ends when the other end of FD closes, an engine when that of its socket does: whoever
+kills the front ends them too.
 """
 
 import contextlib
@@ -11,17 +16,23 @@ import logging
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 
 from jitney.config import EngineConfig
-from jitney.engine.engine import Engine
+from jitney.engine.engine import Engine, Runner
 from jitney.engine.quiet import quiet_imports
 from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
 from jitney.errors import DeviceLostError, JitneyError, LoadError
 from jitney.messages import Batch
 
 _log = logging.getLogger(__name__)
+
+NUMBER = struct.Struct("<q")
+"""How the nursery tells a pid or an exit status (negative: a signal)."""
 
 DEVICE_LOST = 3
 """Exit status: the device failed for good."""
@@ -32,23 +43,47 @@ _OOM_SCORE = 500
 _PR_SET_PDEATHSIG = 1
 
 
-def main(descriptor: int) -> int:
-    """Serve until told to stop. Returns the exit status."""
-    frames: Frames[Down] = Frames(socket.socket(fileno=descriptor), Down)
+def nurse(descriptor: int, loader: str) -> int:
+    """Fork an engine for each socket that comes, one at a time, and tell its pid and exit status.
+    Returns once nobody asks any more."""
     _die_with_parent()
+    quiet_imports()
+    module, _, function = loader.partition(":")
+    load = getattr(importlib.import_module(module), function)
+    with socket.socket(fileno=descriptor) as control:
+        while True:
+            asked, sockets, _, _ = socket.recv_fds(control, 1, 1)
+            if not asked:
+                return 0
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                os._exit(serve(sockets[0], load))
+            os.close(sockets[0])
+            control.sendall(NUMBER.pack(pid))
+            _, status = os.waitpid(pid, 0)
+            control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+
+
+def serve(descriptor: int, load: Callable[[EngineConfig], Runner]) -> int:
+    """Load a model and make steps until told to stop. Returns the exit status."""
+    _die_with_parent()
+    frames: Frames[Down] = Frames(socket.socket(fileno=descriptor), Down)
     with contextlib.suppress(OSError):
         _write("/proc/self/oom_score_adj", str(_OOM_SCORE))
     _log_to(frames)
-    quiet_imports()
     start = frames.receive()
     assert isinstance(start, Start)
     try:
-        engine = _load(start, frames)
+        engine = _make(start.config, load, frames)
     except JitneyError as error:
         frames.send(Refused(type(error).__name__, str(error)))
         return 1
     except MemoryError:
         frames.send(Refused(LoadError.__name__, "the model does not fit into memory"))
+        return 1
+    except Exception:
+        traceback.print_exc()
         return 1
     frames.send(Ready(engine.info))
     threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()
@@ -57,6 +92,9 @@ def main(descriptor: int) -> int:
     except DeviceLostError:
         _log.exception("the device is lost")
         return DEVICE_LOST
+    except Exception:
+        _log.exception("the engine has died")
+        return 1
     return 0
 
 
@@ -67,11 +105,9 @@ class _Outbox:
         self.put = frames.send
 
 
-def _load(start: Start, frames: Frames[Down]) -> Engine:
-    module, _, function = start.loader.partition(":")
-    config: EngineConfig = start.config
-    runner = getattr(importlib.import_module(module), function)(config)
-
+def _make(
+    config: EngineConfig, load: Callable[[EngineConfig], Runner], frames: Frames[Down]
+) -> Engine:
     def tell(batches: list[Batch]) -> None:
         frames.send(
             StepBegun([
@@ -81,7 +117,7 @@ def _load(start: Start, frames: Frames[Down]) -> Engine:
             ])
         )  # fmt: skip
 
-    return Engine(config, runner, before_step=tell)
+    return Engine(config, load(config), before_step=tell)
 
 
 def _read(frames: Frames[Down], engine: Engine) -> None:
@@ -99,8 +135,8 @@ def _read(frames: Frames[Down], engine: Engine) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL at the end of the thread that started this process: a step on the
-    device may keep :func:`_read` from its turn."""
+    """Ask the kernel for SIGKILL at the end of the parent's thread that started this process: a
+    step on the device may keep :func:`_read` from its turn."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever owns the front
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -131,4 +167,4 @@ def _write(path: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(nurse(int(sys.argv[1]), sys.argv[2]))

@@ -10,10 +10,12 @@ An engine that dies while loading, or too often without completing a step, ends 
 as UNAVAILABLE; further ones are refused until a later attempt has succeeded.
 """
 
+import contextlib
 import logging
 import os
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from jitney import errors
 from jitney.config import EngineConfig
 from jitney.engine.engine import Health, Outbox
 from jitney.engine.journal import Journal
-from jitney.engine.process import DEVICE_LOST
+from jitney.engine.process import DEVICE_LOST, NUMBER
 from jitney.engine.wire import (
     Down,
     Frames,
@@ -69,7 +71,7 @@ class EngineProcess:
     ) -> None:
         self.config = config
         self.health = Health(up=False)
-        self._loader = loader
+        self._nursery = _Nursery(loader)
         self._clock = clock
         self._lock = threading.Lock()  # the journal, the connection, and who may be refused
         self._journal = Journal()
@@ -79,9 +81,8 @@ class EngineProcess:
         self._stopped = threading.Event()
         self._rows: list[Span] = []  # of the step that the engine is in
         self._stats = StepStats()
+        self._busy_since = 0.0  # when the journal's first request came
         self._idle_deaths: list[float] = []  # of engines that had completed no step since the last
-        # The kernel ends an engine with the thread that started it: so that is one that stays.
-        self._starter = ThreadPoolExecutor(1, "jitney-engine-starter")
 
     # ------------------------------------------------------------------ any thread
 
@@ -94,7 +95,7 @@ class EngineProcess:
     def pid(self) -> int | None:
         """Of the engine's process."""
         connection = self._connection
-        return None if connection is None else connection.process.pid
+        return None if connection is None else connection.pid
 
     def send(self, message: Message) -> None:
         """Note a message and send it to the engine, once there is one.
@@ -105,6 +106,8 @@ class EngineProcess:
         with self._lock:
             if self._refusal is not None and isinstance(message, Submit):
                 raise UnavailableError(self._refusal)
+            if not self._journal:
+                self._busy_since = self._clock()
             if self._journal.take(message, self.health.up) and self._connection is not None:
                 self._connection.send(message)
 
@@ -135,7 +138,7 @@ class EngineProcess:
             if self._connection is not None:
                 self._connection.kill()
                 self._connection.close()
-            self._starter.shutdown(wait=False)
+            self._nursery.close()
 
     def _read(self, outbox: Outbox) -> str | None:
         """Hand reports on until the engine ends. Its cause; None if it was told to stop."""
@@ -152,9 +155,10 @@ class EngineProcess:
             now = self._clock()
             if message is not None or not self._journal:
                 heard = now
+            waited = now - max(heard, self._busy_since)
             if self._stop_by is not None and now > self._stop_by:
                 connection.kill()
-            elif now - heard > self.config.watchdog_s:
+            elif waited > self.config.watchdog_s:
                 hung = True
                 connection.kill()
             match message:
@@ -216,7 +220,7 @@ class EngineProcess:
             break
         seconds = self._clock() - began
         _log.warning(
-            "the engine was %s and is up again after %.1f s; %d requests go on",
+            "the engine ended (%s) and is up again after %.1f s; %d requests go on",
             cause, seconds, len(self._journal),
         )  # fmt: skip
 
@@ -229,7 +233,7 @@ class EngineProcess:
     def _connect(self) -> ModelInfo:
         """Start a process and wait until it has loaded the model; then send it what is open.
         Raises LoadError."""
-        connection = self._starter.submit(_Connection, self.config, self._loader).result()
+        connection = _Connection(self._nursery, self.config)
         try:
             info = self._wait_until_loaded(connection)
         except BaseException:
@@ -268,25 +272,80 @@ class EngineProcess:
         raise LoadError("the model is being unloaded")
 
 
-class _Connection:
-    """A started process, the socket to it, and a thread that writes, because a process that hangs
-    must hold up nobody who sends."""
+class _Nursery:
+    """The process that engines are forked from. Started when it is first needed, and again when it
+    has died."""
 
-    def __init__(self, config: EngineConfig, loader: str) -> None:
+    def __init__(self, loader: str) -> None:
+        self._loader = loader
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        # The kernel ends it with the thread that started it: so that is one that stays.
+        self._starter = ThreadPoolExecutor(1, "jitney-nursery-starter")
+
+    def fork(self) -> tuple[int, socket.socket]:
+        """A new engine: its pid, 0 if it could not be had, and the socket to it."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._control is not None
         ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            return self._receive() or 0, ours
+
+    def wait(self) -> int:
+        """Wait for the end of the engine that was forked last: its exit status."""
+        status = self._receive()
+        if status is not None:
+            return status
+        assert self._process is not None  # it died before its engine could be asked for
+        return self._process.wait()
+
+    def close(self) -> None:
+        """End it and wait until it has ended."""
+        if self._process is not None:
+            assert self._control is not None
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
+        self._starter.shutdown(wait=False)
+
+    def _start(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = self._starter.submit(self._spawn, theirs.fileno()).result()
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        with theirs:
-            self.process = subprocess.Popen(
-                [_python(), "-X", "faulthandler", "-m", "jitney.engine.process",
-                 str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-            )  # fmt: skip
+        module = "jitney.engine.process"
+        return subprocess.Popen(
+            [_python(), "-X", "faulthandler", "-m", module, str(descriptor), self._loader],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+
+    def _receive(self) -> int | None:
+        """A number from it; None if it has died."""
+        assert self._control is not None
+        data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
+        return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
+
+
+class _Connection:
+    """An engine's process, the socket to it, and a thread that writes, because a process that hangs
+    must hold up nobody who sends."""
+
+    def __init__(self, nursery: _Nursery, config: EngineConfig) -> None:
+        self._nursery = nursery
+        self.pid, ours = nursery.fork()
         self.frames: Frames[Up] = Frames(ours, Up)
         self._outgoing: queue.SimpleQueue[Down | None] = queue.SimpleQueue()
-        self.send(Start(config, loader))
+        self._status: int | None = None  # once it has ended
+        self.send(Start(config))
         threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True).start()
 
     def send(self, message: Down) -> None:
@@ -295,18 +354,18 @@ class _Connection:
 
     def kill(self) -> None:
         """End the process now. What it has sent can still be received."""
-        self.process.kill()
+        if self.pid and self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> int:
-        """Wait for the process's end and close the socket; its exit status."""
-        try:
-            status = self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:  # it closed its end, but does not end
-            self.process.kill()
-            status = self.process.wait()
-        self._outgoing.put(None)
-        self.frames.close()
-        return status
+        """End the process, if it has not ended, and close the socket; its exit status."""
+        if self._status is None:
+            self.kill()
+            self._status = self._nursery.wait()
+            self._outgoing.put(None)
+            self.frames.close()
+        return self._status
 
     def _write(self) -> None:
         try:

@@ -25,8 +25,6 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     """The first message down: load this."""
 
     config: EngineConfig
-    loader: str
-    """``module:function`` that makes a runner of a config."""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

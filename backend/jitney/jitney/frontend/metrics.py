@@ -20,6 +20,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from jitney.engine.engine import Health
+from jitney.engine.supervisor import CAUSES
 from jitney.messages import ModelInfo, StepStats, Timing
 
 _LOG = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ GAUGES = {
     "jitney_kv_used_blocks": "KV blocks that a live sequence refers to",
     "jitney_kv_cached_blocks": "KV blocks kept only for the prefix cache, which can be evicted",
     "jitney_kv_free_blocks": "KV blocks that hold nothing",
+    "jitney_engine_up": "1 while the engine's process is loaded, 0 while it is started again",
 }
 COUNTERS = {
     "jitney_prompt_tokens_total": "Prompt tokens of requests, also of those that find a full queue",
@@ -47,6 +50,8 @@ COUNTERS = {
     "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
     "jitney_preemptions_total": "Sequences that lost their blocks and were computed again",
+    "jitney_replayed_requests_total": "Requests resumed in an engine that replaced another",
+    "jitney_replayed_tokens_total": "Tokens that these had emitted, computed again, not sent again",
     "jitney_responses_total": "Responses sent; tokens made while one is sent share the next one",
     "jitney_thread_errors_total": "Exceptions in threads of the front; the server's log has them",
     "jitney_send_failures_total": "Responses that failed although their client was there",
@@ -62,6 +67,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 REQUESTS = "jitney_requests_total"
 OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
 """How a request ended: finished for that reason (of its last sequence), refused at once, …"""
+RESTARTS = "jitney_engine_restarts_total"
 ORCA = "nv_trt_llm_kv_cache_block_metrics"
 """The one family from which the server makes ORCA load headers; its names are fixed."""
 
@@ -81,6 +87,7 @@ class Metrics:
         self._labels = dict(labels)
         self._block_size = info.block_size
         self._live = self._encoding = self._reports = 0
+        self._up = True
         self.stats = StepStats(blocks_total=info.num_blocks)
         # Of a bucket, its own observations alone.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
@@ -109,6 +116,15 @@ class Metrics:
         with self._lock:
             self._totals[f"{name}_bucket", edge] += times
             self._totals[f"{name}_sum",] += value * times
+
+    def engine(self, health: Health) -> None:
+        """Note how often the engine was started again, and whether it is up."""
+        with self._lock:
+            self._up = health.up
+            for cause, count in health.restarts.items():
+                self._totals[RESTARTS, cause] = count
+            self._totals["jitney_replayed_requests_total",] = health.replayed_requests
+            self._totals["jitney_replayed_tokens_total",] = health.replayed_tokens
 
     def live(self, requests: int, encoding: int, reports: int) -> None:
         """How many requests the engine has, how many are being encoded, how many reports wait."""
@@ -169,6 +185,7 @@ class Metrics:
             ("jitney_kv_used_blocks",): stats.blocks_used,
             ("jitney_kv_cached_blocks",): stats.blocks_cached,
             ("jitney_kv_free_blocks",): unused - stats.blocks_cached,
+            ("jitney_engine_up",): int(self._up),
             (ORCA, "used"): stats.blocks_used,
             (ORCA, "free"): unused,
             (ORCA, "max"): total,
@@ -183,6 +200,7 @@ class Metrics:
         for name, text in COUNTERS.items():
             self._add(name, text)
         self._add(REQUESTS, "Requests by how they ended", "outcome", OUTCOMES)
+        self._add(RESTARTS, "Engines that died, by cause", "cause", CAUSES)
         for name, (text, _) in HISTOGRAMS.items():
             self._add(f"{name}_bucket", f"{text}: observations up to le", "le", _EDGES[name])
             self._add(f"{name}_sum", f"{text}: sum")

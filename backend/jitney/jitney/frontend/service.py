@@ -215,5 +215,6 @@ class Service:
         return self._sweeper.turn()
 
     def _flush_metrics(self) -> float:
+        self._metrics.engine(self._engine.health)
         self._metrics.flush()
         return self._config.metrics_flush_s
