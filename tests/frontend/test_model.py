@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from jitney.config import EngineConfig
 from jitney.frontend.model import TritonPythonModel, _start, assign_device
@@ -86,7 +85,7 @@ def test_a_model_of_the_hub_cache_is_served(
     make_checkpoint(home / "snapshots" / REVISION, "llama", tokenizer=True)
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(REVISION, encoding="utf-8")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home.parent))
+    monkeypatch.setenv("HF_HUB_CACHE", str(home.parent))
     config = EngineConfig(
         model="some/model", device="cpu", attention="reference", fuse=False, kv_cache_bytes=1 << 20
     )

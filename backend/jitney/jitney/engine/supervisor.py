@@ -88,8 +88,18 @@ class EngineProcess:
 
     def start(self) -> ModelInfo:
         """Start the first engine and load the model. Raises a LoadError if that fails."""
-        self.info: ModelInfo = self._connect()
+        try:
+            self.info: ModelInfo = self._connect()
+        except BaseException:
+            self.kill()
+            raise
         return self.info
+
+    def kill(self) -> None:
+        """End the processes of an engine that does not :meth:`run`."""
+        if self._connection is not None:
+            self._connection.close()
+        self._nursery.close()
 
     @property
     def pid(self) -> int | None:
@@ -135,10 +145,7 @@ class EngineProcess:
                 error = UnavailableError(self._refusal)
                 failed = self._journal.end_all(error)
             self._report(failed, outbox)
-            if self._connection is not None:
-                self._connection.kill()
-                self._connection.close()
-            self._nursery.close()
+            self.kill()
 
     def _read(self, outbox: Outbox) -> str | None:
         """Hand reports on until the engine ends. Its cause; None if it was told to stop."""
@@ -237,7 +244,6 @@ class EngineProcess:
         try:
             info = self._wait_until_loaded(connection)
         except BaseException:
-            connection.kill()
             connection.close()
             raise
         with self._lock:

@@ -97,7 +97,11 @@ def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
 
     engine = EngineProcess(config)
     info = engine.start()
-    tokenizer = Tokenizer.load(Path(info.folder))
+    try:
+        tokenizer = Tokenizer.load(Path(info.folder))
+    except JitneyError:
+        engine.kill()
+        raise
     labels = {
         "model": args["model_name"],
         "version": args["model_version"],
