@@ -205,6 +205,22 @@ def test_a_bug_in_the_loop_ends_every_request_and_the_engine_goes_on(monkeypatch
     loop.stop()
 
 
+def test_a_message_ends_the_check_when_idle(monkeypatch) -> None:
+    play = Play()
+    slices = []
+
+    def checks():
+        for number in range(100):
+            slices.append(number)
+            if number == 3:
+                play.engine.send(Cancel(0))
+            yield
+
+    monkeypatch.setattr(play.scheduler, "integrity_checks", checks)
+    play.engine._wait()
+    assert slices == [0, 1, 2, 3]
+
+
 def test_broken_integrity_while_idle_is_repaired() -> None:
     play = Play()
     broken = play.scheduler

@@ -1,5 +1,7 @@
 """The KV manager alone: who holds which block, what is found again, what is evicted first."""
 
+import time
+
 import pytest
 from jitney.core.kv_cache import KvCache, block_hash, root_hash
 
@@ -152,3 +154,48 @@ def test_integrity_notices(harm) -> None:
     harm(kv, table)
     with pytest.raises(AssertionError):
         kv.check_integrity([(table, 3)])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda kv: kv._free.pop(0),
+        lambda kv: kv._free.append(kv._free[0]),
+        lambda kv: kv._free.append(next(iter(kv._cached))),
+        lambda kv: kv._cached.popitem(),
+        lambda kv: kv._refs.__setitem__(-1, 1),
+        lambda kv: kv._refs.__setitem__(kv._free[-1], 1),
+        lambda kv: kv._hash_of.__setitem__(kv._free[-1], b"x"),
+        lambda kv: kv._hash_of.__setitem__(next(iter(kv._cached)), None),
+        lambda kv: kv._block_of.popitem(),
+        lambda kv: kv._block_of.__setitem__(b"x", 0),
+        lambda kv: kv._block_of.__setitem__(next(iter(kv._block_of)), 7),
+    ],
+)
+@pytest.mark.parametrize("num_blocks", [16, 5000])
+def test_every_kind_of_fault_is_found(num_blocks: int, fault) -> None:
+    kv = KvCache(num_blocks, 4)
+    table = kv.allocate([], num_blocks // 2)
+    assert table is not None
+    for number, block in enumerate(table):
+        kv.cache_block(block, str(number).encode())
+    kv.release(table)
+    kv.check_integrity([])
+    fault(kv)
+    with pytest.raises(AssertionError):
+        kv.check_integrity([])
+
+
+def test_a_slice_of_the_check_is_short_however_many_blocks_there_are() -> None:
+    """So that a message which comes meanwhile does not wait for the whole check."""
+    kv = KvCache(1 << 18, 16)
+    shares = []
+    for _ in range(3):  # the best: the machine may stop the thread within a slice
+        slices = []
+        started = time.thread_time()
+        for _ in kv.integrity_checks([]):
+            slices.append(time.thread_time() - started)
+            started = time.thread_time()
+        assert len(slices) >= 2 * (1 << 18) / 2048
+        shares.append(max(slices) / sum(slices))
+    assert min(shares) < 0.1

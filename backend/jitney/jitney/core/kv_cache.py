@@ -18,7 +18,10 @@ that filled it, so that nobody reads what is not yet written.
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+_CHECKED_AT_ONCE = 2048
 
 
 def root_hash(salt: str | None, adapter: str = "") -> bytes:
@@ -188,7 +191,13 @@ class KvCache:
 
     def check_integrity(self, tables: Iterable[tuple[list[int], int]]) -> None:
         """Assert every invariant, given all live tables and how many leading tokens of each are
-        written. Its cost is that of all blocks and tables: call it when idle, or in a test."""
+        written. Its cost is that of all blocks and tables."""
+        for _ in self.integrity_checks(tables):
+            pass
+
+    def integrity_checks(self, tables: Iterable[tuple[list[int], int]]) -> Iterator[None]:
+        """:meth:`check_integrity` with a pause after every few blocks. Whoever changes anything in
+        a pause must leave the rest."""
         owners: Counter[int] = Counter()
         for table, num_written in tables:
             assert len(set(table)) == len(table), "a table names a block twice"
@@ -200,20 +209,24 @@ class KvCache:
         for destination, source in self._pending_copies.items():
             assert owners[destination] == 1, f"a copy is pending to the free block {destination}"
             owners[source] += 1
-        referenced = 0
-        for block, refs in enumerate(self._refs):
-            assert refs == owners[block], (
-                f"block {block}: {refs} references, {owners[block]} owners"
-            )
-            referenced += refs > 0
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached, "a block is free and cached"
-        assert all(self._refs[block] == 0 for block in free | cached), "a block is free and owned"
-        assert len(free) + len(cached) + referenced == self.num_blocks, "a block is lost"
-        assert all(self._hash_of[block] is None for block in free), "a free block has a hash"
-        assert all(self._hash_of[block] is not None for block in cached), "a cached block has none"
-        for key, block in self._block_of.items():
-            assert self._hash_of[block] == key, f"block {block} is found by another hash"
-        hashed = sum(key is not None for key in self._hash_of)
-        assert hashed == len(self._block_of), "a block with a hash cannot be found"
+        released = bytearray(self.num_blocks)  # 1: free, 2: cached
+        for state, blocks in ((1, iter(self._free)), (2, iter(self._cached))):
+            while some := list(islice(blocks, _CHECKED_AT_ONCE)):
+                yield
+                for block in some:
+                    assert not released[block], "a block is free or cached twice"
+                    released[block] = state
+        hashed = 0
+        for block in range(self.num_blocks):
+            if block % _CHECKED_AT_ONCE == 0:
+                yield
+            refs, key, state = self._refs[block], self._hash_of[block], released[block]
+            owned = owners.get(block, 0)
+            assert refs == owned, f"block {block}: {refs} references, {owned} owners"
+            assert (refs == 0) == bool(state), f"block {block} is lost, or free and owned"
+            assert state != 1 or key is None, "a free block has a hash"
+            assert state != 2 or key is not None, "a cached block has none"
+            if key is not None:
+                hashed += 1
+                assert self._block_of.get(key) == block, f"block {block} is not found by its hash"
+        assert hashed == len(self._block_of), "a hash finds a block that has another"

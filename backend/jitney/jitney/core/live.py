@@ -13,6 +13,7 @@ because blocks that a step still uses are freed only when it is complete.
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterator
 from operator import attrgetter
 
 from jitney.core.kv_cache import KvCache
@@ -192,9 +193,9 @@ class LiveRequests:
 
     # ------------------------------------------------------------------ integrity
 
-    def check_integrity(self) -> None:
+    def integrity_checks(self) -> Iterator[None]:
         """Assert that each request is in exactly one state, and every invariant of queues, steps in
-        flight and blocks. Its cost is that of all requests and blocks."""
+        flight and blocks. The blocks, of which there may be many, are checked in slices."""
         admitted: list[Sequence] = []
         queued = reserved = waiting = 0
         for key, request in self.requests.items():
@@ -224,7 +225,9 @@ class LiveRequests:
         self.deadlines.check_integrity()
         self._check_steps_in_flight()
         tables = [(one.table, one.num_computed) for one in self.running]
-        self.kv.check_integrity(tables + [one for each in self.in_flight for one in each.deferred])
+        yield from self.kv.integrity_checks(
+            tables + [one for each in self.in_flight for one in each.deferred]
+        )
 
     def _check_steps_in_flight(self) -> None:
         """What is planned beyond the computed tokens is what the steps in flight compute."""

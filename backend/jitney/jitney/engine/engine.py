@@ -47,6 +47,8 @@ T = TypeVar("T")
 
 IDLE_CHECK_S = 0.25
 """Idle for so long, the engine checks its integrity: not between two requests of a busy client."""
+_CHECK_PAUSE_S = 0.001
+"""Between two slices of that check, each of which takes about as long."""
 
 
 class Runner(Protocol):
@@ -334,11 +336,14 @@ class Engine:
         return StepReport(events, self.scheduler.stats())
 
     def _wait(self) -> None:
-        """Sleep until a message comes. Once idle for a while, check the integrity, one time."""
+        """Sleep until a message comes. Once idle for a while, check the integrity, one time, in
+        slices: a message ends the check, and other threads run in the pauses."""
         if self._wait_for_message(IDLE_CHECK_S):
             return
         try:
-            self.scheduler.check_integrity()
+            for _ in self.scheduler.integrity_checks():
+                if self._wait_for_message(_CHECK_PAUSE_S):
+                    return
         except AssertionError:
             log.exception("blocks or queues are inconsistent while idle; the scheduler is replaced")
             self.scheduler = self._make_scheduler()
