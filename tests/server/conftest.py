@@ -1,6 +1,6 @@
 """One real server for the session, with tiny random models in f32 and, if it is there, pylm.
 
-tiny      plenty of everything, in two instances
+tiny      plenty of everything, in two instances, prompts of 4 MB
 narrow    24 KV blocks of 16 tokens, 4 sequences
 busy      one sequence at a time, 2 places in the queue
 pylm      the demo model that the repository ships
@@ -30,7 +30,7 @@ START_S = 900.0
 """For a server of several models on a busy machine, and kernels that are not yet compiled."""
 
 MODELS: dict[str, dict[str, object]] = {
-    "tiny": {"kv_cache_bytes": 2048 * BLOCK_BYTES},
+    "tiny": {"kv_cache_bytes": 2048 * BLOCK_BYTES, "max_prompt_bytes": 4 << 20},
     "narrow": {
         "kv_cache_bytes": NARROW_BLOCKS * BLOCK_BYTES,
         "max_num_seqs": 4,

@@ -4,6 +4,7 @@ The fixture ``bystander`` is in every test: it runs a stream beside it, compares
 text it has alone, and waits until no KV block is in use.
 """
 
+import json
 import random
 import threading
 import time
@@ -13,12 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from jitney.server.server import TritonServer
 
 from tests.server.client import (
     Reply,
     Stream,
+    generate,
     generate_stream_events,
     metric,
     settled,
@@ -229,6 +232,89 @@ def test_a_cancelled_stream_ends_once(server: TritonServer) -> None:
         pass
     assert one.reply.finals == 1
     assert one.extra() == 0
+
+
+# ------------------------------------------------------------------ shared memory
+
+
+@contextmanager
+def memory_full(server: TritonServer, model: str) -> Iterator[None]:
+    """Inside, the shared memory of the model's processes cannot grow."""
+    stubs = [
+        each for each in psutil.Process(server.pid).children() if f"{model}_0_0" in each.cmdline()
+    ]
+    assert stubs, [each.cmdline() for each in psutil.Process(server.pid).children()]
+    for stub in stubs:
+        stub.rlimit(psutil.RLIMIT_FSIZE, (4096, psutil.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        for stub in stubs:
+            stub.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+
+
+def test_a_response_that_finds_no_memory_ends_its_request_with_an_error(
+    server: TritonServer,
+) -> None:
+    """What it does not need any more, the memory keeps: so this is one test."""
+
+    def failures() -> float:
+        return metric(server.metrics_url, "jitney_send_failures_total", model="busy")
+
+    def one(streamed: bool) -> Reply:
+        return stream(
+            server.grpc_url, "busy", input_ids=[5] * 2000, stream=streamed, return_logprobs=True,
+            sampling_parameters=greedy(200, logprobs=20, prompt_logprobs=20),
+        )  # fmt: skip
+
+    before = failures()
+    for streamed in (True, False):
+        with memory_full(server, "busy"):
+            reply = one(streamed)
+        assert reply.error.startswith("INTERNAL: a response could not be sent")
+        assert reply.finals == 1
+    wait_until(lambda: failures() == before + 2)
+    for streamed in (True, False):
+        whole = one(streamed)
+        assert whole.errors == []
+        assert whole.finals == 1
+        assert sum(len(json.loads(each)) for each in whole.all("logprobs")) == 200
+
+
+def test_a_large_answer_over_http(server: TritonServer) -> None:
+    """Its data goes before the final flag: still one response."""
+    status, body = generate(
+        server.http_url, "tiny", text_input="a", return_logprobs=True, **greedy(300, logprobs=5)
+    )
+    assert status == 200
+    assert len(json.loads(body["logprobs"])) == 300
+
+
+# ------------------------------------------------------------------ long prompts
+
+
+def test_a_prompt_of_megabytes_delays_nobody(server: TritonServer) -> None:
+    """The others are admitted while it is encoded, which ends in a refusal; it is not at the door,
+    because the model's ``max_prompt_bytes`` allows it."""
+    long: list[Reply] = []
+    prompt = b"the bus stops here " * 160_000
+    thread = threading.Thread(
+        target=lambda: long.append(
+            stream(server.grpc_url, "tiny", text_input=prompt, sampling_parameters=greedy(5))
+        )
+    )
+    thread.start()
+    waits: list[float] = []
+    while thread.is_alive():
+        reply = stream(
+            server.grpc_url, "tiny", text_input="the bus", stream=False, return_timing=True,
+            sampling_parameters=greedy(1),
+        )  # fmt: skip
+        waits.append(json.loads(reply.last("timing")[0])["queue_s"])
+    refused(long[0], "the model's context holds")
+    assert len(waits) > 10
+    # 0.05 s on a machine with nothing else to do.
+    assert np.percentile(waits, 95) < 0.25
 
 
 # ------------------------------------------------------------------ queue and deadlines

@@ -138,8 +138,7 @@ def _parse_params(arrays: dict[str, np.ndarray], request: Any) -> SamplingParams
 
 
 class ResponseWriter:
-    """Writes one request's responses as named arrays; keeps what the next one holds, and the finish
-    reasons sent so far.
+    """Writes one request's responses as named arrays; keeps the finish reasons sent so far.
 
     Shapes, with n sequences: text_output, finish_reason, cumulative_logprob, logprobs and
     num_output_tokens [n]; prompt_logprobs, num_input_tokens and timing [1]; output_ids [number of
@@ -154,43 +153,22 @@ class ResponseWriter:
         num_input_tokens: int,
         logprobs: LogprobsEncoder,
     ) -> None:
-        """``echo_text`` goes before each sequence's first text."""
+        """``echo_text`` goes before each sequence's first text; ``logprobs`` encodes the prompt's,
+        as the request's completion does its own."""
         params = request.params
         self._returns = request.returns
+        self._before = [echo_text] * params.n
         self._num_input_tokens = num_input_tokens
         self._encode = logprobs.encode
-        self._wants_logprobs = params.logprobs is not None and "logprobs" in request.returns
         self._no_logprobs = b"null" if params.logprobs is None else b"[]"
         self._cumulative = [0.0] * params.n
         self._prompt_logprobs: list[bytes] = []
         self._prompt_is_sent = False
         self.finish_reasons: list[str | None] = [None] * params.n
-        """Per sequence, as far as they were taken."""
+        """Per sequence, as far as they were sent."""
         self.most = max(1, MAX_CANDIDATES // (1 + (params.logprobs or 0)))
-        """Tokens that may be added at once, of all sequences together."""
+        """Tokens of one response of a stream."""
         self._most_prompt = max(1, MAX_CANDIDATES // (1 + (params.prompt_logprobs or 0)))
-        self._clear(echo_text)
-
-    def _clear(self, text: str = "") -> None:
-        n = len(self.finish_reasons)
-        self._texts = [[text] for _ in range(n)]
-        self._logprobs: list[list[bytes]] = [[] for _ in range(n)]
-        self._counts = [0] * n
-        self._ids: list[int] = []
-
-    def add(self, deltas: Sequence[SequenceDelta]) -> None:
-        """Put what is new into the next response."""
-        for delta in deltas:
-            i = delta.index
-            self._texts[i].append(delta.text)
-            self._counts[i] += len(delta.ids)
-            self._ids += delta.ids
-            if self._wants_logprobs and delta.logprobs:
-                self._logprobs[i] += map(self._encode, delta.logprobs)
-            if delta.cumulative_logprob is not None:
-                self._cumulative[i] = delta.cumulative_logprob
-            if delta.finish_reason is not None:
-                self.finish_reasons[i] = delta.finish_reason
 
     def add_prompt(self, positions: Sequence[list[Logprob] | None]) -> bool:
         """Put a part of the prompt's logprobs into the first response. True: that was all."""
@@ -200,26 +178,33 @@ class ResponseWriter:
         self._prompt_logprobs += map(self._encode, positions[done : done + self._most_prompt])
         return False
 
-    def write(self, timing: Timing | None) -> list[NamedArray]:
-        """The arrays of the next response. ``timing`` is None but for the last one."""
+    def write(self, deltas: Sequence[SequenceDelta], timing: Timing | None) -> list[NamedArray]:
+        """The arrays of one response. ``timing`` is None but for the last one."""
+        texts, self._before = self._before, [""] * len(deltas)
+        ids: list[int] = []
+        for i, delta in enumerate(deltas):
+            texts[i] += delta.text
+            ids += delta.ids
+            if delta.cumulative_logprob is not None:
+                self._cumulative[i] = delta.cumulative_logprob
+            if delta.finish_reason is not None:
+                self.finish_reasons[i] = delta.finish_reason
+        logprobs = [delta.encoded_logprobs for delta in deltas]
         made: dict[str, np.ndarray] = {
             "finish_reason": _strings(str(reason) for reason in self.finish_reasons),
             "cumulative_logprob": np.array(self._cumulative, np.float32),
-            "logprobs": _strings(
-                join(each) if each else self._no_logprobs for each in self._logprobs
-            ),
+            "logprobs": _strings(join(each) if each else self._no_logprobs for each in logprobs),
             "num_input_tokens": np.array([self._num_input_tokens], np.uint32),
-            "num_output_tokens": np.array(self._counts, np.uint32),
-            "output_ids": np.array(self._ids, np.int32),
+            "num_output_tokens": np.array([len(delta.ids) for delta in deltas], np.uint32),
+            "output_ids": np.array(ids, np.int32),
         }
         if timing is not None:
             made["timing"] = _strings([msgspec.json.encode(timing)])
-        response = [("text_output", _strings("".join(texts) for texts in self._texts))]
+        response = [("text_output", _strings(texts))]
         response += [(name, made[name]) for name in made if name in self._returns]
         if self._prompt_logprobs:
             response.append(("prompt_logprobs", _strings([join(self._prompt_logprobs)])))
             self._prompt_logprobs, self._prompt_is_sent = [], True
-        self._clear()
         return response
 
 

@@ -260,8 +260,6 @@ class Responder:
             self._send_message(finish)
         if reply.streamed:
             self._bound(reply)
-        elif reply.completion.pending_tokens > reply.writer.most:
-            reply.writer.add(reply.completion.take())  # all at once, in the end, would take long
         if self._may_send(reply):
             self._line_up(reply)
 
@@ -320,9 +318,9 @@ class Responder:
         if not reply.writer.add_prompt(completion.prompt_logprobs or []):
             self._line_up(reply)  # the others have a turn
             return
-        reply.writer.add(completion.take(reply.writer.most if reply.streamed else sys.maxsize))
+        deltas = completion.take(reply.writer.most if reply.streamed else sys.maxsize)
         timing = None if terminal is None or completion.has_pending else terminal.timing
-        tensors = reply.writer.write(timing)
+        tensors = reply.writer.write(deltas, timing)
         reply.begun = True
         reply.arrival.channel.send(tensors, final=timing is not None)
         self._metrics.count("jitney_responses_total")

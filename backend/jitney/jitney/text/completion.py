@@ -21,6 +21,7 @@ from jitney.messages import (
     Submit,
     Tokens,
 )
+from jitney.text.logprobs import LogprobsEncoder
 from jitney.text.stop_strings import StopScanner, StopStrings
 from jitney.text.tokenizer import Tokenizer
 
@@ -34,7 +35,10 @@ class SequenceDelta:
     ids: list[int]
     """Every token made, those of a stop string and a stop token too."""
     logprobs: list[list[Logprob]] | None
-    """Per id: the chosen token first, then the best. None if none were asked for."""
+    """Per id: the chosen token first, then the best. None if none were asked for, or if they are
+    encoded."""
+    encoded_logprobs: list[bytes]
+    """Per id, if the completion has an encoder."""
     cumulative_logprob: float | None
     """Of the sequence so far."""
     finish_reason: FinishReason | None
@@ -48,19 +52,29 @@ class _Pending:
     text: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[list[Logprob]] = field(default_factory=list)
+    encoded: list[bytes] = field(default_factory=list)
 
     def split(self, size: int) -> "_Pending":
         """Take out the first ``size`` tokens and as many pieces of text."""
-        first = _Pending(self.text[:size], self.ids[:size], self.logprobs[:size])
-        del self.text[:size], self.ids[:size], self.logprobs[:size]
+        first = _Pending(
+            self.text[:size], self.ids[:size], self.logprobs[:size], self.encoded[:size]
+        )
+        del self.text[:size], self.ids[:size], self.logprobs[:size], self.encoded[:size]
         return first
 
 
 class _Sequence:
     """Decodes one sequence and ends it at a stop string."""
 
-    def __init__(self, submit: Submit, tokenizer: Tokenizer, strings: StopStrings | None) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        tokenizer: Tokenizer,
+        strings: StopStrings | None,
+        encoder: LogprobsEncoder | None,
+    ) -> None:
         params = submit.params
+        self._encoder = encoder
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self._decoder = tokenizer.decoder(submit.prompt, params.skip_special_tokens)
@@ -97,7 +111,10 @@ class _Sequence:
         """Those of the kept tokens; the dropped ones are taken out of the sum again."""
         if event.logprobs is None or not event.ids:
             return
-        self.pending.logprobs.extend(event.logprobs[:kept])
+        if self._encoder is None:
+            self.pending.logprobs.extend(event.logprobs[:kept])
+        else:
+            self.pending.encoded.extend(map(self._encoder.encode, event.logprobs[:kept]))
         assert event.cumulative_logprob is not None, "it comes with the logprobs"
         dropped = sum(candidates[0].logprob for candidates in event.logprobs[kept:])
         self.cumulative_logprob = event.cumulative_logprob - dropped
@@ -106,7 +123,10 @@ class _Sequence:
 class Completion:
     """See the module's docstring. ``terminal`` is the event that ended the request."""
 
-    def __init__(self, submit: Submit, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, submit: Submit, tokenizer: Tokenizer, encoder: LogprobsEncoder | None = None
+    ) -> None:
+        """With an ``encoder``, logprobs are encoded as they are fed, not all in the end."""
         params = submit.params
         strings = StopStrings(params.stop) if params.stop else None
         self.key = submit.key
@@ -114,8 +134,8 @@ class Completion:
         self.prompt_logprobs: list[list[Logprob] | None] | None = None
         self.pending_tokens = 0
         """Tokens that the next take gives."""
-        self._wants_logprobs = params.logprobs is not None
-        self._sequences = [_Sequence(submit, tokenizer, strings) for _ in range(params.n)]
+        self._gives_logprobs = params.logprobs is not None and encoder is None
+        self._sequences = [_Sequence(submit, tokenizer, strings, encoder) for _ in range(params.n)]
         self._news = False
 
     @property
@@ -172,7 +192,8 @@ class Completion:
                     index=index,
                     text="".join(pending.text),
                     ids=pending.ids,
-                    logprobs=pending.logprobs if self._wants_logprobs else None,
+                    logprobs=pending.logprobs if self._gives_logprobs else None,
+                    encoded_logprobs=pending.encoded,
                     cumulative_logprob=sequence.cumulative_logprob,
                     finish_reason=None if left else sequence.finish_reason,
                 )
