@@ -219,7 +219,7 @@ class EngineProcess:
                     return
             try:
                 self._connect()
-            except JitneyError as error:
+            except (JitneyError, OSError) as error:
                 attempt += 1
                 self.health.restarts["failed"] += 1
                 _log.error("the engine could not be started again: %s", error)
@@ -326,6 +326,8 @@ class _Nursery:
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        # Else asking torch whether there is a GPU would begin to use it, which no fork survives.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         module = "jitney.engine.process"
         return subprocess.Popen(
             [_python(), "-X", "faulthandler", "-m", module, str(descriptor), self._loader],
