@@ -117,7 +117,7 @@ def test_single_requests_wait_for_nobody() -> None:
 
 
 def test_no_more_sequences_are_tried_than_a_step_has_tokens() -> None:
-    axes = (Axis(SEQUENCES, (4, 64, 256)), Axis(TOKENS, (128, 512)))
+    axes = {SEQUENCES: (4, 64, 256), TOKENS: (128, 512)}
     tried = set(walk(axes, (256, 512), lambda setting: -setting[1]))
     assert (128, 128) in tried
     assert all(sequences <= tokens for sequences, tokens in tried)
