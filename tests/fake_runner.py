@@ -321,6 +321,6 @@ class FakeRunner:
     def _history(self, row: Row) -> list[list[int]]:
         """The output so far, if sampling reads it: the host must have had it at the launch."""
         reads = _penalizes(row.params) or bool(row.bad_words_ids)
-        if reads or row.params.prompt_logprobs is not None:
+        if reads:
             self._check(row.carried is None, "a row that needs its last token carries it")
         return [sorted(row.output)] if reads else []

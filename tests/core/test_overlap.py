@@ -116,7 +116,6 @@ NEEDS = [
     {"frequency_penalty": 0.5},
     {"presence_penalty": 0.5},
     {"bad_words_ids": [[4, 5]]},
-    {"prompt_logprobs": 1},
 ]
 
 
@@ -136,6 +135,48 @@ def test_a_token_that_the_host_must_know_is_waited_for(needs: dict) -> None:
     assert carried(play) == [0]  # and then it is as before
     play.drain()
     check_streams(play, plain, key)
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: next(iter(needs)))
+def test_one_request_that_reads_its_output_has_a_row_in_every_second_step(needs: dict) -> None:
+    """The others go on as if it were not there: no step is completed first."""
+    play = overlapped(num_blocks=256)
+    crowd = [play.submit([key, 2, 3], max_tokens=30) for key in range(4)]
+    key = play.submit([4, 5, 6], max_tokens=9, **needs)
+    play.step()
+    numbers = []
+    while key not in play.ends:
+        before = len(play.batches)
+        play.step()
+        assert len(play.batches) == before + 1
+        assert len(play.runner.in_flight) == 1
+        rows = play.batches[-1].rows
+        assert [row.carried is not None for row in rows if row.key != key] == [True] * 4
+        numbers.append(sum(row.key == key for row in rows))
+    assert numbers[:16] == [0, 1] * 8
+    play.drain()
+    check_streams(play, *crowd, key)
+
+
+def test_where_many_read_their_output_each_step_is_completed_first() -> None:
+    play = overlapped(num_blocks=256)
+    crowd = [play.submit([key, 2, 3], max_tokens=9) for key in range(5)]
+    readers = [play.submit([key, 5], max_tokens=9, presence_penalty=1.0) for key in range(2)]
+    while play.engine.has_work:
+        play.step()
+    assert all(len(batch.rows) == 7 for batch in play.batches)
+    assert len(play.batches) == 9
+    check_streams(play, *crowd, *readers)
+
+
+def test_prompt_logprobs_hold_nobody_up() -> None:
+    play = overlapped()
+    key = play.submit([1, 2, 3, 4], max_tokens=4, prompt_logprobs=1)
+    play.step(2)
+    assert carried(play) == [0]
+    play.drain()
+    assert len(play.prompt_logprobs[key].logprobs) == 4
+    check_streams(play, key)
 
 
 def test_a_fork_is_waited_for_and_its_copies_are_made_once() -> None:

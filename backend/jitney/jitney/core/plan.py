@@ -15,10 +15,11 @@ A prompt of n > 1 counts as n sequences. It is admitted as soon as one may run; 
 no place are those of one request, and wait by its rank. With ``eviction: never`` all that can ever
 run at once must find one, because forks that wait share no blocks for certain.
 
-A plan *ahead* is made while a step is in flight. It is the same but for three things. A token that
+A plan *ahead* is made while a step is in flight. It is the same but for four things. A token that
 this step is still sampling is *carried*: the row has its index among the samples instead of the
-token. A sequence whose pending token is its last by length gets no row. And nothing is preempted:
-:meth:`Planner.can_plan_ahead` has checked that there are enough blocks.
+token. A sequence whose pending token is its last by length gets no row. Nor does one whose request
+reads its own output: it gets its row in the next plan, in which that token is known. And nothing is
+preempted: :meth:`Planner.can_plan_ahead` has checked that there are enough blocks.
 """
 
 import math
@@ -29,6 +30,10 @@ from jitney.core.live import LiveRequests
 from jitney.core.request import Sequence, State
 from jitney.core.step_in_flight import Counts, StepInFlight
 from jitney.messages import Batch, Row
+
+# A sequence that plans ahead leave out has a row in every second step. That pays for the batch as
+# long as such sequences are few: they lose half of their tokens, the others gain the host's time.
+_ONE_LEFT_OUT_IN = 4
 
 
 @dataclass(slots=True)
@@ -42,6 +47,7 @@ class _Plan:
     rows: list[Row] = field(default_factory=list)
     num_samples: int = 0
     completes_first: bool = False
+    leaves_out: bool = False
 
 
 class Planner:
@@ -59,13 +65,18 @@ class Planner:
 
     @property
     def can_plan_ahead(self) -> bool:
-        """Whether a step may be planned now, even if one is in flight: nothing in it depends on the
-        value of a pending token, and there is a block for every decode that needs one."""
+        """Whether a step may be planned now, even if one is in flight: few sequences or none depend
+        on the value of a pending token, and there is a block for every decode that needs one."""
         live, size = self._live, self._block_size
         if not live.in_flight:
             return True
-        if live.in_flight[-1].completes_first:
+        step = live.in_flight[-1]
+        if step.completes_first:
             return False
+        if step.leaves_out:
+            left_out = sum(one.request.reads_output for one in live.running)
+            if left_out * _ONE_LEFT_OUT_IN > len(live.running):
+                return False
         free = self._kv.num_free
         return free >= len(live.running) or free >= sum(
             one.num_planned == len(one.table) * size and one.num_planned < one.limit
@@ -86,7 +97,7 @@ class Planner:
         assert plan.tokens_left >= 0, "the step is over its budget"
         # Forks are made with nothing else in flight: that step makes all copies pending now.
         copies = [] if plan.ahead else self._kv.pending_copies()
-        return StepInFlight(Batch(plan.rows, copies), plan.completes_first)
+        return StepInFlight(Batch(plan.rows, copies), plan.completes_first, plan.leaves_out)
 
     # ------------------------------------------------------------------ running sequences
 
@@ -111,6 +122,8 @@ class Planner:
             start = sequence.num_planned
             if sequence.prefill_left:
                 others.append(sequence)
+            elif plan.ahead and start == sequence.num_tokens and sequence.request.reads_output:
+                continue
             elif plan.tokens_left > plan.kept_for_prefill and start < sequence.limit:
                 full = start == len(sequence.table) * block_size
                 if full and not self._make_room(plan, sequence):
@@ -178,8 +191,9 @@ class Planner:
         if sample:
             sequence.sample_index = plan.num_samples
             plan.num_samples += len(sample)
-            if request.reads_output or len(sample) > 1:
-                plan.completes_first |= sequence.num_planned < sequence.limit
+            if sequence.num_planned < sequence.limit:
+                plan.completes_first |= len(sample) > 1
+                plan.leaves_out |= request.reads_output
 
     # ------------------------------------------------------------------ waiting sequences
 

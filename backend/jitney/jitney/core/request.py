@@ -111,7 +111,6 @@ def _reads_output(message: Submit) -> bool:
         params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
-        or params.prompt_logprobs is not None
         or message.bad_words_ids
     )
 

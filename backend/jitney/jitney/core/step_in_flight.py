@@ -17,6 +17,9 @@ class StepInFlight:
     batch: Batch
     completes_first: bool = False
     """Whether its samples must be known before anything further can be planned."""
+    leaves_out: bool = False
+    """Whether it samples for sequences that a plan ahead leaves out: the host must know the sample
+    before it can plan their next row."""
     deferred: list[tuple[list[int], int]] = field(default_factory=list)
     """Deferred frees: tables given up while it is in flight, each with its number of computed
     tokens."""
