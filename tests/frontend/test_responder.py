@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jitney.errors import JitneyError, UnavailableError
 from jitney.frontend import protocol
 from jitney.frontend import responder as module
 from jitney.frontend.channel import Channel
@@ -239,3 +240,39 @@ def test_others_have_a_turn_while_a_prompts_logprobs_are_encoded(
     desk.report(*token(0, last=True))
     desk.turn_until(lambda: desk.senders[0].final)
     assert "prompt_logprobs" not in desk.senders[0].sent[1].tensors
+
+
+def test_an_exception_while_it_is_stopped_does_not_keep_the_others_waiting(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = make_desk()
+    desk.add(0)
+    desk.add(1)
+    desk.responder.stop()
+    fail = Channel.fail
+
+    def once(channel: Channel, error: JitneyError) -> None:
+        monkeypatch.setattr(Channel, "fail", fail)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Channel, "fail", once)
+    with pytest.raises(ZeroDivisionError):
+        desk.turn_until(lambda: False)
+    assert desk.responder.turn() is None
+    assert desk.senders[1].sent[0].error.text == "UNAVAILABLE: the model is being unloaded"
+
+
+def test_a_request_that_the_engine_does_not_take_is_answered(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = make_desk()
+
+    def refuse(message: Message) -> None:
+        if isinstance(message, Submit):
+            raise UnavailableError("the model is being unloaded")
+
+    monkeypatch.setattr(desk.responder, "_send_message", refuse)
+    desk.add(0)
+    desk.responder.turn()
+    (response,) = desk.senders[0].sent
+    assert response.error.text == "UNAVAILABLE: the model is being unloaded"

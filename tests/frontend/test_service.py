@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from jitney.frontend import responder
 
 from tests.frontend.house import (
     LABELS,
@@ -227,7 +228,7 @@ def test_a_bug_in_one_text_fails_that_request_alone(
     wait_until(lambda: ended(bad))
     monkeypatch.undo()
     wait_until(lambda: ended(good))
-    assert error_of(bad) == "INTERNAL: the output could not be put into text"
+    assert error_of(bad) == "INTERNAL: the request could not be answered"
     assert all(response.error is None for response in good.sender.sent)
     wait_until(house.idle)
 
@@ -268,22 +269,26 @@ def test_close_ends_what_runs_refuses_what_comes_and_leaves_no_thread(
 
 
 def test_close_sends_what_has_ended_and_says_unavailable_to_the_rest(
-    pb: Any, make_house: Callable[..., House]
+    pb: Any, make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house = make_house(max_num_seqs=32)
-    gate = threading.Event()
-    plug = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=1))
-    plug.sender.on_send = lambda response: gate.wait(10)  # while it is sent, the others end
-    house.service.accept(plug)
-    ended_first = [
-        pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=5)) for _ in range(18)
-    ]
-    endless = [
-        pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=1900)) for _ in range(2)
-    ]
-    for request in [*ended_first, *endless]:
+    monkeypatch.setattr(responder, "MAX_REPORTS", 10_000)
+    house = make_house(step_seconds=0.002, max_num_seqs=32)
+    ended_first, endless = (
+        [
+            pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=max_tokens))
+            for _ in range(number)
+        ]
+        for number, max_tokens in ((18, 200), (2, 1900))
+    )
+    plug = pb.Request(text_input="a", stream=True, sampling_parameters=sampling(max_tokens=1900))
+    armed, gate = threading.Event(), threading.Event()
+    plug.sender.on_send = lambda response: armed.is_set() and gate.wait(60)
+    for request in [*ended_first, *endless, plug]:
         house.service.accept(request)
-    wait_until(lambda: house.engine.scheduler.stats().running == 2)
+    wait_until(lambda: house.engine.scheduler.stats().running == 21)
+    armed.set()  # from the next response on it is sent while the others end
+    wait_until(lambda: house.engine.scheduler.stats().running == 3)
+    assert not any(request.sender.final for request in ended_first)
     closing = threading.Thread(target=house.service.close)
     closing.start()
     wait_until(lambda: not house.service._workers["engine"].is_alive)

@@ -154,7 +154,7 @@ class Responder:
         self._inbox.put(partial(self._abort, error, key))
 
     def stop(self) -> None:
-        """End :meth:`run` after what is in the inbox now."""
+        """End the thread after what is in the inbox now."""
         self._inbox.put(self._stop)
 
     # ------------------------------------------------------------------ the thread
@@ -163,7 +163,7 @@ class Responder:
         """Make calls of the inbox, then send responses for as long as that took, at least one.
         Waits while there is nothing to do and while sending has used up its share of the time.
         0: for the next turn; None: it was stopped, and every request has ended."""
-        patience, reading = self._patience(), 0.0
+        patience, reading = 0 if self._stopping else self._patience(), 0.0
         with suppress(queue.Empty):
             call = self._inbox.get(block=patience != 0, timeout=patience)
             began = time.monotonic()
@@ -221,10 +221,7 @@ class Responder:
     def _begin(self, reply: Reply, submit: Submit) -> None:
         if self._encoding.pop(reply.key, None) is not None:
             self._replies[reply.key] = reply
-            try:
-                self._send_message(submit)
-            except UnavailableError as error:
-                self._end(reply.arrival, error)
+            self._guard(reply, lambda _: self._send_message(submit))
 
     def _cancel(self, cancel: Cancel) -> None:
         if cancel.key in self._encoding:
@@ -345,10 +342,11 @@ class Responder:
         arrival.channel.fail(error)
 
     def _guard(self, reply: Reply, work: Callable[[Reply], None]) -> None:
-        """What fails for one request, a send or our bug in its text, must not end the others."""
+        """What fails for one request must not end the others: a send (CancelledError if the client
+        has gone, else InternalError), an engine that takes no request any more, our own bug."""
         try:
             work(reply)
-        except CancelledError as error:
+        except (CancelledError, UnavailableError) as error:
             self._give_up(reply.arrival, error)
         except InternalError as error:
             self._metrics.count("jitney_send_failures_total")
@@ -356,7 +354,7 @@ class Responder:
         except Exception:
             _LOG.exception("request %d could not be answered", reply.key)
             self._metrics.count("jitney_thread_errors_total")
-            self._give_up(reply.arrival, InternalError("the output could not be put into text"))
+            self._give_up(reply.arrival, InternalError("the request could not be answered"))
 
     def _give_up(self, arrival: Arrival, error: JitneyError) -> None:
         if arrival.key in self._replies or arrival.key in self._encoding:
