@@ -73,6 +73,25 @@ def test_only_an_answer_that_is_not_streamed_is_bounded(
     assert all(response.error is None for response in streamed.sender.sent)
 
 
+def test_a_cumulative_logprob_alone_brings_no_logprobs(
+    pb: Any, make_house: Callable[..., House]
+) -> None:
+    house = make_house()
+    made = {}
+    for logprobs in (None, 0):
+        request = pb.Request(
+            text_input="a", return_logprobs=True, return_cumulative_logprob=True,
+            sampling_parameters=sampling(max_tokens=3, logprobs=logprobs),
+        )  # fmt: skip
+        house.service.accept(request)
+        wait_until(lambda request=request: ended(request))
+        (response,) = request.sender.sent
+        assert response.tensors["cumulative_logprob"][0] < 0
+        made[logprobs] = json.loads(response.tensors["logprobs"][0])
+    assert made[None] is None
+    assert len(made[0]) == 3
+
+
 def test_streams_take_turns(pb: Any, make_house: Callable[..., House]) -> None:
     house = make_house(step_seconds=0.001, send_share=1.0)
     accepted = threading.Event()

@@ -176,7 +176,8 @@ class Service:
             logprobs=self._logprobs,
         )
         self._metrics.count("jitney_prompt_tokens_total", len(ids))
-        encoder = self._logprobs if "logprobs" in request.returns else None
+        asked = "logprobs" in request.returns and request.params.logprobs is not None
+        encoder = self._logprobs if asked else None
         completion = Completion(submit, self._tokenizer, encoder)
         return Reply(arrival, request.stream, completion, writer), submit
 
