@@ -27,11 +27,13 @@ def engine_of(server: TritonServer, model: str) -> psutil.Process | None:
 
 
 def kill_engine(server: TritonServer, model: str) -> None:
-    """Wait until there is one, and kill it."""
-    wait_until(lambda: engine_of(server, model) is not None, 60)
+    """Wait until it is up and has made a few steps, and kill it."""
+    wait_until(lambda: metric(server.metrics_url, "jitney_engine_up", model=model) == 1, 60)
+    time.sleep(0.5)
     engine = engine_of(server, model)
     assert engine is not None
     engine.kill()
+    wait_until(lambda: metric(server.metrics_url, "jitney_engine_up", model=model) == 0, 60)
 
 
 def restarts(server: TritonServer) -> float:
@@ -39,11 +41,11 @@ def restarts(server: TritonServer) -> float:
 
 
 REQUESTS: list[dict[str, Any]] = [
-    {"temperature": 0, "max_tokens": 60},
-    {"temperature": 1, "seed": 5, "max_tokens": 60},
-    {"temperature": 1, "seed": 6, "n": 2, "max_tokens": 40},
-    {"temperature": 1, "seed": 7, "presence_penalty": 1.0, "max_tokens": 60},
-    {"temperature": 0, "logprobs": 2, "max_tokens": 40},
+    {"temperature": 0, "max_tokens": 150},
+    {"temperature": 1, "seed": 5, "max_tokens": 150},
+    {"temperature": 1, "seed": 6, "n": 2, "max_tokens": 100},
+    {"temperature": 1, "seed": 7, "presence_penalty": 1.0, "max_tokens": 150},
+    {"temperature": 0, "logprobs": 2, "max_tokens": 150},
 ]
 
 
@@ -69,7 +71,6 @@ def test_ten_deaths_in_a_row(server: TritonServer, alone: list[Reply]) -> None:
     with ThreadPoolExecutor(10) as pool:
         futures = [pool.submit(ask, server, params) for params in REQUESTS * 2]
         for _ in range(10):
-            time.sleep(0.5)
             kill_engine(server, MODEL)
         replies = [future.result(300) for future in futures]
     for reply, wanted in zip(replies, alone * 2, strict=True):
