@@ -17,13 +17,13 @@ KILLS, HANGS, LOSES_THE_DEVICE = 49, 48, 47
 STEP_S = 0.002
 
 
-def load(config: EngineConfig) -> FakeRunner:
+def load(config: EngineConfig) -> tuple[FakeRunner, bytes]:
     """``model`` says what kind of load it is: ``fine``, ``broken`` or ``dies``."""
     if config.model == "broken":
         raise CheckpointError("model.safetensors is truncated")
     if config.model == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    return FakeRunner(faults=_faults, choose=None, num_blocks=256, step_seconds=STEP_S)
+    return FakeRunner(faults=_faults, num_blocks=256, step_seconds=STEP_S), b""
 
 
 def _faults(batch: Batch, written: bool) -> None:

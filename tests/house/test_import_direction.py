@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # The one file that knows the rooms which run a model, and puts them together.
 ASSEMBLY = "engine.assemble"
-MAY_IMPORT_IN_ASSEMBLY = {"kernels", "quantization", "execution"}
+MAY_IMPORT_IN_ASSEMBLY = {"kernels", "quantization", "execution", "text"}
 
 # Library -> the rooms that may import it. What is not listed is free for all.
 CONFINED = {

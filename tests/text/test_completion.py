@@ -15,7 +15,7 @@ from jitney.messages import (
 )
 from jitney.sampling_params import SamplingParams
 from jitney.text.completion import Completion, SequenceDelta
-from jitney.text.tokenizer import Tokenizer
+from jitney.text.tokenizer import Tokenizer, describe_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from tests.text.tiny_tokenizers import tiny
@@ -34,7 +34,9 @@ END = 1  # </s>
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tiny("byte_level")))
+    return Tokenizer(
+        describe_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tiny("byte_level")))
+    )
 
 
 def begin(tokenizer: Tokenizer, **params: object) -> Completion:

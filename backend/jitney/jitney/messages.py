@@ -196,8 +196,6 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     attention: str
     """Name of the attention function in use."""
     num_parameters: int
-    folder: str = ""
-    """Of the checkpoint and its tokenizer."""
     max_num_batched_tokens: int = 512
     """The token budget of a step: the option, or the device's default."""
     overlap: bool = False

@@ -2,6 +2,7 @@
 quantization. Called by the front ends.
 """
 
+import msgspec
 import torch
 
 from jitney.config import EngineConfig
@@ -13,14 +14,21 @@ from jitney.execution.machine import resolve_device
 from jitney.kernels.cpu.accelerator import CpuAccelerator
 from jitney.kernels.gpu.accelerator import GpuAccelerator
 from jitney.quantization.checkpoint import weight_format
+from jitney.text.tokenizer import read_tokenizer
 
-__all__ = ["accelerator_for", "load_model", "load_runner", "resolve_folder"]
+__all__ = ["accelerator_for", "load_for_front", "load_model", "load_runner", "resolve_folder"]
 
 
 def load_runner(config: EngineConfig) -> DeviceRunner:
     """A runner for ``config``, warmed up; see ``execution.load.load_runner``."""
     accelerator = accelerator_for(config, resolve_device(config.device))
     return load.load_runner(config, accelerator, weight_format)
+
+
+def load_for_front(config: EngineConfig) -> tuple[DeviceRunner, bytes]:
+    """A runner, and the tokenizer's data for a front that imports no transformers."""
+    tokenizer = read_tokenizer(resolve_folder(config.model))
+    return load_runner(config), msgspec.msgpack.encode(tokenizer)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:

@@ -31,6 +31,9 @@ from jitney.messages import Batch
 
 _log = logging.getLogger(__name__)
 
+Loader = Callable[[EngineConfig], tuple[Runner, bytes]]
+"""What loads a model: its runner, and the tokenizer's data for the front."""
+
 NUMBER = struct.Struct("<q")
 """How the nursery tells a pid or an exit status (negative: a signal)."""
 
@@ -65,7 +68,7 @@ def nurse(descriptor: int, loader: str) -> int:
             control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
 
 
-def serve(descriptor: int, load: Callable[[EngineConfig], Runner]) -> int:
+def serve(descriptor: int, load: Loader) -> int:
     """Load a model and make steps until told to stop. Returns the exit status."""
     _die_with_parent()
     frames: Frames[Down] = Frames(socket.socket(fileno=descriptor), Down)
@@ -75,7 +78,7 @@ def serve(descriptor: int, load: Callable[[EngineConfig], Runner]) -> int:
     start = frames.receive()
     assert isinstance(start, Start)
     try:
-        engine = _make(start.config, load, frames)
+        runner, tokenizer = load(start.config)
     except JitneyError as error:
         frames.send(Refused(type(error).__name__, str(error)))
         return 1
@@ -85,7 +88,15 @@ def serve(descriptor: int, load: Callable[[EngineConfig], Runner]) -> int:
     except Exception:
         traceback.print_exc()
         return 1
-    frames.send(Ready(engine.info))
+
+    def tell(batches: list[Batch]) -> None:
+        spans = (
+            Span(row.key, row.index, row.start, row.end) for one in batches for row in one.rows
+        )
+        frames.send(StepBegun(list(spans)))
+
+    engine = Engine(start.config, runner, before_step=tell)
+    frames.send(Ready(runner.info, tokenizer))
     threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()
     try:
         engine.run(_Outbox(frames))
@@ -103,21 +114,6 @@ class _Outbox:
 
     def __init__(self, frames: Frames[Down]) -> None:
         self.put = frames.send
-
-
-def _make(
-    config: EngineConfig, load: Callable[[EngineConfig], Runner], frames: Frames[Down]
-) -> Engine:
-    def tell(batches: list[Batch]) -> None:
-        frames.send(
-            StepBegun([
-                Span(row.key, row.index, row.start, row.end)
-                for batch in batches
-                for row in batch.rows
-            ])
-        )  # fmt: skip
-
-    return Engine(config, load(config), before_step=tell)
 
 
 def _read(frames: Frames[Down], engine: Engine) -> None:

@@ -47,7 +47,7 @@ from jitney.messages import Failed, Message, ModelInfo, StepReport, StepStats, S
 
 _log = logging.getLogger(__name__)
 
-LOADER = "jitney.engine.assemble:load_runner"
+LOADER = "jitney.engine.assemble:load_for_front"
 
 CAUSES = ("killed", "device_lost", "failed", "hung")
 """Why an engine ended: by a signal, for want of its device, in another way, by the watchdog."""
@@ -86,14 +86,16 @@ class EngineProcess:
 
     # ------------------------------------------------------------------ any thread
 
-    def start(self) -> ModelInfo:
-        """Start the first engine and load the model. Raises a LoadError if that fails."""
+    def start(self) -> bytes:
+        """Start the first engine and load the model. Returns the tokenizer's data. Raises a
+        LoadError if that fails."""
         try:
-            self.info: ModelInfo = self._connect()
+            ready = self._connect()
         except BaseException:
             self.kill()
             raise
-        return self.info
+        self.info: ModelInfo = ready.info
+        return ready.tokenizer
 
     def kill(self) -> None:
         """End the processes of an engine that does not :meth:`run`."""
@@ -237,12 +239,12 @@ class EngineProcess:
             failed = self._journal.end_all(UnavailableError(reason))
         self._report(failed, outbox)
 
-    def _connect(self) -> ModelInfo:
+    def _connect(self) -> Ready:
         """Start a process and wait until it has loaded the model; then send it what is open.
         Raises LoadError."""
         connection = _Connection(self._nursery, self.config)
         try:
-            info = self._wait_until_loaded(connection)
+            ready = self._wait_until_loaded(connection)
         except BaseException:
             connection.close()
             raise
@@ -257,9 +259,9 @@ class EngineProcess:
                 connection.send(message)
             if self._stop_by is not None:
                 connection.send(Stop())
-        return info
+        return ready
 
-    def _wait_until_loaded(self, connection: "_Connection") -> ModelInfo:
+    def _wait_until_loaded(self, connection: "_Connection") -> Ready:
         while not self._stopped.is_set():
             try:
                 message = connection.frames.receive(_TICK_S)
@@ -270,7 +272,7 @@ class EngineProcess:
                 ) from None
             match message:
                 case Ready():
-                    return message.info
+                    return message
                 case Refused():
                     raise getattr(errors, message.kind)(message.message)
                 case Logged():

@@ -35,6 +35,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The model is loaded."""
 
     info: ModelInfo
+    tokenizer: bytes
+    """Data for the front's; what is in it is no matter of the engine's."""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

@@ -185,7 +185,6 @@ def _describe(
         device=str(model.device),
         attention="+".join(sorted({attend.name for attend in attention})),
         num_parameters=model.num_parameters,
-        folder=str(resolve_folder(config.model)),
         max_num_batched_tokens=budget,
     )
 

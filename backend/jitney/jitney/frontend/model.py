@@ -93,15 +93,10 @@ def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
 def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
     from jitney.engine.supervisor import EngineProcess
     from jitney.frontend.service import Service
-    from jitney.text.tokenizer import Tokenizer
+    from jitney.text.tokenizer import Tokenizer, TokenizerData
 
     engine = EngineProcess(config)
-    info = engine.start()
-    try:
-        tokenizer = Tokenizer.load(Path(info.folder))
-    except JitneyError:
-        engine.kill()
-        raise
+    tokenizer = Tokenizer(msgspec.msgpack.decode(engine.start(), type=TokenizerData))
     labels = {
         "model": args["model_name"],
         "version": args["model_version"],

@@ -1,61 +1,89 @@
 """A checkpoint's tokenizer: text to ids, chats to text, and decoders from ids to text.
 
-Made once a model, then read by any thread; nothing in it changes. Loaded by
-transformers from local files only, without remote code; only tokenizers backed by the `tokenizers`
-library are taken, because its byte-exact decoding is what the incremental decoders build on.
+Made once a model, then read by any thread; nothing in it changes. transformers reads it, from local
+files only and without remote code, and gives a :class:`TokenizerData`: a server's engine does so in
+its process, and its front, which imports no transformers, gets the data. Only tokenizers backed by
+the `tokenizers` library are taken, because its byte-exact decoding is what the incremental decoders
+build on.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from jitney.errors import CheckpointError, InvalidArgumentError, UnsupportedModelError
+from jitney.text.chat_template import ChatTemplate
 from jitney.text.detokenizer import DecodingRules, IncrementalDecoder
 
 Messages = Sequence[Mapping[str, object]]
 
 
+class TokenizerData(msgspec.Struct, frozen=True):
+    """All that is used of a checkpoint's tokenizer."""
+
+    backend: str
+    """In the form of a ``tokenizer.json``."""
+    eos_id: int | None
+    chat_template: str | None
+    special_tokens: dict[str, Any]
+    """Variables of the template, such as ``bos_token``."""
+
+
+def read_tokenizer(folder: Path) -> TokenizerData:
+    """Read the tokenizer of the checkpoint in ``folder``.
+
+    Raises CheckpointError if its files are missing or broken, UnsupportedModelError if it has no
+    fast form.
+    """
+    from transformers import AutoTokenizer  # slow to import
+
+    try:
+        pretrained = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a broken file can raise anything
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(
+            f"the tokenizer in {folder.name!r} cannot be loaded: {reason[0][:300]}"
+        ) from error
+    return describe_tokenizer(pretrained)
+
+
+def describe_tokenizer(pretrained: Any) -> TokenizerData:
+    """The data of a transformers tokenizer. Raises UnsupportedModelError if it has no fast form."""
+    backend = getattr(pretrained, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise UnsupportedModelError(
+            f"the tokenizer {type(pretrained).__name__} has no fast form (tokenizer.json)"
+        )
+    template = pretrained.chat_template
+    if isinstance(template, dict):  # several, by name
+        template = template.get("default")
+    return TokenizerData(
+        backend.to_str(), pretrained.eos_token_id, template, dict(pretrained.special_tokens_map)
+    )
+
+
 class Tokenizer:
     """See the module's docstring. Ids may exceed the model's vocabulary: ``intake`` checks them."""
 
-    def __init__(self, pretrained: Any) -> None:
-        """``pretrained`` is a transformers tokenizer; :meth:`load` makes one from a folder."""
-        backend = getattr(pretrained, "backend_tokenizer", None)
-        if not isinstance(backend, tokenizers.Tokenizer):
-            raise UnsupportedModelError(
-                f"the tokenizer {type(pretrained).__name__} has no fast form (tokenizer.json)"
-            )
-        self._pretrained = pretrained
-        # A copy without the truncation and padding that a checkpoint may have saved.
-        self._backend = tokenizers.Tokenizer.from_str(backend.to_str())
-        self._backend.no_truncation()
+    def __init__(self, data: TokenizerData) -> None:
+        self._backend = tokenizers.Tokenizer.from_str(data.backend)
+        self._backend.no_truncation()  # which a checkpoint may have saved, as padding
         self._backend.no_padding()
         self._rules = DecodingRules(self._backend)
-        self.eos_ids: frozenset[int] = frozenset(
-            [] if pretrained.eos_token_id is None else [pretrained.eos_token_id]
+        self.eos_ids: frozenset[int] = frozenset([] if data.eos_id is None else [data.eos_id])
+        self._template = (
+            ChatTemplate(data.chat_template, data.special_tokens) if data.chat_template else None
         )
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read the tokenizer of the checkpoint in ``folder``.
-
-        Raises CheckpointError if its files are missing or broken, UnsupportedModelError if it has
-        no fast form.
-        """
-        from transformers import AutoTokenizer  # slow to import
-
-        try:
-            pretrained = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # a broken file can raise anything
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise CheckpointError(
-                f"the tokenizer in {folder.name!r} cannot be loaded: {reason[0][:300]}"
-            ) from error
-        return cls(pretrained)
+        """Read the tokenizer of the checkpoint in ``folder``. Raises as :func:`read_tokenizer`."""
+        return cls(read_tokenizer(folder))
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -72,25 +100,11 @@ class Tokenizer:
         return batch[0].ids
 
     def render_chat(self, messages: Messages, parameters: Mapping[str, object]) -> str:
-        """The text that the model's chat template makes of a chat.
-
-        The template runs in Jinja's immutable sandbox: it reaches no attribute that begins with an
-        underscore and changes nothing that it is given. ``parameters`` are variables of the
-        template; ``add_generation_prompt`` is true unless they say otherwise. Raises
-        InvalidArgumentError if there is no template or if it refuses or fails.
-        """
-        if not self._pretrained.chat_template:
+        """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.
+        Raises InvalidArgumentError if there is no template or if it refuses or fails."""
+        if self._template is None:
             raise InvalidArgumentError("messages cannot be used: this model has no chat template")
-        try:
-            return self._pretrained.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                **{"add_generation_prompt": True, **parameters},
-            )
-        except Exception as error:  # a template may raise anything on a chat that does not fit it
-            raise InvalidArgumentError(
-                f"messages do not fit the model's chat template: {str(error)[:300]}"
-            ) from None
+        return self._template.render(messages, parameters)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of ``ids``; unknown ones decode to nothing."""

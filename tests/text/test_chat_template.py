@@ -1,0 +1,80 @@
+"""Chat templates render as transformers renders them, in a sandbox of their own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jitney.errors import InvalidArgumentError
+from jitney.text.chat_template import ChatTemplate
+from transformers import AutoTokenizer
+
+from tests.text.tiny_tokenizers import save
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "You drive a bus."},
+    {"role": "user", "content": 'Where to? <&> "ä"'},
+    {"role": "assistant", "content": "Downtown.", "reasoning": "It is late."},
+    {"role": "user", "content": "Go."},
+]
+
+TEMPLATES = {
+    "blocks": """
+{%- for message in messages %}
+    {% if message.role == 'system' %}
+[{{ message['content'] | trim }}]
+    {% else %}
+{{ loop.index }} {{ message.role }}: {{ message.content }}
+    {% endif %}
+{%- endfor %}
+{% if add_generation_prompt %}assistant:{% endif %}
+""",
+    "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ 'ä' | tojson }}",
+    "namespace": """{% set ns = namespace(seen=0, last='') %}
+{%- for message in messages %}{% set ns.seen = ns.seen + 1 %}{% set ns.last = message.role %}
+{%- endfor %}{{ ns.seen }} {{ ns.last }}""",
+    "generation": """{% for message in messages %}{% if message.role == 'assistant' %}
+{% generation %}<{{ message.content }}>{% endgeneration %}
+{% else %}{{ message.content }}{% endif %}{% endfor %}""",
+    "loop controls": "{% for m in messages %}{% if m.role == 'assistant' %}{% break %}{% endif %}"
+    "{{ m.content }}{% endfor %}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }};{% endfor %}",
+    "special tokens": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ tools is none }}",
+    "macro": "{% macro say(m) %}<{{ m.role }}>{% endmacro %}{{ say(messages[0]) }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("prompts", [True, False])
+def test_renders_as_transformers_does(tmp_path: Path, name: str, prompts: bool) -> None:
+    folder = save("byte_level", tmp_path, chat_template=TEMPLATES[name])
+    oracle = AutoTokenizer.from_pretrained(str(folder))
+    wanted = oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompts)
+    template = ChatTemplate(TEMPLATES[name], oracle.special_tokens_map)
+    assert template.render(CHAT, {"add_generation_prompt": prompts}) == wanted
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{% set ns = namespace(__init__=1) %}{{ ns }}",
+        "{% set ns = namespace(a=1) %}{% set ns.__class__ = 1 %}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ raise_exception('no systems') }}",
+        "{% for %}",
+    ],
+)
+def test_a_template_that_must_not_or_cannot_run_refuses_the_chat(source: str) -> None:
+    chat = [dict(message) for message in CHAT]
+    with pytest.raises(InvalidArgumentError, match="do not fit the model's chat template"):
+        ChatTemplate(source, {}).render(chat, {})
+    assert chat == CHAT
+
+
+def test_python_s_own_attributes_are_not_there() -> None:
+    assert ChatTemplate("<{{ ''.__class__ }}{{ messages.__len__ }}>", {}).render(CHAT, {}) == "<>"
+
+
+def test_a_day_for_the_template() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(CHAT, {}).startswith("20")
