@@ -17,6 +17,8 @@ from jitney.messages import (
     Finish,
     Finished,
     PromptLogprobs,
+    StepReport,
+    StepStats,
     Submit,
     Tokens,
 )
@@ -143,8 +145,10 @@ def test_tokens_survive_random_deaths(eviction: str, caching: bool, seed: int) -
         house.send(submit)
     house.drain()
     for submit in submits:
-        if isinstance(house.ends[submit.key], Failed):  # it can never fit beside its own sequences
-            assert eviction == "never"
+        end = house.ends[submit.key]
+        if isinstance(end, Failed):  # it can never fit beside its own sequences
+            assert (eviction, end.code) == ("never", "INVALID_ARGUMENT")
+            assert (submit.key, 0) not in house.streams
             continue
         assert isinstance(house.ends[submit.key], Finished)
         for index in range(submit.params.n):
@@ -210,6 +214,43 @@ def test_a_deadline_goes_on_running() -> None:
     assert house.reasons[0, 0] == "deadline"
     timing = house.ends[0].timing  # type: ignore[union-attr]
     assert timing.first_token_s == pytest.approx(0.01)
+
+
+def test_what_no_engine_has_ends_at_its_deadline() -> None:
+    """While the engine is down, with what there is; a cancel is answered then, too."""
+    house = Mortal()
+    for key, deadline in ((0, 0.5), (1, 0.5), (2, None), (3, None)):
+        house.send(submit_of(key, n=2 if key == 0 else 1, max_tokens=100, deadline=deadline))
+        if key == 0:
+            house.step()
+    assert house.journal.crashed([]) == []
+    assert house.journal.expire(0.4) == []
+    house.send(Cancel(2))
+    for event in house.journal.expire(0.6):
+        house.take(event)
+    assert isinstance(house.ends[0], Finished)
+    assert house.reasons == {(0, 0): "deadline", (0, 1): "deadline"}
+    end = house.ends[1]
+    assert isinstance(end, Failed)
+    assert end.code == "DEADLINE_EXCEEDED"
+    assert house.ends[2] == Cancelled(2)
+    assert [message.key for message in house.journal.due()] == [3]
+
+
+def test_a_fault_of_decoding_alone_is_found_too() -> None:
+    """The first token of a resumed request comes from its prefill: it always gets one further."""
+    journal = Journal()
+    journal.take(submit_of(0, max_tokens=1000), True)
+    failed: list[Failed] = []
+    for length in range(3, 20):
+        tokens = Tokens(key=0, index=0, ids=[7])
+        journal.read(StepReport([tokens], StepStats()), 1.0)
+        failed = journal.crashed([Span(0, 0, length, length + 1)])
+        if failed:
+            break
+        assert len(journal.due()) == 1
+    assert [one.key for one in failed] == [0]
+    assert length < 8
 
 
 def test_accepted_requests_pass_by_the_queue_s_limit() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from jitney.config import make_config
 from jitney.engine.supervisor import EngineProcess
@@ -45,14 +46,17 @@ class Front:
         self._thread.start()
         return self
 
-    def submit(self, *prompt: int, max_tokens: int = 8) -> int:
+    def make(self, *prompt: int, max_tokens: int = 8, **more: Any) -> Submit:
         key = next(self._keys)
         params = SamplingParams(max_tokens=max_tokens, seed=key)
-        self.submits[key] = Submit(
-            key=key, prompt=list(prompt), params=params, arrival=time.monotonic()
-        )
-        self.engine.send(self.submits[key])
-        return key
+        now = time.monotonic()
+        self.submits[key] = Submit(key=key, prompt=list(prompt), params=params, arrival=now, **more)
+        return self.submits[key]
+
+    def submit(self, *prompt: int, **more: Any) -> int:
+        submit = self.make(*prompt, **more)
+        self.engine.send(submit)
+        return submit.key
 
     def read_until(self, holds: Callable[[], bool]) -> None:
         """Take reports until ``holds()``."""
@@ -148,6 +152,31 @@ def test_who_kills_every_engine_is_failed_and_nobody_else(
     assert front.engine.health.restarts == {"killed": 4}, "twice among others, twice alone"
 
 
+def test_two_who_kill_are_failed_one_by_one_and_nobody_else(
+    make_front: Callable[..., Front],
+) -> None:
+    """Six deaths in a row without a completed step are no reason to give the others up."""
+    front = make_front()
+    front.engine.send(front.make(KILLS))
+    front.engine.send(front.make(3, KILLS))
+    others = [front.submit(key, max_tokens=100) for key in range(4)]
+    front.finish(*others)
+    front.read_until(lambda: {0, 1} <= front.ends.keys())
+    assert all(isinstance(front.ends[key], Failed) for key in (0, 1))
+
+
+def test_the_nursery_may_die_too(make_front: Callable[..., Front]) -> None:
+    front = make_front()
+    key = front.submit(1, max_tokens=300)
+    front.read_until(lambda: front.has(key, 20))
+    engine = psutil.Process(front.engine.pid)
+    parent = engine.parent()
+    assert parent is not None
+    parent.kill()
+    front.finish(key)
+    assert front.engine.health.restarts == {"killed": 1}
+
+
 def test_the_watchdog_ends_an_engine_that_hangs(make_front: Callable[..., Front]) -> None:
     front = make_front(watchdog_s=2.0)
     other = front.submit(1, max_tokens=100)
@@ -181,6 +210,9 @@ def test_a_load_that_fails_says_why() -> None:
         EngineProcess(make_config({"model": "broken"}), LOADER).start()
     with pytest.raises(LoadError, match="killed by signal 9"):
         EngineProcess(make_config({"model": "dies"}), LOADER).start()
+    with pytest.raises(LoadError, match="exit status 1"):
+        EngineProcess(make_config({"model": "fine"}), "no.such.module:load").start()
+    assert not psutil.Process().children()
 
 
 def test_an_engine_that_does_not_come_back(make_front: Callable[..., Front]) -> None:
@@ -197,6 +229,7 @@ def test_an_engine_that_does_not_come_back(make_front: Callable[..., Front]) -> 
     with pytest.raises(UnavailableError, match="being started again"):
         front.submit(2)
     assert not front.engine.health.up
+    assert front.engine.health.restarts == {"killed": 1}
     front.engine.config = good
     front.read_until(lambda: front.engine.health.up)
     front.finish(front.submit(2))

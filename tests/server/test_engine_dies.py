@@ -27,13 +27,14 @@ def engine_of(server: TritonServer, model: str) -> psutil.Process | None:
 
 
 def kill_engine(server: TritonServer, model: str) -> None:
-    """Wait until it is up and has made a few steps, and kill it."""
+    """Wait until it is up and has made a few steps, kill it, and wait until that is noticed."""
+    before = restarts(server)
     wait_until(lambda: metric(server.metrics_url, "jitney_engine_up", model=model) == 1, 60)
-    time.sleep(0.5)
+    time.sleep(0.4)
     engine = engine_of(server, model)
     assert engine is not None
     engine.kill()
-    wait_until(lambda: metric(server.metrics_url, "jitney_engine_up", model=model) == 0, 60)
+    wait_until(lambda: restarts(server) > before, 60)
 
 
 def restarts(server: TritonServer) -> float:

@@ -94,8 +94,10 @@ class Request:
     def timing(self, now: float) -> Timing:
         """Seconds since arrival, for the terminal event at ``now``."""
         arrival = self.message.arrival
+        # A resumed request is scheduled anew, long after its first token perhaps.
+        scheduled = [at for at in (self.first_scheduled, self.first_token) if at is not None]
         return Timing(
-            queue_s=None if self.first_scheduled is None else self.first_scheduled - arrival,
+            queue_s=min(scheduled) - arrival if scheduled else None,
             first_token_s=None if self.first_token is None else self.first_token - arrival,
             total_s=now - arrival,
             cached_prompt_tokens=self.cached_prompt_tokens,

@@ -3,7 +3,8 @@
 From it an engine that has died is replaced: :meth:`Journal.due` gives the messages that bring a new
 one to where the old one was. It also finds the request that ends engines. A request is under
 suspicion if two engines died while computing the same tokens of it. It is then sent to the next
-engine alone, all others waiting, until it emits a token; if two engines die of it so, it is failed.
+engine alone, all others waiting, until it has emitted some tokens; if two engines die of it so, it
+is failed.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
@@ -13,22 +14,29 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jitney.engine.wire import Span
-from jitney.errors import InternalError, JitneyError
+from jitney.errors import DeadlineExceededError, InternalError, JitneyError
 from jitney.messages import (
     TERMINAL,
     Cancel,
+    Cancelled,
     Emitted,
+    Event,
     Failed,
     Finish,
+    Finished,
     Message,
     Resume,
     StepReport,
     Submit,
+    Timing,
     Tokens,
 )
 
 SUSPECT_DEATHS = 2
 FATAL_DEATHS_ALONE = 2
+PROOF_TOKENS = 2
+"""So many tokens prove a request innocent. One does not: a fault of decoding alone lets the first
+token of a resumed request through, which its prefill makes."""
 
 
 @dataclass(slots=True)
@@ -52,17 +60,40 @@ class _Entry:
     deaths: int = 0
     """Engines that died at the same tokens of it, without a new one since."""
     deaths_alone: int = 0
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has emitted a token."""
-        return self.first_token is not None
+    tokens_since_death: int = 0
 
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
         emitted = [Emitted(one.ids, one.cumulative_logprob, one.ended) for one in self.sequences]
-        resume = Resume(sequences=emitted if self.begun else [], first_token=self.first_token)
+        begun = self.first_token is not None
+        resume = Resume(sequences=emitted if begun else [], first_token=self.first_token)
         return [msgspec.structs.replace(self.submit, resume=resume), *self.later]
+
+    def end_by_deadline(self, first_token: float, now: float) -> list[Event]:
+        """The events that end it with what it has."""
+        logprobs = self.submit.params.logprobs is not None
+        events: list[Event] = [
+            Tokens(
+                key=self.submit.key,
+                index=index,
+                ids=[],
+                logprobs=[] if logprobs else None,
+                cumulative_logprob=sequence.cumulative_logprob if logprobs else None,
+                finish_reason="deadline",
+            )
+            for index, sequence in enumerate(self.sequences)
+            if not sequence.ended
+        ]
+        arrival = self.submit.arrival
+        timing = Timing(
+            queue_s=None,
+            first_token_s=first_token - arrival,
+            total_s=now - arrival,
+            cached_prompt_tokens=0,
+            computed_prompt_tokens=len(self.submit.prompt),
+            preemptions=0,
+        )
+        return [*events, Finished(self.submit.key, timing)]
 
 
 class Journal:
@@ -76,6 +107,11 @@ class Journal:
     def __len__(self) -> int:
         """Open requests."""
         return len(self._open)
+
+    @property
+    def num_held(self) -> int:
+        """Open requests that the engine does not have."""
+        return len(self._held)
 
     def take(self, message: Message, engine_is_up: bool) -> bool:
         """Note a message for the engine. Whether it is to be sent now."""
@@ -107,8 +143,10 @@ class Journal:
                     sequence.cumulative_logprob = event.cumulative_logprob
                 if event.ids:
                     entry.first_token = entry.first_token or now
-                    entry.deaths = entry.deaths_alone = 0
-                    self._clear(event.key)
+                    entry.tokens_since_death += len(event.ids)
+                    if entry.tokens_since_death >= PROOF_TOKENS:
+                        entry.deaths = entry.deaths_alone = 0
+                        self._clear(event.key)
 
     def crashed(self, rows: list[Span]) -> list[Failed]:
         """The engine has died, maybe while it computed ``rows``. The requests that this ends."""
@@ -120,9 +158,11 @@ class Journal:
             entry = self._open.get(key)
             if entry is None:
                 continue
-            same = any(_overlap(one, other) for one in spans for other in entry.died_at)
+            new = entry.tokens_since_death
+            same = any(_overlap(one, other, new) for one in spans for other in entry.died_at)
             entry.deaths = entry.deaths + 1 if same else 1
             entry.died_at = spans
+            entry.tokens_since_death = 0
             if key == self._alone:
                 entry.deaths_alone = entry.deaths_alone + 1 if same else 1
                 if entry.deaths_alone == FATAL_DEATHS_ALONE:
@@ -132,12 +172,30 @@ class Journal:
         self._alone = self._next_suspect()
         return failed
 
+    def expire(self, now: float) -> list[Event]:
+        """End the requests that the engine does not have and whose deadline is reached, or that
+        were cancelled."""
+        events: list[Event] = []
+        for key in list(self._held):
+            entry = self._open[key]
+            deadline = entry.submit.deadline
+            if any(isinstance(message, Cancel) for message in entry.later):
+                events.append(Cancelled(key))
+            elif deadline is None or deadline > now:
+                continue
+            elif entry.first_token is None:
+                error = DeadlineExceededError("the deadline passed before the first token")
+                events.append(Failed(key, error.code, str(error)))
+            else:
+                events += entry.end_by_deadline(entry.first_token, now)
+            del self._held[key], self._open[key]
+            self._clear(key)
+        return events
+
     def due(self) -> list[Message]:
         """The messages to send now: of what the engine lacks and may have."""
-        if self._alone is None:
-            keys = list(self._held)
-        else:
-            keys = [key for key in (self._alone,) if key in self._held]
+        keys = list(self._held) if self._alone is None else [self._alone]
+        keys = [key for key in keys if key in self._held]
         for key in keys:
             del self._held[key]
         return [message for key in keys for message in self._open[key].messages()]
@@ -164,8 +222,10 @@ class Journal:
         return next(suspected, None)
 
 
-def _overlap(one: Span, other: Span) -> bool:
-    return one.index == other.index and one.start < other.end and other.start < one.end
+def _overlap(one: Span, other: Span, new_tokens: int) -> bool:
+    """Whether both are of the same tokens, those made between them counted in."""
+    same = one.start < other.end + new_tokens and other.start < one.end + new_tokens
+    return one.index == other.index and same
 
 
 def _fatal(entry: _Entry) -> str:

@@ -2,8 +2,8 @@
 
 :mod:`jitney.engine.supervisor` starts a *nursery*, ``python -m jitney.engine.process FD LOADER``,
 which imports the loader's module, seconds of work, and then forks an engine whenever a socket comes
-through FD: so a new engine has only the model to load. Nothing here may start a thread or touch a
-device before the fork.
+through FD: so a new engine has only the model to load. Nothing of ours may start a thread or touch
+a device before the fork. (NumPy's OpenBLAS has threads by then, and sees to them in a fork.)
 
 The nursery ends when the other end of FD closes, an engine when that of its socket does: whoever
 kills the front ends them too.
@@ -21,6 +21,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 from jitney.config import EngineConfig
 from jitney.engine.engine import Engine, Runner
@@ -61,11 +64,23 @@ def nurse(descriptor: int, loader: str) -> int:
             pid = os.fork()
             if pid == 0:
                 control.close()
-                os._exit(serve(sockets[0], load))
+                _serve_and_exit(sockets[0], load)
             os.close(sockets[0])
             control.sendall(NUMBER.pack(pid))
             _, status = os.waitpid(pid, 0)
             control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+
+
+def _serve_and_exit(descriptor: int, load: Loader) -> NoReturn:
+    """In the forked process: nothing of the nursery's may run when it ends."""
+    status = 1
+    try:
+        os.set_inheritable(descriptor, False)
+        status = serve(descriptor, load)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def serve(descriptor: int, load: Loader) -> int:
@@ -73,7 +88,7 @@ def serve(descriptor: int, load: Loader) -> int:
     _die_with_parent()
     frames: Frames[Down] = Frames(socket.socket(fileno=descriptor), Down)
     with contextlib.suppress(OSError):
-        _write("/proc/self/oom_score_adj", str(_OOM_SCORE))
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
     _log_to(frames)
     start = frames.receive()
     assert isinstance(start, Start)
@@ -84,9 +99,6 @@ def serve(descriptor: int, load: Loader) -> int:
         return 1
     except MemoryError:
         frames.send(Refused(LoadError.__name__, "the model does not fit into memory"))
-        return 1
-    except Exception:
-        traceback.print_exc()
         return 1
 
     def tell(batches: list[Batch]) -> None:
@@ -99,7 +111,7 @@ def serve(descriptor: int, load: Loader) -> int:
     frames.send(Ready(runner.info, tokenizer))
     threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()
     try:
-        engine.run(_Outbox(frames))
+        engine.run(SimpleNamespace(put=frames.send))
     except DeviceLostError:
         _log.exception("the device is lost")
         return DEVICE_LOST
@@ -107,13 +119,6 @@ def serve(descriptor: int, load: Loader) -> int:
         _log.exception("the engine has died")
         return 1
     return 0
-
-
-class _Outbox:
-    """Sends reports. Waits while the front is behind by more than a socket's buffer."""
-
-    def __init__(self, frames: Frames[Down]) -> None:
-        self.put = frames.send
 
 
 def _read(frames: Frames[Down], engine: Engine) -> None:
@@ -127,7 +132,8 @@ def _read(frames: Frames[Down], engine: Engine) -> None:
         frames.receive()
     except EOFError:
         pass
-    os._exit(0)
+    finally:
+        os._exit(0)
 
 
 def _die_with_parent() -> None:
@@ -155,11 +161,6 @@ class _FrontLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
             self._frames.send(Logged(record.name, record.levelno, self.format(record)))
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="ascii") as file:
-        file.write(text)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ as UNAVAILABLE; further ones are refused until a later attempt has succeeded.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
+import select
 import shutil
 import signal
 import socket
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,8 +44,8 @@ from jitney.engine.wire import (
     Stop,
     Up,
 )
-from jitney.errors import JitneyError, LoadError, UnavailableError
-from jitney.messages import Failed, Message, ModelInfo, StepReport, StepStats, Submit
+from jitney.errors import LoadError, UnavailableError
+from jitney.messages import Event, Message, ModelInfo, StepReport, StepStats, Submit
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ _STOP_S = 4.0
 """Seconds that an engine has to end after :meth:`EngineProcess.stop`."""
 _MOST_DEATHS = 5
 _DEATHS_WITHIN_S = 60.0
-_LONGEST_BACKOFF_S = 30.0
+_BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 
 class EngineProcess:
@@ -71,14 +73,15 @@ class EngineProcess:
     ) -> None:
         self.config = config
         self.health = Health(up=False)
-        self._nursery = _Nursery(loader)
+        self._stopped = threading.Event()
+        self._nursery = _Nursery(loader, self._stopped)
         self._clock = clock
         self._lock = threading.Lock()  # the journal, the connection, and who may be refused
         self._journal = Journal()
         self._connection: _Connection | None = None
         self._refusal: str | None = None
         self._stop_by: float | None = None
-        self._stopped = threading.Event()
+        self._outbox: Outbox = queue.SimpleQueue()  # the caller's, once it runs
         self._rows: list[Span] = []  # of the step that the engine is in
         self._stats = StepStats()
         self._busy_since = 0.0  # when the journal's first request came
@@ -118,6 +121,12 @@ class EngineProcess:
         with self._lock:
             if self._refusal is not None and isinstance(message, Submit):
                 raise UnavailableError(self._refusal)
+            most = self.config.max_queued + self.config.max_num_seqs
+            if isinstance(message, Submit) and self._journal.num_held >= most:
+                raise UnavailableError(
+                    f"the queue is full: {most:,} requests wait for the engine's start "
+                    f"(max_queued {self.config.max_queued:,})"
+                )
             if not self._journal:
                 self._busy_since = self._clock()
             if self._journal.take(message, self.health.up) and self._connection is not None:
@@ -137,69 +146,78 @@ class EngineProcess:
     def run(self, outbox: Outbox) -> None:
         """Hand the engine's reports to ``outbox``, and replace the engine whenever it dies, until
         :meth:`stop`. On return every submitted request has had its terminal event."""
+        self._outbox = outbox
         try:
-            while (cause := self._read(outbox)) is not None:
-                self._replace(cause, outbox)
+            while (cause := self._read()) is not None:
+                self._replace(cause)
         finally:
-            with self._lock:
-                self._refusal = self._refusal or "the engine has stopped"
+            try:
                 self.health.up = False
-                error = UnavailableError(self._refusal)
-                failed = self._journal.end_all(error)
-            self._report(failed, outbox)
-            self.kill()
+                self._give_up("the engine has stopped")
+            finally:
+                self.kill()
 
-    def _read(self, outbox: Outbox) -> str | None:
+    def _read(self) -> str | None:
         """Hand reports on until the engine ends. Its cause; None if it was told to stop."""
         connection = self._connection
         if connection is None:
             return None
         heard = self._clock()
-        hung = False
+        killed = hung = False
         while True:
             try:
-                message = connection.frames.receive(_TICK_S)
+                message = self._receive(connection)
             except EOFError:
                 break
             now = self._clock()
             if message is not None or not self._journal:
                 heard = now
-            waited = now - max(heard, self._busy_since)
-            if self._stop_by is not None and now > self._stop_by:
+            elif killed:
+                break  # all that it has sent is read
+            late = now - max(heard, self._busy_since) > self.config.watchdog_s
+            if late or (self._stop_by is not None and now > self._stop_by):
+                killed, hung = True, late
                 connection.kill()
-            elif waited > self.config.watchdog_s:
-                hung = True
-                connection.kill()
-            match message:
-                case StepBegun():
-                    self._rows = message.rows
-                case StepReport():
-                    self._take_report(message, outbox)
-                case Logged():
-                    logging.getLogger(message.logger).log(message.level, "%s", message.text)
+            if isinstance(message, StepBegun):
+                self._rows = message.rows
+            elif isinstance(message, StepReport):
+                self._take_report(message)
         status = connection.close()
         if self._stop_by is not None:
             return None
         return "hung" if hung else _cause(status)
 
-    def _take_report(self, report: StepReport, outbox: Outbox) -> None:
+    def _receive(self, connection: "_Connection") -> Up | None:
+        """The next message, None after a while without one. Log records are logged. Meanwhile what
+        no engine has ends when its deadline comes."""
+        message = connection.frames.receive(_TICK_S)
+        with self._lock:
+            events = self._journal.expire(self._clock())
+        self._report(events)
+        if isinstance(message, Logged):
+            logging.getLogger(message.logger).log(message.level, "%s", message.text)
+        return message
+
+    def _take_report(self, report: StepReport) -> None:
         if report.stats.batch_sequences:
             self._idle_deaths.clear()
+        if not self.info.overlap:  # else the next step is in flight
+            self._rows = []
         self._stats = report.stats
         with self._lock:
             self._journal.read(report, self._clock())
             for message in self._journal.due():  # a suspect was cleared: the others' turn
                 if self._connection is not None:
                     self._connection.send(message)
-        outbox.put(report)
+        self._outbox.put(report)
 
-    def _report(self, failed: list[Failed], outbox: Outbox) -> None:
-        if failed:
-            outbox.put(StepReport(list(failed), self._stats))
+    def _report(self, events: Sequence[Event]) -> None:
+        if events:
+            self._outbox.put(StepReport(list(events), self._stats))
 
     # ------------------------------------------------------------------ another engine
 
-    def _replace(self, cause: str, outbox: Outbox) -> None:
+    def _replace(self, cause: str) -> None:
         """Start an engine in place of one that has died, and send it all open requests."""
         began = self._clock()
         with self._lock:
@@ -208,36 +226,32 @@ class EngineProcess:
             failed = self._journal.crashed(self._rows)
             self._rows = []
         self.health.restarts[cause] += 1
-        self._report(failed, outbox)
-        self._idle_deaths.append(began)
+        self._report(failed)
         recent = [at for at in self._idle_deaths if at > began - _DEATHS_WITHIN_S]
-        self._idle_deaths = recent
-        attempt = 0
-        while not self._stopped.is_set():
-            if len(recent) >= _MOST_DEATHS or attempt:
-                self._give_up("the engine does not stay up; it is being started again", outbox)
-                pause = min(2.0**attempt, _LONGEST_BACKOFF_S)
-                if self._stopped.wait(pause):
+        self._idle_deaths = [] if failed else [*recent, began]  # who was at fault is gone
+        for attempt in itertools.count():
+            if len(self._idle_deaths) >= _MOST_DEATHS or attempt:
+                self._give_up("the engine does not stay up; it is being started again")
+                if self._stopped.wait(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]):
                     return
             try:
                 self._connect()
-            except (JitneyError, OSError) as error:
-                attempt += 1
-                self.health.restarts["failed"] += 1
-                _log.error("the engine could not be started again: %s", error)
+            except Exception as error:
+                if self._stopped.is_set():
+                    return
+                _log.error("the engine could not be started again: %r", error)
                 continue
-            break
-        seconds = self._clock() - began
-        _log.warning(
-            "the engine ended (%s) and is up again after %.1f s; %d requests go on",
-            cause, seconds, len(self._journal),
-        )  # fmt: skip
+            seconds, left = self._clock() - began, len(self._journal)
+            again = "the engine ended (%s) and is up again after %.1f s; %d requests go on"
+            _log.warning(again, cause, seconds, left)
+            return
 
-    def _give_up(self, reason: str, outbox: Outbox) -> None:
+    def _give_up(self, reason: str) -> None:
+        """Refuse requests and end the open ones as UNAVAILABLE."""
         with self._lock:
             self._refusal = self._refusal or reason
-            failed = self._journal.end_all(UnavailableError(reason))
-        self._report(failed, outbox)
+            failed = self._journal.end_all(UnavailableError(self._refusal))
+        self._report(failed)
 
     def _connect(self) -> Ready:
         """Start a process and wait until it has loaded the model; then send it what is open.
@@ -264,19 +278,16 @@ class EngineProcess:
     def _wait_until_loaded(self, connection: "_Connection") -> Ready:
         while not self._stopped.is_set():
             try:
-                message = connection.frames.receive(_TICK_S)
+                message = self._receive(connection)
             except EOFError:
                 status = connection.close()
                 raise LoadError(
                     f"the engine's process ended while it loaded the model ({_describe(status)})"
                 ) from None
-            match message:
-                case Ready():
-                    return message
-                case Refused():
-                    raise getattr(errors, message.kind)(message.message)
-                case Logged():
-                    logging.getLogger(message.logger).log(message.level, "%s", message.text)
+            if isinstance(message, Ready):
+                return message
+            if isinstance(message, Refused):
+                raise getattr(errors, message.kind)(message.message)
         raise LoadError("the model is being unloaded")
 
 
@@ -284,8 +295,10 @@ class _Nursery:
     """The process that engines are forked from. Started when it is first needed, and again when it
     has died."""
 
-    def __init__(self, loader: str) -> None:
+    def __init__(self, loader: str, stopped: threading.Event) -> None:
+        """Once ``stopped`` is set, nothing waits for it any more: it is killed."""
         self._loader = loader
+        self._stopped = stopped
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         # The kernel ends it with the thread that started it: so that is one that stays.
@@ -298,7 +311,11 @@ class _Nursery:
         assert self._control is not None
         ours, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            try:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            except OSError:  # it has just died
+                self._start()
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
             return self._receive() or 0, ours
 
     def wait(self) -> int:
@@ -330,6 +347,8 @@ class _Nursery:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         # Else asking torch whether there is a GPU would begin to use it, which no fork survives.
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        # Who stops a server signals all its processes; but the front decides when its engine ends.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         module = "jitney.engine.process"
         return subprocess.Popen(
             [_python(), "-X", "faulthandler", "-m", module, str(descriptor), self._loader],
@@ -341,7 +360,16 @@ class _Nursery:
     def _receive(self) -> int | None:
         """A number from it; None if it has died."""
         assert self._control is not None
-        data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
+        assert self._process is not None
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        while not poll.poll(1000 * _TICK_S):
+            if self._stopped.is_set():
+                self._process.kill()
+        try:
+            data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
+        except ConnectionResetError:  # it died before it read what it was asked
+            return None
         return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
 
 
@@ -353,14 +381,19 @@ class _Connection:
         self._nursery = nursery
         self.pid, ours = nursery.fork()
         self.frames: Frames[Up] = Frames(ours, Up)
-        self._outgoing: queue.SimpleQueue[Down | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._status: int | None = None  # once it has ended
-        self.send(Start(config))
-        threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True).start()
+        try:
+            self.send(Start(config))
+            writer = threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True)
+            writer.start()
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, message: Down) -> None:
         """Queue a message. Never blocks."""
-        self._outgoing.put(message)
+        self._outgoing.put(self.frames.pack(message))
 
     def kill(self) -> None:
         """End the process now. What it has sent can still be received."""
@@ -379,8 +412,8 @@ class _Connection:
 
     def _write(self) -> None:
         try:
-            while (message := self._outgoing.get()) is not None:
-                self.frames.send(message)
+            while (frame := self._outgoing.get()) is not None:
+                self.frames.send_packed(frame)
         except OSError:
             pass  # it has died: whoever reads finds out
 

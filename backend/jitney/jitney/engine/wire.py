@@ -88,11 +88,19 @@ class Frames(Generic[T]):
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
 
-    def send(self, message: Down | Up) -> None:
-        """Send one message; waits while the other end is behind. Raises OSError if it is gone."""
+    def pack(self, message: Down | Up) -> bytes:
+        """The frame of a message, for :meth:`send_packed`."""
         data = self._encoder.encode(message)
+        return _LENGTH.pack(len(data)) + data
+
+    def send_packed(self, frame: bytes) -> None:
+        """Send a frame; waits while the other end is behind. Raises OSError if it is gone."""
         with self._sending:
-            self._end.sendall(_LENGTH.pack(len(data)) + data)
+            self._end.sendall(frame)
+
+    def send(self, message: Down | Up) -> None:
+        """Send one message, as :meth:`send_packed` does."""
+        self.send_packed(self.pack(message))
 
     def receive(self, timeout_s: float | None = None) -> T | None:
         """The next message; None if none has come in time. Raises EOFError if the other end is

@@ -121,7 +121,7 @@ class Metrics:
         """Note how often the engine was started again, and whether it is up."""
         with self._lock:
             self._up = health.up
-            for cause, count in health.restarts.items():
+            for cause, count in dict(health.restarts).items():
                 self._totals[RESTARTS, cause] = count
             self._totals["jitney_replayed_requests_total",] = health.replayed_requests
             self._totals["jitney_replayed_tokens_total",] = health.replayed_tokens

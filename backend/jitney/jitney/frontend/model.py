@@ -58,6 +58,10 @@ class TritonPythonModel:
         for request in requests:
             self._service.accept(request)
 
+    def is_ready(self) -> bool:
+        """Whether requests are served now; newer servers than 2.51 ask."""
+        return self._service.is_ready
+
     def finalize(self) -> None:
         """Stop the threads and give the memory back."""
         self._service.close()
@@ -96,13 +100,18 @@ def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
     from jitney.text.tokenizer import Tokenizer, TokenizerData
 
     engine = EngineProcess(config)
-    tokenizer = Tokenizer(msgspec.msgpack.decode(engine.start(), type=TokenizerData))
     labels = {
         "model": args["model_name"],
         "version": args["model_version"],
         "model_instance": args["model_instance_name"],
     }
-    return Service(engine, tokenizer, labels)
+    data = engine.start()
+    try:
+        tokenizer = Tokenizer(msgspec.msgpack.decode(data, type=TokenizerData))
+        return Service(engine, tokenizer, labels)
+    except BaseException:
+        engine.kill()
+        raise
 
 
 class _ServerLog(logging.Handler):

@@ -183,6 +183,11 @@ class Service:
 
     # ------------------------------------------------------------------ life
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken, and there is an engine for them."""
+        return self._closed is None and self._engine.health.up
+
     def drain(self, grace_s: float) -> None:
         """Refuse new requests from now on, and end what still runs in ``grace_s`` seconds."""
         self._closed = "the server is shutting down"
