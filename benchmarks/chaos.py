@@ -99,7 +99,7 @@ def _requests(seed: int) -> Iterator[tuple[int, list[int], dict[str, Any]]]:
     chance = random.Random(seed)
     key = 0
     while True:
-        prompt = [chance.randrange(10, 3000) for _ in range(chance.randint(16, 512))]
+        prompt = [chance.randrange(10, 3000) for _ in range(chance.randint(128, 704))]
         params = {
             "max_tokens": chance.randint(32, 256), "seed": key, "ignore_eos": True,
             **KINDS[key % len(KINDS)],
@@ -148,18 +148,22 @@ async def _kill(
 ) -> None:
     """Kill until it is enough, or a client has ended, which none should."""
     while len(run.kills) < kills:
-        await asyncio.sleep(chance.uniform(0.05, 0.5))
-        prefill = sum(not answer.times for answer in run.open.values())
-        if any(task.done() for task in clients):
-            return
-        if len(run.open) < LEAST_OPEN or 4 * prefill < len(run.open):
-            continue
+        await asyncio.sleep(chance.uniform(0.0, 1.0))
+        while not _is_busy(run):
+            if any(task.done() for task in clients):
+                return
+            await asyncio.sleep(0.01)
         with contextlib.suppress(psutil.NoSuchProcess):
             engine = _engine(server)
             if engine is None or time.time() - engine.create_time() < 2.5:  # it may still load
                 continue
             engine.kill()
             run.kills.append(time.monotonic())
+
+
+def _is_busy(run: Run) -> bool:
+    prefill = sum(not answer.times for answer in run.open.values())
+    return len(run.open) >= LEAST_OPEN and 4 * prefill >= len(run.open)
 
 
 def _engine(server: TritonServer) -> psutil.Process | None:
