@@ -212,7 +212,8 @@ def test_a_load_that_fails_says_why() -> None:
         EngineProcess(make_config({"model": "dies"}), LOADER).start()
     with pytest.raises(LoadError, match="exit status 1"):
         EngineProcess(make_config({"model": "fine"}), "no.such.module:load").start()
-    assert not psutil.Process().children()
+    ours = [each.cmdline() for each in psutil.Process().children()]
+    assert not [command for command in ours if LOADER in command], "a nursery is left"
 
 
 def test_an_engine_that_does_not_come_back(make_front: Callable[..., Front]) -> None:
