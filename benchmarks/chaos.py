@@ -16,7 +16,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = "pylm"
 STREAMS = 32
 LEAST_OPEN = 16
+BURST = 16
+"""Requests beside the streams that come just before a kill, so that some have no token yet."""
 LONGEST_PAUSE_S = 5.0
 LOGPROB_TOLERANCE = 1e-4
 
@@ -113,22 +115,32 @@ async def _run(server: TritonServer, kills: int, seed: int, most: int | None) ->
     run = Run()
     requests = _requests(seed)
 
+    async def one(client: grpc.InferenceServerClient) -> bool:
+        key, prompt, params = next(requests)
+        if most is not None and key >= most:
+            return False
+        run.open[key] = Answer()
+        await _ask(client, prompt, params, run.open[key])
+        run.answers[key] = run.open.pop(key)
+        return True
+
     async def work() -> None:
         async with grpc.InferenceServerClient(server.grpc_url) as client:
-            while not run.stopping:
-                key, prompt, params = next(requests)
-                if most is not None and key >= most:
-                    return
-                run.open[key] = Answer()
-                await _ask(client, prompt, params, run.open[key])
-                run.answers[key] = run.open.pop(key)
+            while not run.stopping and await one(client):
+                pass
+
+    async def burst() -> None:
+        async with grpc.InferenceServerClient(server.grpc_url) as client:
+            await asyncio.gather(*(one(client) for _ in range(BURST)))
 
     clients = [asyncio.create_task(work()) for _ in range(STREAMS)]
     watch = asyncio.create_task(_watch_readiness(server, run))
     if most is None:
-        await _kill(server, run, kills, random.Random(seed), clients)
+        await _kill(server, run, kills, random.Random(seed), burst)
         run.stopping = True
     await asyncio.gather(*clients)
+    while run.open:
+        await asyncio.sleep(0.1)
     watch.cancel()
     for answer in run.answers.values():
         for at in run.kills:
@@ -144,21 +156,27 @@ async def _kill(
     run: Run,
     kills: int,
     chance: random.Random,
-    clients: list["asyncio.Task[None]"],
+    burst: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
-    """Kill until it is enough, or a client has ended, which none should."""
-    while len(run.kills) < kills:
-        await asyncio.sleep(chance.uniform(0.0, 1.0))
-        while not _is_busy(run):
-            if any(task.done() for task in clients):
-                return
-            await asyncio.sleep(0.01)
+    bursts = []
+    for _ in range(10 * kills):
+        if len(run.kills) == kills:
+            break
+        await asyncio.sleep(chance.uniform(0.5, 1.5))
+        bursts.append(asyncio.create_task(burst()))
+        for _ in range(200):
+            await asyncio.sleep(0.005)
+            if _is_busy(run):
+                break
+        else:
+            continue
         with contextlib.suppress(psutil.NoSuchProcess):
             engine = _engine(server)
             if engine is None or time.time() - engine.create_time() < 2.5:  # it may still load
                 continue
             engine.kill()
             run.kills.append(time.monotonic())
+    await asyncio.gather(*bursts)
 
 
 def _is_busy(run: Run) -> bool:
