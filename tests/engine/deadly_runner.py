@@ -18,7 +18,9 @@ STEP_S = 0.002
 
 
 def load(config: EngineConfig) -> tuple[FakeRunner, bytes]:
-    """``model`` says what kind of load it is: ``fine``, ``broken`` or ``dies``."""
+    """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken`` or ``dies``."""
+    if config.model == "slow":
+        time.sleep(3)
     if config.model == "broken":
         raise CheckpointError("model.safetensors is truncated")
     if config.model == "dies":

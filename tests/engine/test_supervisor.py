@@ -205,6 +205,20 @@ def test_cancels_while_the_engine_is_down(make_front: Callable[..., Front]) -> N
     assert front.ends[key] == Cancelled(key)
 
 
+def test_the_queue_s_limit_holds_while_the_engine_is_down(make_front: Callable[..., Front]) -> None:
+    front = make_front(max_queued=2, max_num_seqs=1)
+    keys = [front.submit(1, max_tokens=100)]
+    front.read_until(lambda: front.has(0, 5))
+    config = make_config({"model": "slow", "block_size": 4, "max_queued": 2, "max_num_seqs": 1})
+    front.engine.config = config
+    front.kill()
+    front.read_until(lambda: not front.engine.health.up)
+    keys += [front.submit(2), front.submit(3)]
+    with pytest.raises(UnavailableError, match="the queue is full: 3 requests wait, and at most 2"):
+        front.submit(4)
+    front.finish(*keys)
+
+
 def test_a_load_that_fails_says_why() -> None:
     with pytest.raises(CheckpointError, match="is truncated"):
         EngineProcess(make_config({"model": "broken"}), LOADER).start()

@@ -58,7 +58,7 @@ CONFINED = {
     "typer": {"cli", "measure"},
     "matplotlib": {"measure", "report"},
 }
-HANDS_ENVIRONMENT_ON = ("server.", "measure.", "engine.supervisor")
+HANDS_ENVIRONMENT_ON = ("server.", "measure.", "engine.nursery")
 # The core decides from what it is given: no clock, no chance, no threads.
 FORBIDDEN_IN_CORE = {"time", "random", "secrets", "threading", "asyncio", "numpy", "os"}
 

@@ -52,6 +52,13 @@ class UnavailableError(JitneyError):
     code = "UNAVAILABLE"
     server_code = "UNAVAILABLE"
 
+    @classmethod
+    def of_queue(cls, waiting: int, most: int) -> "UnavailableError":
+        """The queue is full."""
+        return cls(
+            f"the queue is full: {waiting:,} requests wait, and at most {most:,} may (max_queued)"
+        )
+
 
 class DeadlineExceededError(JitneyError):
     """The deadline passed before the first token. The server has no code of that name."""

@@ -262,10 +262,7 @@ class Scheduler:
         if not held_up and waiting >= self.config.max_queued:
             waiting -= max(live.max_running - live.num_admitted, 0)
         if waiting >= self.config.max_queued:
-            raise UnavailableError(
-                f"the queue is full: {waiting:,} requests wait, and at most "
-                f"{self.config.max_queued:,} may (max_queued)"
-            )
+            raise UnavailableError.of_queue(waiting, self.config.max_queued)
 
 
 def _nothing_made(request: Request, deadline: float) -> DeadlineExceededError:

@@ -10,36 +10,24 @@ An engine that dies while loading, or too often without completing a step, ends 
 as UNAVAILABLE; further ones are refused until a later attempt has succeeded.
 """
 
-import contextlib
 import itertools
 import logging
-import os
 import queue
-import select
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from jitney import errors
 from jitney.config import EngineConfig
 from jitney.engine.engine import Health, Outbox
 from jitney.engine.journal import Journal
-from jitney.engine.process import DEVICE_LOST, NUMBER
+from jitney.engine.nursery import TICK_S, EngineConnection, Nursery
+from jitney.engine.process import DEVICE_LOST
 from jitney.engine.wire import (
-    Down,
-    Frames,
     Logged,
     Ready,
     Refused,
     Span,
-    Start,
     StepBegun,
     Stop,
     Up,
@@ -54,7 +42,6 @@ LOADER = "jitney.engine.assemble:load_for_front"
 CAUSES = ("killed", "device_lost", "failed", "hung")
 """Why an engine ended: by a signal, for want of its device, in another way, by the watchdog."""
 
-_TICK_S = 0.5
 _STOP_S = 4.0
 """Seconds that an engine has to end after :meth:`EngineProcess.stop`."""
 _MOST_DEATHS = 5
@@ -74,11 +61,11 @@ class EngineProcess:
         self.config = config
         self.health = Health(up=False)
         self._stopped = threading.Event()
-        self._nursery = _Nursery(loader, self._stopped)
+        self._nursery = Nursery(loader, self._stopped)
         self._clock = clock
         self._lock = threading.Lock()  # the journal, the connection, and who may be refused
         self._journal = Journal()
-        self._connection: _Connection | None = None
+        self._connection: EngineConnection | None = None
         self._refusal: str | None = None
         self._stop_by: float | None = None
         self._outbox: Outbox = queue.SimpleQueue()  # the caller's, once it runs
@@ -121,12 +108,9 @@ class EngineProcess:
         with self._lock:
             if self._refusal is not None and isinstance(message, Submit):
                 raise UnavailableError(self._refusal)
-            most = self.config.max_queued + self.config.max_num_seqs
-            if isinstance(message, Submit) and self._journal.num_held >= most:
-                raise UnavailableError(
-                    f"the queue is full: {most:,} requests wait for the engine's start "
-                    f"(max_queued {self.config.max_queued:,})"
-                )
+            waiting, most = self._journal.num_held, self.config.max_queued
+            if isinstance(message, Submit) and waiting >= most + self.config.max_num_seqs:
+                raise UnavailableError.of_queue(waiting, most)
             if not self._journal:
                 self._busy_since = self._clock()
             if self._journal.take(message, self.health.up) and self._connection is not None:
@@ -169,11 +153,11 @@ class EngineProcess:
                 message = self._receive(connection)
             except EOFError:
                 break
+            if message is None and killed:
+                break  # all that it has sent is read
             now = self._clock()
             if message is not None or not self._journal:
                 heard = now
-            elif killed:
-                break  # all that it has sent is read
             late = now - max(heard, self._busy_since) > self.config.watchdog_s
             if late or (self._stop_by is not None and now > self._stop_by):
                 killed, hung = True, late
@@ -187,10 +171,10 @@ class EngineProcess:
             return None
         return "hung" if hung else _cause(status)
 
-    def _receive(self, connection: "_Connection") -> Up | None:
+    def _receive(self, connection: EngineConnection) -> Up | None:
         """The next message, None after a while without one. Log records are logged. Meanwhile what
         no engine has ends when its deadline comes."""
-        message = connection.frames.receive(_TICK_S)
+        message = connection.frames.receive(TICK_S)
         with self._lock:
             events = self._journal.expire(self._clock())
         self._report(events)
@@ -256,7 +240,7 @@ class EngineProcess:
     def _connect(self) -> Ready:
         """Start a process and wait until it has loaded the model; then send it what is open.
         Raises LoadError."""
-        connection = _Connection(self._nursery, self.config)
+        connection = EngineConnection(self._nursery, self.config)
         try:
             ready = self._wait_until_loaded(connection)
         except BaseException:
@@ -275,7 +259,7 @@ class EngineProcess:
                 connection.send(Stop())
         return ready
 
-    def _wait_until_loaded(self, connection: "_Connection") -> Ready:
+    def _wait_until_loaded(self, connection: EngineConnection) -> Ready:
         while not self._stopped.is_set():
             try:
                 message = self._receive(connection)
@@ -289,145 +273,6 @@ class EngineProcess:
             if isinstance(message, Refused):
                 raise getattr(errors, message.kind)(message.message)
         raise LoadError("the model is being unloaded")
-
-
-class _Nursery:
-    """The process that engines are forked from. Started when it is first needed, and again when it
-    has died."""
-
-    def __init__(self, loader: str, stopped: threading.Event) -> None:
-        """Once ``stopped`` is set, nothing waits for it any more: it is killed."""
-        self._loader = loader
-        self._stopped = stopped
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        # The kernel ends it with the thread that started it: so that is one that stays.
-        self._starter = ThreadPoolExecutor(1, "jitney-nursery-starter")
-
-    def fork(self) -> tuple[int, socket.socket]:
-        """A new engine: its pid, 0 if it could not be had, and the socket to it."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        assert self._control is not None
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            except OSError:  # it has just died
-                self._start()
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            return self._receive() or 0, ours
-
-    def wait(self) -> int:
-        """Wait for the end of the engine that was forked last: its exit status."""
-        status = self._receive()
-        if status is not None:
-            return status
-        assert self._process is not None  # it died before its engine could be asked for
-        return self._process.wait()
-
-    def close(self) -> None:
-        """End it and wait until it has ended."""
-        if self._process is not None:
-            assert self._control is not None
-            self._control.close()
-            self._process.kill()
-            self._process.wait()
-        self._starter.shutdown(wait=False)
-
-    def _start(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._starter.submit(self._spawn, theirs.fileno()).result()
-
-    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        # Else asking torch whether there is a GPU would begin to use it, which no fork survives.
-        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        # Who stops a server signals all its processes; but the front decides when its engine ends.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-        module = "jitney.engine.process"
-        return subprocess.Popen(
-            [_python(), "-X", "faulthandler", "-m", module, str(descriptor), self._loader],
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-
-    def _receive(self) -> int | None:
-        """A number from it; None if it has died."""
-        assert self._control is not None
-        assert self._process is not None
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        while not poll.poll(1000 * _TICK_S):
-            if self._stopped.is_set():
-                self._process.kill()
-        try:
-            data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
-        except ConnectionResetError:  # it died before it read what it was asked
-            return None
-        return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
-
-
-class _Connection:
-    """An engine's process, the socket to it, and a thread that writes, because a process that hangs
-    must hold up nobody who sends."""
-
-    def __init__(self, nursery: _Nursery, config: EngineConfig) -> None:
-        self._nursery = nursery
-        self.pid, ours = nursery.fork()
-        self.frames: Frames[Up] = Frames(ours, Up)
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._status: int | None = None  # once it has ended
-        try:
-            self.send(Start(config))
-            writer = threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True)
-            writer.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def send(self, message: Down) -> None:
-        """Queue a message. Never blocks."""
-        self._outgoing.put(self.frames.pack(message))
-
-    def kill(self) -> None:
-        """End the process now. What it has sent can still be received."""
-        if self.pid and self._status is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def close(self) -> int:
-        """End the process, if it has not ended, and close the socket; its exit status."""
-        if self._status is None:
-            self.kill()
-            self._status = self._nursery.wait()
-            self._outgoing.put(None)
-            self.frames.close()
-        return self._status
-
-    def _write(self) -> None:
-        try:
-            while (frame := self._outgoing.get()) is not None:
-                self.frames.send_packed(frame)
-        except OSError:
-            pass  # it has died: whoever reads finds out
-
-
-def _python() -> str:
-    """The interpreter of this environment. The server's stub embeds one, so that
-    ``sys.executable`` need not be it."""
-    for path in (Path(sys.prefix, "bin", "python3"), Path(sys.executable)):
-        if path.name.startswith("python") and path.is_file():
-            return str(path)
-    found = shutil.which("python3")
-    if found is None:
-        raise LoadError("no Python interpreter was found to run the engine with")
-    return found
 
 
 def _cause(status: int) -> str:

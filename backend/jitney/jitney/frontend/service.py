@@ -1,4 +1,4 @@
-"""One model instance: the engine in its thread and the threads around it.
+"""One model instance: its engine, and the threads around it.
 
 Owns the life of the engine, the responder, the sweeper and the flushing of metrics, each in a
 :class:`~jitney.frontend.worker.Worker`. ``model.py`` calls :meth:`Service.accept` for
@@ -113,10 +113,7 @@ class Service:
         free = 0 if stats.waiting else max(self._config.max_num_seqs - stats.running, 0)
         waiting = stats.waiting + self._encoding
         if waiting >= self._config.max_queued + free:
-            raise UnavailableError(
-                f"the queue is full: {waiting:,} requests wait, and at most "
-                f"{self._config.max_queued:,} may (max_queued)"
-            )
+            raise UnavailableError.of_queue(waiting, self._config.max_queued)
         deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
         arrival = Arrival(next(self._keys), channel, now, deadline)
         self._responder.add(arrival)

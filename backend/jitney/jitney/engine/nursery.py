@@ -1,0 +1,165 @@
+"""The processes of an engine, as its front sees them: a nursery that forks them, and one of them.
+
+Used by the supervisor's thread; :meth:`EngineConnection.send` by any. What runs in these processes
+is in :mod:`jitney.engine.process`.
+"""
+
+import contextlib
+import os
+import queue
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jitney.config import EngineConfig
+from jitney.engine.process import NUMBER
+from jitney.engine.wire import Down, Frames, Start, Up
+from jitney.errors import LoadError
+
+TICK_S = 0.5
+"""Longest wait for a process before other things are looked at."""
+
+
+class Nursery:
+    """The process that engines are forked from. Started when it is first needed, and again when it
+    has died."""
+
+    def __init__(self, loader: str, stopped: threading.Event) -> None:
+        """Once ``stopped`` is set, nothing waits for it any more: it is killed."""
+        self._loader = loader
+        self._stopped = stopped
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        # The kernel ends it with the thread that started it: so that is one that stays.
+        self._starter = ThreadPoolExecutor(1, "jitney-nursery-starter")
+
+    def fork(self) -> tuple[int, socket.socket]:
+        """A new engine: its pid, 0 if it could not be had, and the socket to it."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            except OSError:  # it has just died
+                self._start()
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            return self._receive() or 0, ours
+
+    def wait(self) -> int:
+        """Wait for the end of the engine that was forked last: its exit status."""
+        status = self._receive()
+        if status is not None:
+            return status
+        assert self._process is not None  # it died before its engine could be asked for
+        return self._process.wait()
+
+    def close(self) -> None:
+        """End it and wait until it has ended."""
+        if self._process is not None:
+            assert self._control is not None
+            self._control.close()
+            self._process.kill()
+            self._process.wait()
+        self._starter.shutdown(wait=False)
+
+    def _start(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = self._starter.submit(self._spawn, theirs.fileno()).result()
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        # Else asking torch whether there is a GPU would begin to use it, which no fork survives.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        # Who stops a server signals all its processes; but the front decides when its engine ends.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        module = "jitney.engine.process"
+        return subprocess.Popen(
+            [_python(), "-X", "faulthandler", "-m", module, str(descriptor), self._loader],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+
+    def _receive(self) -> int | None:
+        """A number from it; None if it has died."""
+        assert self._control is not None
+        assert self._process is not None
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        while not poll.poll(1000 * TICK_S):
+            if self._stopped.is_set():
+                self._process.kill()
+        try:
+            data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
+        except ConnectionResetError:  # it died before it read what it was asked
+            return None
+        return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
+
+
+class EngineConnection:
+    """An engine's process, the socket to it, and a thread that writes, because a process that hangs
+    must hold up nobody who sends."""
+
+    def __init__(self, nursery: Nursery, config: EngineConfig) -> None:
+        self._nursery = nursery
+        self.pid, ours = nursery.fork()
+        self.frames: Frames[Up] = Frames(ours, Up)
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._status: int | None = None  # once it has ended
+        try:
+            self.send(Start(config))
+            writer = threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True)
+            writer.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: Down) -> None:
+        """Queue a message. Never blocks."""
+        self._outgoing.put(self.frames.pack(message))
+
+    def kill(self) -> None:
+        """End the process now. What it has sent can still be received."""
+        if self.pid and self._status is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> int:
+        """End the process, if it has not ended, and close the socket; its exit status."""
+        if self._status is None:
+            self.kill()
+            self._status = self._nursery.wait()
+            self._outgoing.put(None)
+            self.frames.close()
+        return self._status
+
+    def _write(self) -> None:
+        try:
+            while (frame := self._outgoing.get()) is not None:
+                self.frames.send_packed(frame)
+        except OSError:
+            pass  # it has died: whoever reads finds out
+
+
+def _python() -> str:
+    """The interpreter of this environment. The server's stub embeds one, so that
+    ``sys.executable`` need not be it."""
+    for path in (Path(sys.prefix, "bin", "python3"), Path(sys.executable)):
+        if path.name.startswith("python") and path.is_file():
+            return str(path)
+    found = shutil.which("python3")
+    if found is None:
+        raise LoadError("no Python interpreter was found to run the engine with")
+    return found
