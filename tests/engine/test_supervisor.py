@@ -250,6 +250,30 @@ def test_an_engine_that_does_not_come_back(make_front: Callable[..., Front]) -> 
     front.finish(front.submit(2))
 
 
+def test_five_deaths_without_a_step_are_enough(make_front: Callable[..., Front]) -> None:
+    """Requests are refused for a while then, and taken again once a later attempt has succeeded."""
+    front = make_front()
+    for deaths in range(1, 6):
+        front.read_until(lambda: front.engine.health.up)
+        front.kill()
+        front.read_until(lambda: front.engine.health.restarts["killed"] == deaths)  # noqa: B023
+    with pytest.raises(UnavailableError, match="does not stay up"):
+        for _ in range(100):
+            front.submit(1)
+            time.sleep(0.005)
+    front.read_until(lambda: front.engine.health.up)
+    front.finish(front.submit(2))
+
+
+def test_when_memory_is_short_the_engine_goes_before_its_front(
+    make_front: Callable[..., Front],
+) -> None:
+    def score(pid: int | str | None) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    assert score(make_front().engine.pid) > score("self")
+
+
 def test_stop_ends_what_is_open(make_front: Callable[..., Front]) -> None:
     front = make_front()
     key = front.submit(1, max_tokens=900)

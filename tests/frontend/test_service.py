@@ -44,6 +44,16 @@ def test_a_stream_delivers_every_token_in_order_and_ends_once(
     wait_until(house.idle)
 
 
+def test_it_is_ready_while_there_is_an_engine(pb: Any, make_house: Callable[..., House]) -> None:
+    house = make_house()
+    assert house.service.is_ready
+    house.engine.health.up = False
+    assert not house.service.is_ready
+    house.engine.health.up = True
+    house.service.close()
+    assert not house.service.is_ready
+
+
 def test_without_streaming_there_is_one_response(pb: Any, make_house: Callable[..., House]) -> None:
     house = make_house()
     request = pb.Request(
