@@ -150,7 +150,7 @@ class FakeRunner:
         self.violations: list[str] = []
         """What was asked of the runner that must never be: tests assert that there is none."""
         self._choose = choose
-        self._faults = faults
+        self.faults = faults
         self._step_seconds = step_seconds
         self._launch_faults = launch_faults
         self._device = device
@@ -167,8 +167,8 @@ class FakeRunner:
 
     def _execute(self, batch: Batch) -> StepOutput:
         self.batches += 1
-        if self._faults is not None:
-            self._faults(batch, False)
+        if self.faults is not None:
+            self.faults(batch, False)
         if self._step_seconds:
             time.sleep(self._step_seconds)
         size = self.info.block_size
@@ -177,8 +177,8 @@ class FakeRunner:
             self.memory[destination * size : (destination + 1) * size] = slots
         for row in batch.rows:
             self._write(row)
-        if self._faults is not None:
-            self._faults(batch, True)
+        if self.faults is not None:
+            self.faults(batch, True)
         return StepOutput([self._serve(row) for row in batch.rows])
 
     def _check(self, holds: bool, otherwise: str) -> None:

@@ -249,12 +249,13 @@ def command(options: argparse.Namespace, binary: Path, backends: Path, caches: P
 
 
 def children(pid: int) -> list[psutil.Process]:
-    """The models' processes: the live children of the server that are stubs."""
+    """The models' processes: the live children of the server that are stubs. One that is ending
+    has no command line any more, though it may not be called a zombie yet."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if child.status() != psutil.STATUS_ZOMBIE and _STUB in child.cmdline()[0]:
+                if child.status() != psutil.STATUS_ZOMBIE and _STUB in "".join(child.cmdline()[:1]):
                     found.append(child)
     return found
 
