@@ -1,10 +1,17 @@
-"""The offline class over a tiny model: the same engine as the server's, in this process."""
+"""The offline class over a tiny model: the same engine as the server's, in this process or in one
+of its own."""
 
+import itertools
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from jitney import LLM, SamplingParams
@@ -29,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **options: object) -> LLM:
-    """In f32 with the attention in plain torch: nothing to compile."""
-    plain = {"dtype": "float32", "device": "cpu", "attention": "reference"}
+    """In f32 with the attention in plain torch: nothing to compile, and no threads to wait for."""
+    plain = {"dtype": "float32", "device": "cpu", "attention": "reference", "threads": 1}
     return LLM(folder, **plain, kv_cache_bytes=8 << 20, **options)
 
 
@@ -178,7 +185,7 @@ def test_an_interrupt_aborts_what_is_open(llm: LLM, monkeypatch: pytest.MonkeyPa
         def interrupted(batch: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(llm._runner, "execute", interrupted)
+        patch.setattr(llm._engine.runner, "execute", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY, progress=False)
     with pytest.raises(InternalError, match="the engine was interrupted"):
@@ -206,3 +213,100 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         LLM(tmp_path)
     with pytest.raises(CheckpointError, match="neither a folder nor in the local hub cache"):
         LLM(tmp_path / "none")
+
+
+# ---------------------------------------------------------------- with the engine in a process
+
+
+@pytest.fixture(scope="module")
+def apart(folder: Path) -> Iterator[LLM]:
+    with load(folder, process=True, max_num_seqs=4) as llm:
+        yield llm
+
+
+def kill(llm: LLM) -> None:
+    pid = llm._engine.supervisor.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_killed_engine_changes_no_token(
+    llm: LLM, apart: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the midst of a stream, and of a call of ``generate``."""
+    params = [
+        SamplingParams(seed=i, n=1 + i % 2, max_tokens=100, ignore_eos=True, logprobs=i % 3 or None)
+        for i in range(12)
+    ]
+    wanted = llm.generate(PROMPTS, params, progress=False)
+    streamed = list(llm.stream("the bus", params[0]))
+    health, step = apart._engine.supervisor.health, apart._engine.step
+    stream = apart.stream("the bus", params[0])
+    pieces = [next(stream) for _ in range(3)]
+    kill(apart)
+    steps = itertools.count()
+
+    def deadly() -> object:
+        if next(steps) == 30:
+            kill(apart)
+        return step()
+
+    monkeypatch.setattr(apart._engine, "step", deadly)
+    results = apart.generate(PROMPTS, params, progress=False)
+    pieces += list(stream)
+    assert "".join(piece.text for piece in pieces) == "".join(each.text for each in streamed)
+    for one, other in zip(results, wanted, strict=True):
+        assert [each.ids for each in one.sequences] == [each.ids for each in other.sequences]
+        assert [each.text for each in one.sequences] == [each.text for each in other.sequences]
+        assert one.finish_reason == other.finish_reason
+    assert health.restarts == {"killed": 2}
+    assert health.replayed_requests > 0
+
+
+def test_an_interrupt_leaves_the_process_as_it_is(
+    llm: LLM, apart: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = apart.stream("the bus", GREEDY)
+    next(other)
+    with monkeypatch.context() as patch:
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(apart._engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            apart.generate(PROMPTS, GREEDY, progress=False)
+    with pytest.raises(InternalError, match="the engine was interrupted"):
+        list(other)
+    again = apart.generate(PROMPTS, GREEDY, progress=False)
+    assert again[0].ids == llm.generate(PROMPTS[0], GREEDY, progress=False)[0].ids
+
+
+def test_a_process_that_does_not_come_up_fails_requests_one_by_one(apart: LLM) -> None:
+    apart._engine.supervisor._give_up("the engine does not stay up")
+    results = apart.generate(PROMPTS, GREEDY, progress=False)
+    assert {result.error.code for result in results if result.error} == {"UNAVAILABLE"}
+    assert all(result.error for result in results)
+    apart._engine.supervisor._refusal = None
+
+
+SCRIPT = """
+import sys
+from jitney import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], process=True, device="cpu", attention="reference")
+print(llm.generate("the bus", SamplingParams(max_tokens=4), progress=False)[0].ids)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+print(llm._engine.supervisor.pid)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_closes_nothing_leaves_no_process(folder: Path) -> None:
+    """It imports no torch, and needs no ``if __name__ == "__main__"``."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    engine = int(done.stdout.split()[-1])
+    assert not psutil.pid_exists(engine) or psutil.Process(engine).status() == "zombie"

@@ -1,15 +1,19 @@
-"""The offline class: the server's engine in this process, without a server.
+"""The offline class: the server's engine without a server.
 
 An :class:`LLM` owns an engine and makes its steps itself, in its caller's thread, whenever results
 are needed: inside :meth:`LLM.generate`, or between two pieces of :meth:`LLM.stream`. Streams may be
 read in turns and mixed with calls of ``generate``; all that is open shares the batch. Not for use
 from several threads at once.
+
+With ``process=True`` the engine lives in a process of its own, as a server's does, and makes its
+steps there: it may die, and what is open goes on in another one.
 """
 
 import itertools
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +24,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jitney.config import EngineConfig, make_config
-from jitney.engine.assemble import load_runner, resolve_folder
 from jitney.engine.engine import Engine
-from jitney.errors import InternalError, InvalidArgumentError, JitneyError, from_code
+from jitney.errors import (
+    InternalError,
+    InvalidArgumentError,
+    JitneyError,
+    UnavailableError,
+    from_code,
+)
 from jitney.messages import Cancel, Failed, Finished, Logprob, ModelInfo, Submit, Timing
+from jitney.offline.process_engine import ProcessEngine
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
 from jitney.text.completion import Completion, SequenceDelta
@@ -32,6 +42,8 @@ from jitney.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
+_Loaded = tuple[Engine | ProcessEngine, Tokenizer, Callable[[], None]]
+"""An engine, its tokenizer, and what gives the memory of both back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +83,20 @@ class Completed:
 class LLM:
     """A loaded model. ``with LLM(path) as llm: …`` gives its memory back at the end."""
 
-    def __init__(self, path: str | Path, **options: Any) -> None:
+    def __init__(self, path: str | Path, *, process: bool = False, **options: Any) -> None:
         """Load the checkpoint in folder ``path`` (or of that id in the local hub cache).
+
+        With ``process`` the engine runs in a process of its own and is started again if it dies:
+        what is open goes on with the same tokens. torch is not imported here then.
 
         ``options`` are those of ``model.json`` (``config.EngineConfig``). Raises a LoadError that
         says what is wrong with an option, a file or the architecture.
         """
         self.config: EngineConfig = make_config({**options, "model": str(path)})
-        self.tokenizer = Tokenizer.load(resolve_folder(self.config.model))
-        self._runner = load_runner(self.config)
-        self._engine = Engine(self.config, self._runner)
+        load = _start if process else _load
+        self._engine, self.tokenizer, close = load(self.config)
+        self._give_back = weakref.finalize(self, close)
+        self._give_back.atexit = process
         self._keys = itertools.count()
         self._open: dict[int, Completion] = {}
         self._closed = False
@@ -90,7 +106,7 @@ class LLM:
     @property
     def info(self) -> ModelInfo:
         """Context length, vocabulary, cache size and the like."""
-        return self._runner.info
+        return self._engine.info
 
     def generate(
         self,
@@ -144,8 +160,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._open.clear()
-            self._engine.abandon()
-            self._runner.close()
+            self._give_back()
 
     def __enter__(self) -> "LLM":
         return self
@@ -192,8 +207,11 @@ class LLM:
         late = now - submit.arrival
         deadline = None if submit.deadline is None else submit.deadline + late
         completion = Completion(submit, self.tokenizer)
-        self._open[submit.key] = completion
-        self._engine.send(msgspec.structs.replace(submit, arrival=now, deadline=deadline))
+        try:
+            self._engine.send(msgspec.structs.replace(submit, arrival=now, deadline=deadline))
+            self._open[submit.key] = completion
+        except UnavailableError as error:  # its process does not come up
+            completion.feed(Failed(submit.key, error.code, str(error)))
         return completion
 
     # ------------------------------------------------------------------ out
@@ -214,7 +232,8 @@ class LLM:
                         submit = waiting.popleft()
                         running[submit.key] = submit
                         completions[submit.key] = self._start(submit)
-                    self._step()
+                    if self._open:
+                        self._step()
                     ended = [key for key in running if completions[key].terminal is not None]
                     for key in ended:
                         done[key] = _completed(running.pop(key), completions.pop(key))
@@ -254,6 +273,8 @@ class LLM:
         try:
             report = self._engine.step()
         except BaseException:
+            for key in self._open:
+                self._engine.send(Cancel(key))
             self._engine.reset()
             for key, completion in self._open.items():
                 completion.feed(Failed(key, InternalError.code, "the engine was interrupted"))
@@ -281,6 +302,27 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError("this LLM has been closed")
+
+
+def _load(config: EngineConfig) -> _Loaded:
+    """An engine in this process."""
+    from jitney.engine.assemble import load_runner, resolve_folder  # slow to import
+
+    tokenizer = Tokenizer.load(resolve_folder(config.model))
+    runner = load_runner(config)
+    engine = Engine(config, runner)
+
+    def close() -> None:
+        engine.abandon()
+        runner.close()
+
+    return engine, tokenizer, close
+
+
+def _start(config: EngineConfig) -> _Loaded:
+    """An engine in a process of its own."""
+    engine = ProcessEngine(config)
+    return engine, engine.tokenizer, engine.close
 
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:

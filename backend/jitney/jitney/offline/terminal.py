@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +13,7 @@ from jitney.sampling_params import SamplingParams
 
 
 def generate_on_terminal(
-    prompt: str, model: str, params: SamplingParams, options: Mapping[str, object]
+    prompt: str, model: str, params: SamplingParams, options: Mapping[str, Any]
 ) -> None:
     """Print the prompt and its continuation, token by token. ``-`` reads the prompt from standard
     input. ``options`` are LLM's; what is None is left to its default."""
