@@ -69,6 +69,9 @@ def make_page(metrics: Any) -> str:
     """The whole page, from the module ``jitney.frontend.metrics``."""
     outcomes = ", ".join(f"`{outcome}`" for outcome in metrics.OUTCOMES)
     requests = f"Requests by how they ended, in the label `outcome`: {outcomes}"
+    causes = ", ".join(f"`{cause}`" for cause in metrics.CAUSES)
+    restarts = f"Engines that died, by cause, in the label `cause`: {causes}"
+    counters = {**metrics.COUNTERS, metrics.REQUESTS: requests, metrics.RESTARTS: restarts}
     buckets = {
         name: f"{text}. Bounds: {', '.join(f'{bound:g}' for bound in bounds)}"
         for name, (text, bounds) in metrics.HISTOGRAMS.items()
@@ -78,7 +81,7 @@ def make_page(metrics: Any) -> str:
             INTRODUCTION,
             "## Gauges\n\nTheir values after the last step.\n\n" + _table("metric", metrics.GAUGES),
             "\n## Counters\n\n",
-            _table("metric", {**metrics.COUNTERS, metrics.REQUESTS: requests}),
+            _table("metric", counters),
             "\n## Histograms\n" + HISTOGRAMS + _table("metric", buckets),
             f"\n## Load headers: `{metrics.ORCA}`\n" + ORCA,
             _table("`kv_cache_block_type`", KINDS),

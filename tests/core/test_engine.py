@@ -102,6 +102,28 @@ def test_an_error_of_a_row_fails_its_request() -> None:
         assert play.got(key) == play.run_alone(key)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_that_the_memory_does_not_suffice_for_are_counted_and_halved(overlap: bool) -> None:
+    """Nobody fails: halves of the batch fit."""
+    raised = []
+
+    def faults(batch: Batch, written: bool) -> None:
+        if not written and len(batch.rows) > 2:
+            raised.append(batch)
+            raise MemoryError("the device's")
+
+    play = Play(overlap=overlap, faults=faults)
+    keys = [play.submit([1, 2, key], max_tokens=4) for key in range(4)]
+    counted = 0
+    while play.engine.has_work:
+        report = play.step()
+        counted += report.stats.out_of_memory if report is not None else 0
+    assert 3 <= counted <= len(raised)  # what follows a failed step is dropped
+    for key in keys:
+        assert isinstance(play.ends[key], Finished)
+        assert play.got(key) == play.run_alone(key)
+
+
 class Loop:
     """An engine in a thread of its own."""
 

@@ -1,31 +1,38 @@
 """The arithmetic runner, in a process of its own: some prompt tokens end the engine that computes
 them. ``tests.engine.deadly_runner:load`` is a loader for :class:`EngineProcess`."""
 
+import logging
 import os
 import signal
 import time
 
+import msgspec
 from jitney.config import EngineConfig
 from jitney.errors import CheckpointError, DeviceLostError
 from jitney.messages import Batch, Row
 
 from tests.fake_runner import FakeRunner
 
-KILLS, HANGS, LOSES_THE_DEVICE = 49, 48, 47
-"""Tokens of a prompt, and what becomes of the engine that computes them. Others are below 47."""
+KILLS, HANGS, LOSES_THE_DEVICE, COMPILES = 49, 48, 47, 46
+"""Tokens of a prompt, and what becomes of the engine that computes them. Others are below 46."""
 
 STEP_S = 0.002
 
 
 def load(config: EngineConfig) -> tuple[FakeRunner, bytes]:
-    """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken`` or ``dies``."""
+    """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``, or
+    ``measures``: each process finds room for another number of blocks, of a byte each."""
     if config.model == "slow":
         time.sleep(3)
     if config.model == "broken":
         raise CheckpointError("model.safetensors is truncated")
     if config.model == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    return FakeRunner(faults=_faults, num_blocks=256, step_seconds=STEP_S), b""
+    free = 256 + (os.getpid() % 10_007 if config.model == "measures" else 0)
+    num_blocks = config.kv_cache_bytes or free
+    runner = FakeRunner(faults=_faults, num_blocks=num_blocks, step_seconds=STEP_S)
+    runner.info = msgspec.structs.replace(runner.info, kv_cache_bytes=num_blocks)
+    return runner, b""
 
 
 def _faults(batch: Batch, written: bool) -> None:
@@ -36,6 +43,10 @@ def _faults(batch: Batch, written: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if HANGS in computed:
         time.sleep(3600)
+    if COMPILES in computed:
+        for number in range(4):
+            logging.getLogger("jitney.engine").info("preparing the kernel %d", number)
+            time.sleep(1.5)
     if LOSES_THE_DEVICE in computed:
         raise DeviceLostError("the device has fallen off the bus")
 

@@ -65,8 +65,7 @@ class Mortal:
         self.engine.scheduler.check_integrity()
         if lost or report is None:
             return
-        self.journal.read(report, self.now)
-        for event in report.events:
+        for event in self.journal.read(report, self.now):
             self.take(event)
         for message in self.journal.due():
             self.engine.send(message)
@@ -235,6 +234,23 @@ def test_what_no_engine_has_ends_at_its_deadline() -> None:
     assert end.code == "DEADLINE_EXCEEDED"
     assert house.ends[2] == Cancelled(2)
     assert [message.key for message in house.journal.due()] == [3]
+
+
+def test_deadlines_of_what_a_silent_engine_has() -> None:
+    """What it reports of them later, if it goes on after all, is not handed on."""
+    house = Mortal()
+    house.send(submit_of(0, max_tokens=100, deadline=0.5))
+    house.send(submit_of(1))
+    house.step()
+    assert house.journal.expire(1.0) == [], "it sees to it itself"
+    for event in house.journal.expire(1.0, engine_is_silent=True):
+        house.take(event)
+    assert house.reasons == {(0, 0): "deadline"}
+    assert isinstance(house.ends[0], Finished)
+    house.now = 1.0
+    house.drain()
+    assert isinstance(house.ends[1], Finished)
+    assert house.streams[1, 0] == solo_stream(submit_of(1))
 
 
 def test_a_fault_of_decoding_alone_is_found_too() -> None:

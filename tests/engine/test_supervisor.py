@@ -3,6 +3,7 @@
 import itertools
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from typing import Any
 import psutil
 import pytest
 from jitney.config import make_config
+from jitney.engine import supervisor
 from jitney.engine.supervisor import EngineProcess
 from jitney.errors import CheckpointError, LoadError, UnavailableError
 from jitney.messages import Cancel, Cancelled, Failed, Finished, Message, StepReport, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
-from tests.engine.deadly_runner import HANGS, KILLS, LOSES_THE_DEVICE
+from tests.engine.deadly_runner import COMPILES, HANGS, KILLS, LOSES_THE_DEVICE
 from tests.fake_runner import solo_stream
 
 LOADER = "tests.engine.deadly_runner:load"
@@ -38,6 +40,7 @@ class Front:
         self.streams: dict[int, list[int]] = {}
         self.ends: dict[int, Finished | Cancelled | Failed] = {}
         self.submits: dict[int, Submit] = {}
+        self.blocks: set[int] = set()
         self._keys = itertools.count()
         self._thread = threading.Thread(target=self.engine.run, args=(self.reports,), daemon=True)
 
@@ -67,6 +70,8 @@ class Front:
             except queue.Empty:
                 assert time.monotonic() < deadline, "it did not happen in time"
                 continue
+            if report.stats.batch_sequences:
+                self.blocks.add(report.stats.blocks_total)
             for event in report.events:
                 if isinstance(event, Tokens):
                     self.streams.setdefault(event.key, []).extend(event.ids)
@@ -108,7 +113,11 @@ def make_front() -> Iterator[Callable[..., Front]]:
         front.close()
 
 
-def test_streams_go_on_after_kills(make_front: Callable[..., Front]) -> None:
+def test_streams_go_on_after_kills(
+    make_front: Callable[..., Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(supervisor._log, "warning", lambda text, *of: said.append(text % of))
     front = make_front()
     keys = [front.submit(key, 1, 2, max_tokens=400) for key in range(6)]
     for at in (40, 80, 160):
@@ -123,6 +132,8 @@ def test_streams_go_on_after_kills(make_front: Callable[..., Front]) -> None:
     assert front.engine.health.replayed_tokens >= 6 * (40 + 80 + 160)
     late = front.submit(7)
     front.finish(late)
+    line = r"the engine ended \(killed\) and is up again after \d+\.\d s; 6 requests go on"
+    assert [re.fullmatch(line, each) is not None for each in said] == [True] * 3
 
 
 def test_a_lost_device_is_a_death_too(make_front: Callable[..., Front]) -> None:
@@ -185,6 +196,38 @@ def test_the_watchdog_ends_an_engine_that_hangs(make_front: Callable[..., Front]
     front.finish(other)
     front.read_until(lambda: guilty in front.ends)
     assert front.engine.health.restarts["hung"] == 4
+
+
+def test_a_step_that_compiles_does_not_hang(make_front: Callable[..., Front]) -> None:
+    """It says so before each kernel, and takes longer than ``watchdog_s`` in all."""
+    front = make_front(watchdog_s=4.0)
+    front.finish(front.submit(1, COMPILES))
+    assert not front.engine.health.restarts
+
+
+def test_deadlines_hold_while_the_engine_hangs(make_front: Callable[..., Front]) -> None:
+    """Long before the watchdog ends it."""
+    front = make_front(watchdog_s=86_400)
+    front.submit(1, HANGS, deadline=time.monotonic() + 3)
+    front.read_until(lambda: 0 in front.ends)
+    end = front.ends[0]
+    assert isinstance(end, Failed)
+    assert end.code == "DEADLINE_EXCEEDED"
+    assert not front.engine.health.restarts
+    front.kill()
+
+
+def test_the_cache_keeps_its_size(make_front: Callable[..., Front]) -> None:
+    """Else a request that the first engine has taken might not fit into the next one's."""
+    front = make_front(model="measures")
+    size = front.engine.info.num_blocks
+    assert size != 256
+    key = front.submit(1, max_tokens=300)
+    front.read_until(lambda: front.has(key, 20))
+    front.kill()
+    front.finish(key)
+    assert front.blocks == {size}
+    assert front.engine.health.restarts == {"killed": 1}
 
 
 def test_an_idle_engine_does_not_hang(make_front: Callable[..., Front]) -> None:
@@ -315,6 +358,15 @@ time.sleep(600)
 
 
 def test_the_engine_ends_with_its_front() -> None:
+    """Within a second: on a machine that is busy with other things, in one of three attempts."""
+    times: list[float] = []
+    while min(times, default=1.0) >= 1.0 and len(times) < 3:
+        times.append(_seconds_of_outliving())
+    assert min(times) < 1.0, times
+
+
+def _seconds_of_outliving() -> float:
+    """For how long an engine lives after its front's death."""
     root = Path(__file__).resolve().parents[2]
     front = subprocess.Popen(
         [sys.executable, "-c", FRONT], stdout=subprocess.PIPE, text=True, cwd=root
@@ -322,13 +374,15 @@ def test_the_engine_ends_with_its_front() -> None:
     assert front.stdout is not None
     pid = int(front.stdout.readline())
     assert Path(f"/proc/{pid}").exists()
+    began = time.monotonic()
     front.kill()
+    while _alive(pid):
+        assert time.monotonic() < began + PATIENCE_S, "the engine has outlived its front"
+        time.sleep(0.01)
+    took = time.monotonic() - began
     front.wait()
     front.stdout.close()
-    began = time.monotonic()
-    while _alive(pid):
-        assert time.monotonic() < began + 10, "the engine has outlived its front"
-        time.sleep(0.01)
+    return took
 
 
 def _alive(pid: int) -> bool:

@@ -52,7 +52,7 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
     metrics = module.Metrics(LABELS, INFO)
     stats = StepStats(
         waiting=2, running=3, blocks_total=8, blocks_used=5, blocks_cached=1, generated_tokens=3,
-        batch_sequences=3, step_seconds=0.01, prefix_hit_tokens=4, preemptions=1,
+        batch_sequences=3, step_seconds=0.01, prefix_hit_tokens=4, preemptions=1, out_of_memory=1,
     )  # fmt: skip
     metrics.live(4, 3, 7)
     metrics.step(stats)
@@ -61,6 +61,7 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
     assert value(pb, "jitney_generated_tokens_total") == 6
     assert value(pb, "jitney_prefix_hit_tokens_total") == 8
     assert value(pb, "jitney_preemptions_total") == 2
+    assert value(pb, "jitney_out_of_memory_total") == 2
     assert value(pb, "jitney_waiting_requests") == 5
     assert value(pb, "jitney_running_requests") == 2
     assert value(pb, "jitney_running_sequences") == 3

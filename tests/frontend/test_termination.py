@@ -6,13 +6,22 @@ import textwrap
 
 
 def test_the_callback_runs_once_though_the_main_thread_runs_no_python() -> None:
+    """Once without an error: one that fails is counted, and does not end the thread."""
     program = textwrap.dedent("""
         import os, signal, threading, time
         from jitney.frontend.termination import on_sigterm
 
         main_in_python = threading.Event()
         heard = []
-        on_sigterm(lambda: heard.append(not main_in_python.is_set()))
+        errors = []
+
+        def callback():
+            if not errors:
+                os.kill(os.getpid(), signal.SIGTERM)  # the next one runs it again
+                raise ValueError
+            heard.append(not main_in_python.is_set())
+
+        on_sigterm(callback, lambda: errors.append(1))
 
         def kill():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -28,9 +37,9 @@ def test_the_callback_runs_once_though_the_main_thread_runs_no_python() -> None:
         threading.Thread(target=kill).start()
         lock.acquire()  # in C, like the stub's main thread in its message loop
         main_in_python.set()
-        print(heard)
+        print(heard, errors)
     """)
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
-    assert result.stdout.strip() == "[True]"
+    assert result.stdout.strip() == "[True] [1]"

@@ -112,7 +112,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Share of the time that sending may take. Above it several tokens of a stream share a
     response; 1 sends as fast as the server accepts them. None: 0.2 on a CPU, 1 on a GPU."""
     watchdog_s: float = 60.0
-    """Seconds without a step, although work waits, after which the engine is started again."""
+    """Seconds without a step, although work waits, after which the engine is started again. They
+    count from zero for each kernel that a GPU's step compiles. With ``compile``, whose graphs can
+    take minutes, set more."""
     cancel_sweep_s: float = 0.05
     """Seconds between two checks for clients that disconnected."""
     metrics_flush_s: float = 0.25

@@ -173,6 +173,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     preemptions: int = 0
+    out_of_memory: int = 0
+    """Steps that raised MemoryError."""
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="step"):
@@ -196,6 +198,8 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     attention: str
     """Name of the attention function in use."""
     num_parameters: int
+    kv_cache_bytes: int = 0
+    """Size of the cache: ``num_blocks`` blocks."""
     max_num_batched_tokens: int = 512
     """The token budget of a step: the option, or the device's default."""
     overlap: bool = False

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -292,9 +293,25 @@ def test_a_device_that_does_not_answer_is_lost(path: Path, monkeypatch) -> None:
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="illegal memory access"):
         runner.execute(Batch([row]))
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    runner._forward = lambda *args: (_ for _ in ()).throw(full)
+    with pytest.raises(MemoryError, match="CUDA out of memory"):
+        runner.execute(Batch([row]))
+    runner._forward = broken
     monkeypatch.setattr("jitney.execution.runner.synchronize", broken)
     with pytest.raises(DeviceLostError):
         runner.execute(Batch([row]))
+
+
+def test_a_kernel_that_is_compiled_is_a_sign_of_life(runner, monkeypatch) -> None:
+    """Else the watchdog would take a step that compiles many for one that hangs."""
+    import triton
+
+    said = []
+    monkeypatch.setattr(load_module._log, "info", lambda text, *of: said.append(text % of))
+    fn = SimpleNamespace(name="attention.decode")
+    assert not triton.knobs.runtime.jit_cache_hook(key="", repr="", fn=fn, already_compiled=False)
+    assert said == ["preparing the kernel attention.decode"]
 
 
 def test_an_empty_step_copies_blocks(runner, plain) -> None:

@@ -72,7 +72,7 @@ class Scheduler:
         rank = self.live.deadlines.first_rank()
         return None if rank is None else rank[0]
 
-    def stats(self, step_seconds: float = 0.0) -> StepStats:
+    def stats(self, step_seconds: float = 0.0, out_of_memory: int = 0) -> StepStats:
         """Gauges as of now, and the counts since :meth:`reset_counts`."""
         counts = self._counts
         return StepStats(
@@ -89,6 +89,7 @@ class Scheduler:
             prefix_hit_tokens=counts.hit_tokens,
             prefix_query_tokens=counts.query_tokens,
             preemptions=self.live.preemptions - self._preemptions_before,
+            out_of_memory=out_of_memory,
         )
 
     def reset_counts(self) -> None:

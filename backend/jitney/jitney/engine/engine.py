@@ -123,6 +123,7 @@ class Engine:
         self._launcher = cast(OverlappingRunner, runner) if overlaps else None
         self._in_flight: list[tuple[Batch, LaunchedStep]] = []  # the oldest first, at most two
         self.scheduler = self._make_scheduler()
+        self._out_of_memory = 0  # steps, within one call of step()
         self._open: set[int] = set()  # keys whose terminal event has not been reported
         self._woken = threading.Condition()
         self._inbox: list[Message] = []  # this and the two below: under _woken
@@ -171,6 +172,7 @@ class Engine:
         """
         now = self._clock()
         self.scheduler.reset_counts()
+        self._out_of_memory = 0
         events = self._read_inbox(now) + self.scheduler.expire(now)
         if not (events or self.scheduler.has_work or self._in_flight):
             return None
@@ -185,7 +187,8 @@ class Engine:
                 self.scheduler.revert(batch)
                 events += self._execute_again(batch.rows)
         self._open.difference_update(one.key for one in events if isinstance(one, TERMINAL))
-        return StepReport(events, self.scheduler.stats(step_seconds=self._clock() - now))
+        stats = self.scheduler.stats(self._clock() - now, self._out_of_memory)
+        return StepReport(events, stats)
 
     def abandon(self) -> None:
         """Wait until nothing is in flight and drop the outputs."""
@@ -289,7 +292,8 @@ class Engine:
             return call(*arguments)
         except DeviceLostError:
             raise
-        except Exception:
+        except Exception as error:
+            self._out_of_memory += isinstance(error, MemoryError)
             log.exception("a step raised")
             return None
 

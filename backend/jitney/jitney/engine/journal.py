@@ -128,9 +128,11 @@ class Journal:
         entry.later.append(message)
         return message.key not in self._held
 
-    def read(self, report: StepReport, now: float) -> None:
-        """Note what the engine reports, before anybody is told."""
-        for event in report.events:
+    def read(self, report: StepReport, now: float) -> list[Event]:
+        """Note what the engine reports, before anybody is told. Returns the events of open
+        requests: others have ended here."""
+        events = [event for event in report.events if event.key in self._open]
+        for event in events:
             if isinstance(event, TERMINAL):
                 self._open.pop(event.key, None)
                 self._held.pop(event.key, None)
@@ -147,6 +149,7 @@ class Journal:
                     if entry.tokens_since_death >= PROOF_TOKENS:
                         entry.deaths = entry.deaths_alone = 0
                         self._clear(event.key)
+        return events
 
     def crashed(self, rows: list[Span]) -> list[Failed]:
         """The engine has died, maybe while it computed ``rows``. The requests that this ends."""
@@ -172,11 +175,11 @@ class Journal:
         self._alone = self._next_suspect()
         return failed
 
-    def expire(self, now: float) -> list[Event]:
-        """End the requests that the engine does not have and whose deadline is reached, or that
-        were cancelled."""
+    def expire(self, now: float, engine_is_silent: bool = False) -> list[Event]:
+        """End the requests whose deadline is reached, or that were cancelled, and of which no
+        engine sees to it: those that it does not have, or all if it is silent."""
         events: list[Event] = []
-        for key in list(self._held):
+        for key in list(self._open if engine_is_silent else self._held):
             entry = self._open[key]
             deadline = entry.submit.deadline
             if any(isinstance(message, Cancel) for message in entry.later):
@@ -188,7 +191,8 @@ class Journal:
                 events.append(Failed(key, error.code, str(error)))
             else:
                 events += entry.end_by_deadline(entry.first_token, now)
-            del self._held[key], self._open[key]
+            self._held.pop(key, None)
+            del self._open[key]
             self._clear(key)
         return events
 

@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from jitney import errors
 from jitney.config import EngineConfig
 from jitney.engine.engine import Health, Outbox
@@ -33,7 +35,7 @@ from jitney.engine.wire import (
     Up,
 )
 from jitney.errors import LoadError, UnavailableError
-from jitney.messages import Event, Message, ModelInfo, StepReport, StepStats, Submit
+from jitney.messages import Cancel, Event, Message, ModelInfo, StepReport, StepStats, Submit
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ CAUSES = ("killed", "device_lost", "failed", "hung")
 
 _STOP_S = 4.0
 """Seconds that an engine has to end after :meth:`EngineProcess.stop`."""
+_SILENT_S = 2.0
+"""After so many seconds without a sign of life from the engine, deadlines are kept here."""
 _MOST_DEATHS = 5
 _DEATHS_WITHIN_S = 60.0
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -72,6 +76,7 @@ class EngineProcess:
         self._rows: list[Span] = []  # of the step that the engine is in
         self._stats = StepStats()
         self._busy_since = 0.0  # when the journal's first request came
+        self._heard = 0.0  # when the engine last gave a sign of life, or had nothing to do
         self._idle_deaths: list[float] = []  # of engines that had completed no step since the last
 
     # ------------------------------------------------------------------ any thread
@@ -85,6 +90,10 @@ class EngineProcess:
             self.kill()
             raise
         self.info: ModelInfo = ready.info
+        # Another engine would find other free memory: what fits the first cache must fit the next.
+        self.config = msgspec.structs.replace(
+            self.config, kv_cache_bytes=self.info.kv_cache_bytes, kv_cache_fraction=None
+        )
         return ready.tokenizer
 
     def kill(self) -> None:
@@ -146,7 +155,7 @@ class EngineProcess:
         connection = self._connection
         if connection is None:
             return None
-        heard = self._clock()
+        self._heard = self._clock()
         killed = hung = False
         while True:
             try:
@@ -156,9 +165,7 @@ class EngineProcess:
             if message is None and killed:
                 break  # all that it has sent is read
             now = self._clock()
-            if message is not None or not self._journal:
-                heard = now
-            late = now - max(heard, self._busy_since) > self.config.watchdog_s
+            late = self._silent_s(now) > self.config.watchdog_s
             if late or (self._stop_by is not None and now > self._stop_by):
                 killed, hung = True, late
                 connection.kill()
@@ -173,14 +180,25 @@ class EngineProcess:
 
     def _receive(self, connection: EngineConnection) -> Up | None:
         """The next message, None after a while without one. Log records are logged. Meanwhile what
-        no engine has ends when its deadline comes."""
+        no engine has, and what one has that is silent, ends when its deadline comes."""
         message = connection.frames.receive(TICK_S)
+        now = self._clock()
+        if message is not None or not self._journal:
+            self._heard = now
+        silent = self._silent_s(now) > _SILENT_S
         with self._lock:
-            events = self._journal.expire(self._clock())
+            events = self._journal.expire(now, silent)
+        if silent:
+            for event in events:  # if it goes on after all, it must not go on with these
+                connection.send(Cancel(event.key))
         self._report(events)
         if isinstance(message, Logged):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         return message
+
+    def _silent_s(self, now: float) -> float:
+        """For how long the engine has given no sign of life, although work waits."""
+        return now - max(self._heard, self._busy_since)
 
     def _take_report(self, report: StepReport) -> None:
         if report.stats.batch_sequences:
@@ -189,11 +207,11 @@ class EngineProcess:
             self._rows = []
         self._stats = report.stats
         with self._lock:
-            self._journal.read(report, self._clock())
+            events = self._journal.read(report, self._clock())
             for message in self._journal.due():  # a suspect was cleared: the others' turn
                 if self._connection is not None:
                     self._connection.send(message)
-        self._outbox.put(report)
+        self._outbox.put(StepReport(events, report.stats))
 
     def _report(self, events: Sequence[Event]) -> None:
         if events:

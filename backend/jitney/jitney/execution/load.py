@@ -77,7 +77,7 @@ def load_runner(
             cache._replace(key_scale=keys, value_scale=values)
             for cache, (keys, values) in zip(caches, scales, strict=True)
         ]
-    info = msgspec.structs.replace(info, num_blocks=ledger.num_blocks)
+    info = msgspec.structs.replace(info, num_blocks=ledger.num_blocks, kv_cache_bytes=ledger.cache)
     runner: DeviceRunner = (
         TorchRunner(model, caches, info)
         if accelerator is None

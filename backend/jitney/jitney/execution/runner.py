@@ -94,13 +94,16 @@ class TorchRunner:
 
     def launch(self, batch: Batch) -> PendingStep:
         """Queue a step behind those before it. Returns before a GPU is done, unless a row asks for
-        prompt logprobs; if it raises, nothing is in flight."""
+        prompt logprobs; if it raises, MemoryError for want of the device's, nothing is in flight.
+        """
         enter_device(self._device)
         with torch.inference_mode():
             try:
                 return self._launch(list(batch.rows), batch.copies)
-            except BaseException:
+            except BaseException as error:
                 self.recover()
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise MemoryError(str(error)) from error
                 raise
 
     def recover(self) -> None:

@@ -50,6 +50,7 @@ COUNTERS = {
     "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
     "jitney_preemptions_total": "Sequences that lost their blocks and were computed again",
+    "jitney_out_of_memory_total": "Steps too large for the device's memory, made again in halves",
     "jitney_replayed_requests_total": "Requests resumed in an engine that replaced another",
     "jitney_replayed_tokens_total": "Tokens that these had emitted, computed again, not sent again",
     "jitney_responses_total": "Responses sent; tokens made while one is sent share the next one",
@@ -139,6 +140,7 @@ class Metrics:
         self.count("jitney_prefix_query_tokens_total", stats.prefix_query_tokens)
         self.count("jitney_prefix_hit_tokens_total", stats.prefix_hit_tokens)
         self.count("jitney_preemptions_total", stats.preemptions)
+        self.count("jitney_out_of_memory_total", stats.out_of_memory)
         if stats.batch_sequences:  # a step of messages alone computes nothing
             self.observe("jitney_step_seconds", stats.step_seconds)
             self.observe("jitney_batch_sequences", stats.batch_sequences)

@@ -47,7 +47,8 @@ class TritonPythonModel:
             options = load_config(version_folder / "model.json", parameters(args))
             config = assign_device(options, args)
             self._service = _start(config, args)
-            on_sigterm(lambda: self._service.drain(config.drain_s))
+            service = self._service
+            on_sigterm(lambda: service.drain(config.drain_s), service.count_error)
         except JitneyError as error:
             raise pb_utils.TritonModelException(error.client_message) from None
         except MemoryError:

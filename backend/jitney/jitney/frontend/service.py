@@ -77,10 +77,9 @@ class Service:
             "sweeper": self._sweep,
             "metrics": self._flush_metrics,
         }
-        self._count_error = partial(self._metrics.count, "jitney_thread_errors_total")
-        self._workers = {
-            name: Worker(name, turn, self._count_error) for name, turn in turns.items()
-        }
+        self.count_error = partial(self._metrics.count, "jitney_thread_errors_total")
+        """To be called where a thread of the front has failed."""
+        self._workers = {name: Worker(name, turn, self.count_error) for name, turn in turns.items()}
 
     # ------------------------------------------------------------------ the server's thread
 
@@ -137,7 +136,7 @@ class Service:
             self._responder.abort(error, arrival.key)
         except Exception:
             _LOG.exception("a prompt could not be encoded")
-            self._count_error()
+            self.count_error()
             self._responder.abort(InternalError("the request could not be taken in"), arrival.key)
         finally:
             with self._counting:

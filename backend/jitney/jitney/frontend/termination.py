@@ -13,11 +13,14 @@ import socket
 import threading
 from collections.abc import Callable
 
+from jitney.frontend.worker import Worker
+
 _LOG = logging.getLogger(__name__)
 
 
-def on_sigterm(callback: Callable[[], None]) -> None:
-    """Run ``callback`` in a thread of its own at the first SIGTERM; the process goes on.
+def on_sigterm(callback: Callable[[], None], count_error: Callable[[], None]) -> None:
+    """Run ``callback`` in a thread of its own at the first SIGTERM; the process goes on. If it
+    fails, that is counted and logged, and a second SIGTERM runs it again.
 
     Must be called from the main thread; elsewhere it does nothing but log a warning.
     """
@@ -28,13 +31,14 @@ def on_sigterm(callback: Callable[[], None]) -> None:
     writer.setblocking(False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    called = False
 
-    def wait() -> None:
-        called = False
-        with reader, writer:  # both stay open: a second signal must find them too
-            while True:
-                if reader.recv(1) == bytes([signal.SIGTERM]) and not called:
-                    called = True
-                    callback()
+    def wait() -> float:
+        nonlocal called
+        assert writer.fileno() >= 0  # both stay open: a second signal must find them too
+        if reader.recv(1) == bytes([signal.SIGTERM]) and not called:
+            callback()
+            called = True
+        return 0.0
 
-    threading.Thread(target=wait, name="jitney-sigterm", daemon=True).start()
+    Worker("sigterm", wait, count_error)

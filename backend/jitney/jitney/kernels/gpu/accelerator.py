@@ -7,6 +7,7 @@ interpreted on a CPU, the same path runs without graphs and without a measuremen
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import torch
@@ -91,7 +92,7 @@ class GpuAccelerator:
             return None
         try:
             return measure_steps(model, caches, info, self._config)
-        except torch.OutOfMemoryError as error:
+        except MemoryError as error:
             raise ConfigError.of(
                 "max_num_batched_tokens",
                 info.max_num_batched_tokens,
@@ -123,6 +124,12 @@ def compile_module(module: PreTrainedModel, backend: str = "inductor") -> None:
     module.forward = torch.compile(module.forward, dynamic=True, backend=backend)
 
 
+def _say_compiled(*, fn: Any, **_: object) -> None:
+    """Before a kernel is compiled, or read from the disk: a log record is a sign of life, from
+    which the watchdog counts anew."""
+    _log.info("preparing the kernel %s", fn.name)
+
+
 def _gpu_attention(shape: AttentionShape) -> AttentionFunction | str:
     """Kernels of our own, or why they cannot run."""
     try:
@@ -135,6 +142,7 @@ def _gpu_attention(shape: AttentionShape) -> AttentionFunction | str:
     interpreted = shape.device.type == "cpu" and triton.knobs.runtime.interpret
     if shape.device.type != "cuda" and not interpreted:
         return f"the GPU's kernels need a CUDA device, not {shape.device.type}"
+    triton.knobs.runtime.jit_cache_hook = _say_compiled
     from jitney.kernels.gpu.attention import GpuAttention
     from jitney.kernels.gpu.tiles import why_not
 
