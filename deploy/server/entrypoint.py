@@ -11,8 +11,10 @@ their option ``drain_s``), and the server gets it once they have nothing in flig
 server would cut streams, and would not end while a stream or a connection is open. The status is 0
 if no request of ours was cut off; requests of other models over gRPC are not known here.
 
-If the server ends, stays not ready, or loses a model's process, which it does not start again, this
-process ends with status 1: the engine's restart policy then starts a new container.
+A model whose process ends is loaded again, and a server that ends or stays not ready is started
+again, with growing pauses. After ``--most-repairs`` of those within ten minutes this process ends
+with status 1: the container engine's restart policy then starts a new container. Status 3: every
+request of ours was answered, but the server did not end in good order.
 """
 
 import argparse
@@ -20,44 +22,50 @@ import contextlib
 import http.client
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from health import remember
+from jitney.errors import InternalError, LoadError
+from jitney.server.admin import Admin
 from jitney.server.installation import backend_directories, find_installation, link_backends
-from jitney.server.server import RESTRICTED
+from jitney.server.launch import launch, restrict
+from jitney.server.serving import NOT_UNLOADED
+from jitney.server.signals import interruptible
 from jitney.server.stopping import hang_up, requests_in_flight
+from jitney.server.supervision import LOAD_S, Supervisor
 
 _POLL_S = 1.0
 # How long the metrics must show no request: they are 0.25 s late, responses less.
 _QUIET_S = 0.6
-_STUB = "triton_python_backend_stub"
+# What a stop may take beyond the time for requests, if that was used up.
+_UNLOAD_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal or a failure; returns the container's exit status."""
-    options = parse(arguments)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stop.set())
-    server = Server.start(options)
+    server = Server(parse(arguments))
+    failure = ""
     try:
-        failure = server.watch(stop)
-        if failure:
-            say(f"{failure}; a new container must take over")
-        drained = server.drain()
+        with interruptible():
+            try:
+                failure = server.serve()
+                say(f"{failure}; a new container must take over")
+            except KeyboardInterrupt:  # a signal
+                pass
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        status = server.drain()
     finally:
         server.kill()
-    return 0 if drained and not failure else 1
+    return 1 if failure else status
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -78,7 +86,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--exit-timeout-s", type=int, default=10, help="then, seconds for the server to unload"
     )
     parser.add_argument(
-        "--lost-model-s", type=float, default=10.0, help="seconds a model's process may be missing"
+        "--most-repairs", type=int, default=5, help="within ten minutes; then a new container"
     )
     parser.add_argument(
         "--unready-s", type=float, default=120.0, help="seconds the server may be not ready"
@@ -87,21 +95,33 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-@dataclass
 class Server:
-    """One ``tritonserver`` process, which leads its own process group."""
+    """One ``tritonserver`` after the other, each of which leads its own process group."""
 
-    options: argparse.Namespace
-    process: subprocess.Popen[bytes]
-    was_ready: bool = False
-    stubs: Counter[str] = field(default_factory=Counter)
-    """Model -> its processes, as they were when the server became ready."""
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.key = secrets.token_hex(16)
+        host = {"::": "::1"}.get(options.host, options.host)
+        ports = [options.http_port, options.grpc_port, options.metrics_port]
+        self.admin = Admin(host, ports, {"jitney-key": self.key})
+        self.process: subprocess.Popen[bytes] | None = None
+        self.runtime: Path | None = None
+        self.was_ready = False
 
-    @classmethod
-    def start(cls, options: argparse.Namespace) -> "Server":
+    @property
+    def pid(self) -> int | None:
+        """Of the server's process."""
+        return None if self.process is None else self.process.pid
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
         """Start the server; it is not ready yet."""
+        options = self.options
         remember(options.models)
-        runtime = Path(tempfile.mkdtemp(prefix="jitney-"))
+        self.runtime = runtime = Path(tempfile.mkdtemp(prefix="jitney-"))
         environment = dict(os.environ)
         if options.embedded:
             installation = find_installation()
@@ -112,93 +132,82 @@ class Server:
         else:
             binary, backends = options.native / "bin" / "tritonserver", options.native / "backends"
             caches = options.native / "caches"
-        process = subprocess.Popen(
-            command(options, binary, backends, caches),
-            env=environment,
+        # A name of its own for the models' shared memory, so that it can be removed after a kill.
+        shared = f"--backend-config=python,shm-region-prefix-name={runtime.name}-"
+        self.process = launch(
+            [*command(options, binary, backends, caches), shared, *options.server_args],
+            restrict(self.key),
+            environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # signals to the container's terminal are ours to pass on
         )
-        return cls(options, process)
 
     # ------------------------------------------------------------------ while it runs
 
-    def watch(self, stop: threading.Event) -> str:
-        """Until ``stop`` is set: an empty string; or until a failure, and which."""
-        ready_at = whole_at = time.monotonic()
-        while not stop.wait(_POLL_S):
-            status = self.process.poll()
-            if status is not None:
-                return f"the server ended by itself with status {status}"
-            now = time.monotonic()
-            if self.is_ready():
-                ready_at = now
-                if not self.was_ready:
-                    self.was_ready, whole_at = True, now
-                    self.stubs = stubs_of(self.process.pid)
-                    say(f"ready with {', '.join(sorted(self.stubs)) or 'no Python model'}")
-            if not self.was_ready:
-                continue
-            missing = self.stubs - stubs_of(self.process.pid)
-            if not missing:
-                whole_at = now
-            if now - whole_at > self.options.lost_model_s:
-                return f"the process of model {', '.join(sorted(missing))} is gone"
-            if now - ready_at > self.options.unready_s:
-                return f"the server has not been ready for {self.options.unready_s:.0f} s"
-        return ""
+    def serve(self) -> str:
+        """Start the server and repair it until that is given up; returns why."""
+        self.start()
+        while not self.admin.is_ready():  # for ever, if one model does not load
+            if not self.is_alive():
+                return f"the server ended by itself with status {self.status}"
+            time.sleep(_POLL_S)
+        self.was_ready = True
+        most, unready_s = self.options.most_repairs, self.options.unready_s
+        supervisor = Supervisor(self, say, most_repairs=most, unready_s=unready_s)
+        say("ready")
+        while not (given_up := supervisor.turn()):
+            time.sleep(_POLL_S)
+        return given_up
 
-    def is_ready(self) -> bool:
-        """Whether ``/v2/health/ready`` answers 200."""
-        return self.answers("/v2/health/ready")
+    @property
+    def status(self) -> int | None:
+        """Of the last process; None while it runs."""
+        return None if self.process is None else self.process.poll()
 
-    def answers(self, path: str) -> bool:
-        """Whether one of the server's own pages answers 200."""
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            return self.get(path, self.options.http_port)[0] == 200
-        return False
-
-    def get(self, path: str, port: int) -> tuple[int, str]:
-        """Status and body of one of the server's own pages."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
-        connection = http.client.HTTPConnection(host, port, timeout=5)
-        try:
-            connection.request("GET", path, headers={"Connection": "close"})
-            response = connection.getresponse()
-            return response.status, response.read().decode(errors="replace")
-        finally:
-            connection.close()
+    def restart(self) -> None:
+        """End what is left of the server, and start it again; returns when it is ready."""
+        self.kill()
+        self.start()
+        deadline = time.monotonic() + LOAD_S
+        while not self.admin.is_ready():
+            if not self.is_alive() or time.monotonic() > deadline:
+                raise LoadError(f"it is not ready; its status is {self.status}")
+            time.sleep(_POLL_S)
 
     # ------------------------------------------------------------------ how it ends
 
-    def drain(self) -> bool:
-        """End the server; whether every request that it had taken was answered in time."""
-        if self.process.poll() is not None:
-            return False
+    def drain(self) -> int:
+        """End the server; returns the exit status: 0, 3 or, if not every request that it had taken
+        was answered in time, 1."""
+        if self.process is None or not self.is_alive():
+            return 1
         # A server with `--exit-on-error=false` may serve and never be ready.
-        if not self.was_ready and not self.answers("/v2/health/live"):
+        if not self.was_ready and not self.admin.is_ready("/v2/health/live"):
             say("stopping while models load: nothing was taken yet")
-            return True  # `kill` follows; the server itself would first load them all
+            return 0  # `kill` follows; the server itself would first load them all
         say(f"stopping; requests in flight get up to {self.options.drain_s:.0f} s")
-        for stub in children(self.process.pid):
+        for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                stub.send_signal(signal.SIGTERM)  # to our model; the stub itself ignores it
-        quiet = self.wait_until_quiet(time.monotonic() + self.options.drain_s)
+                child.send_signal(signal.SIGTERM)  # to our model; the stub itself ignores it
+        deadline = time.monotonic() + self.options.drain_s
+        quiet = self.wait_until_quiet(deadline)
         if quiet:
             # The server would wait for idle connections as for busy ones. Those of gRPC first: an
             # open stream keeps its model loaded.
             hang_up(self.process.pid, [self.options.grpc_port, self.options.metrics_port])
         self.process.send_signal(signal.SIGTERM)
-        status = None
+        most = max(deadline - time.monotonic(), 0) + _UNLOAD_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self.process.wait(self.options.exit_timeout_s + 2)
+            self.process.wait(min(self.options.exit_timeout_s + 2, most))
         say(
-            f"the server ended with status {status}"
-            if status is not None
-            else "the server did not end in time and was killed"
+            "the server did not end in time and was killed"
+            if self.status is None
+            else f"the server ended with status {self.status}"
         )
         if not quiet:
             say("not every request had ended")
-        return quiet and status == 0
+            return 1
+        return 0 if self.status == 0 else NOT_UNLOADED
 
     def wait_until_quiet(self, deadline: float) -> bool:
         """Whether our models had nothing in flight before ``deadline``.
@@ -206,10 +215,10 @@ class Server:
         The server itself waits for the requests of other models when it stops.
         """
         quiet_since = time.monotonic()
-        while (now := time.monotonic()) < deadline and self.process.poll() is None:
+        while (now := time.monotonic()) < deadline and self.is_alive():
             try:
-                metrics = self.get("/metrics", self.options.metrics_port)[1]
-            except (OSError, http.client.HTTPException):
+                metrics = self.admin.metrics()
+            except (OSError, http.client.HTTPException, InternalError):
                 return False  # without an answer, its requests are unknown
             if any(requests_in_flight(metrics).values()):
                 quiet_since = now
@@ -219,22 +228,27 @@ class Server:
         return False
 
     def kill(self) -> None:
-        """Kill what is left of the server and its models. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """Kill what is left of the server and its models, and remove what they left. Idempotent."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        if self.runtime is not None:
+            for region in Path("/dev/shm").glob(f"{self.runtime.name}-*"):
+                region.unlink(missing_ok=True)
+            shutil.rmtree(self.runtime, ignore_errors=True)
 
 
 def command(options: argparse.Namespace, binary: Path, backends: Path, caches: Path) -> list[str]:
-    """The server's command line: clients cannot load models, and the calls that reach the server's
-    memory, models, traces or logs need a random key that is told to no client."""
-    closed = f"{','.join(RESTRICTED)}:jitney-key={secrets.token_hex(16)}"
+    """The server's command line. Models are loaded and unloaded by calls, which need a key that is
+    told to no client."""
     return [
         str(binary),
         f"--model-repository={options.models}",
         f"--backend-directory={backends}",
         f"--cache-directory={caches}",
-        "--model-control-mode=none",
+        "--model-control-mode=explicit",
+        "--load-model=*",
         f"--http-address={options.host}",
         f"--http-port={options.http_port}",
         f"--grpc-address={options.host}",
@@ -242,31 +256,7 @@ def command(options: argparse.Namespace, binary: Path, backends: Path, caches: P
         f"--metrics-address={options.host}",
         f"--metrics-port={options.metrics_port}",
         f"--exit-timeout-secs={options.exit_timeout_s}",
-        f"--http-restricted-api={closed}",
-        f"--grpc-restricted-protocol={closed}",
-        *options.server_args,
     ]
-
-
-def children(pid: int) -> list[psutil.Process]:
-    """The models' processes: the live children of the server that are stubs. One that is ending
-    has no command line any more, though it may not be called a zombie yet."""
-    found = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if child.status() != psutil.STATUS_ZOMBIE and _STUB in "".join(child.cmdline()[:1]):
-                    found.append(child)
-    return found
-
-
-def stubs_of(pid: int) -> Counter[str]:
-    """Model -> how many processes it has. A stub's first argument is a file of its version."""
-    names: Counter[str] = Counter()
-    for stub in children(pid):
-        with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-            names[Path(stub.cmdline()[1]).parents[1].name] += 1
-    return names
 
 
 def say(text: str) -> None:

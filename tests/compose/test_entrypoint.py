@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import os
-import signal
+import re
 import socket
 import subprocess
 import sys
@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "server" / "entrypoint.py"
 
 # A server with one model's process, ready after a moment, with requests in flight as a file says.
-# It ends at SIGTERM with the status in another file.
+# It ends at SIGTERM with the status in another file. A model whose process has ended is still
+# ready to it; at a load it starts one, unless it is to refuse.
 _SERVER = """#!{python}
 import http.server, os, pathlib, signal, subprocess, sys, threading
 folder = pathlib.Path({folder!r})
@@ -38,16 +39,40 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if said else 400)
         self.end_headers()
         self.wfile.write(body)
+    def do_POST(self):
+        global state
+        closed = [each for each in sys.argv if each.startswith("--http-restricted-api=")]
+        said, action = (200 if self.headers["jitney-key"] in closed[0] else 403), self.path[-6:]
+        if action == "unload":
+            state = "UNAVAILABLE"
+        elif action == "t/load":
+            if (folder / "refuse").exists():
+                said = 400
+            elif state != "READY":
+                load()
+        with (folder / "calls").open("a") as calls:
+            print(self.path, said, file=calls)
+        self.send_response(said)
+        self.end_headers()
+        self.wfile.write(f'[{{{{"name": "chat", "state": "{{state}}"}}}}]'.encode())
     def log_message(self, *rest): pass
-signal.signal(signal.SIGTERM, lambda *rest: os._exit(int((folder / "status").read_text())))
-stub = subprocess.Popen(
-    ["bin/triton_python_backend_stub", str(folder / "models/chat/1/model.py")], executable="/bin/sh"
-)
-(folder / "stub").write_text(str(stub.pid))
+stubs = []
+def load():
+    global state
+    stub = ["bin/triton_python_backend_stub", str(folder / "models/chat/1/model.py")]
+    stubs.append(subprocess.Popen(stub, executable="/bin/sh"))
+    (folder / "stub").write_text(str(stubs[-1].pid))
+    state = "READY"
+def end(*rest):
+    if not (folder / "ignore").exists():
+        os._exit(int((folder / "status").read_text()))
+signal.signal(signal.SIGTERM, end)
+load()
 for port in ("--http-port", "--metrics-port"):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", int(options[port])), Handler)
     threading.Thread(target=server.serve_forever).start()
-signal.pause()
+while True:
+    signal.pause()
 """
 # Run by the shell under the stub's name; its first argument is this file.
 _MODEL = "trap 'touch {folder}/told' TERM\nwhile :; do sleep 0.05; done\n"
@@ -93,7 +118,20 @@ class Container:
 
     def wait_until_ready(self) -> None:
         assert self.process.stdout is not None
-        assert "ready with chat" in self.process.stdout.readline()
+        self.wait_until_said("ready")
+
+    def wait_until_said(self, text: str) -> None:
+        """Reads what is printed, as far as a line with ``text``."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} was not said")
+
+    def server(self) -> int:
+        """The process id of the server that runs now."""
+        (server,) = psutil.Process(self.process.pid).children()
+        return server.pid
 
     def ended(self, timeout_s: float = 120) -> tuple[int, str]:
         """Exit status, and what was printed since."""
@@ -123,14 +161,16 @@ def test_the_server_is_shut_in(containers) -> None:
     container = containers("--host=127.0.0.1", "--", "--log-verbose=1")
     container.wait_until_ready()
     given = (container.folder / "arguments").read_text().splitlines()
-    assert "--model-control-mode=none" in given
+    assert "--model-control-mode=explicit" in given
     closed = [each for each in given if "restricted" in each]
     assert len(closed) == 2
     for each in closed:
         names, _, key = each.partition("=")[2].partition(":jitney-key=")
         assert set(names.split(",")) == {"shared-memory", "model-repository", "trace", "logging"}
         assert len(key) == 32
-    assert given[-1] == "--log-verbose=1"
+        shown = psutil.Process(container.process.pid).children()[0].cmdline()
+        assert key not in "".join(shown), "every local user can read it there"
+    assert "--log-verbose=1" in given
     container.process.terminate()
     assert container.ended()[0] == 0
 
@@ -148,13 +188,27 @@ def test_a_stop_waits_for_requests_and_ends_with_0(containers) -> None:
     assert status == 0, text
 
 
-@pytest.mark.parametrize(("requests", "status"), [("2", "0"), ("0", "3")])
-def test_a_stop_that_cuts_something_off_ends_with_1(containers, requests: str, status: str) -> None:
+@pytest.mark.parametrize(
+    ("requests", "status", "expected"), [("2", "0", 1), ("2", "5", 1), ("0", "5", 3)]
+)
+def test_the_status_tells_requests_that_were_cut_off_from_a_server_that_did_not_end_well(
+    containers, requests: str, status: str, expected: int
+) -> None:
     container = containers("--drain-s=1.5")
     container.wait_until_ready()
     container.write(in_flight=requests, status=status)
     container.process.terminate()
-    assert container.ended()[0] == 1
+    assert container.ended()[0] == expected
+
+
+def test_a_server_that_does_not_end_is_killed_soon_after_the_time_for_requests(containers) -> None:
+    """As with this server's race: a model stays UNLOADING though nothing is in flight."""
+    container = containers("--drain-s=2", "--exit-timeout-s=3600")
+    container.write(ignore="")
+    container.wait_until_ready()
+    container.process.terminate()
+    status, text = container.ended()
+    assert (status, "was killed" in text) == (3, True), text
 
 
 def test_a_server_that_is_still_loading_is_ended_at_once(containers) -> None:
@@ -176,36 +230,83 @@ def test_a_server_that_serves_without_being_ready_is_drained(containers) -> None
     assert (status, "not every request had ended" in text) == (1, True), text
 
 
-def test_a_lost_model_ends_the_container(containers) -> None:
-    container = containers("--lost-model-s=1")
+def kill(container: Container, what: str) -> int:
+    """Kill the model's process, or its server; returns which."""
+    process = psutil.Process(int((container.folder / "stub").read_text()))
+    process = process if what == "stub" else process.parent()
+    process.kill()
+    return process.pid
+
+
+def test_a_model_whose_process_is_killed_is_loaded_again(containers) -> None:
+    container = containers()
     container.wait_until_ready()
-    os.kill(int((container.folder / "stub").read_text()), signal.SIGKILL)
-    status, text = container.ended()
-    assert (status, "the process of model chat is gone" in text) == (1, True), text
+    server = container.server()
+    killed = kill(container, "stub")
+    container.wait_until_said("the process of model chat has ended")
+    container.wait_until_said("model chat is loaded again")
+    assert container.server() == server, "it goes on: other models may have requests"
+    assert int((container.folder / "stub").read_text()) != killed
+    calls = (container.folder / "calls").read_text().splitlines()
+    assert [call for call in calls if "index" not in call] == [
+        "/v2/repository/models/chat/unload 200",
+        "/v2/repository/models/chat/load 200",
+    ]
+    container.process.terminate()
+    assert container.ended()[0] == 0
 
 
-def test_an_ended_server_ends_the_container_and_nothing_is_left(containers) -> None:
+def test_a_server_that_is_killed_is_started_again_and_nothing_of_it_is_left(containers) -> None:
     container = containers()
     container.wait_until_ready()
     stub = int((container.folder / "stub").read_text())
-    container.write(status="5")
-    server = subprocess.run(
-        ["ps", "-o", "ppid=", "-p", str(stub)], capture_output=True, text=True, check=True
-    )
-    os.kill(int(server.stdout), signal.SIGTERM)
-    status, text = container.ended()
-    assert (status, "with status 5" in text) == (1, True), text
+    (name,) = re.findall(r"prefix-name=(\S+)", (container.folder / "arguments").read_text())
+    region, foreign = Path(f"/dev/shm/{name}1"), Path(f"/dev/shm/x{name}1")
+    region.touch()
+    foreign.touch()
+    try:
+        kill(container, "server")
+        container.wait_until_said("the server ended by itself")
+        container.wait_until_said("the server is ready again")
+        assert not region.exists()
+        assert foreign.exists(), "another server's"
+    finally:
+        foreign.unlink()
     wait_until(
         lambda: not Path(f"/proc/{stub}").exists() or "Z" in Path(f"/proc/{stub}/stat").read_text()
     )
+    container.process.terminate()
+    assert container.ended()[0] == 0
 
 
-def test_a_server_that_is_no_longer_ready_ends_the_container(containers) -> None:
+def test_after_a_few_repairs_a_new_container_must_take_over(containers) -> None:
+    container = containers("--most-repairs=2")
+    container.wait_until_ready()
+    container.write(refuse="")
+    kill(container, "stub")
+    status, text = container.ended()
+    assert status == 1, text
+    assert text.count("model chat cannot be loaded again: the server answered") == 2
+    assert "2 repairs within 10 minutes were not enough" in text
+
+
+def test_a_server_that_does_not_come_up_ends_the_container(containers) -> None:
+    container = containers(ready=False)
+    container.wait_until_listening()
+    kill(container, "server")
+    status, text = container.ended()
+    assert (status, "with status -9" in text) == (1, True), text
+
+
+def test_a_server_that_is_no_longer_ready_is_started_again(containers) -> None:
     container = containers("--unready-s=1")
     container.wait_until_ready()
+    server = container.server()
     (container.folder / "ready").unlink()
-    status, text = container.ended()
-    assert (status, "not been ready" in text) == (1, True), text
+    container.wait_until_said("has not been ready for 1 s")
+    container.write(ready="")
+    container.wait_until_said("the server is ready again")
+    assert container.server() != server
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def serve(
         extra_args=server_arg or (),
         exit_timeout_s=grace,
     )
-    serve_until_stopped(server, start_timeout, grace)
+    raise typer.Exit(serve_until_stopped(server, start_timeout, grace))
 
 
 @app.command()

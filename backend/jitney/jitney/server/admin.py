@@ -24,10 +24,10 @@ class Admin:
         self.http_port, self.grpc_port, self.metrics_port = ports
         self._headers = {**headers, "Connection": "close"}
 
-    def is_ready(self) -> bool:
-        """Whether ``/v2/health/ready`` answers 200; False too while nothing listens yet."""
+    def is_ready(self, path: str = "/v2/health/ready") -> bool:
+        """Whether ``path`` answers 200; False too while nothing listens yet."""
         try:
-            return self._request("GET", "/v2/health/ready", self.http_port)[0] == 200
+            return self._request("GET", path, self.http_port)[0] == 200
         except (OSError, http.client.HTTPException):
             return False
 
@@ -47,21 +47,45 @@ class Admin:
         """Ask for it; the server does it once the model's requests have ended."""
         self._ask("POST", f"/v2/repository/models/{name}/unload")
 
+    def load(self, name: str, timeout_s: float) -> None:
+        """Load a model, and what is made of it. InternalError has the model's reason if it cannot
+        be; a model that is still loaded is not loaded anew."""
+        self._ask("POST", f"/v2/repository/models/{name}/load", timeout_s=timeout_s)
+
+    def is_answered(self, name: str) -> bool:
+        """Whether a language model answers a request, which it refuses at once; the server answers
+        for a model whose process does not. False if nobody does within ``TIMEOUT_S``."""
+        try:
+            path = f"/v2/models/{name}/generate"
+            said = self._request("POST", path, self.http_port, '{"text_input": ""}')[1]
+        except TimeoutError:
+            return False
+        return b"is not healthy" not in said
+
     def metrics(self) -> str:
         """The text of the metrics endpoint, which opens a moment after the server is ready."""
         return self._ask("GET", "/metrics", self.metrics_port)
 
-    def _ask(self, method: str, path: str, port: int | None = None) -> str:
-        status, body = self._request(method, path, port or self.http_port)
+    def _ask(
+        self, method: str, path: str, port: int | None = None, timeout_s: float = TIMEOUT_S
+    ) -> str:
+        status, body = self._request(method, path, port or self.http_port, None, timeout_s)
         if status != 200:
             said = body.decode(errors="replace")[:200]
             raise InternalError(f"the server answered {method} {path} with HTTP {status}: {said}")
         return body.decode()
 
-    def _request(self, method: str, path: str, port: int) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(reachable(self.host), port, timeout=TIMEOUT_S)
+    def _request(
+        self,
+        method: str,
+        path: str,
+        port: int,
+        body: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(reachable(self.host), port, timeout=timeout_s)
         try:
-            connection.request(method, path, headers=self._headers)
+            connection.request(method, path, body, self._headers)
             response = connection.getresponse()
             return response.status, response.read()
         finally:

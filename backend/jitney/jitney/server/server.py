@@ -31,15 +31,14 @@ from jitney.errors import InvalidArgumentError, LoadError
 from jitney.server.admin import Admin
 from jitney.server.installation import backend_directories as own_backend_directories
 from jitney.server.installation import find_installation, link_backends
+from jitney.server.launch import launch, restrict
 from jitney.server.log import explain_failure, read_tail, without_traceback
 from jitney.server.ports import choose_ports, reachable
 from jitney.server.stopping import hang_up, unload_all
+from jitney.server.supervision import LOAD_S
 
 EXIT_TIMEOUT_S = 10
 """Seconds that the server gives to requests in flight once it was told to stop."""
-
-RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
-"""Endpoints that a client reaches only with the server's random key."""
 
 _PORT_ATTEMPTS = 3
 # After the models are unloaded, seconds for the process to end by itself.
@@ -53,8 +52,8 @@ class TritonServer:
     repository, which may be empty; None loads all of it. ``log_file`` gets everything the server
     and the models print; None is a temporary file that a clean stop removes. ``keep_going`` serves
     what loads even if a model fails; otherwise one failure stops the start. ``open_endpoints``
-    leaves the endpoints of RESTRICTED open to every client. ``extra_args`` go to the server as they
-    are, last.
+    leaves the endpoints of ``launch.RESTRICTED`` open to every client. ``extra_args`` go to the
+    server as they are, behind ours.
 
     Raises InvalidArgumentError for a repository that is not a folder or a model that is not in it;
     InstallationError if a part of the server is missing.
@@ -82,6 +81,8 @@ class TritonServer:
         self._requested_ports = (http_port or 0, grpc_port or 0, metrics_port or 0)
         self._ports = [0, 0, 0]
         self._requested_log = log_file
+        self._own_log = log_file is None
+        self._log_mode = "wb"
         self._extra_args = list(extra_args)
         self._backends = list(backend_directories or own_backend_directories())
         self._installation = find_installation()
@@ -89,7 +90,7 @@ class TritonServer:
         self._keep_going = keep_going
         self._open_endpoints = open_endpoints
         self._key = secrets.token_hex(16)
-        self._admin = Admin(host, self._ports, self.admin_headers)
+        self.admin = Admin(host, self._ports, self.admin_headers)
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime: Path | None = None
         self.log_file: Path | None = None
@@ -97,6 +98,8 @@ class TritonServer:
         """Of the last process once it has ended; negative: the signal that ended it."""
         self.unclean = ""
         """Why the last stop was not clean; empty if it was."""
+        self.lost = False
+        """Whether the last stop may have cut requests off."""
 
     @property
     def http_url(self) -> str:
@@ -115,7 +118,7 @@ class TritonServer:
 
     @property
     def admin_headers(self) -> dict[str, str]:
-        """HTTP header that opens the endpoints of RESTRICTED; for gRPC the name takes the prefix
+        """HTTP header that opens the restricted endpoints; for gRPC the name takes the prefix
         ``triton-grpc-protocol-``."""
         return {} if self._open_endpoints else {"jitney-key": self._key}
 
@@ -130,7 +133,7 @@ class TritonServer:
 
     def is_ready(self) -> bool:
         """Whether ``/v2/health/ready`` answers 200."""
-        return self.is_alive() and self._admin.is_ready()
+        return self.is_alive() and self.admin.is_ready()
 
     def log_tail(self, lines: int = 50) -> str:
         """The last lines of the log; empty before the first start."""
@@ -141,12 +144,12 @@ class TritonServer:
         ``UNAVAILABLE`` and why. Models that were never asked for have an empty state."""
         return {
             name: (state, without_traceback(reason))
-            for name, (state, reason) in self._admin.model_states().items()
+            for name, (state, reason) in self.admin.model_states().items()
         }
 
     def model_inputs(self, name: str) -> list[dict[str, Any]]:
         """The input tensors of a ready model: name, datatype and shape of each."""
-        return self._admin.model_inputs(name)
+        return self.admin.model_inputs(name)
 
     def __enter__(self) -> "TritonServer":
         self.start()
@@ -185,17 +188,15 @@ class TritonServer:
         of ours ends them with an error); then connections are closed, and the process gets
         SIGTERM; what is left of its group soon after is killed.
         """
-        self.unclean = ""
+        self.unclean, self.lost = "", False
         if self._process is None:
             return True
         self._signal_models()
         grace_s = float(self._exit_timeout_s) if grace_s is None else grace_s
-        self.unclean = (
-            unload_all(self._admin, self._process.pid, grace_s)
-            if self.is_alive()
-            else f"the server had ended before, with status {self._process.poll()}"
-        )
+        ended = f"the server had ended before, with status {self._process.poll()}"
+        self.unclean, self.lost = ended, True
         if self.is_alive():
+            self.unclean, self.lost = unload_all(self.admin, self._process.pid, grace_s)
             hang_up(self._process.pid, self._ports)  # the server would wait for idle ones
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -211,9 +212,18 @@ class TritonServer:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     stub.send_signal(signal.SIGTERM)
 
+    def restart(self, timeout_s: float = LOAD_S) -> None:
+        """Start again after the process ended, on the same ports, with the same key and log. What
+        is left of it is killed first. Raises as :meth:`start`."""
+        self._end(keep_log=True)
+        http_port, grpc_port, metrics_port = self._ports
+        self._requested_ports = (http_port, grpc_port, metrics_port)
+        self._requested_log, self._log_mode = self.log_file, "ab"
+        self.start(timeout_s)
+
     def _launch(self) -> None:
         self._ports = choose_ports(self.host, self._requested_ports)
-        self._admin = Admin(self.host, self._ports, self.admin_headers)
+        self.admin = Admin(self.host, self._ports, self.admin_headers)
         self._runtime = runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
         link_backends(runtime / "backends", self._installation, self._backends)
         if self._requested_log is None:
@@ -223,10 +233,11 @@ class TritonServer:
         else:
             self._requested_log.parent.mkdir(parents=True, exist_ok=True)
             self.log_file = self._requested_log
-        with self.log_file.open("wb") as log:
-            self._process = subprocess.Popen(
+        with self.log_file.open(self._log_mode) as log:
+            self._process = launch(
                 self._command(runtime),
-                env=self._environment(runtime),
+                [] if self._open_endpoints else restrict(self._key),
+                self._environment(runtime),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -257,10 +268,6 @@ class TritonServer:
         command.append("--model-control-mode=explicit")
         models = ["*"] if self.models is None else self.models
         command += [f"--load-model={name}" for name in models]
-        if not self._open_endpoints:
-            names = ",".join(RESTRICTED)
-            command.append(f"--http-restricted-api={names}:jitney-key={self._key}")
-            command.append(f"--grpc-restricted-protocol={names}:jitney-key={self._key}")
         return command + self._extra_args
 
     def _environment(self, runtime: Path) -> dict[str, str]:
@@ -317,7 +324,7 @@ class TritonServer:
                 region.unlink(missing_ok=True)
             shutil.rmtree(self._runtime, ignore_errors=True)
             self._runtime = None
-        if self._requested_log is None and not keep_log and self.log_file is not None:
+        if self._own_log and not keep_log and self.log_file is not None:
             self.log_file.unlink(missing_ok=True)
             self.log_file = None
 

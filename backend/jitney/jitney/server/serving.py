@@ -1,6 +1,7 @@
-"""``jitney serve``: runs a server until it is told to stop, and prints where it can be reached."""
+"""``jitney serve``: runs a server until it is told to stop, prints where it is, and repairs it."""
 
 import json
+from datetime import datetime
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,43 +11,55 @@ from jitney.errors import JitneyError
 from jitney.server.log import failed_models, read_tail, said_once
 from jitney.server.server import TritonServer
 from jitney.server.signals import interruptible
+from jitney.server.supervision import Supervisor
 
 _OUT = Console(highlight=False)
 _ERR = Console(stderr=True, highlight=False)
+_TURN_S = 0.5
+
+NOT_UNLOADED = 3
+"""Exit status if the server had to be killed at the stop though no request was left."""
 
 
-def serve_until_stopped(server: TritonServer, start_timeout_s: float, grace_s: int) -> None:
-    """Start ``server``, print where it is, and wait for a signal or its end; then stop it.
+def serve_until_stopped(server: TritonServer, start_timeout_s: float, grace_s: int) -> int:
+    """Start ``server``, print where it is, keep it going until a signal comes, and stop it. Returns
+    the exit status: 0 or NOT_UNLOADED.
 
-    Raises JitneyError if it does not start, ends by itself or does not stop cleanly.
+    Raises JitneyError if it does not start, or if the stop may have cut requests off.
     """
     what = ", ".join(server.models or ()) or f"all of {server.model_repository.name}"
     with interruptible() as asked_to_stop:
         try:
             with _ERR.status(f"Loading {what} …"):
                 server.start(start_timeout_s)
+            supervisor = Supervisor(server, _say)
             _print_welcome(server)
-            while server.is_alive() and not asked_to_stop.wait(0.5):
-                pass
+            while not asked_to_stop.wait(_TURN_S):
+                supervisor.turn()
         except KeyboardInterrupt:
             pass
-        if not asked_to_stop.is_set():
-            tail = server.log_tail(15)
-            server.stop()
-            raise JitneyError(f"the server ended by itself; its last lines are:\n{tail}")
-        _stop(server, grace_s)
+        return _stop(server, grace_s)
 
 
-def _stop(server: TritonServer, grace_s: int) -> None:
+def _say(text: str) -> None:
+    """With the time, because it may be read much later."""
+    _ERR.print(f"{datetime.now():%Y-%m-%d %H:%M:%S} {escape(text)}", soft_wrap=True)
+
+
+def _stop(server: TritonServer, grace_s: int) -> int:
     _ERR.print(f"Stopping: running requests get up to {grace_s} s; Ctrl-C again to end them now.")
     try:
-        clean = server.stop()
+        server.stop()
     except KeyboardInterrupt:
-        clean = server.stop(0)
-    if not clean:
-        log = f"; its log is {server.log_file}" if server.log_file else ""
-        raise JitneyError(f"the stop was not clean: {server.unclean}{log}")
-    _ERR.print("Stopped.")
+        server.stop(0)
+    if not server.unclean:
+        _ERR.print("Stopped.")
+        return 0
+    said = f"{server.unclean}; its log is {server.log_file}"
+    if server.lost:
+        raise JitneyError(f"the stop was not clean: {said}")
+    _say(f"Stopped; no request was left, but the server had to be killed: {said}")
+    return NOT_UNLOADED
 
 
 def _states(server: TritonServer) -> dict[str, tuple[str, str]]:

@@ -15,6 +15,7 @@ import re
 import socket
 import time
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import psutil
 
@@ -35,6 +36,9 @@ _ASK_AGAIN_S = 2.0
 # Longer than the grace, for models without any request: a process with torch in it takes two
 # seconds of a core to end, and many of them end at once.
 _UNLOAD_S = 30.0
+# The same if one of them still shows its metrics, which it withdraws when it ends: this server has
+# lost count of its requests, and will not end it (docs/troubleshooting.md).
+_STUCK_S = 3.0
 
 _IN_FLIGHT = re.compile(
     r'^jitney_(?:running|waiting)_requests{.*?\bmodel="([^"]*)".*} (\S+)$', re.M
@@ -50,10 +54,19 @@ def requests_in_flight(metrics: str) -> dict[str, float]:
     return total
 
 
-def unload_all(admin: Admin, pid: int, grace_s: float) -> str:
+class Left(NamedTuple):
+    """What a stop left behind."""
+
+    text: str
+    """Models and why they were left; empty if none was."""
+    lost: bool
+    """Whether requests may have been lost with them."""
+
+
+def unload_all(admin: Admin, pid: int, grace_s: float) -> Left:
     """Unload every model of the server ``pid``; requests in flight have ``grace_s`` seconds to end.
 
-    Returns what was left and why, or nothing if nothing was. SIGTERM alone would not do: the server
+    SIGTERM alone would not do: the server
     first waits for idle keep-alive connections, up to its whole exit timeout, and then has no time
     left to unload its models. And an open gRPC stream keeps a model from being unloaded: it is cut
     once no request is in flight. Models of ours that say that they have no request may take longer.
@@ -78,29 +91,32 @@ def unload_all(admin: Admin, pid: int, grace_s: float) -> str:
                         refusals[name] = str(error)
             live = {name: state for name, state in states.items() if state in _LIVE}
             if not live:
-                return ""
-            requests = _look(admin, requests)
+                return Left("", lost=False)
+            shown = _look(admin)
+            # A model that was shown before and is not now has ended its last request: it takes its
+            # metrics along. Other backends' models never have any.
+            requests = {} if shown is None else {**dict.fromkeys(requests, 0.0), **shown}
             quiet = all(requests.get(name) == 0 for name in live)
-            if now > deadline + (_UNLOAD_S if quiet else 0):
-                return _explain(live, requests, refusals, now - began)
+            stuck = any(live[name] == "UNLOADING" for name in live.keys() & (shown or {}).keys())
+            if now > deadline + ((_STUCK_S if stuck else _UNLOAD_S) if quiet else 0):
+                return Left(_explain(live, requests, refusals, now - began), lost=not quiet)
             if not quiet:
                 quiet_since = now
             elif now - quiet_since > _QUIET_S:
                 hang_up(pid, [admin.grpc_port])
             time.sleep(0.05)
     except (OSError, http.client.HTTPException, InternalError) as error:
-        return f"the server does not answer: {error}"  # the signals must do
+        # The signals must do.
+        return Left(f"the server does not answer: {error}", lost=True)
 
 
-def _look(admin: Admin, before: Mapping[str, float]) -> dict[str, float]:
-    """Model -> requests in flight, as its metrics say. A model that spoke ``before`` and is silent
-    now has ended its last request: it takes its metrics along. Other backends' models are always
-    silent; so are all if the server has no metrics, which it may be told not to have."""
+def _look(admin: Admin) -> dict[str, float] | None:
+    """Model -> requests in flight, as the metrics show; None without metrics, which a server may be
+    told not to have."""
     try:
-        said = requests_in_flight(admin.metrics())
+        return requests_in_flight(admin.metrics())
     except (OSError, http.client.HTTPException, InternalError):
-        return {}
-    return {**dict.fromkeys(before, 0.0), **said}
+        return None
 
 
 def _explain(

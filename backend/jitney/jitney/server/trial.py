@@ -47,7 +47,7 @@ def try_server(timeout_s: float = 60.0) -> None:
         server = TritonServer(Path(name))
         server.start(timeout_s)
         try:
-            answer = _ask(server.http_url)
+            answer = ask(server.http_url)
         finally:
             clean = server.stop()
         if answer != [2, 3, 4]:
@@ -56,7 +56,8 @@ def try_server(timeout_s: float = 60.0) -> None:
             raise JitneyError(f"the stop was not clean: {server.unclean}")
 
 
-def _ask(address: str) -> object:
+def ask(address: str) -> object:
+    """What the model that adds one makes of 1, 2 and 3. Raises JitneyError if it makes nothing."""
     request = {"inputs": [{"name": "x", "shape": [3], "datatype": "INT32", "data": [1, 2, 3]}]}
     connection = http.client.HTTPConnection(address, timeout=10)
     try:

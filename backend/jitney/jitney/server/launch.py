@@ -1,0 +1,89 @@
+"""Starts a program with arguments that only its own user can read.
+
+Every local user can read a command line, but not an environment. So the secret arguments are handed
+over as variables, and placeholders stand on the command line. The program is stopped before its
+first instruction, and its pointers to the placeholders are turned to the variables. ``server`` and
+the containers' process 1 start the server so: its options carry the key of restricted endpoints.
+"""
+
+import ctypes
+import logging
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
+"""Endpoints that a client reaches only with the server's random key."""
+
+_LOG = logging.getLogger(__name__)
+
+_PTRACE_DETACH = 17
+_NOT_ALLOWED = 99
+# A process that asks to be traced (request 0) stops after its next exec. Not a function that runs
+# between fork and exec in this process: its other threads may hold locks.
+_TRACED = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).ptrace(0, 0, None, None) == 0 or os._exit({_NOT_ALLOWED})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+# Positions in /proc/PID/stat behind the name: where the stack starts, and the bounds of the command
+# line and of the environment.
+_START_STACK, _ARG_START, _ENV_END = 25, 45, 49
+
+
+def restrict(key: str) -> list[str]:
+    """The server's options that close the endpoints of RESTRICTED to all who do not send the header
+    ``jitney-key: KEY``."""
+    closed = f"{','.join(RESTRICTED)}:jitney-key={key}"
+    return [f"--http-restricted-api={closed}", f"--grpc-restricted-protocol={closed}"]
+
+
+def launch(
+    command: Sequence[str], secret: Sequence[str], environment: Mapping[str, str], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start ``command`` with the arguments ``secret`` at its end; ``options`` are Popen's.
+
+    Where the system does not allow to look into a child (a container may forbid it), the program is
+    started with the arguments in the open, and a warning is logged.
+    """
+    names = [f"JITNEY_ARGUMENT_{number}" for number in range(len(secret))]
+    program = [sys.executable, "-I", "-S", "-c", _TRACED, *command, *names]
+    hidden = {**environment, **dict(zip(names, secret, strict=True))}
+    process = subprocess.Popen(program, env=hidden, **options)
+    try:
+        if os.WIFSTOPPED(os.waitpid(process.pid, 0)[1]):
+            _redirect(process.pid, names)
+            ctypes.CDLL(None).ptrace(_PTRACE_DETACH, process.pid, None, None)
+            return process
+    except BaseException:
+        process.kill()
+        raise
+    process.wait()
+    _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
+    return subprocess.Popen([*command, *secret], env=environment, **options)
+
+
+def _redirect(pid: int, names: Sequence[str]) -> None:
+    """Point the arguments ``names`` of a program that has not run yet to the values of the
+    variables of those names."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    stack, bounds = int(stat[_START_STACK]), [int(each) for each in stat[_ARG_START:_ENV_END]]
+    argument_start, argument_end, variable_start, variable_end = bounds
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+
+        def read(start: int, end: int) -> bytes:
+            memory.seek(start)
+            return memory.read(end - start)
+
+        arguments = b"\0" + read(argument_start, argument_end)
+        variables = b"\0" + read(variable_start, variable_end)
+        pointers = read(stack, argument_start)  # argc, argv, the environment's, …
+        for name in names:
+            argument = argument_start + arguments.index(f"\0{name}\0".encode())
+            value = variable_start + variables.index(f"\0{name}=".encode()) + len(name) + 1
+            memory.seek(stack + pointers.index(struct.pack("@P", argument)))
+            memory.write(struct.pack("@P", value))

@@ -1,0 +1,213 @@
+"""What the supervisor repairs, and when, over a server that is a record, with a clock of its own.
+
+Real processes are in `test_cli.py`, `tests/compose/test_entrypoint.py` and `tests/server`.
+"""
+
+import itertools
+import types
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+from jitney.errors import InternalError, LoadError
+from jitney.server import supervision
+from jitney.server.admin import Admin
+from jitney.server.supervision import Supervisor
+
+
+class FakeProcess:
+    """One of a model: ``file`` is empty once it is a zombie."""
+
+    def __init__(self, pid: int, model: str) -> None:
+        self.pid = pid
+        self.file = f"/models/{model}/1/model.py"
+
+    def cmdline(self) -> list[str]:
+        return ["…/triton_python_backend_stub", self.file] if self.file else []
+
+    def kill(self) -> None:
+        self.file = ""
+
+
+class FakeServer:
+    """A server of two models. Loads, starts and unloads fail while the fields say so."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.processes = [FakeProcess(10, "chat"), FakeProcess(11, "embed")]
+        self.states = {"chat": "READY", "embed": "READY"}
+        self.alive = self.ready = self.answers = True
+        self.load_error: Exception | None = None
+        self.unload_error: Exception | None = None
+        self.starts = 0
+        self.loads: list[str] = []
+
+    @property
+    def admin(self) -> Admin:
+        return cast("Admin", self)
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def is_answered(self, name: str) -> bool:
+        return self.answers
+
+    def model_states(self) -> dict[str, tuple[str, str]]:
+        return {name: (state, "") for name, state in self.states.items()}
+
+    def metrics(self) -> str:
+        return 'jitney_running_requests{model="chat"} 0\n'
+
+    def unload(self, name: str) -> None:
+        if self.unload_error:
+            raise self.unload_error
+        self.states[name] = "UNAVAILABLE"
+
+    def load(self, name: str, timeout_s: float) -> None:
+        self.loads.append(name)
+        if self.load_error:
+            raise self.load_error
+        self.states[name] = "READY"
+        self.processes.append(FakeProcess(20 + len(self.loads), name))
+
+    def restart(self) -> None:
+        self.starts += 1
+        if self.load_error:
+            raise LoadError("one model failed to load")
+        self.__dict__.update(FakeServer().__dict__, starts=self.starts, loads=self.loads)
+
+
+Run = Callable[[float], str]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    made = FakeServer()
+    monkeypatch.setattr(supervision, "_children", lambda pid: made.processes)
+    return made
+
+
+@pytest.fixture
+def clock() -> types.SimpleNamespace:
+    return types.SimpleNamespace(now=1000.0)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def supervise(
+    server: FakeServer, clock: types.SimpleNamespace, said: list[str], most: int | None = None
+) -> Run:
+    """A function that takes a turn every half second for so many seconds, or until it gives up."""
+    supervisor = Supervisor(server, said.append, most_repairs=most, clock=lambda: clock.now)
+
+    def run(seconds: float) -> str:
+        ends = clock.now + seconds
+        while clock.now < ends:
+            clock.now += 0.5
+            if given_up := supervisor.turn():
+                return given_up
+        return ""
+
+    return run
+
+
+def test_only_the_model_whose_process_ended_is_loaded_again(server, clock, said) -> None:
+    run = supervise(server, clock, said)
+    assert run(60) == ""
+    assert server.loads == []
+    server.processes[0].kill()
+    run(2)
+    assert server.loads == ["chat"]
+    assert server.states["chat"] == "READY"
+    assert server.starts == 0
+    run(60)
+    assert server.loads == ["chat"], "its zombie stays and is no news"
+
+
+def test_what_somebody_unloads_stays_unloaded(server, clock, said) -> None:
+    """The server ends that process itself; it may be seen on its way."""
+    run = supervise(server, clock, said)
+    server.states["chat"] = "UNLOADING"
+    server.processes[0].kill()
+    run(60)
+    assert (server.loads, said) == ([], [])
+
+
+def test_a_model_that_does_not_answer_is_killed_and_loaded_again(server, clock, said) -> None:
+    run = supervise(server, clock, said)
+    server.answers = False
+    run(11)
+    assert server.loads == [], "once or twice is no proof"
+    hung = server.processes[0]
+    run(5)
+    server.answers = True
+    assert hung.file == ""
+    assert server.loads == ["chat"]
+    assert "model chat does not answer" in said
+    run(60)
+    assert server.loads == ["chat"]
+
+
+def test_repairs_have_growing_pauses(server, clock, said) -> None:
+    run = supervise(server, clock, said)
+    server.load_error = InternalError("weights.bin is truncated")
+    server.processes[0].kill()
+    run(1)
+    assert server.states["chat"] == "UNAVAILABLE", "its readiness is withdrawn at once"
+    tries = [clock.now]
+    for _ in range(1200):
+        before = len(server.loads)
+        run(0.5)
+        if len(server.loads) > before:
+            tries.append(clock.now)
+    gaps = [b - a for a, b in itertools.pairwise(tries)]
+    assert gaps[:7] == [1, 2, 4, 8, 16, 32, 60]
+    assert set(gaps[7:]) == {60}
+    assert server.starts == 0, "another server would hear the same reason"
+    assert server.states["embed"] == "READY"
+    server.load_error = None
+    run(61)
+    assert server.states["chat"] == "READY"
+
+
+@pytest.mark.parametrize("error", [TimeoutError("timed out"), InternalError("HTTP 403")])
+def test_a_server_that_does_not_unload_is_started_again(server, clock, said, error) -> None:
+    run = supervise(server, clock, said)
+    server.unload_error = error
+    server.processes[0].kill()
+    run(2)
+    assert (server.starts, server.loads) == (1, [])
+
+
+def test_a_server_that_ends_or_is_not_ready_is_started_again(server, clock, said) -> None:
+    run = supervise(server, clock, said)
+    server.alive = False
+    run(1)
+    assert server.starts == 1
+    server.ready = False
+    run(119)
+    assert server.starts == 1
+    run(5)
+    assert server.starts == 2
+
+
+def test_who_is_told_how_many_repairs_are_enough_gives_up(server, clock, said) -> None:
+    run = supervise(server, clock, said, most=3)
+    server.alive, server.load_error = False, LoadError("no")
+    assert run(60) == "3 repairs within 10 minutes were not enough"
+    assert server.starts == 3
+
+
+def test_repairs_that_are_long_ago_do_not_count(server, clock, said) -> None:
+    run = supervise(server, clock, said, most=2)
+    for _ in range(5):
+        server.alive = False
+        assert run(400) == ""
+    assert server.starts == 5
