@@ -165,6 +165,87 @@ def test_secrets_are_made_once_and_kept_from_others(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def names_of(certificate: Path) -> str:
+    """Whom a certificate is for."""
+    command = ["openssl", "x509", "-in", certificate, "-noout", "-ext", "subjectAltName"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_name_that_comes_later_gets_into_the_certificate(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets"
+    make_secrets(folder, "first.example")
+    certificate = folder / "tls_certificate"
+    before = {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
+    assert "certificate" in make_secrets(folder, "second.example", "10.0.0.7", "first.example")
+    after = {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
+    for name in ("DNS:localhost", "DNS:first.example", "DNS:second.example", "Address:10.0.0.7"):
+        assert names_of(certificate).count(name) == 1
+    for name in ("api_keys", "grafana_password"):
+        assert after[name] == before[name]
+    # The containers have the very files, not their names.
+    assert {name: node for name, (node, _) in after.items()} == {
+        name: node for name, (node, _) in before.items()
+    }
+    assert make_secrets(folder, "second.example", "127.0.0.1") == ""
+
+
+def test_a_certificate_of_ones_own_is_not_replaced(tmp_path: Path) -> None:
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 9"
+    own = ["-subj", "/CN=own", "-addext", "subjectAltName=DNS:*.own.example"]
+    files = ["-keyout", tmp_path / "tls_key", "-out", tmp_path / "tls_certificate"]
+    subprocess.run([*command.split(), *own, *files], check=True, capture_output=True)
+    before = (tmp_path / "tls_certificate").read_bytes()
+    make_secrets(tmp_path, "models.own.example")
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        make_secrets(tmp_path, "other.example")
+    assert "other.example" in refused.value.stderr
+    assert (tmp_path / "tls_certificate").read_bytes() == before
+
+
+def test_grafana_takes_a_new_password_when_it_starts_again(tmp_path: Path) -> None:
+    """With programs of the test's own in the place of Grafana's."""
+    script = (DEPLOY / "grafana" / "start").read_text(encoding="utf-8")
+    (tmp_path / "password").write_text("new", encoding="utf-8")
+    for name, text in (
+        ("grafana", f'#!/bin/sh\n(echo "$@"; cat) >{tmp_path}/told\n'),
+        ("run.sh", f"#!/bin/sh\ntouch {tmp_path}/grafana.db\n"),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    for told in ("", "cli --homepath /home admin reset-admin-password --password-from-stdin\nnew"):
+        subprocess.run(
+            ["sh", "-s"],
+            input=script.replace("/run.sh", f"{tmp_path}/run.sh"),
+            env={
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "GF_PATHS_DATA": str(tmp_path),
+                "GF_PATHS_HOME": "/home",
+                "GF_SECURITY_ADMIN_PASSWORD__FILE": str(tmp_path / "password"),
+            },
+            text=True,
+            check=True,
+        )
+        file = tmp_path / "told"
+        assert (file.read_text(encoding="utf-8") if file.exists() else "") == told
+    grafana = SERVICES["grafana"]
+    mounted = [volume.split(":")[:2] for volume in grafana["volumes"]]
+    assert ["./deploy/grafana/start", grafana["entrypoint"][-1]] in mounted
+
+
+def test_keys_and_bodies_have_file_systems_of_their_own() -> None:
+    """Row 44: keys are revoked although bodies fill theirs."""
+    sizes = {
+        place.split(":")[0]: re.findall(r"size=(\d+)m", place)
+        for place in SERVICES["proxy"]["tmpfs"]
+    }
+    assert sizes == {"/tmp": ["320"], "/run/jitney": ["4"]}
+    for name in ("start", "reload-keys"):
+        text = (DEPLOY / "proxy" / name).read_text(encoding="utf-8")
+        written = re.findall(r"(?:>|mv \S+ )(/\S+)", text)
+        assert {each for each in written if not each.startswith(("/dev/", "/run/jitney/"))} == set()
+        assert len(written) >= 1
+
+
 def test_keys_become_a_map_of_the_proxy(tmp_path: Path) -> None:
     """As `reload-keys --check-only` writes it."""
     key = "Ab9._~+/=-" * 3
@@ -194,7 +275,7 @@ def render_keys(folder: Path, text: str) -> "subprocess.CompletedProcess[str]":
     (folder / "api_keys").write_text(text, encoding="utf-8")
     return subprocess.run(
         ["sh", "-s", "--", "--check-only"],
-        input=script.replace("/tmp/keys", f"{folder}/keys"),
+        input=script.replace("/run/jitney/keys", f"{folder}/keys"),
         env={**os.environ, "API_KEYS_FILE": str(folder / "api_keys")},
         capture_output=True,
         text=True,

@@ -1,0 +1,75 @@
+-- What would harm the server although the client has a key: a compressed request, which may have
+-- any size once it is unpacked; a length that the server cannot read; JSON nested so deeply that
+-- the server's parser runs out of stack, which ends the server.
+local MAX_DEPTH = 64
+local BACKSLASH, QUOTE = ("\\"):byte(), ('"'):byte()
+local OPENING = { [("["):byte()] = true, [("{"):byte()] = true }
+local CLOSING = { [("]"):byte()] = true, [("}"):byte()] = true }
+
+local headers = ngx.req.get_headers(0)
+local path = ngx.var.uri
+
+local function refuse(status, reason)
+    ngx.var.reason = reason
+    return ngx.exit(status)
+end
+
+-- A header that was sent twice is a table here, and equals no string.
+for _, name in ipairs({ "content-encoding", "grpc-encoding" }) do
+    if headers[name] and headers[name] ~= "identity" then
+        return refuse(415, "a request cannot be compressed here")
+    end
+end
+if path:find("^/inference%.") then return end
+
+-- How many bytes of the body are JSON: all, unless tensors in binary form come after it.
+local json_bytes = 0x7fffffff
+local length = headers["inference-header-content-length"]
+if length then
+    if type(length) ~= "string" or not length:find("^%d+$") or #length > 9 then
+        return refuse(400, "Inference-Header-Content-Length must be a number of bytes")
+    end
+    if path:find("/infer$") then json_bytes = tonumber(length) end
+end
+
+local depth, is_quoted, is_escaped = 0, false, false
+
+-- Whether one more piece of the JSON is nested no deeper than MAX_DEPTH.
+local function stays_flat(piece)
+    for i = 1, #piece do
+        local byte = piece:byte(i)
+        if is_escaped then
+            is_escaped = false
+        elseif is_quoted then
+            is_escaped = byte == BACKSLASH
+            is_quoted = byte ~= QUOTE
+        elseif byte == QUOTE then
+            is_quoted = true
+        elseif OPENING[byte] then
+            depth = depth + 1
+            if depth > MAX_DEPTH then return false end
+        elseif CLOSING[byte] then
+            depth = depth - 1
+        end
+    end
+    return true
+end
+
+ngx.req.read_body()
+local is_flat = true
+local name = ngx.req.get_body_file()
+if name then
+    local file = assert(io.open(name, "rb"))
+    while is_flat and json_bytes > 0 do
+        local piece = file:read(math.min(json_bytes, 65536))
+        if not piece then break end
+        is_flat, json_bytes = stays_flat(piece), json_bytes - #piece
+        ngx.sleep(0) -- a large body takes a while: others come in between
+    end
+    file:close()
+else
+    is_flat = stays_flat((ngx.req.get_body_data() or ""):sub(1, json_bytes))
+end
+if not is_flat then
+    return refuse(400, "the JSON is nested more than " .. MAX_DEPTH .. " deep")
+end

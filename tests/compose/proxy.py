@@ -1,0 +1,257 @@
+"""The proxy of the deployment without a container: deploy/proxy as it is, with its fixed folders
+and ports moved, run by this machine's nginx in front of a server of the tests' own.
+"""
+
+import contextlib
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from tests.compose.engine.clients import Client
+from tests.compose.engine.deployment import wait_for
+from tests.compose.free_ports import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+# Folder of the container -> folder of a test.
+_PLACES = {"/etc/jitney": "etc", "/run/secrets": "secrets", "/run/jitney": "run", "/tmp": "tmp"}
+
+
+def why_not() -> str:
+    """Why the proxy cannot be run here; empty if it can."""
+    nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+    if nginx is None:
+        return "nginx is not installed"
+    text = (DEPLOY / "proxy" / "nginx.conf.in").read_text(encoding="utf-8")
+    modules = re.findall(r"^load_module .*;", text, re.M)
+    with tempfile.NamedTemporaryFile("w", suffix=".conf") as file:
+        file.write("\n".join([*modules, "events {}", "http {}"]))
+        file.flush()
+        done = subprocess.run(
+            [nginx, "-t", "-q", "-c", file.name, "-g", "pid /dev/null; error_log stderr;"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    return "" if done.returncode == 0 else f"nginx lacks a module: {done.stderr.strip()}"
+
+
+# --------------------------------------------------------------------------- the server behind it
+
+
+@dataclass
+class Server:
+    """Stands in for Triton: answers everything, and notes what has reached it."""
+
+    seen: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
+    """Method, target, headers (lower case) and body of each request over HTTP."""
+    called: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    """Method and metadata of each call over gRPC."""
+    http_port: int = 0
+    grpc_port: int = 0
+
+    def targets(self) -> list[str]:
+        """Of the requests over HTTP."""
+        return [target for _, target, _, _ in self.seen]
+
+
+@contextmanager
+def serve() -> Iterator[Server]:
+    """A server on free ports. A generate_stream sends a line ten times a second, as many as
+    `max_tokens` says; a stream over gRPC answers each message with itself."""
+    state = Server()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            state.seen.append((self.command, self.path, headers, body))
+            self.send_response(200)
+            if not self.path.endswith("generate_stream"):
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+                return
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for number in range(json.loads(body)["max_tokens"]):
+                self.wfile.write(b'data: {"text_output": "%d"}\n\n' % number)
+                time.sleep(0.1)
+
+        do_GET = do_POST
+
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):  # the client has left, which some tests are about
+                super().handle()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Calls(grpc.GenericRpcHandler):
+        def service(self, call: Any) -> Any:
+            state.called.append((call.method, dict(call.invocation_metadata)))
+            if call.method.endswith("ModelStreamInfer"):
+                return grpc.stream_stream_rpc_method_handler(lambda messages, context: messages)
+            return grpc.unary_unary_rpc_method_handler(lambda message, context: message)
+
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    web.daemon_threads = True
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    pool = ThreadPoolExecutor(8)
+    calls = grpc.server(pool, handlers=[Calls()])
+    state.http_port = web.server_port
+    state.grpc_port = calls.add_insecure_port("127.0.0.1:0")
+    calls.start()
+    try:
+        yield state
+    finally:
+        web.shutdown()
+        web.server_close()
+        calls.stop(0).wait()
+        pool.shutdown()
+
+
+# --------------------------------------------------------------------------- the proxy
+
+
+class Proxy:
+    """deploy/proxy, run in a folder of its own. ``settings`` are environment variables."""
+
+    def __init__(self, server: Server, **settings: str) -> None:
+        # Not pytest's folder: the path of a socket is at most 107 bytes long.
+        self.folder = Path(tempfile.mkdtemp(prefix="proxy-"))
+        self.port, self.grafana_port = free_port(), free_port()
+        self._ports = {
+            "$triton:8000": f"$triton:{server.http_port}",
+            "$triton:8001": f"$triton:{server.grpc_port}",
+            "$grafana:3000": f"$grafana:{server.http_port}",
+            "listen 8443": f"listen 127.0.0.1:{self.port}",
+            "listen 3000": f"listen 127.0.0.1:{self.grafana_port}",
+        }
+        for name in ("etc", "run", "tmp", "bin"):
+            (self.folder / name).mkdir()
+        for source in (DEPLOY / "proxy").iterdir():
+            self._copy(source)
+        self.secrets = self.folder / "secrets"
+        subprocess.run(
+            [DEPLOY / "secrets.sh"],
+            env={**os.environ, "SECRETS": str(self.secrets)},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        self.environment = {
+            **os.environ,
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}:/usr/sbin",
+            "API_KEYS_FILE": str(self.secrets / "api_keys"),
+            "TRITON_HOST": "127.0.0.1",
+            "GRAFANA_HOST": "127.0.0.1",
+            **settings,
+        }
+        with (self.folder / "output").open("wb") as output:
+            self.process = subprocess.Popen(
+                # In the background a shell ignores signals, which children inherit. Not by
+                # `preexec_fn`: gRPC does not take a fork well.
+                ["env", "--default-signal", self.folder / "bin" / "start"],
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def __enter__(self) -> "Proxy":
+        wait_for(self._answers, "the proxy to answer", 60, self.output)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        processes = [*self.workers(), self.process]
+        for each in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.client("").request("GET", "/alive")[0] == 200
+        return False
+
+    def _copy(self, source: Path) -> None:
+        """One of its files, with the folders and ports of this run."""
+        places = "|".join(_PLACES)
+        text = re.sub(
+            rf"({places})(?![\w-])",
+            lambda found: f"{self.folder}/{_PLACES[found[1]]}",
+            source.read_text(encoding="utf-8"),
+        )
+        for name, value in self._ports.items():
+            text = text.replace(name, value)
+        if source.name == "nginx.conf.in" and os.geteuid() == 0:
+            text = f"user root;\n{text}"  # its folder is closed to others
+        target = self.folder / ("etc" if source.suffix else "bin") / source.name
+        target.write_text(text, encoding="utf-8")
+        target.chmod(0o755)
+
+    def output(self) -> str:
+        """All that it has printed, its log among it."""
+        return (self.folder / "output").read_text(encoding="utf-8", errors="replace")
+
+    def log(self, uri: str) -> list[dict[str, Any]]:
+        """The lines of its log about a path."""
+        lines = [line for line in self.output().splitlines() if line.startswith("{")]
+        return [line for line in map(json.loads, lines) if line["uri"] == uri]
+
+    def workers(self) -> list[psutil.Process]:
+        """nginx's processes, its master among them."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def memory(self) -> int:
+        """Bytes that nginx's processes hold, each for itself."""
+        return sum(each.memory_full_info().uss for each in self.workers())
+
+    def client(self, key: str | None = None) -> Client:
+        """A client over HTTP, with the first key or another; an empty one is none."""
+        if key is None:
+            (key,) = re.findall("^first:(.*)$", self.keys(), re.M)
+        return Client(self.port, self.secrets / "tls_certificate", key)
+
+    def keys(self) -> str:
+        """The text of its API keys."""
+        return (self.secrets / "api_keys").read_text(encoding="utf-8")
+
+    @contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        """A client over gRPC."""
+        trusted = (self.secrets / "tls_certificate").read_bytes()
+        with grpc.secure_channel(
+            f"localhost:{self.port}", grpc.ssl_channel_credentials(trusted)
+        ) as channel:
+            yield channel
+
+    def reload(self) -> "subprocess.CompletedProcess[str]":
+        """What `reload-keys` does and says."""
+        return subprocess.run(
+            ["reload-keys"],
+            executable=self.folder / "bin" / "reload-keys",
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )

@@ -1,0 +1,379 @@
+"""The proxy itself: this machine's nginx with deploy/proxy's configuration, in front of a server of
+the tests' own. What a client without a key, or one who means harm, can do to it and behind it.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from tests.compose.engine.deployment import wait_for
+from tests.compose.http2 import Http2
+from tests.compose.proxy import Proxy, Server, serve, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+SERVICE = "/inference.GRPCInferenceService/"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared(server: Server) -> Iterator[Proxy]:
+    """One with the usual settings, but for a rate that tests do not meet."""
+    settings = {"REQUESTS_PER_SECOND": "1000", "BURST": "1000", "DRAIN_SECONDS": "2"}
+    with Proxy(server, **settings) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(shared: Proxy, server: Server) -> Proxy:
+    """The same; what the server has seen is forgotten."""
+    server.seen.clear()
+    server.called.clear()
+    return shared
+
+
+def send(
+    proxy: Proxy, path: str, body: bytes, *headers: tuple[str, str], key: bool = True
+) -> tuple[int, bytes]:
+    """Status and body of a POST with these headers, which may be given twice."""
+    client = proxy.client(None if key else "")
+    connection = client.connect()
+    try:
+        connection.putrequest("POST", path)
+        for name, value in (*client.headers.items(), *headers):
+            connection.putheader(name, value)
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def call(
+    proxy: Proxy, method: str, *metadata: tuple[str, str], key: bool = True, message: bytes = b"hi"
+) -> grpc.StatusCode:
+    """What a call over gRPC ends with."""
+    headers = proxy.client().headers.items() if key else ()
+    with proxy.channel() as channel:
+        try:
+            channel.unary_unary(SERVICE + method)(
+                message, metadata=(*headers, *metadata), timeout=60
+            )
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code
+    return grpc.StatusCode.OK
+
+
+# --------------------------------------------------------------------------- without a key
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v2/health/ready?a=b",
+        "/v2/health/../health/ready",
+        "/v2/models/x/../../health/ready",
+        "/v2/repository/models/x/unload/../../../../health/live",
+        "/%76%32/health/ready",
+        "/v2/health/%72eady",
+        "/v2%2Fhealth%2Flive",
+        "/v2/repository/index%2f..%2f..%2fhealth%2flive",
+        "//v2//health//live",
+        "/./healthz",
+        "/x/../healthz",
+        "/v2/repository/index",
+        "/%76%32/models/x/infer",
+        "/v2/models/x/infer",
+    ],
+)
+def test_without_a_key_the_server_gets_two_targets_and_nothing_else(
+    proxy: Proxy, server: Server, target: str
+) -> None:
+    """Row 45. Nor any header or body of the client's."""
+    send(proxy, target, b"{}", ("X-Sent", "1"), ("Inference-Header-Content-Length", "9"), key=False)
+    for method, reached, headers, body in server.seen:
+        assert method == "GET"
+        assert reached in ("/v2/health/ready", "/v2/health/live")
+        assert not {"x-sent", "inference-header-content-length", "content-length"} & set(headers)
+        assert body == b""
+
+
+def test_health_is_answered_however_often_it_is_asked(proxy: Proxy, server: Server) -> None:
+    """A load balancer that got 429 would take a healthy server out of service."""
+    connection = proxy.client("").connect()
+    began = time.monotonic()
+    for number in range(600):
+        connection.request("GET", ("/healthz", "/v2/health/ready")[number % 2])
+        response = connection.getresponse()
+        response.read()
+        assert response.status == 200
+    took = time.monotonic() - began
+    connection.close()
+    assert 1 <= len(server.seen) <= 2 * (took + 2)  # each path once a second
+
+
+def test_connections_of_an_address_are_bounded(server: Server) -> None:
+    """Row 41. Those that are taken are kept busy with a key, or they would be closed in time."""
+    with Proxy(server, CONNECTIONS_PER_ADDRESS="20") as proxy:
+        key = ("authorization", proxy.client().headers["authorization"])
+        held, refused = [], 0
+        for _ in range(40):
+            try:
+                held.append(Http2(proxy.port, window=65535))
+            except OSError:
+                refused += 1
+                continue
+            held[-1].ask("/v2/models/x/generate_stream", key, body=b'{"max_tokens": 5000}')
+        assert (len(held), refused) == (20, 20)
+        held.pop().close()
+        wait_for(lambda: connects(proxy), "the place that was given up", 60, proxy.output)
+        for each in held:
+            each.close()
+
+
+def connects(proxy: Proxy) -> bool:
+    """Whether one more connection is taken."""
+    try:
+        Http2(proxy.port).close()
+    except OSError:
+        return False
+    return True
+
+
+ASKED_WITHOUT_KEY = {
+    "no key": ("/v2/models/pylm/generate", {}),
+    "no path": ("/nothing", {}),
+    "alive": ("/alive", {}),
+    "health": ("/healthz", {}),
+    "a body to come": ("/healthz", {"content-length": "1000"}),
+    "too large": ("/v2", {"content-length": "1000000000"}),
+    "no request": ("/v2", {"content-length": "nonsense"}),
+    "gRPC": (SERVICE + "ModelInfer", {"content-type": "application/grpc"}),
+    "Grafana": ("/", {}),
+    "Grafana's metrics": ("/metrics", {}),
+}
+
+
+@pytest.mark.parametrize("kind", ASKED_WITHOUT_KEY)
+def test_streams_without_a_key_do_not_pile_up(proxy: Proxy, kind: str) -> None:
+    """Row 41: connections of 128 streams each, all of which keep their answers waiting. So many may
+    wait in all; the others are cut off."""
+    path, more = ASKED_WITHOUT_KEY[kind]
+    port = proxy.grafana_port if kind.startswith("Grafana") else proxy.port
+    held = pile_up(port, 3, path, more)
+    wait_for(lambda: sum(each.waiting() for each in held) <= 64, "the others to be cut off", 60)
+    assert proxy.client().request("GET", "/v2")[0] == 200
+    for each in held:
+        each.close()
+
+
+def pile_up(port: int, connections: int, path: str, more: dict[str, str]) -> list[Http2]:
+    """So many connections of 128 streams with large headers, and no room for answers."""
+    held = [Http2(port) for _ in range(connections)]
+    has_body = "content-length" in more
+    for connection in held:
+        for _ in range(128):
+            connection.ask(
+                path,
+                ("x-filler", "x" * 6000),
+                *more.items(),
+                body=None if has_body else b"",
+                method="POST" if has_body else "GET",
+            )
+    return held
+
+
+def test_what_streams_without_a_key_hold_is_small(server: Server) -> None:
+    with Proxy(server) as proxy, ThreadPoolExecutor(1) as pool:
+        wait_for(lambda: proxy.client().request("GET", "/v2")[0] == 200, "the first answer", 60)
+        running = pool.submit(proxy.client().stream, 40)
+        before = proxy.memory()
+        held = pile_up(proxy.port, 16, "/v2/models/pylm/generate", {})
+        grown = proxy.memory() - before
+        assert len(running.result()) == 40
+        assert grown < 12 << 20
+        for each in held:
+            each.close()
+
+
+# --------------------------------------------------------------------------- with a key
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity, gzip"])
+def test_a_compressed_request_is_refused_over_http(
+    proxy: Proxy, server: Server, encoding: str
+) -> None:
+    """Row 42: half a megabyte may be half a gigabyte to the server."""
+    status, body = send(proxy, "/v2/models/x/infer", b"...", ("Content-Encoding", encoding))
+    assert (status, "compressed" in json.loads(body)["error"]) == (415, True)
+    twice = [("Content-Encoding", "identity"), ("Content-Encoding", "gzip")]
+    assert send(proxy, "/v2/models/x/infer", b"...", *twice)[0] == 415
+    assert server.seen == []
+    assert send(proxy, "/v2/models/x/infer", b"{}", ("Content-Encoding", "identity"))[0] == 200
+
+
+def test_a_compressed_request_is_refused_over_grpc(proxy: Proxy, server: Server) -> None:
+    headers = tuple(proxy.client().headers.items())
+    with proxy.channel() as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary(SERVICE + "ModelInfer")(
+            b"x" * 100_000, metadata=headers, compression=grpc.Compression.Gzip, timeout=60
+        )
+    assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert "compressed" in refused.value.details()
+    with proxy.channel() as channel, pytest.raises(grpc.RpcError) as refused:
+        list(
+            channel.stream_stream(SERVICE + "ModelStreamInfer")(
+                iter([b"x" * 100_000]), metadata=headers, compression=grpc.Compression.Gzip
+            )
+        )
+    assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert server.called == []
+    assert call(proxy, "ModelInfer") == grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("length", ["99999999999", "-1", "abc", "", "1e5", "+3", "0x10"])
+def test_a_length_that_the_server_cannot_read_is_refused(
+    proxy: Proxy, server: Server, length: str
+) -> None:
+    """Row 43. Servers up to 26.07 end at one of these."""
+    sent = ("Inference-Header-Content-Length", length)
+    assert send(proxy, "/v2/models/x/infer", b"{}", sent)[0] == 400
+    assert send(proxy, "/v2/models/x/infer", b"{}", (sent[0], "2"), sent)[0] == 400
+    assert server.seen == []
+    assert send(proxy, "/v2/models/x/infer", b"{}....", (sent[0], "2"))[0] == 200
+
+
+DEEP = b"[" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "header", "passes"),
+    [
+        ("infer", DEEP, None, False),
+        ("generate", DEEP, None, False),
+        ("generate", b"[" * 65, None, False),
+        ("generate_stream", b'{"a":' * 65, None, False),
+        ("generate", b'{"text_input": "a \\" b", "x": ' + DEEP, None, False),
+        ("generate", b'{"text_input": "' + b"x" * 100_000 + b'", "x": ' + DEEP, None, False),
+        ("infer", b"{}" + DEEP, "1000000", False),
+        ("generate", DEEP, "1", False),  # there the header means nothing
+        ("infer", b"{}" + DEEP, "2", True),  # what follows is a tensor
+        ("infer", DEEP, "0", True),
+        ("generate", b'{"text_input": "' + DEEP + b'"}', None, True),
+        ("generate", b'{"text_input": "\\"' + DEEP + b'"}', None, True),
+        ("generate", b"[" * 60 + b"]" * 60, None, True),
+        ("generate", b"{}" * 1000, None, True),
+    ],
+)
+def test_json_that_is_nested_too_deeply_is_refused(
+    proxy: Proxy, server: Server, path: str, body: bytes, header: str | None, passes: bool
+) -> None:
+    """Row 43: a megabyte of brackets ends the server, whose parser calls itself."""
+    sent = [("Inference-Header-Content-Length", header)] if header else []
+    status, answer = send(proxy, f"/v2/models/x/{path}", body, *sent)
+    assert status == (200 if passes else 400), answer
+    assert [len(got) for _, _, _, got in server.seen] == ([len(body)] if passes else [])
+    if not passes:
+        assert "nested" in json.loads(answer)["error"]
+
+
+def test_a_body_without_a_length_over_http2_is_checked_too(proxy: Proxy, server: Server) -> None:
+    connection = Http2(proxy.port, window=65535)
+    key = ("authorization", proxy.client().headers["authorization"])
+    for path in ("generate", "infer"):
+        connection.ask(f"/v2/models/x/{path}", key, body=b"[" * 10_000)
+    wait_for(lambda: connection.waiting() == 0, "both answers", 60)
+    connection.close()
+    assert server.seen == []
+
+
+def test_what_is_refused_over_grpc_is_logged_with_its_status(proxy: Proxy) -> None:
+    path = "ServerMetadata"
+    assert call(proxy, path, key=False) == grpc.StatusCode.UNAUTHENTICATED
+    assert call(proxy, path) == grpc.StatusCode.OK
+    wait_for(lambda: len(proxy.log(SERVICE + path)) == 2, "two lines of the log", 60)
+    assert {(line["status"], line["grpc_status"]) for line in proxy.log(SERVICE + path)} == {
+        (200, "16"),
+        (200, "0"),
+    }
+
+
+def test_grafanas_own_metrics_are_closed(proxy: Proxy, server: Server) -> None:
+    client = proxy.client("")
+    grafana = type(client)(proxy.grafana_port, client.certificate)
+    for path in ("/metrics", "/metrics/", "/%6detrics", "/x/../metrics", "/metrics?a=b"):
+        assert grafana.request("GET", path)[0] == 404
+    assert server.seen == []
+    assert grafana.request("GET", "/api/health")[0] == 200
+
+
+# --------------------------------------------------------------------------- changes and stops
+
+
+def test_streams_survive_a_change_of_keys_and_the_old_key_does_not(server: Server) -> None:
+    """Row 44. A stop is another matter: there the same stream would get one second."""
+    with Proxy(server, DRAIN_SECONDS="1") as proxy, ThreadPoolExecutor(2) as pool:
+        client = proxy.client()
+        http_stream = pool.submit(client.stream, 80)
+        grpc_stream = pool.submit(exchange, proxy, 80)
+        wait_for(lambda: "/v2/models/pylm/generate_stream" in server.targets(), "the stream", 60)
+        wait_for(lambda: server.called, "the stream over gRPC", 60)
+        (proxy.secrets / "api_keys").write_text("first:" + "n" * 32, encoding="utf-8")
+        done = proxy.reload()
+        assert done.returncode == 0, done.stderr
+        wait_for(lambda: client.request("GET", "/v2")[0] == 401, "the old key to be refused", 60)
+        assert proxy.client().request("GET", "/v2")[0] == 200
+        assert not http_stream.done()
+        assert len(http_stream.result()) == 80
+        assert grpc_stream.result() == 80
+
+
+def exchange(proxy: Proxy, messages: int) -> int:
+    """How many messages come back of one stream over gRPC, ten a second."""
+
+    def spoken() -> Iterator[bytes]:
+        for _ in range(messages):
+            time.sleep(0.1)
+            yield b"again"
+
+    headers = tuple(proxy.client().headers.items())
+    with proxy.channel() as channel:
+        stream = channel.stream_stream(SERVICE + "ModelStreamInfer")
+        return len(list(stream(spoken(), metadata=headers)))
+
+
+def test_a_bad_certificate_is_named_and_the_old_one_stays(server: Server) -> None:
+    with Proxy(server) as proxy:
+        trusted = (proxy.secrets / "tls_certificate").read_bytes()
+        (proxy.secrets / "tls_certificate").write_text("nonsense", encoding="utf-8")
+        done = proxy.reload()
+        (proxy.secrets / "tls_certificate").write_bytes(trusted)
+        assert done.returncode != 0
+        assert "tls_certificate" in done.stderr or "secrets" in done.stderr
+        assert proxy.client().request("GET", "/v2")[0] == 200
+
+
+@pytest.mark.parametrize(("messages", "seconds"), [(30, 60), (1000, 2)])
+def test_a_stop_lets_streams_end_in_their_time(server: Server, messages: int, seconds: int) -> None:
+    with Proxy(server, DRAIN_SECONDS=str(seconds)) as proxy, ThreadPoolExecutor(1) as pool:
+        server.seen.clear()
+        stream = pool.submit(proxy.client().stream, messages)
+        wait_for(lambda: "/v2/models/pylm/generate_stream" in server.targets(), "the stream", 60)
+        began = time.monotonic()
+        proxy.process.send_signal(signal.SIGQUIT)
+        assert proxy.process.wait(60) == 0
+        assert time.monotonic() - began < 60
+        assert not proxy.workers()
+        came = stream.result() if messages < 1000 or not stream.exception() else []
+        assert (len(came) == messages) == (messages < 1000)
