@@ -55,7 +55,11 @@ class Mortal:
         ]
 
     def send(self, message: Submit | Finish | Cancel) -> None:
-        if self.journal.take(message, True):
+        self.journal.take(message)
+        self.send_due()
+
+    def send_due(self) -> None:
+        for message in self.journal.due():
             self.engine.send(message)
 
     def step(self, lost: bool = False) -> None:
@@ -67,14 +71,12 @@ class Mortal:
             return
         for event in self.journal.read(report, self.now):
             self.take(event)
-        for message in self.journal.due():
-            self.engine.send(message)
+        self.send_due()
 
     def crash(self) -> list[Failed]:
         failed = self.journal.crashed(self.spans)
         self.engine = self.make()
-        for message in self.journal.due():
-            self.engine.send(message)
+        self.send_due()
         return failed
 
     def take(self, event: Event) -> None:
@@ -224,7 +226,7 @@ def test_what_no_engine_has_ends_at_its_deadline() -> None:
             house.step()
     assert house.journal.crashed([]) == []
     assert house.journal.expire(0.4) == []
-    house.send(Cancel(2))
+    house.journal.take(Cancel(2))
     for event in house.journal.expire(0.6):
         house.take(event)
     assert isinstance(house.ends[0], Finished)
@@ -256,7 +258,8 @@ def test_deadlines_of_what_a_silent_engine_has() -> None:
 def test_a_fault_of_decoding_alone_is_found_too() -> None:
     """The first token of a resumed request comes from its prefill: it always gets one further."""
     journal = Journal()
-    journal.take(submit_of(0, max_tokens=1000), True)
+    journal.take(submit_of(0, max_tokens=1000))
+    journal.due()
     failed: list[Failed] = []
     for length in range(3, 20):
         tokens = Tokens(key=0, index=0, ids=[7])
@@ -297,13 +300,15 @@ def test_the_prompt_is_counted_again_and_the_first_token_is_not() -> None:
 def test_who_dies_twice_at_the_same_tokens_is_tried_alone_and_failed() -> None:
     journal = Journal()
     for key in range(3):
-        assert journal.take(submit_of(key), True)
+        journal.take(submit_of(key))
+    assert [m.key for m in journal.due()] == [0, 1, 2]
     rows = [Span(0, 0, 0, 3), Span(1, 0, 0, 3)]
     assert journal.crashed(rows) == []
     assert [m.key for m in journal.due()] == [0, 1, 2]
     assert journal.crashed(rows) == []
     assert [m.key for m in journal.due()] == [0], "the first suspect alone"
-    assert not journal.take(submit_of(3), True), "nobody joins it"
+    journal.take(submit_of(3))
+    assert journal.due() == [], "nobody joins it"
     assert journal.crashed([Span(0, 0, 0, 3)]) == [], "once may be chance"
     assert [m.key for m in journal.due()] == [0]
     (failed,) = journal.crashed([Span(0, 0, 0, 3)])
@@ -331,7 +336,8 @@ def test_a_suspect_that_emits_a_token_is_cleared() -> None:
 def test_dying_at_other_tokens_is_no_suspicion() -> None:
     """A long prompt in chunks: a random kill hits another chunk each time."""
     journal = Journal()
-    journal.take(submit_of(0, [1] * 40), True)
+    journal.take(submit_of(0, [1] * 40))
+    journal.due()
     for at in range(0, 40, 4):
         assert journal.crashed([Span(0, 0, at, at + 4)]) == []
         assert journal.due()

@@ -24,13 +24,13 @@ FinishReason = Literal["stop", "length", "deadline"]
 # --------------------------------------------------------------------------- front -> engine
 
 
-class Emitted(msgspec.Struct, frozen=True, array_like=True):
-    """What one sequence of a resumed request has emitted."""
+class Emitted(msgspec.Struct, array_like=True):
+    """What one sequence of a request has emitted; the front adds to it."""
 
-    ids: list[int]
-    cumulative_logprob: float
+    ids: list[int] = []
+    cumulative_logprob: float = 0.0
     """Sum over ``ids``; 0 if no logprobs are asked for."""
-    ended: bool
+    ended: bool = False
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,9 +120,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float | None
     first_token_s: float | None
     total_s: float
-    cached_prompt_tokens: int
-    computed_prompt_tokens: int
-    preemptions: int
+    cached_prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    preemptions: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):

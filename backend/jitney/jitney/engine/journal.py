@@ -33,17 +33,10 @@ from jitney.messages import (
 )
 
 SUSPECT_DEATHS = 2
-FATAL_DEATHS_ALONE = 2
+FATAL_DEATHS = 4  # the last two alone
 PROOF_TOKENS = 2
 """So many tokens prove a request innocent. One does not: a fault of decoding alone lets the first
 token of a resumed request through, which its prefill makes."""
-
-
-@dataclass(slots=True)
-class _Sequence:
-    ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
-    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -51,7 +44,7 @@ class _Entry:
     """An open request."""
 
     submit: Submit
-    sequences: list[_Sequence]
+    sequences: list[Emitted]
     first_token: float | None = None
     later: list[Finish | Cancel] = field(default_factory=list)
     """What was sent after it, to be sent again."""
@@ -59,14 +52,12 @@ class _Entry:
     """What of it the last engine was computing that died with it in a step."""
     deaths: int = 0
     """Engines that died at the same tokens of it, without a new one since."""
-    deaths_alone: int = 0
     tokens_since_death: int = 0
 
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
-        emitted = [Emitted(one.ids, one.cumulative_logprob, one.ended) for one in self.sequences]
         begun = self.first_token is not None
-        resume = Resume(sequences=emitted if begun else [], first_token=self.first_token)
+        resume = Resume(sequences=self.sequences if begun else [], first_token=self.first_token)
         return [msgspec.structs.replace(self.submit, resume=resume), *self.later]
 
     def end_by_deadline(self, first_token: float, now: float) -> list[Event]:
@@ -89,9 +80,7 @@ class _Entry:
             queue_s=None,
             first_token_s=first_token - arrival,
             total_s=now - arrival,
-            cached_prompt_tokens=0,
             computed_prompt_tokens=len(self.submit.prompt),
-            preemptions=0,
         )
         return [*events, Finished(self.submit.key, timing)]
 
@@ -102,6 +91,7 @@ class Journal:
     def __init__(self) -> None:
         self._open: dict[int, _Entry] = {}
         self._held: dict[int, None] = {}  # open requests that the engine does not have, in order
+        self._unsent: list[Finish | Cancel] = []  # of those that it has
         self._alone: int | None = None  # the request that is tried without the others
 
     def __len__(self) -> int:
@@ -113,20 +103,16 @@ class Journal:
         """Open requests that the engine does not have."""
         return len(self._held)
 
-    def take(self, message: Message, engine_is_up: bool) -> bool:
-        """Note a message for the engine. Whether it is to be sent now."""
+    def take(self, message: Message) -> None:
+        """Note a message for the engine; :meth:`due` gives it."""
         if isinstance(message, Submit):
-            sequences = [_Sequence() for _ in range(message.params.n)]
+            sequences = [Emitted() for _ in range(message.params.n)]
             self._open[message.key] = _Entry(message, sequences)
-            if engine_is_up and self._alone is None:
-                return True
             self._held[message.key] = None
-            return False
-        entry = self._open.get(message.key)
-        if entry is None:
-            return False
-        entry.later.append(message)
-        return message.key not in self._held
+        elif (entry := self._open.get(message.key)) is not None:
+            entry.later.append(message)
+            if message.key not in self._held:
+                self._unsent.append(message)
 
     def read(self, report: StepReport, now: float) -> list[Event]:
         """Note what the engine reports, before anybody is told. Returns the events of open
@@ -147,7 +133,7 @@ class Journal:
                     entry.first_token = entry.first_token or now
                     entry.tokens_since_death += len(event.ids)
                     if entry.tokens_since_death >= PROOF_TOKENS:
-                        entry.deaths = entry.deaths_alone = 0
+                        entry.deaths = 0
                         self._clear(event.key)
         return events
 
@@ -166,11 +152,11 @@ class Journal:
             entry.deaths = entry.deaths + 1 if same else 1
             entry.died_at = spans
             entry.tokens_since_death = 0
-            if key == self._alone:
-                entry.deaths_alone = entry.deaths_alone + 1 if same else 1
-                if entry.deaths_alone == FATAL_DEATHS_ALONE:
-                    del self._open[key]
-                    failed.append(Failed(key, InternalError.code, _fatal(entry)))
+            if entry.deaths == FATAL_DEATHS:
+                del self._open[key]
+                error = f"this request ended the engine {FATAL_DEATHS} times at the same tokens"
+                failed.append(Failed(key, InternalError.code, error))
+        self._unsent.clear()
         self._held = dict.fromkeys(self._open)
         self._alone = self._next_suspect()
         return failed
@@ -197,12 +183,13 @@ class Journal:
         return events
 
     def due(self) -> list[Message]:
-        """The messages to send now: of what the engine lacks and may have."""
-        keys = list(self._held) if self._alone is None else [self._alone]
-        keys = [key for key in keys if key in self._held]
-        for key in keys:
+        """The messages to send now, to an engine that is up: what it lacks and may have."""
+        messages: list[Message] = [*self._unsent]
+        self._unsent.clear()
+        for key in [key for key in self._held if self._alone in (None, key)]:
             del self._held[key]
-        return [message for key in keys for message in self._open[key].messages()]
+            messages += self._open[key].messages()
+        return messages
 
     def num_emitted(self) -> int:
         """Tokens that the open requests have emitted."""
@@ -230,10 +217,3 @@ def _overlap(one: Span, other: Span, new_tokens: int) -> bool:
     """Whether both are of the same tokens, those made between them counted in."""
     same = one.start < other.end + new_tokens and other.start < one.end + new_tokens
     return one.index == other.index and same
-
-
-def _fatal(entry: _Entry) -> str:
-    return (
-        f"this request ended the engine {entry.deaths} times at the same tokens, "
-        f"{entry.deaths_alone} times of them alone"
-    )

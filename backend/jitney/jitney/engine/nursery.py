@@ -46,10 +46,7 @@ class Nursery:
         assert self._control is not None
         ours, theirs = socket.socketpair()
         with theirs:
-            try:
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            except OSError:  # it has just died
-                self._start()
+            with contextlib.suppress(OSError):  # it has just died: no number will come
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
             return self._receive() or 0, ours
 
@@ -118,13 +115,8 @@ class EngineConnection:
         self.frames: Frames[Up] = Frames(ours, Up)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._status: int | None = None  # once it has ended
-        try:
-            self.send(Start(config))
-            writer = threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True)
-            writer.start()
-        except BaseException:
-            self.close()
-            raise
+        self.send(Start(config))
+        threading.Thread(target=self._write, name="jitney-engine-writer", daemon=True).start()
 
     def send(self, message: Down) -> None:
         """Queue a message. Never blocks."""
@@ -146,11 +138,9 @@ class EngineConnection:
         return self._status
 
     def _write(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it has died: whoever reads finds out
             while (frame := self._outgoing.get()) is not None:
                 self.frames.send_packed(frame)
-        except OSError:
-            pass  # it has died: whoever reads finds out
 
 
 def _python() -> str:

@@ -30,7 +30,7 @@ from jitney.engine.engine import Engine, Runner
 from jitney.engine.quiet import quiet_imports
 from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
 from jitney.errors import DeviceLostError, JitneyError, LoadError
-from jitney.messages import Batch
+from jitney.messages import Batch, Cancel, Finish, Submit
 
 _log = logging.getLogger(__name__)
 
@@ -94,11 +94,10 @@ def serve(descriptor: int, load: Loader) -> int:
     assert isinstance(start, Start)
     try:
         runner, tokenizer = load(start.config)
-    except JitneyError as error:
-        frames.send(Refused(type(error).__name__, str(error)))
-        return 1
-    except MemoryError:
-        frames.send(Refused(LoadError.__name__, "the model does not fit into memory"))
+    except (JitneyError, MemoryError) as error:
+        full = LoadError("the model does not fit into memory")
+        said = error if isinstance(error, JitneyError) else full
+        frames.send(Refused(type(said).__name__, str(said)))
         return 1
 
     def tell(batches: list[Batch]) -> None:
@@ -124,14 +123,12 @@ def serve(descriptor: int, load: Loader) -> int:
 def _read(frames: Frames[Down], engine: Engine) -> None:
     """Hand the front's messages to the engine; without a front end the process at once."""
     try:
-        while not isinstance(message := frames.receive(), Stop):
-            assert message is not None
-            assert not isinstance(message, Start)
-            engine.send(message)
-        engine.stop()
-        frames.receive()
-    except EOFError:
-        pass
+        while True:
+            message = frames.receive()
+            if isinstance(message, Stop):
+                engine.stop()
+            elif isinstance(message, Submit | Finish | Cancel):
+                engine.send(message)
     finally:
         os._exit(0)
 

@@ -10,6 +10,7 @@ An engine that dies while loading, or too often without completing a step, ends 
 as UNAVAILABLE; further ones are refused until a later attempt has succeeded.
 """
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -25,15 +26,7 @@ from jitney.engine.engine import Health, Outbox
 from jitney.engine.journal import Journal
 from jitney.engine.nursery import TICK_S, EngineConnection, Nursery
 from jitney.engine.process import DEVICE_LOST
-from jitney.engine.wire import (
-    Logged,
-    Ready,
-    Refused,
-    Span,
-    StepBegun,
-    Stop,
-    Up,
-)
+from jitney.engine.wire import Logged, Ready, Refused, Span, StepBegun, Stop, Up
 from jitney.errors import LoadError, UnavailableError
 from jitney.messages import Cancel, Event, Message, ModelInfo, StepReport, StepStats, Submit
 
@@ -122,7 +115,13 @@ class EngineProcess:
                 raise UnavailableError.of_queue(waiting, most)
             if not self._journal:
                 self._busy_since = self._clock()
-            if self._journal.take(message, self.health.up) and self._connection is not None:
+            self._journal.take(message)
+            self._send_due()
+
+    def _send_due(self) -> None:
+        """Under the lock."""
+        if self._connection is not None:
+            for message in self._journal.due():
                 self._connection.send(message)
 
     def stop(self) -> None:
@@ -157,22 +156,17 @@ class EngineProcess:
             return None
         self._heard = self._clock()
         killed = hung = False
-        while True:
-            try:
-                message = self._receive(connection)
-            except EOFError:
-                break
-            if message is None and killed:
-                break  # all that it has sent is read
-            now = self._clock()
-            late = self._silent_s(now) > self.config.watchdog_s
-            if late or (self._stop_by is not None and now > self._stop_by):
-                killed, hung = True, late
-                connection.kill()
-            if isinstance(message, StepBegun):
-                self._rows = message.rows
-            elif isinstance(message, StepReport):
-                self._take_report(message)
+        with contextlib.suppress(EOFError):
+            while (message := self._receive(connection)) is not None or not killed:
+                now = self._clock()
+                late = self._silent_s(now) > self.config.watchdog_s
+                if late or (self._stop_by is not None and now > self._stop_by):
+                    killed, hung = True, late
+                    connection.kill()
+                if isinstance(message, StepBegun):
+                    self._rows = message.rows
+                elif isinstance(message, StepReport):
+                    self._take_report(message)
         status = connection.close()
         if self._stop_by is not None:
             return None
@@ -208,9 +202,7 @@ class EngineProcess:
         self._stats = report.stats
         with self._lock:
             events = self._journal.read(report, self._clock())
-            for message in self._journal.due():  # a suspect was cleared: the others' turn
-                if self._connection is not None:
-                    self._connection.send(message)
+            self._send_due()  # a suspect was cleared: the others' turn
         self._outbox.put(StepReport(events, report.stats))
 
     def _report(self, events: Sequence[Event]) -> None:
@@ -271,8 +263,7 @@ class EngineProcess:
                 self._refusal = None
             self.health.replayed_requests += len(self._journal)
             self.health.replayed_tokens += self._journal.num_emitted()
-            for message in self._journal.due():
-                connection.send(message)
+            self._send_due()
             if self._stop_by is not None:
                 connection.send(Stop())
         return ready
