@@ -61,6 +61,7 @@ def test_a_part_that_is_there_costs_nothing(
     """And the demo does not wait for the rest."""
     built: list[tuple[str, str]] = []
     monkeypatch.setattr(environment, "build", lambda *given: built.append(given))
+    monkeypatch.setattr(environment, "write_bytecode", lambda part: None)
     command = ["environment.py", "--torch-index", "URL"]
     for words, parts in (
         (["--part", "demo"], ["demo"]),
@@ -97,6 +98,33 @@ def test_a_torch_that_is_there_and_its_triton_stay(
     assert len(re.findall(r"^(?:triton|torch)==", lock, re.M)) == (0 if required else 1)
     constraints = (tmp_path / "constraints.txt").read_text(encoding="utf-8")
     assert re.findall(r"^torch=.*$", constraints, re.M) == ["torch==2.14.0+cu130"]
+
+
+def test_what_is_imported_is_compiled_once(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where Python is told to write no bytecode, as in containers and on CI's machines."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    for name in ("outer", "inner"):
+        (tmp_path / f"{name}.py").write_text("import inner\n" * (name == "outer"), encoding="utf-8")
+    monkeypatch.setattr(environment, "COMPILED", {"demo": "absent outer"})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    environment.write_bytecode("demo")
+    cached = (tmp_path / "__pycache__").iterdir()
+    assert sorted(path.name.partition(".")[0] for path in cached) == ["inner", "outer"]
+
+
+def test_every_module_that_is_compiled_is_there(environment: ModuleType) -> None:
+    """Else it would be left out in silence."""
+    assert environment.COMPILED.keys() == environment.PARTS.keys()
+    for names in environment.COMPILED.values():
+        for name in names.split():
+            assert importlib.util.find_spec(name.partition(".")[0]) is not None, name
+            if name.startswith("jitney."):
+                assert importlib.util.find_spec(name) is not None, name
 
 
 def test_the_noise_of_a_step_is_left_out(
