@@ -19,7 +19,7 @@ VENV := .venv/bin
 GPU_PYTHON ?= $(VENV)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-demo lock models demo serve doctor test test-core test-all test-avx2 test-compose test-docs test-browser check docs bench bench-gpu test-gpu clean clean-venv
+.PHONY: help env env-demo lock models demo serve doctor test test-core test-all test-avx2 test-compose test-docs test-browser check docs bench soak bench-gpu test-gpu clean clean-venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ bench: env ## the benchmarks whose figures stand in docs/benchmarks.md (about an
 	@$(VENV)/python -m benchmarks.served
 	@$(VENV)/python -m benchmarks.dynamic_batching
 	@$(VENV)/python -m benchmarks.batching_modes
+
+soak: env ## an hour of requests of every kind, the engine killed every two minutes: does anything grow?
+	@$(VENV)/python -m benchmarks.soak $(ARGS)
 
 # With the Python that has the CUDA build of torch: docs/gpu.md says what else that one needs.
 bench-gpu: ## check and measure the GPU path (nine minutes): GPU_PYTHON=…

@@ -11,6 +11,7 @@ kills the front ends them too.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -56,6 +57,8 @@ def nurse(descriptor: int, loader: str) -> int:
     quiet_imports()
     module, _, function = loader.partition(":")
     load = getattr(importlib.import_module(module), function)
+    gc.collect()
+    gc.freeze()  # else the engine's first collection would copy every page that has an object
     with socket.socket(fileno=descriptor) as control:
         while True:
             asked, sockets, _, _ = socket.recv_fds(control, 1, 1)
