@@ -1,6 +1,7 @@
 """The arithmetic runner, in a process of its own: some prompt tokens end the engine that computes
 them. ``tests.engine.deadly_runner:load`` is a loader for :class:`EngineProcess`."""
 
+import gc
 import logging
 import os
 import signal
@@ -20,12 +21,16 @@ STEP_S = 0.002
 
 
 def load(config: EngineConfig) -> tuple[FakeRunner, bytes]:
-    """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``, or
-    ``measures``: each process finds room for another number of blocks, of a byte each."""
+    """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``,
+    ``garbage``: refused with what the collector does, or ``measures``: each process finds room for
+    another number of blocks, of a byte each."""
     if config.model == "slow":
         time.sleep(3)
     if config.model == "broken":
         raise CheckpointError("model.safetensors is truncated")
+    if config.model == "garbage":
+        frozen, free = gc.get_freeze_count(), len(gc.get_objects())
+        raise CheckpointError(f"collects: {gc.isenabled()}, mostly frozen: {frozen > free}")
     if config.model == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     free = 256 + (os.getpid() % 10_007 if config.model == "measures" else 0)

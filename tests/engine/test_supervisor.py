@@ -262,6 +262,11 @@ def test_the_queue_s_limit_holds_while_the_engine_is_down(make_front: Callable[.
     front.finish(*keys)
 
 
+def test_an_engine_looks_for_no_garbage_among_what_was_imported() -> None:
+    with pytest.raises(CheckpointError, match="collects: True, mostly frozen: True"):
+        EngineProcess(make_config({"model": "garbage"}), LOADER).start()
+
+
 def test_a_load_that_fails_says_why() -> None:
     with pytest.raises(CheckpointError, match="is truncated"):
         EngineProcess(make_config({"model": "broken"}), LOADER).start()
