@@ -14,10 +14,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
 # They wait more than they compute: begun first, they are over when the others are.
-FIRST = ["server", "house", "export", "benchmarks"]
+FIRST = ["server", "server_perf", "house", "export", "benchmarks"]
 # Folders whose files share a server: it is started once, in one process.
 TOGETHER = ["tests/server/features", "tests/server", "tests/server_perf"]
 
@@ -63,6 +64,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_configure() -> None:
+    # How long an example takes depends on what else this machine does.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 

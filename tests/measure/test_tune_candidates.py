@@ -5,7 +5,7 @@ from itertools import count
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError
 from jitney.measure.axes import (
@@ -43,7 +43,6 @@ def test_a_wrong_batch_size_is_named_with_its_bound(text: str) -> None:
         given_axes(windows=f"{text},11s")
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 512).flatmap(lambda most: st.tuples(st.integers(1, most), st.just(most))),
     st.integers(0, 10_000),
@@ -86,7 +85,6 @@ VALUES = st.lists(st.integers(1, 50), min_size=1, max_size=4, unique=True).map(
 )
 
 
-@settings(deadline=None)
 @given(VALUES, VALUES, VALUES, st.tuples(*[st.integers(2, 50)] * 3), st.randoms())
 def test_no_change_of_one_value_improves_on_the_end(
     batches: tuple[int, ...], windows: tuple[int, ...], counts: tuple[int, ...],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jitney.config import load_config
 from jitney.errors import InvalidArgumentError
@@ -57,7 +57,6 @@ CONFIGS = [
 ]
 
 
-@settings(deadline=None)
 @given(SETTINGS, st.sampled_from(CONFIGS))
 def test_a_setting_comes_back_and_all_else_stays(values: dict[str, int], text: str) -> None:
     """Also if the lines are pasted in place of the old ones."""

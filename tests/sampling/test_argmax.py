@@ -39,7 +39,7 @@ def test_the_first_of_equals(dtype, width: int, shift: float) -> None:
     assert torch.equal(argmax(logits[::3])[0], indices[::3])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     rows=st.lists(
         st.lists(st.sampled_from([-math.inf, -2.5, -1.0, 0.0, 1.0, 3.0]), min_size=9, max_size=9),

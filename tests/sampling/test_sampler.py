@@ -184,7 +184,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(params=PARAMS, noise=st.integers(0, 1000), output=st.lists(st.integers(0, 59), max_size=8))
 def test_draw_equals_the_plain_statement(params: dict, noise: int, output: list[int]) -> None:
     row = make_row(

@@ -69,7 +69,7 @@ def cuts(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
     yield from ([each] for each in ids[at:])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=st.text("abc", min_size=1, max_size=25),
     stop=st.text("abc", min_size=1, max_size=4),
