@@ -12,58 +12,14 @@ import numpy as np
 import pytest
 from jitney.text.tokenizer import Tokenizer
 
+from tests.backend_utils import FINAL, InferenceResponse, Tensor, TritonModelException, put_into
 from tests.tiny_models import write_tokenizer
 
-FINAL = 1
 
-
-class TritonModelException(Exception):
-    """What the server's calls raise."""
-
-
-class TritonError:
-    """An error of a response: a text and one of the server's codes."""
-
-    (
-        UNKNOWN,
-        INTERNAL,
-        NOT_FOUND,
-        INVALID_ARG,
-        UNAVAILABLE,
-        UNSUPPORTED,
-        ALREADY_EXISTS,
-        CANCELLED,
-    ) = range(8)
-
-    def __init__(self, message: str, code: int = INTERNAL) -> None:
-        self.text = message
-        self.code = code
-
-
-class Tensor:
-    """A named array."""
-
-    def __init__(self, name: str, array: np.ndarray) -> None:
-        self._name = name
-        self._array = array
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> np.ndarray:
-        return self._array
-
-
-class InferenceResponse:
-    """Tensors, or an error."""
-
-    def __init__(
-        self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None
-    ) -> None:
-        self.tensors = {tensor.name(): tensor.as_numpy() for tensor in output_tensors or []}
-        self.error = error
-        arrays = self.tensors.values()
-        self.size = sum(len(b"".join(a)) if a.dtype == object else a.nbytes for a in arrays)
+def size_of(response: InferenceResponse) -> int:
+    """Bytes in shared memory."""
+    arrays = response.tensors.values()
+    return sum(len(b"".join(a)) if a.dtype == object else a.nbytes for a in arrays)
 
 
 class Sender:
@@ -82,7 +38,7 @@ class Sender:
         if self.closed:
             raise TritonModelException("Response sender has been closed.")
         self.closed = flags == FINAL
-        if response is not None and response.size > self.memory:
+        if response is not None and size_of(response) > self.memory:
             raise TritonModelException("No space left on device")
         if self.on_send is not None:
             self.on_send(response)
@@ -185,22 +141,8 @@ class Logger:
         cls.lines.append(("verbose", text))
 
 
-def _make_module() -> types.ModuleType:
-    module: Any = types.ModuleType("triton_python_backend_utils")
-    for thing in (
-        TritonModelException,
-        TritonError,
-        Tensor,
-        InferenceResponse,
-        MetricFamily,
-        Logger,
-    ):
-        setattr(module, thing.__name__, thing)
-    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
-    return module
-
-
-sys.modules.setdefault("triton_python_backend_utils", _make_module())
+NAME = "triton_python_backend_utils"
+sys.modules.setdefault(NAME, put_into(types.ModuleType(NAME), MetricFamily, Logger))
 
 
 @pytest.fixture(scope="session")
@@ -214,7 +156,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture
 def pb() -> Any:
     """The stand-in module, its metrics and log emptied."""
-    module: Any = sys.modules["triton_python_backend_utils"]
+    module: Any = sys.modules[NAME]
     module.Request, module.Sender = Request, Sender
     MetricFamily.values.clear()
     MetricFamily.calls = 0

@@ -9,42 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.backend_utils import Tensor, put_into
+
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
-
-
-class TritonModelException(Exception):
-    """What a model raises and what inner calls raise."""
-
-
-class TritonError:
-    """An error of a response."""
-
-    INVALID_ARG, UNAVAILABLE, INTERNAL = range(3)
-
-    def __init__(self, message: str, code: int = INTERNAL) -> None:
-        self.text = message
-        self.code = code
-
-
-class Tensor:
-    """A named array."""
-
-    def __init__(self, name: str, array: np.ndarray) -> None:
-        self.name = name
-        self.array = array
-
-    def as_numpy(self) -> np.ndarray:
-        return self.array
-
-
-class InferenceResponse:
-    """Tensors by name, or an error."""
-
-    def __init__(
-        self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None
-    ) -> None:
-        self.tensors = {tensor.name: tensor.array for tensor in output_tensors or []}
-        self.error = error
 
 
 class Request:
@@ -70,20 +37,10 @@ def get_input_tensor_by_name(request: Request, name: str) -> Tensor:
     return Tensor(name, request.tensors[name])
 
 
-def make_module() -> types.ModuleType:
-    module = types.ModuleType("triton_python_backend_utils")
-    for thing in (
-        TritonModelException, TritonError, Tensor, InferenceResponse, Logger,
-        get_input_tensor_by_name,
-    ):  # fmt: skip
-        setattr(module, thing.__name__, thing)
-    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1  # type: ignore[attr-defined]
-    return module
-
-
 def load_model(name: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A model's model.py as a module of its own, until ``monkeypatch`` undoes it."""
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", make_module())
+    server = put_into(types.ModuleType("pb_utils"), Logger, get_input_tensor_by_name)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", server)
     path = REPOSITORY / name / "1" / "model.py"
     spec = importlib.util.spec_from_file_location(f"model_of_{name}", path)
     assert spec is not None

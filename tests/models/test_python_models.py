@@ -11,12 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.models.stub import (
-    InferenceResponse,
-    Request,
-    TritonModelException,
-    load_model,
-)
+from tests.backend_utils import InferenceResponse, TritonModelException
+from tests.models.stub import Request, load_model
 
 Load = Callable[[str], ModuleType]
 

@@ -10,21 +10,7 @@ from jitney.errors import InvalidArgumentError, JitneyError
 from jitney.standins.batch import Arrays, ModelRequest
 from jitney.standins.exchange import answer
 
-
-class Tensor:
-    def __init__(self, name: str, array: Any) -> None:
-        if array.dtype == np.complex64:
-            raise RuntimeError("no room in /dev/shm/secret")
-        self._name, self.array = name, array
-
-    def name(self) -> str:
-        return self._name
-
-    def is_cpu(self) -> bool:
-        return True
-
-    def as_numpy(self) -> Any:
-        return self.array
+from tests.backend_utils import InferenceResponse, Tensor, TritonError, put_into
 
 
 class Broken(Tensor):
@@ -32,26 +18,18 @@ class Broken(Tensor):
         raise RuntimeError("bytes of /srv/secret that are no tensor")
 
 
-class Response:
-    def __init__(self, output_tensors: Sequence[Tensor] = (), error: Any = None) -> None:
-        self.values = {tensor.name(): tensor.array.tolist() for tensor in output_tensors}
-        self.error = error
+class Unsendable(Tensor):
+    """The server's own class, where it has no memory left for complex numbers."""
+
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        super().__init__(name, array)
+        if array.dtype == np.complex64:
+            raise RuntimeError("no room in /dev/shm/secret")
 
 
-SERVER = types.SimpleNamespace(
-    TritonError=type(
-        "TritonError",
-        (),
-        {
-            "INTERNAL": 1,
-            "INVALID_ARG": 2,
-            "__init__": lambda self, text, code: setattr(self, "said", (code, text)),
-        },
-    ),
-    Tensor=Tensor,
-    InferenceResponse=Response,
-)
-FAILED = (1, "INTERNAL: the model failed; the server's log says why")
+SERVER = put_into(types.SimpleNamespace())
+SERVER.Tensor = Unsendable
+FAILED = (TritonError.INTERNAL, "INTERNAL: the model failed; the server's log says why")
 
 
 def request(tensor: Tensor) -> Any:
@@ -62,8 +40,11 @@ def requests(*numbers: int) -> list[Any]:
     return [request(Tensor("x", np.array([number]))) for number in numbers]
 
 
-def said(responses: Sequence[Response]) -> list[Any]:
-    return [made.error.said if made.error else made.values["y"] for made in responses]
+def said(responses: Sequence[InferenceResponse]) -> list[Any]:
+    return [
+        (made.error.code, made.error.text) if made.error else made.tensors["y"].tolist()
+        for made in responses
+    ]
 
 
 def run(execute: Callable[[Sequence[ModelRequest]], list[Any]], asked: list[Any]) -> list[Any]:
@@ -82,7 +63,11 @@ def test_answers_keep_the_order_and_errors_their_code() -> None:
         made = double(works)
         return [made[0], InvalidArgumentError("x is odd"), *made[2:]]
 
-    assert run(execute, requests(1, 2, 3)) == [[2], (2, "INVALID_ARGUMENT: x is odd"), [6]]
+    assert run(execute, requests(1, 2, 3)) == [
+        [2],
+        (TritonError.INVALID_ARG, "INVALID_ARGUMENT: x is odd"),
+        [6],
+    ]
 
 
 def test_a_request_that_cannot_be_read_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
