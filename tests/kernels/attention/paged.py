@@ -1,13 +1,12 @@
-"""Sequences over a paged cache full of NaN, for tests of the kernels of a GPU, run or interpreted;
-and what attention over them should give, by dense matrices in float64."""
+"""Sequences over a paged cache full of NaN, for tests of the kernels of a CPU and of a GPU; and
+what attention over them should give, by dense matrices in float64."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jitney.execution.attention import build_metadata, cache_shape
+from jitney.execution.attention import BlockTables, build_metadata, cache_shape
 from jitney.execution.interface import AttentionFunction
-from jitney.kernels.gpu.attention import GpuAttention
 from torch import Tensor
 
 from tests.kernels.attention.rows import attend_over, row
@@ -31,7 +30,10 @@ class Case:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
 
-    def attention(self, device: str = "cpu", **options: Any) -> GpuAttention:
+    def attention(self, device: str = "cpu", **options: Any) -> AttentionFunction:
+        """The GPU's."""
+        from jitney.kernels.gpu.attention import GpuAttention
+
         dtype = self.cache_dtype or self.dtype
         return GpuAttention(torch.device(device), dtype, self.size, *self.heads, **options)
 
@@ -57,15 +59,14 @@ class Sequences:
         ids = (torch.randperm(sum(need) + 2, generator=generator) + 1).tolist()
         self.tables = [[ids.pop() for _ in range(n)] for n in need]
         self.spare = [0, *ids]  # nobody's; tables are padded with block 0
+        self.block_tables = BlockTables()  # kept between steps, as in service
         shape = cache_shape(sum(need) + 3, case.block_size, kv_heads, case.size)
         dtype = case.cache_dtype or case.dtype
         self.caches = [
             torch.full(shape, float("nan"), device=device).to(dtype) for _ in ("keys", "values")
         ]
         self.scales: dict[str, Tensor] = {}
-        if (
-            dtype == FLOAT8
-        ):  # so that some values are beyond e4m3's largest, some below its smallest
+        if dtype == FLOAT8:  # some values are beyond e4m3's largest, some below its smallest
             self.scales = {
                 "key_scale": torch.linspace(0.004, 0.02, kv_heads, device=device),
                 "value_scale": torch.linspace(0.5, 0.01, kv_heads, device=device),
@@ -84,7 +85,8 @@ class Sequences:
     def batch(self, spans: Spans) -> tuple[list[Tensor], Any]:
         """q, k and v [T, …] of a batch, and its metadata."""
         rows = [row(self.tables[i], start, end) for i, start, end in spans]
-        meta = build_metadata(rows, self.case.block_size, self.caches[0].device)
+        device = self.caches[0].device
+        meta = build_metadata(rows, self.case.block_size, device, self.block_tables)
         parts = [
             torch.cat([self.inputs[i][x][start:end] for i, start, end in spans]) for x in range(3)
         ]
