@@ -24,7 +24,8 @@ from jitney.sampling_params import SamplingParams
 from torch import Tensor, nn
 
 from tests.execution.drive import drive
-from tests.tiny_models import VOCAB_SIZE, make_checkpoint, make_model
+from tests.execution.generate import eager, expected_outputs, make_prompts
+from tests.tiny_models import make_checkpoint, make_model
 from tests.tiny_models import make_config as make_hf_config
 
 KINDS = ("fp8", "int8", "int4")
@@ -268,27 +269,12 @@ def test_served_tokens_are_those_of_generate(tmp_path: Path, kind: str, architec
     layers."""
     folder = make_checkpoint(tmp_path / "m", architecture)
     runner = load_runner(make_config(options(folder, quantization=kind)))
-    prompts = [
-        torch.randint(3, VOCAB_SIZE, (1, n), generator=torch.Generator().manual_seed(n))
-        for n in (5, 23)
-    ]
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    )
+    prompts = make_prompts(5, 23)
+    reference = eager(folder)
     quantize_linears(reference, kind, CPU)  # type: ignore[arg-type]
-    expected = {
-        (i, 0): reference.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=24,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, prompt.shape[1] :].tolist()
-        for i, prompt in enumerate(prompts)
-    }
+    expected = expected_outputs(reference, prompts, 24)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=0)
-    requests = [(prompt[0].tolist(), params) for prompt in prompts]
+    requests = [(prompt, params) for prompt in prompts]
     assert drive(runner, requests, budget=9, stagger=2, num_blocks=40).outputs == expected
 
 

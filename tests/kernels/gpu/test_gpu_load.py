@@ -14,26 +14,13 @@ from msgspec.structs import replace
 
 from tests.execution.drive import drive
 from tests.kernels.attention.choose import for_layers
-from tests.kernels.gpu.small_gpu import GREEDY, options, small_checkpoint
+from tests.kernels.gpu.small_gpu import GREEDY, options
 
 pytest.importorskip("triton")
 from jitney.kernels.gpu import accelerator as load_module
 from jitney.kernels.gpu import measure as measure_module
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("gpu_runner"))
-
-
-@pytest.fixture(scope="module")
-def plain(path: Path):
-    """The CPU's runner."""
-    runner = load_runner(options(path, attention="reference", prepack=False, fuse=False))
-    yield runner
-    runner.close()
 
 
 def test_eight_bit_cache(path: Path, plain) -> None:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.engine.engine import Engine
@@ -16,7 +15,8 @@ from jitney.sampling_params import SamplingParams
 from msgspec.structs import replace
 
 from tests.execution.drive import drive, prompt_logprobs_of
-from tests.kernels.gpu.small_gpu import GREEDY, options, small_checkpoint
+from tests.execution.generate import eager, expected_outputs, make_prompts
+from tests.kernels.gpu.small_gpu import GREEDY, options
 from tests.kernels.gpu.test_graphs import FakeCapture
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
@@ -28,21 +28,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted o
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("gpu_runner"))
-
-
-@pytest.fixture(scope="module")
 def runner(path: Path):
     runner = load_runner(options(path))
-    yield runner
-    runner.close()
-
-
-@pytest.fixture(scope="module")
-def plain(path: Path):
-    """The CPU's runner."""
-    runner = load_runner(options(path, attention="reference", prepack=False, fuse=False))
     yield runner
     runner.close()
 
@@ -51,23 +38,9 @@ def test_greedy_as_generate(tmp_path: Path) -> None:
     """A mixed batch, chunked prompts, preemptions: what transformers' own loop gives alone."""
     path = make_checkpoint(tmp_path, "llama")
     runner = load_runner(options(path))
-    generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(3, VOCAB_SIZE, (1, n), generator=generator) for n in (5, 10, 7)]
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=torch.float32
-    )
-    expected = {
-        (i, 0): model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=6,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, prompt.shape[1] :].tolist()
-        for i, prompt in enumerate(prompts)
-    }
-    requests = [(prompt[0].tolist(), replace(GREEDY, max_tokens=6)) for prompt in prompts]
+    prompts = make_prompts(5, 10, 7)
+    expected = expected_outputs(eager(path), prompts, 6)
+    requests = [(prompt, replace(GREEDY, max_tokens=6)) for prompt in prompts]
     driven = drive(runner, requests, budget=9, num_blocks=8)
     assert driven.outputs == expected
     assert driven.preemptions > 0
@@ -225,8 +198,7 @@ def submits() -> list[Submit]:
 
 
 @pytest.mark.slow  # tests/core/test_overlap.py is its faster sister, without a model
-@pytest.mark.parametrize("seed", [1, 2])
-def test_overlap_under_random_cancels(path: Path, plain, monkeypatch, seed: int) -> None:
+def test_overlap_under_random_cancels(path: Path, plain, monkeypatch) -> None:
     """Steps launched ahead, over few blocks, with cancels, stops and preemptions, in graphs: every
     request gets the tokens that it gets from the CPU's runner, or the beginning of them."""
     monkeypatch.setattr(load_module, "capture_on", lambda device: FakeCapture())
@@ -244,7 +216,7 @@ def test_overlap_under_random_cancels(path: Path, plain, monkeypatch, seed: int)
 
     runner.launch = spy
     right, _ = run_engine(plain, submits(), None)
-    got, ends = run_engine(runner, submits(), seed)
+    got, ends = run_engine(runner, submits(), 1)
     assert len(carried) > 15
     assert 0 < sum(end != "Finished" for end in ends.values()) < len(ends)
     for (key, index), tokens in right.items():
