@@ -1,9 +1,8 @@
-"""One real server for the session, with tiny random models in f32 and, if it is there, pylm.
+"""One real server for the session, with tiny random models in f32.
 
 tiny      plenty of everything, in two instances, prompts of 4 MB
 narrow    24 KV blocks of 16 tokens, 4 sequences, a watchdog of 5 s
 busy      one sequence at a time, 2 places in the queue
-pylm      the demo model that the repository ships
 """
 
 import json
@@ -21,7 +20,9 @@ from tests.server.client import Reply, metric, stream, wait_until
 from tests.tiny_models import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
-
+REPOSITORY = ROOT / "model_repository"
+IDLE_S = 1.5
+"""Of ``brief``, a copy of digit_stream with two slots."""
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16
 """K and V, 2 layers, 2 heads of 16 floats, 16 tokens."""
 NARROW_BLOCKS = 24
@@ -81,8 +82,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterat
             {"model": str(checkpoint), "dtype": "float32", "threads": 1, **options},
             instances=2 if name == "tiny" else 1,
         )
-    if (ROOT / "model_repository/pylm/1/checkpoint/model.safetensors").exists():
-        shutil.copytree(ROOT / "model_repository/pylm", repository / "pylm")
     compile_kernels(checkpoint)
     started = TritonServer(repository, exit_timeout_s=60)
     started.start(START_S)
@@ -91,6 +90,28 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterat
         assert started.stop(), f"not a clean stop: {started.unclean}\n{started.log_tail(40)}"
     finally:
         started.stop()
+
+
+@pytest.fixture(scope="session")
+def models_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """What `make models` builds, and ``brief``. Its clients load and unload."""
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "build_models.py")], check=True)
+    repository = tmp_path_factory.mktemp("models")
+    for name in ("digits", "minilm", "minilm_tokenizer", "embed", "rank", "digit_stream"):
+        (repository / name).symlink_to(REPOSITORY / name)
+    shutil.copytree(REPOSITORY / "digit_stream", repository / "brief")
+    config = repository / "brief" / "config.pbtxt"
+    text = config.read_text(encoding="utf-8")
+    for key, before, after in (
+        ("max_sequence_idle_microseconds", 30_000_000, int(IDLE_S * 1e6)),
+        ("max_candidate_sequences", 64, 2),
+    ):
+        assert f"{key}: {before}" in text
+        text = text.replace(f"{key}: {before}", f"{key}: {after}")
+    config.write_text(text, encoding="utf-8")
+    with TritonServer(repository, open_endpoints=True) as started:
+        yield started
+        assert started.stop(), started.unclean
 
 
 def compile_kernels(checkpoint: Path) -> None:

@@ -354,15 +354,3 @@ def test_two_instances_of_a_model_share_the_requests(server: TritonServer) -> No
 
     wait_until(lambda: all(served().values()))
     assert served().keys() == {"tiny_0_0", "tiny_0_1"}
-
-
-def test_the_demo_model_speaks(server: TritonServer) -> None:
-    if server.model_states().get("pylm", ("", ""))[0] != "READY":
-        pytest.skip("pylm is not in this checkout")
-    sampling = {"max_tokens": 24, "temperature": 0}
-    texts = {
-        stream(server.grpc_url, "pylm", text_input="def main(", sampling_parameters=sampling).text
-        for _ in range(2)
-    }
-    (text,) = texts
-    assert len(text) > 20

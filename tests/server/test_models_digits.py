@@ -1,8 +1,5 @@
 """`digits` and `digit_stream` with their real weights, on the real server."""
 
-import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,35 +13,16 @@ from jitney.server.server import TritonServer
 from tritonclient.utils import InferenceServerException
 
 from tests.server.client import metric, wait_until
-from tests.server.test_models import REPOSITORY, ROOT, infer, shared
-
-IDLE_S = 1.5
-"""Of `brief`, a copy of digit_stream with two slots."""
+from tests.server.conftest import IDLE_S
+from tests.server.test_models import infer, shared
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Both as `make models` builds them, and `brief`."""
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "build_models.py")], check=True)
-    repository = tmp_path_factory.mktemp("models")
-    for name in ("digits", "digit_stream"):
-        (repository / name).symlink_to(REPOSITORY / name)
-    shutil.copytree(REPOSITORY / "digit_stream", repository / "brief")
-    config = repository / "brief" / "config.pbtxt"
-    text = config.read_text(encoding="utf-8")
-    for key, before, after in (
-        ("max_sequence_idle_microseconds", 30_000_000, int(IDLE_S * 1e6)),
-        ("max_candidate_sequences", 64, 2),
-    ):
-        assert f"{key}: {before}" in text
-        text = text.replace(f"{key}: {before}", f"{key}: {after}")
-    config.write_text(text, encoding="utf-8")
-    with TritonServer(repository) as started:
-        yield started
-        assert started.stop(), started.unclean
+@pytest.fixture
+def server(models_server: TritonServer) -> TritonServer:
+    return models_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(server: TritonServer) -> Iterator[grpc.InferenceServerClient]:
     with grpc.InferenceServerClient(server.grpc_url) as connected:
         yield connected

@@ -53,6 +53,17 @@ def identity(data_type: str = "FLOAT", shape: Shape = ("n", "m")) -> onnx.ModelP
     return model([node], [_tensor("x", data_type, shape)], [_tensor("y", data_type, shape)])
 
 
+def every_type() -> onnx.ModelProto:
+    """Tensors of all ``TYPES`` go in by their names and come out as ``NAME_OUT``."""
+    tensors = [
+        [_tensor(name + end, kind, ("n", "m")) for name, (kind, _) in TYPES.items()]
+        for end in ("", "_OUT")
+    ]
+    return model(
+        [helper.make_node("Identity", [name], [f"{name}_OUT"]) for name in TYPES], *tensors
+    )
+
+
 def doubled() -> onnx.ModelProto:
     """``y = x + x``, with the tensors of :func:`identity`."""
     tensors = [_tensor(name, "FLOAT", ("n", "m")) for name in "xy"]

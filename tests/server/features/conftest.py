@@ -11,6 +11,13 @@ from tests.server.features.calls import Caller
 from tests.server.features.repository import write_features, write_limited
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is shown here is Triton's own work, not this package's."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 def serve(folder: Path, write: Callable[[Path], None], *flags: str) -> Iterator[TritonServer]:
     """A server of the models that ``write`` makes. Their configurations are complete: the first
     flag saves a short-lived process per model at the start."""
