@@ -66,7 +66,7 @@ test-all: env ## every test that needs no GPU, browser or container engine (half
 	@$(PYTEST) $(SHARED) -m "$(ELSEWHERE)" $(ARGS)
 
 test-avx2: env ## what depends on the processor, as if this one had AVX2 and nothing above
-	@$(VENV)/python -m tests.avx2 $(ARGS)
+	@$(VENV)/python -m tests.avx2 $(SHARED) $(ARGS)
 
 test-gpu: env ## the tests that need a GPU
 	@$(VENV)/python -m pytest -m gpu $(ARGS)

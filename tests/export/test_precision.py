@@ -16,6 +16,7 @@ from export.precision import InPrecision, check_quality, quality_of, to_int8
 from export.recipe import Arrays, Quality, Recipe
 from export.resolve import from_parts
 from export.smoothing import smooth
+from tests.export.emulated import emulated_run
 from tests.export.tiny import Pooled, pooled
 
 
@@ -44,6 +45,11 @@ def cosine(run: Run, recipe: Recipe) -> float:
     return check_quality(recipe, quality, "int8", original=torch_run(recipe), reduced=run).value
 
 
+def int8_run(path: Path) -> Run:
+    """Here, or on the processor that `make test-avx2` has emulated: int8 sums differ by it."""
+    return emulated_run(path) or onnx_run(path)
+
+
 def operators(path: Path) -> set[str]:
     return {node.op_type for node in onnx.load(str(path)).graph.node}
 
@@ -54,7 +60,7 @@ def test_int8_multiplies_whole_numbers_and_stays_close(tmp_path: Path) -> None:
     plain = ports(source)
     to_int8(source, tmp_path / "model.onnx", example(recipe))
     assert "MatMulInteger" in operators(tmp_path / "model.onnx")
-    run = onnx_run(tmp_path / "model.onnx")
+    run = int8_run(tmp_path / "model.onnx")
     list(check_parity(recipe, run, runtime="ONNX Runtime", tolerance=None))
     assert 0.98 < cosine(run, recipe) < 1.0
     assert ports(tmp_path / "model.onnx") == plain, "clients need not know"
@@ -75,7 +81,7 @@ def test_int8_weights_fit_the_sums_of_a_processor_without_vnni(tmp_path: Path) -
     sums = np.abs(np.vstack([weight, np.zeros((1, 5), int)])).reshape(4, 2, 5).sum(1)
     assert sums.max() <= 128
     assert (sums.max(0) >= 126).all(), "the range is used"
-    assert cosine(onnx_run(tmp_path / "model.onnx"), recipe) > 0.999
+    assert cosine(int8_run(tmp_path / "model.onnx"), recipe) > 0.999
 
 
 def test_smoothing_changes_nothing_but_the_rounding(tmp_path: Path) -> None:
