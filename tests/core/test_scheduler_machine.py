@@ -439,8 +439,8 @@ class TestTraffic(Traffic.TestCase):
 
 @pytest.mark.slow
 class TestTrafficAtLength(Traffic.TestCase):
-    """The long profile, of ``make test-all``: five times as many examples, and longer ones."""
+    """The long profile, of ``make test-all``: twice as many examples, and longer ones."""
 
     settings = settings(
-        max_examples=750, stateful_step_count=100, deadline=None, suppress_health_check=_checks
+        max_examples=300, stateful_step_count=100, deadline=None, suppress_health_check=_checks
     )

@@ -78,19 +78,11 @@ def test_generate_streams_the_demo_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.server
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--temperature=-1"], "temperature is -1.0, but must be"),
-        (["--model=/nowhere/at/all"], "neither a folder"),
-        (["--device=tpu"], "device"),
-    ],
-)
-def test_generate_refuses_in_one_line(options: list[str], words: str) -> None:
-    result = run("generate", "x", *options)
+def test_generate_refuses_in_one_line() -> None:
+    result = run("generate", "x", "--temperature=-1")
     assert result.returncode == 1
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
-    assert words in line
+    assert "temperature is -1.0, but must be" in line
     assert "Traceback" not in result.stderr
 
 
