@@ -125,22 +125,12 @@ class Logger:
     lines: ClassVar[list[tuple[str, str]]] = []
 
     @classmethod
-    def log_info(cls, text: str) -> None:
-        cls.lines.append(("info", text))
-
-    @classmethod
-    def log_warn(cls, text: str) -> None:
-        cls.lines.append(("warn", text))
-
-    @classmethod
-    def log_error(cls, text: str) -> None:
-        cls.lines.append(("error", text))
-
-    @classmethod
-    def log_verbose(cls, text: str) -> None:
-        cls.lines.append(("verbose", text))
+    def told(cls, level: str) -> Callable[[str], None]:
+        return lambda text: cls.lines.append((level, text))
 
 
+for level in ("info", "warn", "error", "verbose"):
+    setattr(Logger, f"log_{level}", Logger.told(level))
 NAME = "triton_python_backend_utils"
 sys.modules.setdefault(NAME, put_into(types.ModuleType(NAME), MetricFamily, Logger))
 

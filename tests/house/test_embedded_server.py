@@ -255,9 +255,6 @@ def test_a_model_that_fails_is_explained(repository: Path, tmp_path: Path) -> No
         assert subset.model_states()["plus_one"][0] == "READY"
         assert subset.model_states()["broken"][0] == ""
 
-    with TritonServer(folder, models=[]) as empty:
-        assert {state for state, _ in empty.model_states().values()} == {""}
-
 
 def test_a_port_in_use_is_named(repository: Path) -> None:
     with socket.socket() as taken:

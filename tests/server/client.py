@@ -18,7 +18,6 @@ import numpy as np
 import tritonclient.grpc as grpc_client
 import tritonclient.grpc.aio as aio_client
 
-_TYPES = {"input_ids": "INT32"}
 TIMEOUT_S = 60.0
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from jitney.server.server import TritonServer
 
-from tests.server.client import Reply, Stream, metric, metrics, settled, stream, wait_until
+from tests.server.client import Reply, Stream, metric, settled, stream, wait_until
 from tests.server.conftest import BLOCK_BYTES, MODELS
 
 Ask = Callable[..., Reply]
@@ -109,37 +109,3 @@ def test_gauges_rise_and_fall(server: TritonServer) -> None:
     assert used + cached + free == blocks
     assert cached > 0
     assert gauge(orca, kv_cache_block_type="used") == 0
-
-
-def test_waiting_requests_are_seen(server: TritonServer) -> None:
-    endless = {"max_tokens": 4000, "ignore_eos": True}
-    one, two = (
-        Stream(
-            server.grpc_url,
-            "busy",
-            {"text_input": "a", "stream": True, "sampling_parameters": endless},
-        )
-        for _ in range(2)
-    )
-    wait_until(lambda: metric(server.metrics_url, "jitney_waiting_requests", model="busy") == 1)
-    one.cancel()
-    two.cancel()
-    wait_until(lambda: metric(server.metrics_url, "jitney_running_requests", model="busy") == 0)
-
-
-def test_buckets_are_cumulative_and_end_with_the_count(server: TritonServer, ask: Ask) -> None:
-    ask("narrow", max_tokens=20)
-    for name in ("jitney_inter_token_seconds", "jitney_batch_sequences"):
-
-        def read(name: str = name) -> dict[float, float]:
-            return {
-                float(dict(labels)["le"]): count
-                for (sample, labels), count in metrics(server.metrics_url).items()
-                if sample == f"{name}_bucket" and dict(labels)["model"] == "narrow"
-            }
-
-        samples = settled(read, lambda now: now[float("inf")] > 0)
-        counts = [samples[edge] for edge in sorted(samples)]
-        assert counts == sorted(counts)
-        assert max(samples) == float("inf")
-        assert counts[-1] > 0

@@ -50,19 +50,13 @@ def greedy(max_tokens: int, **more: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sampling_parameters": {"temperature": "nan"}}, "temperature"),
-    ({"sampling_parameters": {"max_tokens": 0}}, "max_tokens is 0"),
-    ({"sampling_parameters": {"logit_bias": {"320": 1.0}}}, "logit_bias is 320"),
     ({"sampling_parameters": {"n": 1_000_000}}, "from 1 to 128"),
     ({"sampling_parameters": {"stop_token_ids": [1] * 100_000}}, "at most 8,192"),
-    ({"sampling_parameters": {"max_token": 5}}, "did you mean 'max_tokens'"),
     ({"sampling_parameters": "[" * 1000 + "]" * 1000}, "nested deeper"),
     ({"parameters": {"temprature": 1}}, "did you mean 'temperature'"),
-    ({"input_ids": [5] * (CONTEXT + 1)}, f"{CONTEXT + 1:,} ids"),
     ({"input_ids": [5, 2**31 - 1]}, f"input_ids is {2**31 - 1}"),
-    ({"text_input": ""}, "text_input is ''"),
     ({"text_input": b"half \xe6\x9d"}, "text_input is not UTF-8"),
     ({"text_input": b"x" * (64 << 20)}, "text_input has 67,108,864 bytes"),
-    ({"text_input": "a", "input_ids": [5]}, "text_input and input_ids"),
     ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "messages"),
 ]
 

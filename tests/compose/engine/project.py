@@ -3,30 +3,19 @@ not touch the real one. It shares the environment and the built models. And the 
 document gives such a user.
 """
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.compose.engine.machine import ROOT
 from tests.docs.blocks import Block, read_page
+from tests.docs.run.scratch import copy_project
 
 
 def check_out(folder: Path) -> Path:
     """Copy the files of the project, as they are now, to ``folder``, and the models, built."""
     subprocess.run([sys.executable, ROOT / "scripts" / "build_models.py"], check=True)
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    shutil.copytree(ROOT / "model_repository", folder / "model_repository", dirs_exist_ok=True)
+    copy_project(folder)
     share_environment(folder)
     return folder
 

@@ -24,6 +24,13 @@ _OURS = ("PYTEST_", "PYTHON", "TRITON_", "MAKE", "MFLAGS", "ARGS")
 
 
 def make_scratch(folder: Path) -> Path:
+    """A copy that has the environment of the tests."""
+    copy_project(folder)
+    _make_environment(folder)
+    return folder
+
+
+def copy_project(folder: Path) -> None:
     """Copy what git tracks, what it does not ignore, and the models that were built."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -42,8 +49,6 @@ def make_scratch(folder: Path) -> Path:
         dirs_exist_ok=True,
         ignore=shutil.ignore_patterns(".export-*", "__pycache__"),
     )
-    _make_environment(folder)
-    return folder
 
 
 def _make_environment(folder: Path) -> None:
