@@ -69,7 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_bytes: int | None = None
     """Size of the cache. None: a share of the free memory, ``kv_cache_fraction``."""
     kv_cache_fraction: float | None = None
-    """Share of the memory left after loading. None: 0.9 on a GPU; on a CPU 0.25, at most 4 GiB."""
+    """Share of the memory left after loading; 1/64 of it stays free. None: 0.9 on a GPU; on a CPU
+    0.25, at most 4 GiB."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3"] = "auto"
     """``auto``: the activations' dtype. ``float8_e4m3``: a scale per head, only on a GPU."""
     prefix_caching: bool = True

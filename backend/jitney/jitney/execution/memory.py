@@ -19,6 +19,9 @@ from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec,
 # Defaults of the cache: a share of what is free after loading, and at most so much on a CPU.
 _CPU_SHARE, _CPU_MOST = 0.25, 4 << 30
 _GPU_SHARE = 0.9
+# Of what is free, left beside a cache of derived size: an engine that takes this one's place asks
+# for the same size, and may find a little less.
+_SPARE = 1 / 64
 
 
 class StepMemory(NamedTuple):
@@ -72,6 +75,7 @@ def plan_memory(
     per_block = block_bytes(model.layers, config.block_size, dtype)
     step = sum(steps)
     room = max(0, available - step)
+    spared = max(0, room - int(available * _SPARE))
     key: str = "kv_cache_bytes"
     value: float = config.kv_cache_bytes or 0
     if config.kv_cache_bytes is not None:
@@ -82,7 +86,7 @@ def plan_memory(
             )
     elif config.kv_cache_fraction is not None:
         key, value = "kv_cache_fraction", config.kv_cache_fraction
-        size = min(room, int(available * value) // config.instances)
+        size = min(spared, int(available * value) // config.instances)
     else:
         most = (
             int(available * _GPU_SHARE)
@@ -90,7 +94,7 @@ def plan_memory(
             else min(int(available * _CPU_SHARE), _CPU_MOST)
         )
         blocks = config.max_num_seqs * math.ceil(model.max_model_len / config.block_size)
-        size = min(room, most // config.instances, per_block * blocks)
+        size = min(spared, most // config.instances, per_block * blocks)
     num_blocks = size // per_block
     if num_blocks < 1:
         raise ConfigError.of(
