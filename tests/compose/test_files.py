@@ -1,5 +1,6 @@
 """The files of the deployment against each other and against the code: what needs no engine."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.compose.engine.tight_models import CROWD_PROMPT, CROWD_TOKENS, TIGHT_OPTIONS
 from tests.compose.monitoring import alerts, dashboard_queries, value_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,8 +112,6 @@ def test_alerts_are_explained_in_the_document() -> None:
 
 
 def test_grafana_is_told_of_the_dashboard_and_its_source() -> None:
-    import json
-
     provisioning = DEPLOY / "grafana" / "provisioning"
     source = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())
     (source,) = source["datasources"]
@@ -131,6 +131,19 @@ def test_grafana_is_told_of_the_dashboard_and_its_source() -> None:
     assert provider["options"]["path"] in mounted
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))
+
+
+def test_the_tight_model_is_tight_on_every_processor() -> None:
+    """It takes a request of the crowd that is to overload it, and not two beside each other. It
+    once refused all of them on processors without bfloat16, so that no alert of load fired."""
+    file = ROOT / "model_repository" / "pylm" / "1" / "checkpoint" / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    width = {"float32": 4, "bfloat16": 2}[str(TIGHT_OPTIONS["kv_cache_dtype"])]
+    per_token = 2 * width * config["num_hidden_layers"] * config["num_key_value_heads"]
+    tokens = int(TIGHT_OPTIONS["kv_cache_bytes"]) // (per_token * config["head_dim"]) // 16 * 16
+    most = len(CROWD_PROMPT) + CROWD_TOKENS
+    assert most <= tokens < 2 * CROWD_TOKENS
+    assert most <= int(TIGHT_OPTIONS["max_model_len"])
 
 
 # --------------------------------------------------------------------------- scripts

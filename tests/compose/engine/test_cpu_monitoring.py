@@ -2,16 +2,20 @@
 the dashboard and every alert's condition is put to it.
 """
 
+import http.client
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tritonclient.grpc as grpc_client
+from tritonclient.utils import InferenceServerException
 
 from tests.compose.engine.clients import tensor
 from tests.compose.engine.deployment import Deployment, wait_for
+from tests.compose.engine.tight_models import CROWD_PROMPT, CROWD_TOKENS
 from tests.compose.monitoring import (
     FIRED_BY_LOAD,
     alerts,
@@ -90,29 +94,49 @@ def test_alerts_of_load_fire_when_there_is_too_much(deployment: Deployment) -> N
     """A model with few places, a small cache and a short queue, and one that is slow."""
     client = deployment.client()
     seen: dict[str, set[str]] = {name: set() for name in FIRED_BY_LOAD}
+    outcomes: Counter[str] = Counter()
     enough = threading.Event()
-    until = time.monotonic() + 120
 
     def crowd() -> None:
-        while not enough.is_set() and time.monotonic() < until:
-            client.stream(200, model="tight", prompt="import os\n")
+        """One client who asks again whatever has become of the request before."""
+        while not enough.is_set():
+            try:
+                events = client.stream(CROWD_TOKENS, model="tight", prompt=CROWD_PROMPT)
+                outcome = "a stream" if len(events) > 1 else str([event for _, event in events])
+            except (OSError, http.client.HTTPException) as error:
+                outcome = repr(error)
+            outcomes[outcome] += 1
+            if outcome != "a stream":
+                enough.wait(0.2)
 
     def hold_up(connection: grpc_client.InferenceServerClient) -> None:
         number = tensor("x", "FP32", [[1.0]], (1, 1))
-        while not enough.is_set() and time.monotonic() < until:
-            connection.infer("slow", [number], headers=client.headers)
+        while not enough.is_set():
+            try:
+                connection.infer("slow", [number], headers=client.headers)
+            except InferenceServerException as error:
+                outcomes[f"slow: {error}"] += 1
+                enough.wait(0.2)
 
-    with client.grpc() as connection, ThreadPoolExecutor(200) as pool:
-        for _ in range(90):
-            pool.submit(crowd)
-            time.sleep(0.1)
-        for _ in range(90):
-            pool.submit(hold_up, connection)
-            time.sleep(0.02)
-        while time.monotonic() < until and not all(seen.values()):
-            for name in FIRED_BY_LOAD:
-                found = deployment.query(alerts()[name])
-                seen[name].update(each["metric"].get("model", "") for each in found)
-            time.sleep(1)
-        enough.set()
+    def look() -> bool:
+        for name in FIRED_BY_LOAD:
+            found = deployment.query(alerts()[name])
+            seen[name].update(each["metric"].get("model", "") for each in found)
+        return all(seen.values())
+
+    def explain() -> str:
+        asked = deployment.query('sum by (outcome) (jitney_requests_total{model="tight"})')
+        return f"{seen}\nclients: {outcomes}\nserver: {asked}"
+
+    with client.grpc() as connection, ThreadPoolExecutor(180) as pool:
+        try:
+            for _ in range(90):
+                pool.submit(crowd)
+                time.sleep(0.1)
+            for _ in range(90):
+                pool.submit(hold_up, connection)
+                time.sleep(0.02)
+            wait_for(look, "every alert to fire", 120, explain)  # from when the load is there
+        finally:
+            enough.set()
     assert seen == {name: {model} for name, model in FIRED_BY_LOAD.items()}
