@@ -66,6 +66,25 @@ class Http2:
         self.socket.close()
 
 
+def pile_up(port: int, connections: int, path: str, more: dict[str, str]) -> list[Http2]:
+    """So many connections, unless they are refused, of 128 streams with large headers, and no room
+    for answers."""
+    held = []
+    has_body = "content-length" in more
+    for _ in range(connections):
+        with contextlib.suppress(OSError):
+            held.append(Http2(port))
+            for _ in range(128):
+                held[-1].ask(
+                    path,
+                    ("x-filler", "x" * 6000),
+                    *more.items(),
+                    body=None if has_body else b"",
+                    method="POST" if has_body else "GET",
+                )
+    return held
+
+
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + payload
 

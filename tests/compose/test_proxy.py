@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from tests.compose.engine.deployment import wait_for
-from tests.compose.http2 import Http2
+from tests.compose.http2 import Http2, pile_up
 from tests.compose.proxy import Proxy, Server, serve, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -176,22 +176,6 @@ def test_streams_without_a_key_do_not_pile_up(proxy: Proxy, kind: str) -> None:
     assert proxy.client().request("GET", "/v2")[0] == 200
     for each in held:
         each.close()
-
-
-def pile_up(port: int, connections: int, path: str, more: dict[str, str]) -> list[Http2]:
-    """So many connections of 128 streams with large headers, and no room for answers."""
-    held = [Http2(port) for _ in range(connections)]
-    has_body = "content-length" in more
-    for connection in held:
-        for _ in range(128):
-            connection.ask(
-                path,
-                ("x-filler", "x" * 6000),
-                *more.items(),
-                body=None if has_body else b"",
-                method="POST" if has_body else "GET",
-            )
-    return held
 
 
 def test_what_streams_without_a_key_hold_is_small(server: Server) -> None:

@@ -11,14 +11,20 @@ from pathlib import Path
 
 from tests.compose.engine.machine import ROOT, Engine
 
-# Grafana's user. It serves the folder of the dashboards, for want of Grafana.
-_GRAFANA = """
+# Grafana's user and places. It serves the folder of the dashboards, for want of Grafana; its
+# database is an empty file, and its tool notes the password that it is told to set.
+_GRAFANA = r"""
 FROM jitney/triton-cpu:local
 USER root
-RUN install -d -o 472 -g 0 /var/lib/grafana
+RUN install -d -o 472 -g 0 /var/lib/grafana \
+    && printf '#!/bin/sh\ncat >/var/lib/grafana/password\n' >/usr/local/bin/grafana \
+    && printf '#!/bin/sh\ntouch /var/lib/grafana/grafana.db\nexec %s\n' \
+        'python3 -m http.server 3000 --directory /etc/jitney/dashboards' >/run.sh \
+    && chmod 755 /usr/local/bin/grafana /run.sh
+ENV GF_PATHS_DATA=/var/lib/grafana GF_PATHS_HOME=/usr/share/grafana
 USER 472
 STOPSIGNAL SIGINT
-ENTRYPOINT ["python3", "-m", "http.server", "3000", "--directory", "/etc/jitney/dashboards"]
+ENTRYPOINT ["/run.sh"]
 """
 
 # NVIDIA's layout out of the embedded server's parts: the server in /opt/tritonserver, the system's

@@ -2,17 +2,21 @@
 what is too much.
 """
 
+import contextlib
 import itertools
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.compose.engine.clients import tensor
 from tests.compose.engine.deployment import Deployment, wait_for
+from tests.compose.http2 import pile_up
 
 
 @pytest.mark.parametrize("name", ["", "wrong"])
@@ -167,6 +171,84 @@ def test_keys_are_read_again_without_a_restart(deployment: Deployment) -> None:
         file.write_text(before, encoding="utf-8")
         deployment.run_in("proxy", "reload-keys")
     wait_for(lambda: new.request("GET", "/v2")[0] == 401, "the key to be gone", 10)
+
+
+def test_a_key_can_be_taken_away_while_bodies_fill_the_proxy(deployment: Deployment) -> None:
+    """Row 44: they have a file system of their own."""
+    client = deployment.client()
+    gone = type(client)(client.port, client.certificate, "G" * 32)
+    file = client.certificate.parent / "api_keys"
+    before = file.read_text(encoding="utf-8")
+    try:
+        file.write_text(f"{before}gone:{gone.key}\n", encoding="utf-8")
+        deployment.run_in("proxy", "reload-keys")
+        wait_for(lambda: gone.request("GET", "/v2")[0] == 200, "the new key", 60)
+        filled = "cat /dev/zero >/tmp/filler || test $(df --output=avail /tmp | tail -1) = 0"
+        deployment.run_in("proxy", "sh", "-c", filled)
+        file.write_text(before, encoding="utf-8")
+        deployment.run_in("proxy", "reload-keys")
+        wait_for(lambda: gone.request("GET", "/v2")[0] == 401, "the key to be gone", 60)
+    finally:
+        file.write_text(before, encoding="utf-8")
+        deployment.run_in("proxy", "rm", "-f", "/tmp/filler")
+        deployment.run_in("proxy", "reload-keys")
+
+
+def test_a_new_password_of_grafanas_takes_effect_when_it_restarts(deployment: Deployment) -> None:
+    file = deployment.project / "deploy" / "secrets" / "grafana_password"
+    file.write_text("another password", encoding="utf-8")
+    deployment.compose("restart", "grafana", timeout_s=120)
+    told = "/var/lib/grafana/password"
+    wait_for(
+        lambda: deployment.run_in("grafana", "cat", told, check=False) == "another password",
+        "Grafana to be told the password",
+        60,
+        lambda: deployment.logs("grafana"),
+    )
+
+
+def test_a_client_without_a_key_ends_no_worker(deployment: Deployment) -> None:
+    """Row 41: 16,000 connections, then 900 of 128 streams that take no answer."""
+    client = deployment.client()
+    workers = proxy_workers(deployment)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.stream, 2000)
+        wait_for(lambda: running.running(), "a stream with a key", 60)
+        plain: list[socket.socket] = []
+        for number in range(16_000):
+            with contextlib.suppress(OSError):
+                plain.append(socket.create_connection(("127.0.0.1", client.port), timeout=60))
+            if number % 200 == 0:
+                plain = [each for each in plain if is_open(each)]
+        for each in plain:
+            each.close()
+        held = pile_up(client.port, 900, "/v2/models/pylm/generate", {})
+        for connection in held:
+            connection.close()
+        assert running.result()[-1][1]["finish_reason"] == "length"
+    assert proxy_workers(deployment) == workers
+    assert not deployment.inspect("proxy")["State"]["OOMKilled"]
+    wait_for(lambda: client.request("GET", "/v2")[0] == 200, "places for new connections", 60)
+
+
+def proxy_workers(deployment: Deployment) -> set[int]:
+    """The processes of nginx that serve."""
+    first = psutil.Process(deployment.inspect("proxy")["State"]["Pid"])
+    found = first.children(recursive=True)
+    return {each.pid for each in found if each.cmdline()[:1] == ["nginx: worker process"]}
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the other side has not closed it; closes it here too if it has."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    connection.close()
+    return False
 
 
 def test_no_key_is_in_a_log(deployment: Deployment) -> None:
