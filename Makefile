@@ -73,6 +73,7 @@ test-gpu: env ## the tests that need a GPU
 
 # Not part of the tests: it needs root, Debian's packages and a container engine of its own.
 test-compose: env models ## docker-compose.yml, run by a real engine (root, Debian, half an hour)
+	@$(VENV)/python -m tests.compose.engine.machine
 	@$(VENV)/python -m pytest tests/compose $(ARGS) tests/compose/engine
 
 # Not part of the tests: the pages' commands use the usual ports, 8000 to 8002.

@@ -241,6 +241,7 @@ def test_grafana_takes_a_new_password_when_it_starts_again(tmp_path: Path) -> No
         file = tmp_path / "told"
         assert (file.read_text(encoding="utf-8") if file.exists() else "") == told
     grafana = SERVICES["grafana"]
+    assert grafana["environment"]["GF_METRICS_ENABLED"] == "false"
     mounted = [volume.split(":")[:2] for volume in grafana["volumes"]]
     assert ["./deploy/grafana/start", grafana["entrypoint"][-1]] in mounted
 

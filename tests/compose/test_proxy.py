@@ -1,5 +1,7 @@
 """The proxy itself: this machine's nginx with deploy/proxy's configuration, in front of a server of
 the tests' own. What a client without a key, or one who means harm, can do to it and behind it.
+
+Without nginx and its modules they are skipped; `make test-compose` installs them.
 """
 
 import json

@@ -20,8 +20,12 @@ import psutil
 from tests.compose.engine import packet_filter
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("docker.io", "docker-compose", "debootstrap", "prometheus")
-PROGRAMS = ("dockerd", "docker-compose", "debootstrap", "promtool")
+PACKAGES = (
+    *("docker.io", "docker-compose", "debootstrap", "prometheus"),
+    *("nginx-light", "libnginx-mod-stream", "libnginx-mod-http-lua"),  # tests/compose/test_proxy.py
+)
+PROGRAMS = ("dockerd", "docker-compose", "debootstrap", "promtool", "nginx")
+NGINX_MODULES = ("ngx_stream_module.so", "ngx_http_lua_module.so")
 BASE_IMAGE = "debian:bookworm-slim"
 DOCKER = "/usr/bin/docker"  # Debian's, whatever else the path has
 
@@ -41,7 +45,9 @@ exec {docker} "$@"
 
 def install() -> None:
     """Install Debian's packages if a program is missing. They are not to be started."""
-    if all(shutil.which(program) for program in PROGRAMS):
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    has_modules = all(Path("/usr/lib/nginx/modules", name).exists() for name in NGINX_MODULES)
+    if has_modules and all(shutil.which(program, path=path) for program in PROGRAMS):
         return
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
     apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300"]
@@ -229,3 +235,7 @@ _ENGINE_PROGRAMS = ("dockerd", "containerd", "containerd-shim-runc-v2", "docker-
 def interfaces() -> set[str]:
     """The machine's network interfaces."""
     return set(psutil.net_if_addrs())
+
+
+if __name__ == "__main__":
+    install()
