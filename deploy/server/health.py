@@ -1,14 +1,16 @@
 """The health check of the server containers: status 0 if the server and every model are ready.
 
-    python health.py [--url HOST:PORT] [--models FOLDER]
+    python health.py [--url HOST:PORT] [--metrics-url HOST:PORT] [--models FOLDER]
 
 The server's own readiness does not say which model is not ready, so each is asked by name: those
-that were in the repository when the server started, because it reads the repository only then.
+that were in the repository when the server started, because it reads the repository only then. It
+calls a language model ready that has no engine (2.51 cannot do otherwise): the metrics say so.
 Standard library only: it runs every few seconds.
 """
 
 import argparse
 import http.client
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -22,8 +24,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Is the server with all its models ready?")
     parser.add_argument("--url", default="127.0.0.1:8000", help="host:port of the HTTP listener")
     parser.add_argument("--models", type=Path, default=Path("/models"))
+    parser.add_argument("--metrics-url", default="127.0.0.1:8002", help="and of the metrics")
     options = parser.parse_args()
     missing = not_ready(options.url, remembered(options.models))
+    missing += without_engine(options.metrics_url)
     if missing:
         print(f"not ready: {', '.join(missing)}")
     return 1 if missing else 0
@@ -67,6 +71,20 @@ def not_ready(url: str, models: list[str]) -> list[str]:
     finally:
         connection.close()
     return missing
+
+
+def without_engine(metrics_url: str) -> list[str]:
+    """Language models of which an instance has no engine; none if the server has no metrics."""
+    connection = http.client.HTTPConnection(metrics_url, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return []
+    finally:
+        connection.close()
+    down = re.findall(r'^jitney_engine_up\{.*?\bmodel="([^"]*)".*\} 0(?:\.0*)?$', text, re.M)
+    return [f"{name} (no engine)" for name in sorted(set(down))]
 
 
 if __name__ == "__main__":

@@ -332,11 +332,15 @@ def test_the_health_check_does_not_ask_for_models_that_came_later(
     assert health.remembered(repository) == ["chat"]
 
 
-def test_the_health_check_asks_every_model_by_name(tmp_path: Path, health: ModuleType) -> None:
+def test_the_health_check_asks_every_model_by_name(
+    tmp_path: Path, health: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the metrics, whether it has an engine."""
     for name in ("chat", "embed", ".hidden"):
         (tmp_path / name).mkdir()
     assert health.model_names(tmp_path) == ["chat", "embed"]
     asked, not_ready = [], {"/v2/models/embed/ready"}
+    up = {"chat": "1", "slow": "1"}
 
     import http.server
     import threading
@@ -346,9 +350,12 @@ def test_the_health_check_asks_every_model_by_name(tmp_path: Path, health: Modul
 
         def do_GET(self) -> None:
             asked.append(self.path)
+            said = [f'jitney_engine_up{{model="{name}",version="1"}} {up[name]}' for name in up]
+            body = "\n".join([*said, ""]).encode() if self.path == "/metrics" else b""
             self.send_response(400 if self.path in not_ready else 200)
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -360,8 +367,18 @@ def test_the_health_check_asks_every_model_by_name(tmp_path: Path, health: Modul
         assert health.not_ready(url, ["chat", "embed"]) == ["embed"]
         not_ready.clear()
         assert health.not_ready(url, ["chat", "embed"]) == []
+        assert health.without_engine(url) == []
+        up["slow"] = "0"
+        assert health.without_engine(url) == ["slow (no engine)"]
+        monkeypatch.setattr(sys, "argv", ["health.py", f"--url={url}", f"--metrics-url={url}"])
+        monkeypatch.setattr(health, "_SERVED", tmp_path / "served")
+        health.remember(tmp_path)
+        assert health.main() == 1
+        up["slow"] = "1"
+        assert health.main() == 0
     finally:
         server.shutdown()
         server.server_close()
     assert asked[:3] == ["/v2/health/ready", "/v2/models/chat/ready", "/v2/models/embed/ready"]
     assert health.not_ready(url, ["chat"])[-1].startswith("server (")
+    assert health.without_engine(url) == [], "it may have no metrics"

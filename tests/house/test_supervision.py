@@ -33,6 +33,7 @@ class FakeServer:
     """A server of two models. Loads, starts and unloads fail while the fields say so."""
 
     pid = 1
+    http_port, grpc_port = 8000, 8001
 
     def __init__(self) -> None:
         self.processes = [FakeProcess(10, "chat"), FakeProcess(11, "embed")]
@@ -42,6 +43,7 @@ class FakeServer:
         self.unload_error: Exception | None = None
         self.starts = 0
         self.loads: list[str] = []
+        self.hung_up = 0
 
     @property
     def admin(self) -> Admin:
@@ -88,6 +90,13 @@ Run = Callable[[float], str]
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     made = FakeServer()
     monkeypatch.setattr(supervision, "_children", lambda pid: made.processes)
+
+    def hang_up(pid: int, ports: list[int]) -> int:
+        assert (pid, ports) == (1, [8000, 8001])
+        made.hung_up += 1
+        return 5
+
+    monkeypatch.setattr(supervision, "hang_up", hang_up)
     return made
 
 
@@ -129,6 +138,19 @@ def test_only_the_model_whose_process_ended_is_loaded_again(server, clock, said)
     assert server.starts == 0
     run(60)
     assert server.loads == ["chat"], "its zombie stays and is no news"
+
+
+def test_clients_of_a_language_model_are_hung_up_on(server, clock, said) -> None:
+    """Their streams may be stuck in the server; what is closed is said. ``embed`` has no metrics:
+    its requests get the server's error."""
+    run = supervise(server, clock, said)
+    server.processes[1].kill()
+    run(2)
+    assert (server.loads, server.hung_up) == (["embed"], 0)
+    server.processes[0].kill()
+    run(2)
+    assert (server.loads, server.hung_up) == (["embed", "chat"], 1)
+    assert "5 connections are closed: streams of model chat may be stuck" in said
 
 
 def test_what_somebody_unloads_stays_unloaded(server, clock, said) -> None:

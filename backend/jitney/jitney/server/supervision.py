@@ -17,7 +17,7 @@ import psutil
 
 from jitney.errors import InternalError, JitneyError
 from jitney.server.admin import Admin
-from jitney.server.stopping import requests_in_flight
+from jitney.server.stopping import hang_up, requests_in_flight
 
 LOAD_S = 600.0
 """Seconds that the load of a model, or the start of a server, may take."""
@@ -163,12 +163,19 @@ class Supervisor:
 
     def _unload(self, name: str) -> None:
         """Withdraw its readiness at once, whenever it may be loaded again. A stream that its client
-        keeps open keeps it UNLOADING; it can be loaded beside that."""
+        keeps open keeps it UNLOADING; it can be loaded beside that.
+
+        Streams of a process that was killed while it sent a response would never end: all clients
+        are hung up on, if it was a language model, because whose stream it is cannot be known."""
         self._lost.add(name)
+        admin = self._server.admin
         try:
-            self._server.admin.unload(name)
+            admin.unload(name)
+            if self._server.pid is not None and name in requests_in_flight(admin.metrics()):
+                ended = hang_up(self._server.pid, [admin.http_port, admin.grpc_port])
+                self._say(f"{ended} connections are closed: streams of model {name} may be stuck")
         except (OSError, http.client.HTTPException, InternalError) as error:
-            self._note(f"model {name} cannot be unloaded: {error}")
+            self._note(f"model {name} cannot be replaced: {error!r}")
 
     def _load(self, name: str) -> None:
         began = self._clock()
