@@ -18,6 +18,7 @@ KILLS, HANGS, LOSES_THE_DEVICE, COMPILES = 49, 48, 47, 46
 """Tokens of a prompt, and what becomes of the engine that computes them. Others are below 46."""
 
 STEP_S = 0.002
+_COLLECTS = gc.isenabled()
 
 
 def load(config: EngineConfig) -> tuple[FakeRunner, bytes]:
@@ -30,7 +31,8 @@ def load(config: EngineConfig) -> tuple[FakeRunner, bytes]:
         raise CheckpointError("model.safetensors is truncated")
     if config.model == "garbage":
         frozen, free = gc.get_freeze_count(), len(gc.get_objects())
-        raise CheckpointError(f"collects: {gc.isenabled()}, mostly frozen: {frozen > free}")
+        when = f"while importing: {_COLLECTS}, now: {gc.isenabled()}"
+        raise CheckpointError(f"collects {when}, mostly frozen: {frozen > free}")
     if config.model == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     free = 256 + (os.getpid() % 10_007 if config.model == "measures" else 0)

@@ -263,7 +263,8 @@ def test_the_queue_s_limit_holds_while_the_engine_is_down(make_front: Callable[.
 
 
 def test_an_engine_looks_for_no_garbage_among_what_was_imported() -> None:
-    with pytest.raises(CheckpointError, match="collects: True, mostly frozen: True"):
+    told = "collects while importing: False, now: True, mostly frozen: True"
+    with pytest.raises(CheckpointError, match=told):
         EngineProcess(make_config({"model": "garbage"}), LOADER).start()
 
 
