@@ -132,9 +132,11 @@ def serve() -> Iterator[Server]:
 
 
 class Proxy:
-    """deploy/proxy, run in a folder of its own. ``settings`` are environment variables."""
+    """deploy/proxy, run in a folder of its own. ``settings`` are environment variables;
+    ``kept_back`` is left out of the paths that it lets through, such as ``stat``."""
 
-    def __init__(self, server: Server, **settings: str) -> None:
+    def __init__(self, server: Server, kept_back: str = "", **settings: str) -> None:
+        self._kept_back = kept_back
         # Not pytest's folder: the path of a socket is at most 107 bytes long.
         self.folder = Path(tempfile.mkdtemp(prefix="proxy-"))
         self.port, self.grafana_port = free_port(), free_port()
@@ -201,6 +203,9 @@ class Proxy:
         )
         for name, value in self._ports.items():
             text = text.replace(name, value)
+        if self._kept_back:
+            text = text.replace("/models/[^/]+", f"/models/(?!{self._kept_back})[^/]+")
+            text = re.sub(rf"\|{self._kept_back}\w*(?=\||\))", "", text, flags=re.IGNORECASE)
         if source.name == "nginx.conf.in" and os.geteuid() == 0:
             text = f"user root;\n{text}"  # its folder is closed to others
         target = self.folder / ("etc" if source.suffix else "bin") / source.name

@@ -1,6 +1,5 @@
 """What the tests here have in common: programs that are fetched if need be."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -29,16 +28,23 @@ def binary() -> Path:
     return fetched("fetch_perf_analyzer")
 
 
+def client(name: str) -> Path:
+    """The command of a client whose environment, of a gigabyte, somebody has fetched."""
+    if not (Path(sys.prefix) / name / "bin" / name).is_file():
+        pytest.skip(f"`python scripts/fetch_clients.py {name}` was not run here")
+    return fetched("fetch_clients", name)
+
+
 @pytest.fixture(scope="session")
 def aiperf() -> Path:
     """The command, in its own environment."""
-    return fetched("fetch_clients", "aiperf")
+    return client("aiperf")
 
 
 @pytest.fixture(scope="session")
 def genai_perf() -> Path:
     """The command; perf_analyzer stands beside it."""
-    return fetched("fetch_clients", "genai-perf")
+    return client("genai-perf")
 
 
 @pytest.fixture(scope="module")
@@ -48,35 +54,3 @@ def server(binary: Path) -> Iterator[TritonServer]:
     models = ["pylm", *(["digits"] if digits.exists() else [])]
     with TritonServer(ROOT / "model_repository", models=models) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def nginx() -> Path:
-    """The machine's own, or Debian's, unpacked without root."""
-    found = Path("/usr/sbin/nginx")
-    if found.is_file():
-        return fit(found)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        from debian_package import DebianPackageError, extract
-
-        kept = Path(sys.prefix) / "nginx" / "nginx"
-        try:
-            made = kept if kept.is_file() else extract("nginx", "sbin/nginx", kept.parent)[0]
-        except (DebianPackageError, OSError) as error:
-            pytest.skip(f"nginx cannot be fetched on this machine: {error}")
-    return fit(made)
-
-
-def fit(binary: Path) -> Path:
-    """An nginx that runs here and has what the proxy's files ask for, or a skip with the reason."""
-    try:
-        done = subprocess.run([binary, "-V"], capture_output=True, text=True, check=False)
-    except OSError as error:  # of another machine
-        pytest.skip(f"{binary} does not start on this machine: {error.strerror}")
-    if done.returncode != 0:  # a library is missing
-        pytest.skip(f"{binary} does not start on this machine: {done.stderr.strip()}")
-    for part in ("http_ssl_module", "http_v2_module"):
-        if f"--with-{part}" not in done.stderr:
-            pytest.skip(f"{binary} has no {part}")
-    return binary

@@ -1,7 +1,7 @@
 """AIPerf and GenAI-Perf against the real server, by the very commands of docs/clients.md.
 
-Each runs in the environment that scripts/fetch_clients.py makes; the tests are skipped only where
-that cannot be had. Nothing here depends on how long anything takes.
+Each runs in the environment that scripts/fetch_clients.py has made, as `.ci/docs` has it do.
+Nothing here depends on how long anything takes.
 """
 
 import json

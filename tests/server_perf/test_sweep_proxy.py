@@ -11,12 +11,12 @@ import pytest
 from jitney.measure import record
 from jitney.server.server import TritonServer
 
-from tests.server_perf import proxy
-from tests.server_perf.proxy import Proxy
+from tests.compose.proxy import Proxy, Server, why_not
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.slow,  # half a minute of computing: a server, six sweeps, as many interpreters
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate"),
 ]
 
@@ -25,13 +25,23 @@ MODEL = "pylm"
 JITNEY = Path(sys.executable).parent / "jitney"
 
 
+def behind(server: TritonServer) -> Server:
+    """The real server, at the place of the one that those tests have."""
+    http, grpc = (int(url.rpartition(":")[2]) for url in (server.http_url, server.grpc_url))
+    return Server(http_port=http, grpc_port=grpc)
+
+
 @pytest.fixture(scope="module")
-def front(
-    nginx: Path, server: TritonServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Proxy]:
-    folder = tmp_path_factory.mktemp("proxy")
-    with proxy.running(nginx, folder, server.http_url, server.grpc_url) as running:
+def front(server: TritonServer) -> Iterator[Proxy]:
+    with Proxy(behind(server)) as running:
         yield running
+
+
+def options(front: Proxy, keys: Path | None = None) -> list[str]:
+    """What `jitney bench` is told of it."""
+    access = ["--ca-file", str(front.secrets / "tls_certificate")]
+    given = ["--api-key-file", str(keys or front.secrets / "api_keys")]
+    return ["--url", f"localhost:{front.port}", *access, *given]
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:
@@ -46,14 +56,16 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def check_no_key(front: Proxy, done: subprocess.CompletedProcess[str], out: Path) -> None:
-    assert front.key not in done.stdout + done.stderr
+    key = front.keys().split(":")[-1].strip()
+    assert len(key) > 20
+    assert key not in done.stdout + done.stderr
     for path in out.rglob("*"):
-        assert front.key.encode() not in path.read_bytes(), path
+        assert key.encode() not in path.read_bytes(), path
 
 
 def test_a_language_model_over_grpc(front: Proxy, tmp_path: Path) -> None:
     done = bench(
-        MODEL, *front.options, "--concurrency", "2", "--requests", "8",
+        MODEL, *options(front), "--concurrency", "2", "--requests", "8",
         "--input-tokens", "40", "--output-tokens", "8", "--out", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -70,29 +82,25 @@ def test_a_language_model_over_grpc(front: Proxy, tmp_path: Path) -> None:
 
 def test_without_a_key_or_the_certificate(front: Proxy, tmp_path: Path) -> None:
     """One line that says what is missing."""
-    keyless = bench(MODEL, "--url", front.address, "--ca-file", str(front.certificate))
+    keyless = bench(MODEL, *options(front)[:4])
     assert keyless.returncode == 1
     assert "answers 401" in keyless.stderr
     assert "--api-key-file" in keyless.stderr
-    strange = bench(MODEL, "--url", front.address, "--tls", "--api-key-file", str(front.keys))
+    strange = bench(MODEL, *options(front)[:2], "--tls", *options(front)[4:])
     assert strange.returncode == 1
     assert "CERTIFICATE_VERIFY_FAILED" in strange.stderr
     (tmp_path / "wrong").write_text(f"somebody:{'x' * 30}\n", encoding="utf-8")
-    wrong = bench(MODEL, *front.options[:4], "--api-key-file", str(tmp_path / "wrong"))
+    wrong = bench(MODEL, *options(front, tmp_path / "wrong"))
     assert wrong.returncode == 1
     assert "answers 401" in wrong.stderr
     assert "x" * 30 not in wrong.stdout + wrong.stderr
 
 
-def test_a_proxy_that_keeps_statistics_back(
-    nginx: Path, server: TritonServer, tmp_path: Path
-) -> None:
+def test_a_proxy_that_keeps_statistics_back(server: TritonServer, tmp_path: Path) -> None:
     """perf_analyzer cannot do without; it is said what is missing."""
-    (tmp_path / "proxy").mkdir()
-    addresses = (server.http_url, server.grpc_url)
-    with proxy.running(nginx, tmp_path / "proxy", *addresses, kept_back="stat") as front:
+    with Proxy(behind(server), kept_back="stat") as front:
         done = bench(
-            MODEL, *front.options, "--concurrency", "2", "--requests", "8",
+            MODEL, *options(front), "--concurrency", "2", "--requests", "8",
             "--out", str(tmp_path / "out"),
         )  # fmt: skip
         assert done.returncode == 1
@@ -100,6 +108,6 @@ def test_a_proxy_that_keeps_statistics_back(
         assert "perf_analyzer needs them too" in done.stdout
         assert (tmp_path / "out/report.html").exists()
         check_no_key(front, done, tmp_path / "out")
-        unnamed = bench(*front.options)
+        unnamed = bench(*options(front))
         assert unnamed.returncode == 1
         assert "say which model" in unnamed.stderr
