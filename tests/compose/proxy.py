@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -62,6 +61,8 @@ class Server:
     """Method, target, headers (lower case) and body of each request over HTTP."""
     called: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     """Method and metadata of each call over gRPC."""
+    enough: threading.Event = field(default_factory=threading.Event)
+    """Set: streams end, with a line more that says so."""
     http_port: int = 0
     grpc_port: int = 0
 
@@ -93,7 +94,9 @@ def serve() -> Iterator[Server]:
             self.end_headers()
             for number in range(json.loads(body)["max_tokens"]):
                 self.wfile.write(b'data: {"text_output": "%d"}\n\n' % number)
-                time.sleep(0.1)
+                if state.enough.wait(0.1):
+                    break
+            self.wfile.write(b'data: {"text_output": "end"}\n\n')
 
         do_GET = do_POST
 

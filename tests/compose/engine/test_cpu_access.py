@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.compose.engine.clients import tensor
 from tests.compose.engine.deployment import Deployment, wait_for
-from tests.compose.http2 import pile_up
+from tests.compose.http2 import Http2, pile_up
 
 
 @pytest.mark.parametrize("name", ["", "wrong"])
@@ -211,21 +211,32 @@ def test_a_client_without_a_key_ends_no_worker(deployment: Deployment) -> None:
     """Row 41: 16,000 connections, then 900 of 128 streams that take no answer."""
     client = deployment.client()
     workers = proxy_workers(deployment)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(client.stream, 2000)
-        wait_for(lambda: running.running(), "a stream with a key", 60)
-        plain: list[socket.socket] = []
-        for number in range(16_000):
-            with contextlib.suppress(OSError):
-                plain.append(socket.create_connection(("127.0.0.1", client.port), timeout=60))
-            if number % 200 == 0:
-                plain = [each for each in plain if is_open(each)]
-        for each in plain:
-            each.close()
-        held = pile_up(client.port, 900, "/v2/models/pylm/generate", {})
-        for connection in held:
-            connection.close()
-        assert running.result()[-1][1]["finish_reason"] == "length"
+    connection = client.connect()
+
+    def ask() -> int:
+        """The status of one more request with a key on a connection that was there before."""
+        connection.request("GET", "/v2", headers=client.headers)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+    assert ask() == 200
+    plain: list[socket.socket] = []
+    for number in range(16_000):
+        with contextlib.suppress(OSError):
+            plain.append(socket.create_connection(("127.0.0.1", client.port), timeout=60))
+        if number % 200 == 0:
+            plain = [each for each in plain if is_open(each)]
+            assert ask() == 200
+    for each in plain:
+        each.close()
+    held: list[Http2] = []
+    for _ in range(30):
+        held += pile_up(client.port, 30, "/v2/models/pylm/generate", {})
+        assert ask() == 200
+    for stream in held:
+        stream.close()
+    connection.close()
     assert proxy_workers(deployment) == workers
     assert not deployment.inspect("proxy")["State"]["OOMKilled"]
     wait_for(lambda: client.request("GET", "/v2")[0] == 200, "places for new connections", 60)
