@@ -43,7 +43,8 @@ class FakeServer:
         self.unload_error: Exception | None = None
         self.starts = 0
         self.loads: list[str] = []
-        self.hung_up = 0
+        self.hung_up = self.requests = 0
+        self.connections = 5
 
     @property
     def admin(self) -> Admin:
@@ -62,7 +63,7 @@ class FakeServer:
         return {name: (state, "") for name, state in self.states.items()}
 
     def metrics(self) -> str:
-        return 'jitney_running_requests{model="chat"} 0\n'
+        return f'jitney_running_requests{{model="chat"}} {self.requests}\n'
 
     def unload(self, name: str) -> None:
         if self.unload_error:
@@ -94,7 +95,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     def hang_up(pid: int, ports: list[int]) -> int:
         assert (pid, ports) == (1, [8000, 8001])
         made.hung_up += 1
-        return 5
+        return made.connections
 
     monkeypatch.setattr(supervision, "hang_up", hang_up)
     return made
@@ -151,6 +152,14 @@ def test_clients_of_a_language_model_are_hung_up_on(server, clock, said) -> None
     run(2)
     assert (server.loads, server.hung_up) == (["embed", "chat"], 1)
     assert "5 connections are closed: streams of model chat may be stuck" in said
+
+
+def test_where_nobody_may_be_hung_up_on_the_server_is_started_again(server, clock, said) -> None:
+    run = supervise(server, clock, said)
+    server.connections, server.requests = 0, 2
+    server.processes[0].kill()
+    run(2)
+    assert (server.loads, server.starts) == ([], 1)
 
 
 def test_what_somebody_unloads_stays_unloaded(server, clock, said) -> None:

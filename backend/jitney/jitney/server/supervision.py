@@ -28,6 +28,7 @@ _MOST_UNANSWERED = 3
 # Repairs are counted over so many seconds; the second waits for 1 s, the third for 2 s, …
 _WITHIN_S = 600.0
 _LONGEST_WAIT_S = 60.0
+_NO_ANSWER = (OSError, http.client.HTTPException, InternalError)
 
 
 class Supervised(Protocol):
@@ -109,7 +110,9 @@ class Supervisor:
             self._note("the server ended by itself")
         elif server.admin.is_ready() or self._lost:
             self._ready_at = now
-            with contextlib.suppress(OSError, http.client.HTTPException, InternalError):
+            with contextlib.suppress(
+                OSError, http.client.HTTPException, InternalError, psutil.Error
+            ):
                 self._look_at_models()  # if it is not answered now, the next turn sees more
         elif now - self._ready_at > self._unready_s:
             self._note(f"the server has not been ready for {self._unready_s:.0f} s")
@@ -131,12 +134,15 @@ class Supervisor:
 
     def _note_processes(self) -> set[int]:
         """Which process is whose. Returns those known that have ended and are zombies."""
+        known, self._models = self._models, {}
         ended = set()
         for process in _children(self._server.pid):
-            if name := model_of(process):
-                self._models[process.pid] = name
-            elif process.pid in self._models:
+            name = model_of(process)
+            if not name and process.pid in known:
+                name = known[process.pid]
                 ended.add(process.pid)
+            if name:
+                self._models[process.pid] = name
         return ended
 
     def _probe(self) -> None:
@@ -171,10 +177,13 @@ class Supervisor:
         admin = self._server.admin
         try:
             admin.unload(name)
-            if self._server.pid is not None and name in requests_in_flight(admin.metrics()):
+            requests = requests_in_flight(admin.metrics())
+            if self._server.pid is not None and name in requests:
                 ended = hang_up(self._server.pid, [admin.http_port, admin.grpc_port])
                 self._say(f"{ended} connections are closed: streams of model {name} may be stuck")
-        except (OSError, http.client.HTTPException, InternalError) as error:
+                if requests[name] and not ended:  # it is not allowed here
+                    self._note("the server is ended instead")
+        except _NO_ANSWER as error:
             self._note(f"model {name} cannot be replaced: {error!r}")
 
     def _load(self, name: str) -> None:
@@ -194,7 +203,7 @@ class Supervisor:
         began = self._clock()
         try:
             self._server.restart()
-        except JitneyError as error:
+        except (JitneyError, OSError) as error:
             self._say(f"the server could not be started again: {error}")
         else:
             self._begin()
