@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -177,6 +178,7 @@ class Proxy:
                 env=self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # ended as a group: workers that outlive their master too
             )
 
     def __enter__(self) -> "Proxy":
@@ -184,10 +186,8 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        processes = [*self.workers(), self.process]
-        for each in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         shutil.rmtree(self.folder)
 
