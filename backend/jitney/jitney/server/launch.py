@@ -59,9 +59,12 @@ def launch(
             _redirect(process.pid, names)
             ctypes.CDLL(None).ptrace(_PTRACE_DETACH, process.pid, None, None)
             return process
+    except (OSError, ValueError) as error:  # a system that keeps these things elsewhere
+        _LOG.debug("arguments cannot be hidden: %r", error)
     except BaseException:
         process.kill()
         raise
+    process.kill()
     process.wait()
     _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
     return subprocess.Popen([*command, *secret], env=environment, **options)
