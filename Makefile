@@ -54,7 +54,7 @@ PYTEST := $(VENV)/python -m pytest
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ELSEWHERE := not gpu and not browser
 
-test: env ## the tests (up to a quarter of an hour on two cores)
+test: env ## the tests (six to ten minutes on two cores)
 	@$(PYTEST) $(SHARED) -m "not slow and $(ELSEWHERE)" $(ARGS)
 
 # Neither a server nor a kernel: what the first ring's rooms promise, in plain torch.

@@ -64,8 +64,10 @@ def served(tree: Path, arguments: argparse.Namespace) -> Figures:
 def scheduler(tree: Path, arguments: argparse.Namespace) -> Figures:
     """Steps a second that ``schedule`` and ``update`` alone would allow."""
     figures = {}
-    for line in run(tree, "scheduler").splitlines()[1:]:
-        running, waiting, planned, _, _, milliseconds, _ = line.split()
+    rows = re.findall(
+        r"^ *([\d,]+) +([\d,]+) +(\w+)(?: +[\d.]+){2} +([\d.]+)", run(tree, "scheduler"), re.M
+    )
+    for running, waiting, planned, milliseconds in rows:
         name = f"scheduler, {running} running, {waiting} waiting, {planned}: steps a second"
         figures[name] = 1e3 / float(milliseconds)
     return figures

@@ -237,7 +237,7 @@ async def ask(
     async for result, error in client.stream_infer(requests()):
         if error is not None:
             answer.error = str(error)
-            return
+            continue
         answer.times.append(time.monotonic())
         for index, piece in enumerate(result.as_numpy("text_output")):
             answer.texts[index] += piece.decode()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 import tritonclient.grpc.aio as grpc
 from jitney.server.server import TritonServer
 
@@ -48,6 +49,8 @@ class Served:
     """Per request: from sending it to its first response."""
     gaps_s: list[float] = field(default_factory=list)
     """Between two responses of one request."""
+    front_cpu_s: float = 0.0
+    """CPU seconds of the server and of the model's front, which is all but engine and client."""
 
 
 def main() -> None:
@@ -132,11 +135,25 @@ def _serve(model: Path, workload: Workload, threads: int, streams: int, dtype: s
             'backend: "jitney"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n', encoding="utf-8"
         )
         with TritonServer(Path(folder)) as server:
-            asyncio.run(_run(server.grpc_url, warm_up(), streams))
-            return asyncio.run(_run(server.grpc_url, workload, streams))
+            asyncio.run(run_streams(server.grpc_url, MODEL, warm_up(), streams))
+            before_s = _front_cpu_s(server)
+            served = asyncio.run(run_streams(server.grpc_url, MODEL, workload, streams))
+            served.front_cpu_s = _front_cpu_s(server) - before_s
+            return served
 
 
-async def _run(url: str, workload: Workload, streams: int) -> Served:
+def _front_cpu_s(server: TritonServer) -> float:
+    """CPU seconds of the server's processes so far, but for the engine's and its nursery's."""
+    leader = psutil.Process(server.pid)
+    spent = 0.0
+    for process in (leader, *leader.children(recursive=True)):
+        if "jitney.engine.process" not in process.cmdline():
+            times = process.cpu_times()
+            spent += times.user + times.system
+    return spent
+
+
+async def run_streams(url: str, model: str, workload: Workload, streams: int) -> Served:
     """``streams`` workers, each with one stream at a time, share the workload's requests."""
     served = Served()
     waiting = list(zip(workload.prompts, workload.output_lengths, strict=True))[::-1]
@@ -145,7 +162,7 @@ async def _run(url: str, workload: Workload, streams: int) -> Served:
         async with grpc.InferenceServerClient(url) as client:
             while waiting:
                 prompt, length = waiting.pop()
-                await _request(client, prompt, length, served)
+                await _request(client, model, prompt, length, served)
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(streams)))
@@ -156,7 +173,11 @@ async def _run(url: str, workload: Workload, streams: int) -> Served:
 
 
 async def _request(
-    client: grpc.InferenceServerClient, prompt: list[int], length: int, served: Served
+    client: grpc.InferenceServerClient,
+    model: str,
+    prompt: list[int],
+    length: int,
+    served: Served,
 ) -> None:
     """One request, read to its end."""
     parameters = {"temperature": 0, "max_tokens": length, "ignore_eos": True}
@@ -168,7 +189,7 @@ async def _request(
     ]
 
     async def requests():
-        yield {"model_name": MODEL, "inputs": inputs}
+        yield {"model_name": model, "inputs": inputs}
 
     last = began = time.perf_counter()
     got = 0
@@ -199,12 +220,14 @@ def _print_table(alone: list[float], served: list[Served]) -> None:
     rates = [run.tokens / run.seconds for run in served]
     ours, engine = statistics.median(rates), statistics.median(alone)
     run = min(served, key=lambda run: abs(run.tokens / run.seconds - ours))
-    print("| W1 | output tok/s | first response p50 / p95, ms | gap p50 / p95, ms | responses |")
-    print("|---|---|---|---|---|")
-    print(f"| engine in-process | {engine:,.1f} | – | – | – |")
+    print("| W1 | output tok/s | first response p50 / p95, ms | gap p50 / p95, ms | responses | "
+          "CPU s of server and front, for 1,000 responses |")  # fmt: skip
+    print("|---|---|---|---|---|---|")
+    print(f"| engine in-process | {engine:,.1f} | – | – | – | – |")
     print(
         f"| served | {ours:,.1f} ({ours / engine:.2f} of in-process) | {_quantiles(run.first_s)} | "
-        f"{_quantiles(run.gaps_s)} | {run.responses:,} for {run.tokens:,} tokens |"
+        f"{_quantiles(run.gaps_s)} | {run.responses:,} for {run.tokens:,} tokens | "
+        f"{1e3 * run.front_cpu_s / run.responses:.2f} |"
     )
     print(f"runs, in-process: {_list(alone)}; served: {_list(rates)}")
 

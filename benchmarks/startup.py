@@ -34,7 +34,7 @@ def main() -> None:
     begin = time.monotonic()
     with TritonServer(arguments.repository, models=arguments.models or None) as server:
         print(f"{time.monotonic() - begin:7.2f} s until the server is ready")
-        names = arguments.models or sorted(server.model_states())
+        names = arguments.models or sorted(server.admin.model_states())
         with ThreadPoolExecutor(len(names)) as pool:
             answered = pool.map(lambda name: (name, ask(server, name)), names)
             for name, at in answered:

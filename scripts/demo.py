@@ -3,8 +3,9 @@
 Starts the embedded Triton server over model_repository/, streams one completion to the terminal,
 then sends twelve prompts of different lengths over gRPC and HTTP, a tenth of a second apart, shows
 how they join and leave the batch, and prints the figures. Then, if `make models` has built them,
-the other models: the nearest sentence, a drawn digit, dynamic batching. Last, it stops the server.
-The exit status is not 0 if anything failed: a request, the batching itself, or the stop.
+the other models: the nearest sentence, a drawn digit, dynamic batching; it stops the server, and
+runs a job without one. The exit status is not 0 if anything failed: a request, the batching itself,
+the stop, or the job.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+import demo_job
 import demo_models
 from demo_picture import most_running, picture
 from demo_requests import MODEL, DemoRequest, make_requests, send, send_grpc
@@ -84,9 +86,11 @@ def run(console: Console, live: bool, log_file: Path | None) -> None:
     if not clean:
         raise DemoError(f"the stop was not clean: {server.unclean}; its log is {server.log_file}")
     console.print(Rule(style="dim"))
+    console.print(f"The server stopped cleanly in {time.monotonic() - begin:.1f} s.")
     if left_out:
         console.print(f"Left out, the models beside the language model: {left_out}.")
-    console.print(f"The server stopped cleanly in {time.monotonic() - begin:.1f} s.")
+    else:
+        problems += demo_job.show(console, repository)
     check(requests)
     if problems:
         raise DemoError("; ".join(problems))

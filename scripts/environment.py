@@ -28,16 +28,20 @@ PARTS = {"demo": "what the demo needs", "rest": "tests, benchmarks, documentatio
 COMPILED = {
     "demo": (
         "jitney.cli jitney.engine.assemble jitney.engine.supervisor jitney.kernels.cpu.attention "
+        "jitney.kernels.cpu.compiled:import_compiler "
         "transformers.models.llama.modeling_llama transformers.models.auto.tokenization_auto "
-        "rapidjson onnxruntime tritonclient.grpc.aio tritonclient.http.aio"
+        "rapidjson onnxruntime tritonclient.grpc.aio tritonclient.http.aio jitney.offline.run"
     ),
     "rest": "_pytest.pytester hypothesis xdist scipy.stats sklearn.datasets onnx onnxscript",
 }
-"""Modules whose bytecode is written here, with that of all that they import; pip would write that
-of all packages, which takes minutes. Where PYTHONDONTWRITEBYTECODE is set nobody else ever writes
-it, and every engine would compile for ten seconds."""
+"""Modules, and functions of modules: bytecode of all that they import is written here. pip would
+write that of all packages, which takes minutes. Where PYTHONDONTWRITEBYTECODE is set nobody else
+ever writes it, and every engine would compile for ten seconds."""
 PYTHONS = ((3, 11), (3, 12))
 LEAST_TORCH = (2, 11)
+INSTALLERS = 4
+"""Runs of pip at a time: one alone waits for the network half the time, and asks it once for each
+package."""
 
 # Lines of pip's output about indexes that lack a package, about itself and about unpinned hashes.
 _NOISE = re.compile(r"^(WARNING: (Location|The directory|Running pip as)|\[notice\]|\s*$)")
@@ -54,8 +58,11 @@ import importlib, logging, sys
 logging.disable()
 sys.dont_write_bytecode = False
 for name in sys.argv[1:]:
+    module, _, function = name.partition(":")
     try:
-        importlib.import_module(name)
+        found = importlib.import_module(module)
+        if function:
+            getattr(found, function)()
     except Exception:
         pass  # not of this part, or whoever needs it says why it cannot be imported
 """
@@ -145,10 +152,9 @@ def build(part: str, torch_index: str) -> None:
     if any(re.match(r"triton\b", need) for need in required):
         lock = re.sub(r"^triton==.*\n(?:    .*\n)*", "", lock, flags=re.M)  # a CUDA build's own
     pins = re.findall(r"^\w[\w.-]*==", lock, re.M)
-    chosen = VENV / "lock.txt"
-    chosen.write_text(lock, encoding="utf-8")
-    options = ["--no-deps", "--require-hashes", "--no-build-isolation", "-r", str(chosen)]
-    run(f"Installing {len(pins)} packages: {PARTS[part]}", [*pip, *options])
+    options = ["--no-deps", "--require-hashes", "--no-build-isolation", "-r"]
+    installers = [[*pip, *options, str(path)] for path in write_shares(lock)]
+    run(f"Installing {len(pins)} packages: {PARTS[part]}", *installers)
     if part != "demo":
         return
     if fits(torch):
@@ -164,6 +170,16 @@ def build(part: str, torch_index: str) -> None:
     run("Installing Jitney itself, as a link to this folder", [*pip, *editable])
     remove_leftovers()
     ensure_libpython(python)
+
+
+def write_shares(lock: str) -> list[Path]:
+    """Split a lock among INSTALLERS files: its packages have one version each and need nothing of
+    one another to be installed."""
+    pins = re.findall(r"^\w[\w.-]*==.*\n(?:    .*\n)*", lock, re.M)
+    paths = [VENV / f"lock-{i}.txt" for i in range(INSTALLERS)]
+    for i, path in enumerate(paths):
+        path.write_text("".join(pins[i::INSTALLERS]), encoding="utf-8")
+    return paths
 
 
 def write_bytecode(part: str) -> None:
@@ -208,20 +224,22 @@ def ensure_libpython(python: Path) -> None:
         print("Jitney works without the server; `make doctor` says what to do.", file=sys.stderr)
 
 
-def run(what: str, command: list[str]) -> None:
-    """Run a step: a line that says what it does, with its seconds. Raises StepError with what the
-    command said."""
+def run(what: str, *commands: list[str]) -> None:
+    """Run a step, its commands beside one another: a line that says what it does, with its seconds.
+    Raises StepError with what the first command that failed said."""
     print(f"{what} … ", end="", flush=True)
     began = time.monotonic()
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    pipe, joined = subprocess.PIPE, subprocess.STDOUT
+    started = [subprocess.Popen(one, stdout=pipe, stderr=joined, text=True) for one in commands]
+    outputs = [process.communicate()[0] for process in started]
     print(f"{time.monotonic() - began:.0f} s", flush=True)
-    said = "\n".join(line for line in result.stdout.splitlines() if not _NOISE.match(line))
-    if result.returncode != 0:
-        raise StepError(f"{said}\nThis step failed ({result.returncode}): {' '.join(command)}")
-    if said:
-        print(said, flush=True)
+    for process, command, output in zip(started, commands, outputs, strict=True):
+        said = "\n".join(line for line in output.splitlines() if not _NOISE.match(line))
+        if process.returncode != 0:
+            status = process.returncode
+            raise StepError(f"{said}\nThis step failed ({status}): {' '.join(command)}")
+        if said:
+            print(said, flush=True)
 
 
 if __name__ == "__main__":

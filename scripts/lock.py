@@ -25,9 +25,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12")
 # Extras of the demo, the build backend of the editable installation, and what every torch needs.
-DEMO = ("server", "cpu", "export")
+DEMO = ("server", "cpu", "export", "jobs")
 BESIDE = ("hatchling", "editables", "setuptools", "networkx", "sympy", "fsspec", "filelock")
-REST = ("gpu", "quantization", "bench", "docs", "dev")
+REST = ("ray", "gpu", "quantization", "bench", "docs", "dev")
 USERS_OWN = "torch"
 
 Pins = dict[str, dict[str, Any]]

@@ -84,8 +84,8 @@ def _row(name: str, node: ast.AnnAssign, meaning: str, aliases: dict[str, ast.ex
     notes = []
     if kind.startswith("Literal["):
         notes.append("One of " + ", ".join(re.findall(r"'(\w+)'", kind)) + ".")
-    if name in config._BOUNDS:
-        notes.append(f"Must be {config._BOUNDS[name][2]}.")
+    if bound := config.describe_range(name):
+        notes.append(f"Must be {bound}.")
     return f"| `{name}` | {shown} | {' '.join([meaning, *notes])} |\n"
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from jitney.errors import JitneyError
+from jitney.server_log import log_to_server
 from jitney.standins.batch import Batcher
-from jitney.standins.exchange import answer, log_to_server, model_path, refusal
+from jitney.standins.exchange import answer, model_path, refusal
 from jitney.standins.onnx_options import read_options
 from jitney.standins.onnx_session import OnnxSession, read_signature
 from jitney.standins.signature import check_config, complete_config
@@ -42,7 +43,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model. Raises TritonModelException with the reason if that is impossible."""
-        log_to_server(pb_utils)
+        log_to_server(pb_utils.Logger)
         config = json.loads(args["model_config"])
         folder = Path(args["model_repository"], args["model_version"])
         on_gpu = args["model_instance_kind"] == "GPU"

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from jitney.errors import InstallationError, JitneyError
+from jitney.server_log import log_to_server
 from jitney.standins.batch import Batcher, OnDevice
-from jitney.standins.exchange import answer, log_to_server, model_path, refusal
+from jitney.standins.exchange import answer, model_path, refusal
 from jitney.standins.signature import check_config, complete_config
 from jitney.standins.trt_engine import TensorRtEngine, profile_of
 
@@ -69,7 +70,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the engine. Raises TritonModelException with the reason if that is impossible."""
-        log_to_server(pb_utils)
+        log_to_server(pb_utils.Logger)
         config = json.loads(args["model_config"])
         folder = Path(args["model_repository"], args["model_version"])
         try:

@@ -1,19 +1,25 @@
-"""Jitney, in-process: the engine's own step over the real scheduler and runner, no server."""
+"""Jitney's engine over the real scheduler and runner, no server: in this process, or with --process
+in one of its own, with its supervisor and journal.
+"""
 
 import argparse
 import time
 from collections.abc import Iterator
 
+import psutil
 from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.engine.engine import Engine
 from jitney.kernels.cpu.program import LayerProgram
-from jitney.messages import Failed, Submit, Tokens
+from jitney.messages import TERMINAL, Failed, Submit, Tokens
+from jitney.offline.process_engine import ProcessEngine
 from jitney.sampling_params import SamplingParams
 
 from benchmarks.engines.breakdown import Stopwatches, install
 from benchmarks.engines.measure import Outcome, Run, run_engine
 from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Workload
+
+AnyEngine = Engine | ProcessEngine
 
 
 def load(arguments: argparse.Namespace) -> Run:
@@ -32,7 +38,7 @@ def load(arguments: argparse.Namespace) -> Run:
     watches = install() if arguments.breakdown else None
     if arguments.layerwise:
         LayerProgram.of = classmethod(lambda cls, model: None)
-    engine = Engine(config, load_runner(config))
+    engine = ProcessEngine(config) if arguments.process else Engine(config, load_runner(config))
     keys = iter(range(1 << 30))
 
     def run(workload: Workload) -> Outcome:
@@ -42,32 +48,46 @@ def load(arguments: argparse.Namespace) -> Run:
 
 
 def _serve(
-    engine: Engine, workload: Workload, keys: Iterator[int], watches: Stopwatches | None
+    engine: AnyEngine,
+    workload: Workload,
+    keys: Iterator[int],
+    watches: Stopwatches | None,
 ) -> Outcome:
     if watches is not None:
         watches.reset()
+    cpu_began = _other_cpu_s(engine)
     began = time.perf_counter()
     for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True):
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, seed=0)
         engine.send(Submit(key=next(keys), prompt=prompt, params=params, arrival=time.monotonic()))
-    tokens, steps, first = 0, 0, None
-    while engine.has_work:
+    tokens, steps, first, left = 0, 0, None, len(workload.prompts)
+    while left:
         report = engine.step()
         steps += 1
         for event in report.events if report else ():
             if isinstance(event, Failed):
                 raise RuntimeError(event.message)
+            left -= isinstance(event, TERMINAL)
             if isinstance(event, Tokens):
                 first = first or time.perf_counter() - began
                 tokens += len(event.ids)
     elapsed = time.perf_counter() - began
     breakdown = watches.report(elapsed) if watches is not None else {}
-    return Outcome(elapsed, tokens, first, steps, breakdown)
+    return Outcome(elapsed, tokens, first, steps, _other_cpu_s(engine) - cpu_began, breakdown)
+
+
+def _other_cpu_s(engine: AnyEngine) -> float:
+    """CPU seconds that the engine's process has spent, if it has one."""
+    if isinstance(engine, Engine):
+        return 0.0
+    times = psutil.Process(engine.supervisor.pid).cpu_times()
+    return times.user + times.system
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What can be switched for a comparison."""
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--process", action="store_true", help="the engine in its own process")
     parser.add_argument("--no-fuse", action="store_true")
     parser.add_argument("--no-prepack", action="store_true")
     parser.add_argument(

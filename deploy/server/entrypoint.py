@@ -19,7 +19,6 @@ request of ours was answered, but the server did not end in good order.
 
 import argparse
 import contextlib
-import http.client
 import os
 import secrets
 import shutil
@@ -33,13 +32,14 @@ from pathlib import Path
 
 import psutil
 from health import remember
-from jitney.errors import InternalError, LoadError
-from jitney.server.admin import Admin
-from jitney.server.installation import backend_directories, find_installation, link_backends
+from jitney.errors import LoadError
+from jitney.server.admin import NO_ANSWER, Admin
+from jitney.server.installation import backend_folder, find_installation, link_backends
 from jitney.server.launch import launch, restrict
+from jitney.server.server import LOAD_THREADS
 from jitney.server.serving import NOT_UNLOADED
 from jitney.server.signals import interruptible
-from jitney.server.stopping import hang_up, requests_in_flight
+from jitney.server.stopping import children, hang_up, requests_in_flight
 from jitney.server.supervision import LOAD_S, Supervisor
 
 _POLL_S = 1.0
@@ -126,7 +126,7 @@ class Server:
         if options.embedded:
             installation = find_installation()
             backends = runtime / "backends"
-            link_backends(backends, installation, backend_directories())
+            link_backends(backends, installation, backend_folder())
             environment["LD_LIBRARY_PATH"] = installation.library_path
             binary, caches = installation.binary, installation.caches
         else:
@@ -186,7 +186,7 @@ class Server:
             say("stopping while models load: nothing was taken yet")
             return 0  # `kill` follows; the server itself would first load them all
         say(f"stopping; requests in flight get up to {self.options.drain_s:.0f} s")
-        for child in psutil.Process(self.process.pid).children():
+        for child in children(self.process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(signal.SIGTERM)  # to our model; the stub itself ignores it
         deadline = time.monotonic() + self.options.drain_s
@@ -218,7 +218,7 @@ class Server:
         while (now := time.monotonic()) < deadline and self.is_alive():
             try:
                 metrics = self.admin.metrics()
-            except (OSError, http.client.HTTPException, InternalError):
+            except NO_ANSWER:
                 return False  # without an answer, its requests are unknown
             if any(requests_in_flight(metrics).values()):
                 quiet_since = now
@@ -256,6 +256,7 @@ def command(options: argparse.Namespace, binary: Path, backends: Path, caches: P
         f"--metrics-address={options.host}",
         f"--metrics-port={options.metrics_port}",
         f"--exit-timeout-secs={options.exit_timeout_s}",
+        f"--model-load-thread-count={LOAD_THREADS}",
     ]
 
 

@@ -298,17 +298,6 @@ def test_a_server_that_does_not_come_up_ends_the_container(containers) -> None:
     assert (status, "with status -9" in text) == (1, True), text
 
 
-def test_a_server_that_is_no_longer_ready_is_started_again(containers) -> None:
-    container = containers("--unready-s=1")
-    container.wait_until_ready()
-    server = container.server()
-    (container.folder / "ready").unlink()
-    container.wait_until_said("has not been ready for 1 s")
-    container.write(ready="")
-    container.wait_until_said("the server is ready again")
-    assert container.server() != server
-
-
 @pytest.fixture
 def health() -> ModuleType:
     """deploy/server/health.py as a module."""

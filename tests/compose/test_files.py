@@ -38,9 +38,10 @@ def test_every_service_is_shut_in(name: str) -> None:
     assert not [each for each in service.get("environment", {}) if each.endswith("PASSWORD")]
 
 
-def test_only_perf_is_not_restarted() -> None:
+def test_what_ends_is_not_started_again_for_ever() -> None:
     restart = {name: service["restart"] for name, service in SERVICES.items()}
     assert restart.pop("perf") == "no"
+    assert restart.pop("job") == "on-failure:3"
     assert set(restart.values()) == {"unless-stopped"}
 
 
@@ -247,7 +248,7 @@ def test_grafana_takes_a_new_password_when_it_starts_again(tmp_path: Path) -> No
 
 
 def test_keys_and_bodies_have_file_systems_of_their_own() -> None:
-    """Row 44: keys are revoked although bodies fill theirs."""
+    """Keys are revoked although bodies fill theirs."""
     sizes = {
         place.split(":")[0]: re.findall(r"size=(\d+)m", place)
         for place in SERVICES["proxy"]["tmpfs"]

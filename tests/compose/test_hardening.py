@@ -22,11 +22,13 @@ from jitney.server.server import TritonServer
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 PROXY = (DEPLOY / "proxy" / "nginx.conf.in").read_text(encoding="utf-8")
-# Every Python file that the server and its models run from.
+# Every Python file that the server and its models run from: not jobs, which talk to processes
+# of their own.
 SERVED = [
     file
     for folder in (ROOT / "backend", DEPLOY, ROOT / "model_repository")
     for file in sorted(folder.rglob("*.py"))
+    if file != ROOT / "backend/jitney/jitney/offline/prepare.py"
 ]
 # Modules whose formats run code when they are read, or send objects in such a format.
 CODE_AS_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}

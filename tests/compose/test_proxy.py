@@ -102,7 +102,7 @@ def call(
 def test_without_a_key_the_server_gets_two_targets_and_nothing_else(
     proxy: Proxy, server: Server, target: str
 ) -> None:
-    """Row 45. Nor any header or body of the client's."""
+    """Nor any header or body of the client's."""
     send(proxy, target, b"{}", ("X-Sent", "1"), ("Inference-Header-Content-Length", "9"), key=False)
     for method, reached, headers, body in server.seen:
         assert method == "GET"
@@ -126,7 +126,7 @@ def test_health_is_answered_however_often_it_is_asked(proxy: Proxy, server: Serv
 
 
 def test_connections_of_an_address_are_bounded(server: Server) -> None:
-    """Row 41. Those that are taken are kept busy with a key, or they would be closed in time."""
+    """Those that are taken are kept busy with a key, or they would be closed in time."""
     with Proxy(server, CONNECTIONS_PER_ADDRESS="20") as proxy:
         key = ("authorization", proxy.client().headers["authorization"])
         held, refused = [], 0
@@ -169,7 +169,7 @@ ASKED_WITHOUT_KEY = {
 
 @pytest.mark.parametrize("kind", ASKED_WITHOUT_KEY)
 def test_streams_without_a_key_do_not_pile_up(proxy: Proxy, kind: str) -> None:
-    """Row 41: connections of 128 streams each, all of which keep their answers waiting. So many may
+    """Connections of 128 streams each, all of which keep their answers waiting. So many may
     wait in all; the others are cut off."""
     path, more = ASKED_WITHOUT_KEY[kind]
     port = proxy.grafana_port if kind.startswith("Grafana") else proxy.port
@@ -200,7 +200,7 @@ def test_what_streams_without_a_key_hold_is_small(server: Server) -> None:
 def test_a_compressed_request_is_refused_over_http(
     proxy: Proxy, server: Server, encoding: str
 ) -> None:
-    """Row 42: half a megabyte may be half a gigabyte to the server."""
+    """Half a megabyte may be half a gigabyte to the server."""
     status, body = send(proxy, "/v2/models/x/infer", b"...", ("Content-Encoding", encoding))
     assert (status, "compressed" in json.loads(body)["error"]) == (415, True)
     twice = [("Content-Encoding", "identity"), ("Content-Encoding", "gzip")]
@@ -232,7 +232,7 @@ def test_a_compressed_request_is_refused_over_grpc(proxy: Proxy, server: Server)
 def test_a_length_that_the_server_cannot_read_is_refused(
     proxy: Proxy, server: Server, length: str
 ) -> None:
-    """Row 43. Servers up to 26.07 end at one of these."""
+    """Servers up to 26.07 end at one of these."""
     sent = ("Inference-Header-Content-Length", length)
     assert send(proxy, "/v2/models/x/infer", b"{}", sent)[0] == 400
     assert send(proxy, "/v2/models/x/infer", b"{}", (sent[0], "2"), sent)[0] == 400
@@ -265,7 +265,7 @@ DEEP = b"[" * 1_000_000
 def test_json_that_is_nested_too_deeply_is_refused(
     proxy: Proxy, server: Server, path: str, body: bytes, header: str | None, passes: bool
 ) -> None:
-    """Row 43: a megabyte of brackets ends the server, whose parser calls itself."""
+    """A megabyte of brackets ends the server, whose parser calls itself."""
     sent = [("Inference-Header-Content-Length", header)] if header else []
     status, answer = send(proxy, f"/v2/models/x/{path}", body, *sent)
     assert status == (200 if passes else 400), answer
@@ -308,7 +308,7 @@ def test_grafanas_own_metrics_are_closed(proxy: Proxy, server: Server) -> None:
 
 
 def test_streams_survive_a_change_of_keys_and_the_old_key_does_not() -> None:
-    """Row 44. At a stop the same streams would get one second."""
+    """At a stop the same streams would get one second."""
     with (
         serve() as server,
         Proxy(server, DRAIN_SECONDS="1") as proxy,

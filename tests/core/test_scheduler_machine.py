@@ -235,7 +235,7 @@ class Traffic(RuleBasedStateMachine):
         else:
             return
         if then.startswith("raise"):
-            self.raise_once = then
+            self.raise_in_next_step(then)
         else:
             key, index = data.draw(st.sampled_from(self._owners_of_copies()))
             self.requests[key].cancelled |= then == "cancel"
@@ -266,7 +266,9 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(fault=st.sampled_from(FAULTS))
     def raise_in_next_step(self, fault) -> None:
-        self.raise_once = fault
+        """A passing fault; one at a time, or a request that is tried again alone may be failed."""
+        if all(step.error is None for step in self.runner.in_flight):
+            self.raise_once = fault
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), raises=st.booleans())

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from tritonclient.grpc import model_config_pb2
 
 from tests.docs.blocks import LANGUAGES, ROOT, SHELL, Block, read_page
-from tests.docs.commands import Command, assigned, commands
+from tests.docs.commands import Command, commands
 from tests.docs.fragments import fragment_problems
 from tests.docs.names import CHECKS, compose_services, problems
 
@@ -167,15 +167,3 @@ def inline_commands(page: Path) -> Iterator[str]:
             program = words[0].removeprefix(".venv/bin/") if words else ""
             if child.type == "code_inline" and len(words) > 1 and program in CHECKS:
                 yield child.content
-
-
-def unset_variables(page: Path) -> Iterator[str]:
-    """Shell variables that a page uses before it sets them."""
-    known = {"HOME", "PATH", "PWD"}
-    for block in read_page(page):
-        if block.language == SHELL:
-            known |= assigned(block.text)
-            outside = re.sub(r"'[^']*'", "", block.text)
-            for name in re.findall(r"\$\{?([A-Za-z_]\w*)", outside):
-                if name not in known:
-                    yield f"{block}: ${name}"

@@ -9,21 +9,9 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-KEYWORDS = {
-    "if",
-    "then",
-    "else",
-    "elif",
-    "fi",
-    "for",
-    "while",
-    "until",
-    "do",
-    "done",
-    "!",
-    "{",
-    "}",
-}
+KEYWORDS = frozenset(
+    ("if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "!", "{", "}")
+)
 
 _QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?:^|(?<=\s))#[^\n]*""", re.M)
 _HERE = re.compile(r"<<-?\s*(['\"]?)(\w+)\1([^\n]*)\n.*?^\2$", re.M | re.S)
@@ -65,20 +53,6 @@ def commands(text: str) -> Iterator[Command]:
                 kept.append(word)
         if kept:
             yield Command(kept[0], tuple(kept[1:]), written)
-
-
-def assigned(text: str) -> set[str]:
-    """Names of the shell variables that a block sets."""
-    found = set()
-    for words in _simple(_tokens(text)):
-        names = words[1:] if words and words[0] in ("export", "read") else words
-        for word in names:
-            match = _ASSIGNMENT.match(word)
-            if match:
-                found.add(match[1])
-            elif words[0] != "read":
-                break
-    return found
 
 
 def _tokens(text: str) -> list[str]:

@@ -21,8 +21,8 @@ from tests.docs.commands import Command
 
 # fmt: off
 COMMON = (
-    ".", "cat", "cd", "chmod", "cp", "cut", "date", "docker", "echo", "exit", "export", "false",
-    "grep", "head", "jq", "kill", "mkdir", "mv", "printf", "pwd", "rm", "sed",
+    ".", "cat", "cd", "chmod", "cp", "curl", "cut", "date", "docker", "echo", "exit", "export",
+    "false", "grep", "head", "jq", "kill", "mkdir", "mv", "printf", "pwd", "rm", "sed",
     "set", "sleep", "sort", "source", "tail", "tar", "tee", "test", "timeout", "tr", "true", "wait",
 )
 # fmt: on
@@ -182,7 +182,7 @@ def _pytest(words: Sequence[str]) -> Problems:
             yield f"{word} is not there"
 
 
-# --------------------------------------------------------------------------- jitney, curl, docker
+# --------------------------------------------------------------------------- jitney, docker-compose
 
 
 def _jitney(words: Sequence[str]) -> Problems:
@@ -194,27 +194,15 @@ def _jitney(words: Sequence[str]) -> Problems:
         known = {option for parameter in group.params for option in parameter.opts}
     else:
         command = group.commands.get(words[0])  # type: ignore[attr-defined]
+        if command is not None and hasattr(command, "commands"):  # a group, such as batch
+            command = command.commands.get(words[1]) if words[1:] else command
         if command is None:
-            yield f"jitney has no command {words[0]}"
+            yield f"jitney has no command {' '.join(words[:2])}"
             return
         known = {option for parameter in command.params for option in parameter.opts}
     for option in _named_options(words):
         if option not in known | {"--help"}:
             yield f"jitney {words[0]} has no option {option}"
-
-
-def _curl(words: Sequence[str]) -> Problems:
-    for word in words:
-        match = re.search(r"/v2/models/([\w-]+)/", word)
-        if match and match[1] not in _models():
-            yield f"there is no model {match[1]}"
-
-
-@cache
-def _models() -> frozenset[str]:
-    """Models of the repository, those that `make models` builds too."""
-    there = {path.name for path in (ROOT / "model_repository").iterdir() if path.is_dir()}
-    return frozenset(there | {path.stem for path in (ROOT / "export" / "recipes").glob("*.py")})
 
 
 @cache
@@ -250,6 +238,5 @@ CHECKS: dict[str, Callable[[Sequence[str]], Problems]] = {
     "pip": _pip,
     "pytest": _pytest,
     "jitney": _jitney,
-    "curl": _curl,
     "docker-compose": _compose,
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import MARKS, NEEDS, ROOT, Block, MarkError, pages, read_blocks, read_page
-from tests.docs.check_blocks import block_problems, inline_commands, unset_variables
+from tests.docs.check_blocks import block_problems, inline_commands
 from tests.docs.commands import commands
 from tests.docs.names import problems
 
@@ -24,11 +24,6 @@ def test_commands_in_the_text_exist(page: Path) -> None:
     for text in inline_commands(page):
         found = [problem for command in commands(text) for problem in problems(command)]
         assert found == [], text
-
-
-@pytest.mark.parametrize("page", pages(), ids=str)
-def test_variables_are_set_before_they_are_used(page: Path) -> None:
-    assert list(unset_variables(page)) == []
 
 
 def test_no_page_is_forgotten() -> None:

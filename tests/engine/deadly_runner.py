@@ -1,5 +1,5 @@
 """The arithmetic runner, in a process of its own: some prompt tokens end the engine that computes
-them. ``tests.engine.deadly_runner:load`` is a loader for :class:`EngineProcess`."""
+them. ``tests.engine.deadly_runner:loader`` is a loader for :class:`EngineProcess`."""
 
 import gc
 import logging
@@ -8,7 +8,9 @@ import signal
 import time
 
 import msgspec
+import PIL  # noqa: F401  # which a nursery hides at first: so it imports this once more, without
 from jitney.config import EngineConfig
+from jitney.engine.process import Load
 from jitney.errors import CheckpointError, DeviceLostError
 from jitney.messages import Batch, Row
 
@@ -21,7 +23,12 @@ STEP_S = 0.002
 _COLLECTS = gc.isenabled()
 
 
-def load(config: EngineConfig) -> tuple[FakeRunner, bytes]:
+def loader() -> Load:
+    """For the nursery."""
+    return load
+
+
+def load(config: EngineConfig, with_tokenizer: bool) -> tuple[FakeRunner, bytes]:
     """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``,
     ``garbage``: refused with what the collector does, or ``measures``: each process finds room for
     another number of blocks, of a byte each."""
@@ -39,7 +46,7 @@ def load(config: EngineConfig) -> tuple[FakeRunner, bytes]:
     num_blocks = config.kv_cache_bytes or free
     runner = FakeRunner(faults=_faults, num_blocks=num_blocks, step_seconds=STEP_S)
     runner.info = msgspec.structs.replace(runner.info, kv_cache_bytes=num_blocks)
-    return runner, b""
+    return runner, b"words" if with_tokenizer else b""
 
 
 def _faults(batch: Batch, written: bool) -> None:

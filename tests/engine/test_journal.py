@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from jitney.config import make_config
 from jitney.engine.engine import Engine
@@ -315,6 +316,15 @@ def test_who_dies_twice_at_the_same_tokens_is_tried_alone_and_failed() -> None:
     assert (failed.key, failed.code) == (0, "INTERNAL")
     assert "ended the engine" in failed.message
     assert [m.key for m in journal.due()] == [1], "the next suspect"
+
+
+def test_names_are_bounded() -> None:
+    journal = Journal()
+    assert journal.names(2) == ""
+    for key, name in enumerate(("line\nbreak", "", "c")):
+        journal.take(msgspec.structs.replace(submit_of(key), request_id=name))
+    assert journal.names(3) == r"'line\nbreak', #1, 'c'"
+    assert journal.names(2) == r"'line\nbreak', #1, …"
 
 
 def test_a_suspect_that_emits_a_token_is_cleared() -> None:

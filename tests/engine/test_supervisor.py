@@ -18,6 +18,7 @@ import pytest
 from jitney.config import make_config
 from jitney.engine import supervisor
 from jitney.engine.supervisor import EngineProcess
+from jitney.engine.wire import Ready, Start
 from jitney.errors import CheckpointError, LoadError, UnavailableError
 from jitney.messages import Cancel, Cancelled, Failed, Finished, Message, StepReport, Submit, Tokens
 from jitney.sampling_params import SamplingParams
@@ -25,7 +26,7 @@ from jitney.sampling_params import SamplingParams
 from tests.engine.deadly_runner import COMPILES, HANGS, KILLS, LOSES_THE_DEVICE
 from tests.fake_runner import solo_stream
 
-LOADER = "tests.engine.deadly_runner:load"
+LOADER = "tests.engine.deadly_runner:loader"
 PATIENCE_S = 60.0
 """A start of a process on a busy machine takes seconds."""
 
@@ -118,8 +119,17 @@ def test_streams_go_on_after_kills(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(supervisor._log, "warning", lambda text, *of: said.append(text % of))
+    connect, tokenizers = EngineProcess._connect, list[bytes]()
+
+    def note(self: EngineProcess, start: Start) -> Ready:
+        ready = connect(self, start)
+        tokenizers.append(ready.tokenizer)
+        return ready
+
+    monkeypatch.setattr(EngineProcess, "_connect", note)
     front = make_front()
-    keys = [front.submit(key, 1, 2, max_tokens=400) for key in range(6)]
+    keys = [front.submit(0, 1, 2, max_tokens=400, request_id="ride-0")]
+    keys += [front.submit(key, 1, 2, max_tokens=400) for key in range(1, 6)]
     for at in (40, 80, 160):
         front.read_until(lambda at=at: all(front.has(key, at) for key in keys))  # type: ignore[misc]
         before = front.engine.pid
@@ -128,11 +138,13 @@ def test_streams_go_on_after_kills(
         assert front.engine.pid != before
     front.finish(*keys)
     assert front.engine.health.restarts == {"killed": 3}
+    assert tokenizers == [b"words", b"", b"", b""], "the front has it"
     assert front.engine.health.replayed_requests == 18
     assert front.engine.health.replayed_tokens >= 6 * (40 + 80 + 160)
     late = front.submit(7)
     front.finish(late)
-    line = r"the engine ended \(killed\) and is up again after \d+\.\d s; 6 requests go on"
+    line = r"the engine ended \(killed\) and is up again after \d+\.\d s; 6 requests go on: "
+    line += "'ride-0', #1, #2, #3, #4, #5"
     assert [re.fullmatch(line, each) is not None for each in said] == [True] * 3
 
 
@@ -353,7 +365,7 @@ from jitney.engine.supervisor import EngineProcess
 from jitney.messages import Submit
 from jitney.sampling_params import SamplingParams
 
-engine = EngineProcess(make_config({"model": "fine"}), "tests.engine.deadly_runner:load")
+engine = EngineProcess(make_config({"model": "fine"}), "tests.engine.deadly_runner:loader")
 engine.start()
 params = SamplingParams(max_tokens=900, seed=1)
 engine.send(Submit(key=0, prompt=[1], params=params, arrival=time.monotonic()))

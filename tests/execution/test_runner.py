@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.errors import ConfigError
-from jitney.execution import load
+from jitney.execution import load, probe
 from jitney.execution import runner as runner_module
 from jitney.execution.runner import TorchRunner
 from jitney.messages import Batch, Row, Tokens
@@ -215,6 +216,24 @@ def test_what_it_says_of_itself(path: Path, caplog: pytest.LogCaptureFixture) ->
     ledgers = [r.message for r in caplog.records if r.message.startswith("memory: ")]
     assert len(ledgers) == 1
     assert f"{info.num_blocks} blocks" in ledgers[0].replace(",", "")
+
+
+def test_a_small_model_is_proved_by_one_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for one another take a load ten times as long on a busy machine."""
+    seen: list[int] = []
+    compare = probe.compare_with_eager
+
+    def note(*arguments: Any) -> None:
+        seen.append(torch.get_num_threads())
+        compare(*arguments)
+
+    monkeypatch.setattr(probe, "compare_with_eager", note)
+    try:
+        load_runner(options(path, threads=2)).close()
+        assert seen == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_the_default_budget_has_a_token_for_each_sequence(path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from export.__main__ import require_libraries
+from export.__main__ import main, require_libraries
 from export.config_pbtxt import Target, config_text
 from export.errors import CheckError, MissingToolError, RecipeError
 from export.onnx_model import Port
@@ -79,6 +79,7 @@ def test_a_model_of_ones_own_end_to_end(tmp_path: Path) -> None:
     np.testing.assert_allclose(made, expected, atol=1e-5)
 
 
+@pytest.mark.usefixtures("without_tracing")
 def test_the_configuration_says_what_the_server_needs(tmp_path: Path) -> None:
     recipe = pooled()
     (made,) = export(recipe, [Target("pooled", "onnx", "fp32")], tmp_path, silent())
@@ -142,6 +143,7 @@ def test_what_no_configuration_can_say(port: Port, words: str) -> None:
         config_text(pooled(), Target("pooled", "onnx", "fp32"), [port], [port])
 
 
+@pytest.mark.usefixtures("without_tracing")
 def test_a_failed_check_writes_nothing_and_leaves_what_was(tmp_path: Path) -> None:
     good = tmp_path / "pooled"
     (good / "1").mkdir(parents=True)
@@ -227,7 +229,8 @@ def test_exports_at_once_end_with_one_whole_version(tmp_path: Path) -> None:
     assert [each.name for each in served.parent.iterdir()] == ["pooled"]
 
 
-@pytest.mark.parametrize("config", ['name: "pooled"', pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("without_tracing")
+@pytest.mark.parametrize("config", ['name: "pooled"', None])
 def test_a_model_of_another_hand_is_not_replaced(tmp_path: Path, config: str | None) -> None:
     written = tmp_path / "pooled" / "1" / "model.py"
     written.parent.mkdir(parents=True)
@@ -243,7 +246,9 @@ def test_a_model_of_another_hand_is_not_replaced(tmp_path: Path, config: str | N
     export(pooled(), [target], tmp_path, silent())  # what an export has written needs no leave
 
 
-def test_what_can_be_refused_early_is_refused_before_the_recipe(tmp_path: Path) -> None:
+def test_what_can_be_refused_early_is_refused_before_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The function leaves a trace when it is called."""
     (tmp_path / "late.py").write_text(
         "from pathlib import Path\ndef model(): Path('called').touch()\n", encoding="utf-8"
@@ -255,10 +260,14 @@ def test_what_can_be_refused_early_is_refused_before_the_recipe(tmp_path: Path) 
     ]
     if importlib.util.find_spec("tensorrt") is None:
         cases.append((("--tensorrt",), "needs the Python module tensorrt"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     for arguments, words in cases:
-        result = command("late:model", *arguments, folder=tmp_path)
-        assert (result.returncode, words in result.stderr) == (1, True), result.stderr
-        assert "Traceback" not in result.stderr
+        monkeypatch.setattr(sys, "argv", ["export", "late:model", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1
+        assert words in capsys.readouterr().err
         assert not (tmp_path / "called").exists()
 
 

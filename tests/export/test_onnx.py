@@ -18,28 +18,20 @@ from export.recipe import Dimension, Recipe
 from tests.export.tiny import pooled, silent
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("exported") / "model.onnx"
+def test_the_export_equals_the_module_at_every_size(traced: Path) -> None:
     recipe = pooled()
-    export_onnx(recipe, recipe.module, path)
-    return path
-
-
-def test_the_export_equals_the_module_at_every_size(exported: Path) -> None:
-    recipe = pooled()
-    found = list(check_parity(recipe, onnx_run(exported), runtime="ONNX Runtime", tolerance=1e-5))
+    found = list(check_parity(recipe, onnx_run(traced), runtime="ONNX Runtime", tolerance=1e-5))
     assert [each[0].sizes for each in found] == recipe.check_sizes()
     assert {each.output for differences in found for each in differences} == {"scores", "count"}
     assert all(each.value <= 1e-5 for differences in found for each in differences)
-    assert ports(exported) == (
+    assert ports(traced) == (
         [Port("tokens", "int64", (None, None)), Port("scale", "float32", (None,))],
         [Port("scores", "float32", (None, 4)), Port("count", "int64", (None, 1))],
     )
 
 
-def test_a_graph_that_differs_is_caught(exported: Path, tmp_path: Path) -> None:
-    model = onnx.load(str(exported))
+def test_a_graph_that_differs_is_caught(traced: Path, tmp_path: Path) -> None:
+    model = onnx.load(str(traced))
     (bias,) = (each for each in model.graph.initializer if each.name == "head.bias")
     values = numpy_helper.to_array(bias).copy()
     values[2] += 0.25
@@ -126,16 +118,16 @@ def test_an_output_without_a_batch_is_refused() -> None:
         list(check_parity(recipe, torch_run(recipe), runtime="torch", tolerance=0.0))
 
 
-def test_more_outputs_than_names(exported: Path) -> None:
+def test_more_outputs_than_names(traced: Path) -> None:
     recipe = pooled(outputs=["scores"])
     with pytest.raises(RecipeError, match="returns 2 tensors, but 1 output names"):
         torch_run(recipe)(recipe.make_inputs({"batch": 1, "length": 2}))
     with pytest.raises(CheckError, match="has the outputs scores, count, but must have scores"):
-        check_onnx(recipe, exported)
+        check_onnx(recipe, traced)
 
 
-def test_an_invalid_graph_is_refused(exported: Path, tmp_path: Path) -> None:
-    model = onnx.load(str(exported))
+def test_an_invalid_graph_is_refused(traced: Path, tmp_path: Path) -> None:
+    model = onnx.load(str(traced))
     model.graph.node[0].input[0] = "nothing_makes_this"
     onnx.save(model, str(tmp_path / "model.onnx"))
     with pytest.raises(CheckError, match=r"not valid ONNX.*nothing_makes_this"):

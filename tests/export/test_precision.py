@@ -1,5 +1,6 @@
 """int8 and fp16: that they compute nearly the same, and that losing too much is noticed."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from export.resolve import from_parts
 from export.smoothing import smooth
 from tests.export.emulated import emulated_run
 from tests.export.tiny import Pooled, pooled
+
+SLOW = pytest.mark.slow
 
 
 def example(recipe: Recipe) -> Arrays:
@@ -54,9 +57,9 @@ def operators(path: Path) -> set[str]:
     return {node.op_type for node in onnx.load(str(path)).graph.node}
 
 
-def test_int8_multiplies_whole_numbers_and_stays_close(tmp_path: Path) -> None:
-    recipe = pooled()
-    source = exported(recipe, tmp_path)
+def test_int8_multiplies_whole_numbers_and_stays_close(traced: Path, tmp_path: Path) -> None:
+    recipe, source = pooled(), tmp_path / "source.onnx"
+    shutil.copy(traced, source)
     plain = ports(source)
     to_int8(source, tmp_path / "model.onnx", example(recipe))
     assert "MatMulInteger" in operators(tmp_path / "model.onnx")
@@ -105,7 +108,7 @@ def test_smoothing_changes_nothing_but_the_rounding(tmp_path: Path) -> None:
     assert 1 - smoothed < (1 - rough) / 4, (rough, smoothed)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=SLOW)])
 def test_half_precision_keeps_inputs_and_outputs(tmp_path: Path, precision: str) -> None:
     recipe = pooled()
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
@@ -177,7 +180,7 @@ def of(module: torch.nn.Module, **inputs: torch.Tensor) -> Recipe:
     return from_parts("own", module, inputs, {name: {0: "batch"} for name in inputs}, source="own")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float64, marks=SLOW)])
 def test_int8_of_what_is_not_fp32_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     """Nothing in it would be whole numbers, whatever the folder's name says."""
     module = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Linear(6, 4)).to(dtype)

@@ -19,15 +19,7 @@ trt = pytest.importorskip("tensorrt_rtx")
 GPU = ("SM86",)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "model.onnx"
-    recipe = pooled()
-    export_onnx(recipe, recipe.module, path)
-    return path
-
-
-def test_an_engine_is_built_with_progress_and_a_timing_cache(model: Path, tmp_path: Path) -> None:
+def test_an_engine_is_built_with_progress_and_a_timing_cache(traced: Path, tmp_path: Path) -> None:
     cache = tmp_path / "deeper" / "timings"
     seen: list[str] = []
 
@@ -39,7 +31,7 @@ def test_an_engine_is_built_with_progress_and_a_timing_cache(model: Path, tmp_pa
     progress = Recorded(console=Console(quiet=True))
     plan = build_engine(
         trt,
-        model,
+        traced,
         profiles_of(pooled()),
         timing_cache=cache,
         progress=progress,
@@ -52,16 +44,16 @@ def test_an_engine_is_built_with_progress_and_a_timing_cache(model: Path, tmp_pa
     for content in (cache.read_bytes(), b"no cache at all"):
         cache.write_bytes(content)
         again = build_engine(
-            trt, model, profiles_of(pooled()), timing_cache=cache, compute_capabilities=GPU
+            trt, traced, profiles_of(pooled()), timing_cache=cache, compute_capabilities=GPU
         )
         assert len(again) > 1000
 
 
-def test_the_network_has_the_types_of_the_graph(model: Path, tmp_path: Path) -> None:
+def test_the_network_has_the_types_of_the_graph(traced: Path, tmp_path: Path) -> None:
     recipe = pooled()
     half = tmp_path / "half.onnx"
     export_onnx(recipe, InPrecision(recipe.module, torch.float16), half)
-    for path, expected in ((model, False), (half, True)):
+    for path, expected in ((traced, False), (half, True)):
         logger = tensorrt_engine._logger(trt)
         builder = tensorrt_engine._builder(trt, logger)
         network, _parser = tensorrt_engine._parse(trt, builder, logger, path)
@@ -94,9 +86,9 @@ SCALE = ((1,), (2,), (4,))
         ({"tokens": ((1,), (2,), (4,)), "scale": SCALE}, "must have 2 dimensions"),
     ],
 )
-def test_bad_profiles(model: Path, profiles: Any, words: str) -> None:
+def test_bad_profiles(traced: Path, profiles: Any, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        build_engine(trt, model, profiles, compute_capabilities=GPU)
+        build_engine(trt, traced, profiles, compute_capabilities=GPU)
     assert words in str(caught.value)
 
 
@@ -123,12 +115,12 @@ def test_an_unsupported_operator_is_named(tmp_path: Path) -> None:
         build_engine(trt, tmp_path / "model.onnx", {"image": shapes}, compute_capabilities=GPU)
 
 
-def test_a_failed_build_repeats_what_tensorrt_said(model: Path) -> None:
+def test_a_failed_build_repeats_what_tensorrt_said(traced: Path) -> None:
     """The compute capability of the GPU at hand, where there is none."""
     if torch.cuda.is_available():
         pytest.skip("with a GPU there is something to build for")
     with pytest.raises(ExportError, match=r"TensorRT could not build the engine: .*cuda"):
-        build_engine(trt, model, profiles_of(pooled()), compute_capabilities=["CURRENT"])
+        build_engine(trt, traced, profiles_of(pooled()), compute_capabilities=["CURRENT"])
 
 
 def test_what_is_missing_is_said() -> None:

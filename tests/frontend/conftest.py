@@ -65,6 +65,9 @@ class Request:
     def parameters(self) -> str:
         return self._parameters
 
+    def request_id(self) -> str:
+        return "x" * 1000
+
     def get_response_sender(self) -> Sender:
         return self.sender
 

@@ -1,5 +1,6 @@
-"""The channel closes once; the sweeper tells of each cancellation once."""
+"""The channel closes once; a sweep tells of each cancellation once."""
 
+import queue
 import threading
 import time
 from typing import Any
@@ -7,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jitney.errors import CancelledError, InternalError, InvalidArgumentError, UnavailableError
-from jitney.frontend.channel import Channel
-from jitney.frontend.sweeper import Sweeper
-from jitney.messages import Cancel
+from jitney.frontend.channel import Channel, sweep
 
 
 @pytest.mark.parametrize(
@@ -100,19 +99,22 @@ def test_a_failed_send_is_a_cancellation_only_if_the_client_has_gone(pb: Any, fi
     assert (gone.sent, gone.final) == ([], 1)
 
 
+def watch(*senders: Any) -> "queue.SimpleQueue[tuple[int, Channel]]":
+    """As the service does it; the keys are the indices."""
+    watched: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
+    for key, sender in enumerate(senders):
+        watched.put((key, Channel(sender)))
+    return watched
+
+
 def test_a_question_that_fails_does_not_end_the_sweeps(pb: Any) -> None:
     class Mute(pb.Sender):  # type: ignore[misc, name-defined]
         def is_cancelled(self) -> bool:
             raise pb.TritonModelException("no answer")
 
-    told: list[Cancel] = []
-    sweeper = Sweeper(told.append, 0.05)
     gone = pb.Sender()
     gone.cancelled = True
-    sweeper.watch(0, Channel(Mute()))
-    sweeper.watch(1, Channel(gone))
-    sweeper.sweep()
-    assert told == [Cancel(1)]
+    assert list(sweep(watch(Mute(), gone))) == [1]
 
 
 def test_a_question_that_raises_anything_else_holds_up_the_others_once(pb: Any) -> None:
@@ -120,29 +122,22 @@ def test_a_question_that_raises_anything_else_holds_up_the_others_once(pb: Any) 
         def is_cancelled(self) -> bool:
             raise ZeroDivisionError
 
-    told: list[Cancel] = []
-    sweeper = Sweeper(told.append, 0.05)
     gone = pb.Sender()
     gone.cancelled = True
-    sweeper.watch(0, Channel(Odd()))
-    sweeper.watch(1, Channel(gone))
+    watched = watch(Odd(), gone)
     with pytest.raises(ZeroDivisionError):
-        sweeper.sweep()
-    sweeper.sweep()
-    assert told == [Cancel(1)]
+        list(sweep(watched))
+    assert list(sweep(watched)) == [1]
 
 
-def test_the_sweeper_tells_once_and_forgets_what_is_closed(pb: Any) -> None:
-    told: list[Cancel] = []
-    sweeper = Sweeper(told.append, 0.05)
+def test_a_sweep_tells_once_and_forgets_what_is_closed(pb: Any) -> None:
     senders = [pb.Sender() for _ in range(3)]
-    channels = [Channel(sender) for sender in senders]
-    for key, channel in enumerate(channels):
-        sweeper.watch(key, channel)
-    sweeper.sweep()
-    assert told == []
+    watched = watch(*senders)
+    assert list(sweep(watched)) == []
     senders[0].cancelled = senders[2].cancelled = True
-    channels[2].send([], final=True)
-    sweeper.sweep()
-    sweeper.sweep()
-    assert told == [Cancel(0)]
+    ended = watched.get()
+    watched.put(ended)
+    ended[1].send([], final=True)
+    assert list(sweep(watched)) == [2]
+    assert list(sweep(watched)) == []
+    assert watched.qsize() == 1

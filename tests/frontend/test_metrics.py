@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jitney.engine.engine import Health
+from jitney.errors import InvalidArgumentError
 from jitney.frontend import metrics as module
 from jitney.messages import ModelInfo, StepStats, Timing
 
@@ -54,9 +56,9 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
         waiting=2, running=3, blocks_total=8, blocks_used=5, blocks_cached=1, generated_tokens=3,
         batch_sequences=3, step_seconds=0.01, prefix_hit_tokens=4, preemptions=1, out_of_memory=1,
     )  # fmt: skip
-    metrics.live(4, 3, 7)
     metrics.step(stats)
     metrics.step(stats)
+    metrics.note(Health(up=False, replayed_tokens=9), 4, 3, 7)
     metrics.flush()
     assert value(pb, "jitney_generated_tokens_total") == 6
     assert value(pb, "jitney_prefix_hit_tokens_total") == 8
@@ -66,6 +68,7 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
     assert value(pb, "jitney_running_requests") == 2
     assert value(pb, "jitney_running_sequences") == 3
     assert value(pb, "jitney_waiting_reports") == 7
+    assert value(pb, "jitney_replayed_tokens_total") == 9
     assert value(pb, "jitney_kv_used_blocks") == 5
     assert value(pb, "jitney_kv_free_blocks") == 2
     assert value(pb, module.ORCA, kv_cache_block_type="used") == 5
@@ -112,7 +115,7 @@ def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
         computed_prompt_tokens=3, preemptions=0,
     )  # fmt: skip
     metrics.finished(timing, "deadline")
-    metrics.outcome("refused")
+    metrics.failed(InvalidArgumentError("no"))
     metrics.close()
     assert value(pb, module.REQUESTS, outcome="deadline") == 1
     assert value(pb, module.REQUESTS, outcome="refused") == 1

@@ -17,6 +17,7 @@ def test_defaults(pb: Any) -> None:
     assert not request.stream
     assert request.echo
     assert not request.returns
+    assert request.request_id == "x" * 64, "cut, because it is logged"
 
 
 def test_streaming_with_the_input_is_refused_in_the_words_clients_know(pb: Any) -> None:

@@ -60,20 +60,16 @@ class Desk:
     def add(self, key: int, *, streamed: bool = True, **params: Any) -> None:
         sampling = SamplingParams(seed=1, max_tokens=1000, **params)
         submit = Submit(key=key, prompt=[5], params=sampling, arrival=time.monotonic())
-        request = ClientRequest("input_ids", np.array([5]), sampling, streamed, False, RETURNS)
+        request = ClientRequest("input_ids", np.array([5]), sampling, streamed, False, RETURNS, "")
         encoder = LogprobsEncoder(self.tokenizer.token_text)
-        writer = ResponseWriter(
-            request,
-            echo_text="",
-            num_input_tokens=1,
-            logprobs=encoder,
-        )
+        writer = ResponseWriter(request, "", 1, encoder)
         sender = self.senders[key] = self.pb.Sender()
         sender.on_send = lambda response: self.order.append(key)
         completion = Completion(submit, self.tokenizer, encoder)
         arrival = Arrival(key, Channel(sender), submit.arrival, None)
-        self.responder.add(arrival)
-        self.responder.begin(Reply(arrival, streamed, completion, writer), submit)
+        self.responder.post(self.responder.add, arrival)
+        reply = Reply(arrival, streamed, completion, writer)
+        self.responder.post(self.responder.begin, reply, submit)
 
     def report(self, *events: Event) -> None:
         self.responder.put(StepReport(list(events), StepStats()))
@@ -248,7 +244,7 @@ def test_an_exception_while_it_is_stopped_does_not_keep_the_others_waiting(
     desk = make_desk()
     desk.add(0)
     desk.add(1)
-    desk.responder.stop()
+    desk.responder.post(desk.responder.stop)
     fail = Channel.fail
 
     def once(channel: Channel, error: JitneyError) -> None:

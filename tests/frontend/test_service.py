@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from jitney.frontend import responder
+from jitney.frontend.channel import Channel
 
 from tests.frontend.house import (
     LABELS,
@@ -339,7 +340,7 @@ def test_an_exception_in_a_thread_is_counted_and_the_thread_goes_on(
     house = make_house(step_seconds=0.002)
     owner, name = {
         "responder": (house.service._metrics, "step"),
-        "sweeper": (house.service._sweeper, "sweep"),
+        "sweeper": (Channel, "is_cancelled"),
         "metrics": (house.service._metrics, "flush"),
     }[worker]
     faults: list[int] = []

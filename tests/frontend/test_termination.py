@@ -9,7 +9,7 @@ def test_the_callback_runs_once_though_the_main_thread_runs_no_python() -> None:
     """Once without an error: one that fails is counted, and does not end the thread."""
     program = textwrap.dedent("""
         import os, signal, threading, time
-        from jitney.frontend.termination import on_sigterm
+        from jitney.frontend.worker import on_sigterm
 
         main_in_python = threading.Event()
         heard = []

@@ -50,6 +50,8 @@ def test_demo(tmp_path: Path) -> None:
         executions = re.findall(r"256 requests, run in (\d+) executions", text)
         assert len(executions) == 2
         assert all(int(count) < 256 for count in executions)
+        assert "rows    400 of 400: 400 written, 0 bad" in text
+        assert re.search(r"cost    [\d.]+ s .* [\d.,]+ core-seconds a thousand rows", text)
     assert "Traceback" not in log.read_text(encoding="utf-8")
 
 

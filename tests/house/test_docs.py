@@ -31,13 +31,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_make_targets_exist(page: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`make ([a-z0-9-]+)", page.read_text(encoding="utf-8")):
-        assert re.search(rf"^{target}:", makefile, re.M), f"{page.name}: make {target}"
-
-
 def test_make_help_lists_every_target() -> None:
     text = subprocess.run(
         ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -13,7 +13,7 @@ from jitney.server import doctor
 
 def finding(name: str) -> doctor.Finding:
     """What the check of that name finds, without the others."""
-    return doctor.look(name, doctor._CHECKS[name])
+    return doctor.look(doctor._CHECKS[name])
 
 
 def with_version(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) -> None:
@@ -32,8 +32,8 @@ def with_version(monkeypatch: pytest.MonkeyPatch, package: str, version: str | N
 def test_this_installation_can_serve() -> None:
     findings = doctor.examine([])
     assert doctor.can_serve(findings)
-    assert [f.name for f in findings][:3] == ["Python", "numpy", "torch"]
-    assert all(f.repair for f in findings if f.state == "fails")
+    assert list(findings)[:3] == ["Python", "numpy", "torch"]
+    assert all(f.repair for f in findings.values() if f.state == "fails")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_wrong_packages(
     assert found.state == state
     assert text in found.text
     assert "pip install" in found.repair
-    assert doctor.can_serve([found]) is (state == "warns")
+    assert doctor.can_serve({package: found}) is (state == "warns")
 
 
 def test_broken_imports_show_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

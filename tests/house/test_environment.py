@@ -86,14 +86,20 @@ def test_a_torch_that_is_there_and_its_triton_stay(
     ran: list[list[str]] = []
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").touch()
-    monkeypatch.setattr(environment, "run", lambda what, command: ran.append(command))
+    monkeypatch.setattr(environment, "run", lambda what, *commands: ran.extend(commands))
     monkeypatch.setattr(environment, "torch_of", lambda python: ("2.14.0+cu130", required))
     monkeypatch.setattr(environment, "ensure_libpython", lambda python: None)
     for part in environment.PARTS:
         environment.build(part, "")
-        lock = (tmp_path / "lock.txt").read_text(encoding="utf-8")
-    assert [command for command in ran if "--require-hashes" not in command] == [ran[1]]
-    assert str(ROOT) in ran[1], "no torch is installed"
+        shares = [path.read_text(encoding="utf-8") for path in sorted(tmp_path.glob("lock-*.txt"))]
+    (ours,) = (command for command in ran if "--require-hashes" not in command)
+    assert str(ROOT) in ours, "no torch is installed"
+    whole = (ROOT / "locks/rest.txt").read_text(encoding="utf-8").split("\n", 1)[1]
+    if required:
+        whole = re.sub(r"^triton==.*\n(?:    .*\n)*", "", whole, flags=re.M)
+    lock = "".join(shares)
+    assert min(map(len, shares)) > 0
+    assert sorted(lock.splitlines()) == sorted(whole.splitlines()), "each package in one share"
     assert "--hash" in lock
     assert len(re.findall(r"^(?:triton|torch)==", lock, re.M)) == (0 if required else 1)
     constraints = (tmp_path / "constraints.txt").read_text(encoding="utf-8")
@@ -106,22 +112,24 @@ def test_what_is_imported_is_compiled_once(
     """Also where Python is told to write no bytecode, as in containers and on CI's machines."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").symlink_to(sys.executable)
-    for name in ("outer", "inner"):
-        (tmp_path / f"{name}.py").write_text("import inner\n" * (name == "outer"), encoding="utf-8")
-    monkeypatch.setattr(environment, "COMPILED", {"demo": "absent outer"})
+    texts = {"outer": "import inner\ndef later():\n    import last\n", "inner": "", "last": ""}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(environment, "COMPILED", {"demo": "absent outer:later"})
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     environment.write_bytecode("demo")
     cached = (tmp_path / "__pycache__").iterdir()
-    assert sorted(path.name.partition(".")[0] for path in cached) == ["inner", "outer"]
+    assert sorted(path.name.partition(".")[0] for path in cached) == ["inner", "last", "outer"]
 
 
 def test_every_module_that_is_compiled_is_there(environment: ModuleType) -> None:
     """Else it would be left out in silence."""
     assert environment.COMPILED.keys() == environment.PARTS.keys()
     for names in environment.COMPILED.values():
-        for name in names.split():
+        for name, _, function in (each.partition(":") for each in names.split()):
+            assert not function or hasattr(importlib.import_module(name), function)
             assert importlib.util.find_spec(name.partition(".")[0]) is not None, name
             if name.startswith("jitney."):
                 assert importlib.util.find_spec(name) is not None, name
@@ -133,8 +141,9 @@ def test_the_noise_of_a_step_is_left_out(
     said = "print(\"WARNING: Location 'file:///x' is ignored: no folder\\nWARNING: a real one\")"
     environment.run("Installing", [sys.executable, "-c", said])
     assert re.fullmatch(r"Installing … \d+ s\nWARNING: a real one\n", capfd.readouterr().out)
+    good, bad = ([sys.executable, "-c", text] for text in (said, "raise SystemExit('gone')"))
     with pytest.raises(environment.StepError, match=r"gone\nThis step failed \(1\)"):
-        environment.run("Installing", [sys.executable, "-c", "raise SystemExit('gone')"])
+        environment.run("Installing", good, bad)
 
 
 def test_the_lock_is_made_of_the_constraints() -> None:

@@ -26,10 +26,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"execution"},
     "quantization": {"execution"},
     "engine": {"core"},
-    "standins": {"errors"},
+    "server_log": set(),
+    "standins": {"errors", "server_log"},
     "report": {"errors"},
     "server": {"errors"},
-    "frontend": {"text", "engine"},
+    "frontend": {"text", "engine", "server_log"},
     "offline": {"text", "engine", "standins", "report"},
     "measure": {"core", "server", "report"},
     "cli": {"measure", "server", "offline", "frontend"},
@@ -53,10 +54,11 @@ CONFINED = {
     "triton_python_backend_utils": {"frontend"},
     "onnxruntime": {"standins"},
     "tensorrt": {"standins"},
-    "tritonclient": {"measure"},  # its schema of config.pbtxt
+    "tritonclient": {"measure", "offline"},  # its schema of config.pbtxt; jobs on a server
     "pytriton": set(),
-    "typer": {"cli", "measure"},
+    "typer": {"cli", "measure", "offline"},
     "matplotlib": {"measure", "report"},
+    "pyarrow": {"offline"},
 }
 HANDS_ENVIRONMENT_ON = ("server.", "measure.", "engine.nursery")
 # The core decides from what it is given: no clock, no chance, no threads.

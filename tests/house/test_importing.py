@@ -39,6 +39,14 @@ def test_logging_is_left_alone() -> None:
     assert {"jitney", "logging"} <= loaded, "the child ended with status 0 and said so"
 
 
+def test_what_an_engine_can_do_without_is_absent_only_while_it_imports() -> None:
+    look = "from importlib.util import find_spec\nfrom jitney.engine.quiet import lean_imports\n"
+    hidden = "with lean_imports(): assert [find_spec(name) for name in names] == [None, None]\n"
+    found = "assert None not in [find_spec(name) for name in names]"
+    loaded = modules_after(f"{look}names = ['scipy', 'torchao']\n{hidden}{found}")
+    assert not loaded & {"scipy", "torchao"}
+
+
 def test_the_public_names_resolve_on_first_use() -> None:
     loaded = modules_after("import jitney\nassert jitney.SamplingParams(max_tokens=3).n == 1")
     assert "jitney.sampling_params" in loaded

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,9 @@ def test_a_missing_part_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     package = tmp_path / "pytriton"
     (package / "tritonserver" / "bin").mkdir(parents=True)
     (package / "tritonserver" / "bin" / "tritonserver").touch()
-    monkeypatch.setattr(installation, "_wheel_folder", lambda: package)
+    spec = ModuleSpec("pytriton", None, is_package=True)
+    spec.submodule_search_locations = [str(package)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(InstallationError, match=r"python_backend_stub is missing"):
         installation.find_installation()
 
@@ -100,7 +103,7 @@ def test_runtime_directory_of_links(tmp_path: Path) -> None:
         **{**{name: getattr(found, name) for name in found.__dataclass_fields__}, "stub": stub}
     )
     target = tmp_path / "backends"
-    installation.link_backends(target, broken, [ours])
+    installation.link_backends(target, broken, ours)
     assert sorted(path.name for path in target.iterdir()) == ["one", "python", "two"]
     assert (target / "one" / "model.py").exists()
     assert os.access(target / "python" / stub.name, os.X_OK)

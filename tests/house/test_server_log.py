@@ -3,7 +3,7 @@
 from jitney.server.log import (
     explain_failure,
     failed_models,
-    said_once,
+    readable,
 )
 
 # ruff: noqa: E501 - lines of a real log
@@ -66,5 +66,5 @@ def test_models_that_were_never_tried_have_a_reason_too() -> None:
 def test_a_warm_up_says_an_error_once() -> None:
     assert explain_failure(UNTRIED, 1).count("idx=9") == 1
     sample = "warmup sample 'w': "
-    assert said_once(f"{sample}a; b; a; b; c") == f"{sample}a; b; c"
-    assert said_once("") == ""
+    assert readable(f"{sample}a; b; a; b; c") == f"{sample}a; b; c"
+    assert readable("") == ""

@@ -12,7 +12,7 @@ import pytest
 from jitney.errors import InternalError
 from jitney.server import stopping
 from jitney.server.admin import Admin
-from jitney.server.stopping import Left, hang_up, requests_in_flight, unload_all
+from jitney.server.stopping import hang_up, requests_in_flight, unload_all
 
 METRICS = """
 # HELP jitney_running_requests Requests accepted and not waiting
@@ -82,28 +82,28 @@ class FakeAdmin:
 
 def stop_of(
     server: FakeAdmin, monkeypatch: pytest.MonkeyPatch, grace_s: float = 0.2, unload_s: float = 0.4
-) -> Left:
+) -> tuple[str, bool]:
     monkeypatch.setattr(stopping, "_ASK_AGAIN_S", 0.02)
     monkeypatch.setattr(stopping, "_UNLOAD_S", unload_s)
     monkeypatch.setattr(stopping, "_STUCK_S", 0.1)
-    left = unload_all(cast("Admin", server), os.getpid(), grace_s)
-    return left._replace(text=re.sub(r"^after \S+ s ", "", left.text))
+    left, lost = unload_all(cast("Admin", server), os.getpid(), grace_s)
+    return re.sub(r"^after \S+ s ", "", left), lost
 
 
 def test_a_model_that_refused_to_unload_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeAdmin(refusals=2)
-    assert stop_of(server, monkeypatch, grace_s=60) == Left("", lost=False)
+    assert stop_of(server, monkeypatch, grace_s=60) == ("", False)
     assert server.asked == 3
 
 
 def test_what_was_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = FakeAdmin(stuck=True, requests=3)
     said = stop_of(stuck, monkeypatch)
-    assert said == Left("chat is UNLOADING with 3 requests in flight", lost=True)
+    assert said == ("chat is UNLOADING with 3 requests in flight", True)
     assert stuck.asked == 1, "a model that is unloading need not be asked again"
     said = stop_of(FakeAdmin(refusals=10**6), monkeypatch)
     text = "chat is READY with 0 requests in flight (busy with something else)"
-    assert said == Left(text, lost=False)
+    assert said == (text, False)
 
 
 def test_a_model_that_the_server_does_not_end_holds_up_a_stop_for_seconds_only(
@@ -112,7 +112,7 @@ def test_a_model_that_the_server_does_not_end_holds_up_a_stop_for_seconds_only(
     """The server's race: UNLOADING, no request in flight, and the model was never told to end: its
     metrics are still there. No request is lost with it."""
     said = stop_of(FakeAdmin(stuck=True), monkeypatch, unload_s=3600)
-    assert said == Left("chat is UNLOADING with 0 requests in flight", lost=False)
+    assert said == ("chat is UNLOADING with 0 requests in flight", False)
 
 
 def test_models_without_requests_may_take_longer_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_models_without_requests_may_take_longer_to_end(monkeypatch: pytest.Monk
     monkeypatch.setattr(server, "model_states", states)
     metrics = iter([server.metrics()])
     monkeypatch.setattr(server, "metrics", lambda: next(metrics, ""))
-    assert stop_of(server, monkeypatch, unload_s=60) == Left("", lost=False)
+    assert stop_of(server, monkeypatch, unload_s=60) == ("", False)
     silent = FakeAdmin(stuck=True)
     monkeypatch.setattr(silent, "metrics", lambda: "")
-    assert stop_of(silent, monkeypatch) == Left("chat is UNLOADING", lost=True), "who knows"
+    assert stop_of(silent, monkeypatch) == ("chat is UNLOADING", True), "who knows"

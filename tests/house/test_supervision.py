@@ -90,7 +90,7 @@ Run = Callable[[float], str]
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     made = FakeServer()
-    monkeypatch.setattr(supervision, "_children", lambda pid: made.processes)
+    monkeypatch.setattr(supervision, "children", lambda pid: made.processes)
 
     def hang_up(pid: int, ports: list[int]) -> int:
         assert (pid, ports) == (1, [8000, 8001])

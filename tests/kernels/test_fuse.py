@@ -1,6 +1,7 @@
 """What is fused in which architecture, that it gives the same, and that what differs is kept: with
 the kernels of a CPU, and with those of a GPU in the interpreter."""
 
+import itertools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -58,9 +59,8 @@ class Fused:
     @property
     def counts(self) -> tuple[object, ...]:
         """As in EXPECTED."""
-        report = self.report
-        counts = (report.layers, report.mlps, report.norms)
-        return (*counts, report.forward is not None)
+        counts = (self.report.swapped[what] for what in ("layer", "gated MLP", "norm"))
+        return (*counts, self.report.forward is not None)
 
     @property
     def error(self) -> float:
@@ -72,12 +72,27 @@ class Fused:
         return max(relative_error(each, self.before) for each in logits)
 
 
-@pytest.fixture(params=["cpu", "gpu"])
+@pytest.fixture
 def device(request) -> str:
+    """The CPU, where :func:`on` says nothing else: what is fused is decided by the same code."""
     torch.set_num_threads(1)
-    if request.param == "gpu" and torch.cuda.is_available():
+    name = getattr(request, "param", "cpu")
+    if name == "gpu" and torch.cuda.is_available():
         pytest.skip("the kernels are compiled: tests/gpu runs them")
-    return request.param
+    return name
+
+
+def on(*cases: tuple[str, str]) -> pytest.MarkDecorator:
+    """Of (device, architecture): the interpreter takes seconds for each, most of them when slow
+    tests run."""
+    often = {("gpu", "llama"), ("gpu", "gemma2"), *(case for case in cases if case[0] == "cpu")}
+    marked = [
+        pytest.param(*case, marks=() if case in often else pytest.mark.slow) for case in cases
+    ]
+    return pytest.mark.parametrize(("device", "name"), marked, indirect=["device"])
+
+
+BOTH = pytest.mark.parametrize("device", ["cpu", "gpu"], indirect=True)
 
 
 def load(tmp_path, name: str, dtype: str = "float32"):
@@ -94,17 +109,17 @@ def fuse(module, device: str) -> Fused:
     return Fused(module, before, report)
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@on(*itertools.product(("cpu", "gpu"), sorted(ARCHITECTURES)))
 def test_the_same_logits(tmp_path, device: str, name: str) -> None:
     fused = fuse(load(tmp_path, name), device)
     assert fused.counts == EXPECTED[name], fused.report.reasons
     assert fused.error < TOLERANCE["float32"]
     if device == "cpu":
-        prepack_linears(fused.module, 8)
+        prepack_linears(fused.module, 8, FuseReport())
         assert fused.error < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("name", ["llama", "olmo2", "phi3"])  # a router of gpt_oss may flip
+@on(*itertools.product(("cpu", "gpu"), ["llama", "olmo2", "phi3"]))  # gpt_oss' router may flip
 def test_the_same_logits_in_16_bits(tmp_path, device: str, name: str) -> None:
     """A processor without packed products of bfloat16 fuses nothing and says why."""
     fused = fuse(load(tmp_path, name, "bfloat16"), device)
@@ -265,6 +280,7 @@ def test_some_projections_with_a_bias(tmp_path, device: str) -> None:
     assert fused.error < TOLERANCE["float32"]
 
 
+@BOTH
 def test_merged_weights_are_not_kept_twice(tmp_path, device: str) -> None:
     module = load(tmp_path, "llama")
     size = sum(each.numel() for each in module.parameters())
@@ -297,6 +313,7 @@ def test_memory_beyond_the_model_is_one_layers(tmp_path, monkeypatch) -> None:
     assert alive == [[True, True], [False, True]]
 
 
+@BOTH
 def test_a_tied_head_is_counted_when_it_is_packed(tmp_path, device: str) -> None:
     module = load(tmp_path, "llama")
     module.lm_head.weight = module.model.embed_tokens.weight

@@ -235,7 +235,7 @@ def test_a_killed_engine_changes_no_token(
 ) -> None:
     """In the midst of a stream, and of a call of ``generate``."""
     params = [
-        SamplingParams(seed=i, n=1 + i % 2, max_tokens=100, ignore_eos=True, logprobs=i % 3 or None)
+        SamplingParams(seed=i, n=1 + i % 2, max_tokens=50, ignore_eos=True, logprobs=i % 3 or None)
         for i in range(12)
     ]
     wanted = llm.generate(PROMPTS, params, progress=False)

@@ -9,6 +9,7 @@ import torch
 import transformers
 from jitney.config import make_config
 from jitney.engine.assemble import load_model, load_runner
+from jitney.engine.supervisor import EngineProcess
 from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jitney.execution import weights
 from jitney.execution.interface import LoadedModel
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.execution.drive import drive
-from tests.tiny_models import make_checkpoint
+from tests.tiny_models import make_checkpoint, write_tokenizer
 
 IDS = torch.arange(3, 20)[None]
 E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -234,6 +235,15 @@ def test_torchao(tmp_path: Path, kind: str, bound: float) -> None:
     assert model.dtype == plain.dtype, "that of the checkpoint, as far as the device has it"
     assert 0 < relative(eager_logits(model.module), eager_logits(plain.module)) < bound
     assert len(serve(folder)) == 10
+
+
+def test_torchao_in_a_process_that_has_imported_transformers_without_it(tmp_path: Path) -> None:
+    folder = make_torchao(tmp_path, "int8")
+    write_tokenizer(folder)
+    engine = EngineProcess(make_config({"model": str(folder), "device": "cpu"}))
+    engine.start()
+    engine.kill()
+    assert engine.info.num_parameters == 82_240
 
 
 # --------------------------------------------------------------------------- refusals

@@ -30,8 +30,6 @@ class Reply:
     errors: list[str] = field(default_factory=list)
     finals: int = 0
     """Responses, errors among them, that carried the final flag."""
-    times: list[float] = field(default_factory=list)
-    """When each response came, monotonic seconds."""
 
     @property
     def text(self) -> str:
@@ -60,10 +58,6 @@ class Reply:
     def all(self, name: str) -> list[Any]:
         """An output of every response, as one list."""
         return [value for response in self.responses for value in response[name].tolist()]
-
-    def gaps(self) -> list[float]:
-        """Seconds between responses."""
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
 def make_inputs(module: Any, tensors: dict[str, Any]) -> list[Any]:
@@ -103,10 +97,8 @@ class Stream:
         outputs: list[str] | None = None,
     ) -> None:
         self._client = grpc_client.InferenceServerClient(url)
-        self._events: queue.Queue[tuple[Any, Any, float]] = queue.Queue()
-        self._client.start_stream(
-            lambda result, error: self._events.put((result, error, time.monotonic()))
-        )
+        self._events: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self._client.start_stream(lambda result, error: self._events.put((result, error)))
         self._client.async_stream_infer(
             model,
             make_inputs(grpc_client, tensors),
@@ -119,7 +111,7 @@ class Stream:
 
     def step(self, timeout: float = TIMEOUT_S) -> bool:
         """Wait for one response. False: it was the final one."""
-        result, error, at = self._events.get(timeout=timeout)
+        result, error = self._events.get(timeout=timeout)
         if error is not None:
             self.reply.errors.append(error.message())
             self.reply.finals += 1  # the server ends the request with its error
@@ -128,7 +120,6 @@ class Stream:
         arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
         if arrays:
             self.reply.responses.append(arrays)
-            self.reply.times.append(at)
         final = response.parameters["triton_final_response"].bool_param
         self.reply.finals += final
         return not final
@@ -180,17 +171,17 @@ async def stream_asyncio(url: str, model: str, **tensors: Any) -> Reply:
 
     async with aio_client.InferenceServerClient(url) as client:
         async for result, error in client.stream_infer(requests()):
+            # Read to the stream's end: who leaves at the final response cancels what the server
+            # is about to end (docs/troubleshooting.md).
             if error is not None:
                 reply.errors.append(error.message())
                 reply.finals += 1
-                break
+                continue
             response = result.get_response()
             arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
             if arrays:
                 reply.responses.append(arrays)
             reply.finals += response.parameters["triton_final_response"].bool_param
-            if reply.finals:
-                break
     return reply
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from jitney import LLM
 from jitney.server.server import TritonServer
 
 from tests.server.client import Reply, metric, stream, wait_until
@@ -66,9 +67,13 @@ def write_model(
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama with a byte-level tokenizer and a context of 4,096 tokens."""
+    """A tiny random Llama with a byte-level tokenizer and a context of 4,096 tokens. Its kernels
+    are compiled: on a new machine all instances would do it at the same time."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    return make_checkpoint(folder, "llama", tokenizer=True, max_position_embeddings=CONTEXT)
+    make_checkpoint(folder, "llama", tokenizer=True, max_position_embeddings=CONTEXT)
+    options = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_cache_bytes": 1 << 22}
+    LLM(str(folder), **options).close()
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +87,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterat
             {"model": str(checkpoint), "dtype": "float32", "threads": 1, **options},
             instances=2 if name == "tiny" else 1,
         )
-    compile_kernels(checkpoint)
     started = TritonServer(repository, exit_timeout_s=60)
     started.start(START_S)
     try:
@@ -112,16 +116,6 @@ def models_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSe
     with TritonServer(repository, open_endpoints=True) as started:
         yield started
         assert started.stop(), started.unclean
-
-
-def compile_kernels(checkpoint: Path) -> None:
-    """On a new machine each instance would compile the same kernels at the same time as all others,
-    for minutes."""
-    program = (
-        f"import jitney; jitney.LLM({str(checkpoint)!r}, dtype='float32', device='cpu', threads=1, "
-        f"kv_cache_bytes={1 << 22}).close()"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.fixture(scope="session")

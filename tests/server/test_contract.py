@@ -18,6 +18,8 @@ Ask = Callable[..., Reply]
 
 PROMPT = "the bus stops here"
 GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+LONG = {**GREEDY, "max_tokens": 1000}
+"""A dozen tokens may all be made before the first of them has been sent."""
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +51,10 @@ def expected(tokenizer: Any, expected_ids: list[int]) -> str:
 
 
 def test_grpc_stream(ask: Ask, expected: str) -> None:
-    reply = ask(sampling_parameters=GREEDY)
-    assert reply.text == expected
+    reply = ask(sampling_parameters=LONG)
     assert reply.finals == 1
     assert len(reply.responses) > 1
+    assert ask(sampling_parameters=GREEDY).text == expected
 
 
 def test_grpc_stream_of_the_asyncio_client(server: TritonServer, expected: str) -> None:
@@ -86,9 +88,12 @@ def test_generate_with_nested_parameters_as_vllm_clients_send_them(
 
 
 def test_generate_stream(server: TritonServer, expected: str) -> None:
-    events = generate_stream(server.http_url, "tiny", text_input=PROMPT, stream=True, **GREEDY)
-    assert "".join(event["text_output"] for event in events) == expected
-    assert len(events) > 1
+    short, long = (
+        generate_stream(server.http_url, "tiny", text_input=PROMPT, stream=True, **params)
+        for params in (GREEDY, LONG)
+    )
+    assert "".join(event["text_output"] for event in short) == expected
+    assert len(long) > 1
 
 
 def test_generate_stream_of_a_request_that_does_not_stream(

@@ -1,5 +1,6 @@
 """The engine's process is killed under a real server: streams go on with exactly their tokens."""
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -56,10 +57,11 @@ def alone(server: TritonServer) -> list[Reply]:
     return [ask(server, params) for params in REQUESTS]
 
 
-def ask(server: TritonServer, params: dict[str, Any]) -> Reply:
+def ask(server: TritonServer, params: dict[str, Any], request_id: str = "") -> Reply:
     return stream(
         server.grpc_url,
         MODEL,
+        request_id=request_id,
         text_input=PROMPT,
         sampling_parameters={"ignore_eos": True, **params},
         return_finish_reason=True,
@@ -67,10 +69,13 @@ def ask(server: TritonServer, params: dict[str, Any]) -> Reply:
 
 
 def test_ten_deaths_in_a_row(server: TritonServer, alone: list[Reply]) -> None:
-    """Under load: no stream ends, and each has the text that it has alone."""
+    """Under load: no stream ends, and each has the text that it has alone. The log says who went
+    on."""
     before = restarts(server)
     with ThreadPoolExecutor(10) as pool:
-        futures = [pool.submit(ask, server, params) for params in REQUESTS * 2]
+        futures = [
+            pool.submit(ask, server, params, f"ride {i}") for i, params in enumerate(REQUESTS * 2)
+        ]
         for _ in range(10):
             kill_engine(server, MODEL)
         replies = [future.result(300) for future in futures]
@@ -80,6 +85,9 @@ def test_ten_deaths_in_a_row(server: TritonServer, alone: list[Reply]) -> None:
         assert reply.last("finish_reason") == wanted.last("finish_reason")
         assert reply.finals == 1
     wait_until(lambda: restarts(server) - before >= 10, 60)
+    assert server.log_file is not None
+    said = r"ended \(killed\) and is up again after [\d.]+ s; \d+ requests go on: .*'ride \d'"
+    assert re.search(said, server.log_file.read_text(encoding="utf-8"))
     wait_until(lambda: used_blocks(server, MODEL) == 0, 60)
     wait_until(lambda: metric(server.metrics_url, "jitney_engine_up", model=MODEL) == 1, 60)
 

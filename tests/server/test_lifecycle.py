@@ -1,5 +1,8 @@
-"""Loading what cannot be served, unloading and stopping with work in flight."""
+"""Loading what cannot be served; a front and a server that are killed, under the supervisor of
+``jitney serve``; unloading and stopping with work in flight."""
 
+import http.client
+import re
 import shutil
 import threading
 import time
@@ -8,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from jitney.server.server import TritonServer
+from jitney.server.supervision import Supervisor, model_of
 
-from tests.server.client import Stream, generate, stream, wait_until
+from tests.server.client import Stream, generate, metric, settled, stream, wait_until
 from tests.server.conftest import CONTEXT, START_S, write_model
 
 EXIT_TIMEOUT_S = 60
@@ -45,7 +50,7 @@ def server(repository: Path) -> Iterator[TritonServer]:
     started = TritonServer(repository, keep_going=True, exit_timeout_s=EXIT_TIMEOUT_S)
     started.start(START_S)
     try:
-        wait_until(lambda: started.model_states()["good"][0] == "READY", 300)
+        wait_until(lambda: started.admin.model_states()["good"][0] == "READY", 300)
         yield started
     finally:
         started.stop()
@@ -56,11 +61,11 @@ def reasons(server: TritonServer) -> dict[str, str]:
     """Why each model could not be loaded."""
     wait_until(
         lambda: all(
-            state in ("READY", "UNAVAILABLE") for state, _ in server.model_states().values()
+            state in ("READY", "UNAVAILABLE") for state, _ in server.admin.model_states().values()
         ),
         300,
     )
-    states = server.model_states()
+    states = server.admin.model_states()
     assert states.pop("good")[0] == "READY"
     assert {state for state, _ in states.values()} == {"UNAVAILABLE"}
     return {name: reason for name, (_, reason) in states.items()}
@@ -87,6 +92,57 @@ def test_the_other_models_are_served(server: TritonServer, reasons: dict[str, st
     status, body = generate(server.http_url, "missing", text_input="a")
     assert status != 200
     assert body["error"]
+
+
+def cut(server: TritonServer, supervisor: Supervisor, victim: psutil.Process) -> float:
+    """Kill it under a stream, which must end with one error; returns after how many seconds."""
+    running = _start(server)
+
+    def read() -> float:
+        began = time.monotonic()
+        while running.step():
+            pass
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor(1) as pool:
+        victim.kill()
+        reading = pool.submit(read)
+        wait_until(lambda: supervisor.turn() or reading.done())
+    assert running.reply.responses
+    assert len(running.reply.errors) == running.reply.finals == 1
+    # The client keeps its connection: the model must be loaded beside what the server holds for it.
+    return reading.result()
+
+
+def answers(server: TritonServer) -> bool:
+    """Over HTTP, on a connection of its own."""
+    try:
+        status, _ = generate(server.http_url, "good", text_input="a", max_tokens=3)
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    return status == 200
+
+
+def test_a_killed_stub_and_a_killed_server(server: TritonServer, reasons: dict[str, str]) -> None:
+    """Each stream ends with an error (within 5 s on a machine that is not busy), and the model is
+    served again. `jitney serve` itself does so in tests/house/test_cli.py."""
+    said: list[str] = []
+    supervisor = Supervisor(server, said.append)
+
+    def wait_until_said(text: str) -> None:
+        wait_until(lambda: supervisor.turn() or any(text in line for line in said), START_S)
+        wait_until(lambda: answers(server), START_S)
+
+    process = psutil.Process(server.pid)
+    (stub,) = [each for each in process.children() if model_of(each) == "good"]
+    assert cut(server, supervisor, stub) < 30
+    wait_until_said("model good is loaded again")
+    assert server.pid == process.pid, "only the model was loaded"
+    assert metric(server.metrics_url, "jitney_engine_up") == 1
+    (name,) = re.findall(r"shm-region-prefix-name=(\S+)", " ".join(process.cmdline()))
+    assert cut(server, supervisor, process) < 30
+    wait_until_said("the server is ready again")
+    assert not list(Path("/dev/shm").glob(f"{name}*"))
 
 
 def _start(server: TritonServer) -> Stream:
@@ -118,7 +174,7 @@ def test_unload_with_work_in_flight(server: TritonServer) -> None:
     running.step()
     unloading = threading.Thread(target=_request, args=(server, "unload"))
     unloading.start()
-    wait_until(lambda: server.model_states()["good"][0] != "READY")
+    wait_until(lambda: server.admin.model_states()["good"][0] != "READY")
     refused = stream(server.grpc_url, "good", text_input="a")
     assert refused.responses == []
     assert refused.finals == 1
@@ -126,17 +182,24 @@ def test_unload_with_work_in_flight(server: TritonServer) -> None:
     assert reply.errors == []
     assert sum(reply.all("num_output_tokens")) == 500
     unloading.join(300)
-    wait_until(lambda: server.model_states()["good"][0] == "UNAVAILABLE")
+    wait_until(lambda: server.admin.model_states()["good"][0] == "UNAVAILABLE")
     _request(server, "load")
-    wait_until(lambda: server.model_states()["good"][0] == "READY", 300)
+    wait_until(lambda: server.admin.model_states()["good"][0] == "READY", 300)
 
 
 def test_a_stream_cancelled_after_its_end_does_not_hold_up_the_exit(
     server: TritonServer,
 ) -> None:
-    """The client goes away without having read the final flag; the last test stops the server."""
+    """The client goes away without having read the final flag, and not while the server takes it
+    (docs/troubleshooting.md); the last test stops the server."""
+
+    def ended() -> float:
+        return metric(server.metrics_url, "jitney_requests_total", model="good")
+
+    before = settled(ended)
     one = Stream(server.grpc_url, "good", {"text_input": "a", "stream": True})
     one.step()
+    assert settled(ended, lambda now: now > before) == before + 1
     one.cancel()
 
 
@@ -147,7 +210,7 @@ def test_sigterm_with_work_in_flight(server: TritonServer) -> None:
     while idle.step():
         pass
     running = _start(server)
-    short = {"max_tokens": 20, "ignore_eos": True}
+    short = {"max_tokens": 5, "ignore_eos": True}
     tensors = {"text_input": "a", "stream": True, "sampling_parameters": short}
     in_time = Stream(server.grpc_url, "good", tensors)
     in_time.step()

@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_model_says_what_is_wrong(server: TritonServer, name: str) -> None:
-    state, reason = server.model_states()[name]
+    state, reason = server.admin.model_states()[name]
     assert state == "UNAVAILABLE"
     assert re.search(BAD[name][2], reason), reason
     assert "Traceback" not in reason

@@ -186,7 +186,7 @@ def test_cancelled_during_a_prefill(server: TritonServer) -> None:
     size = CONTEXT // 2
 
     def figures() -> tuple[float, float, float]:
-        """Requests accepted, ended in any way and ended as cancelled."""
+        """Requests encoded, ended in any way and ended as cancelled."""
         prompts = metric(url, "jitney_prompt_tokens_total", model="busy")
         return prompts / size, outcomes(server), cancelled(server)
 
@@ -201,8 +201,9 @@ def test_cancelled_during_a_prefill(server: TritonServer) -> None:
     after = settled(figures, lambda now: now[2] > before[2])
     accepted, ended, gone = (now - then for now, then in zip(after, before, strict=True))
     assert gone > 0
-    # One that was cancelled before it reached the server was never accepted.
-    assert ended == accepted
+    # One that was cancelled before it reached the server was never a request, and one that was
+    # cancelled before it was encoded has no prompt tokens.
+    assert accepted <= ended <= 5
     assert used_blocks(server, "busy") == 0
 
 

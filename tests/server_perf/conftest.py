@@ -47,8 +47,8 @@ def genai_perf() -> Path:
     return client("genai-perf")
 
 
-@pytest.fixture(scope="module")
-def server(binary: Path) -> Iterator[TritonServer]:
+@pytest.fixture(scope="package")
+def server() -> Iterator[TritonServer]:
     """With the language model, and the one of one call where it is built."""
     digits = ROOT / "model_repository/digits/1/model.onnx"
     models = ["pylm", *(["digits"] if digits.exists() else [])]

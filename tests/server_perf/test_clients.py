@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ MODEL = "pylm"
 REQUESTS = 24
 TOKENS = 16
 PROMPT_TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[TritonServer]:
-    with TritonServer(ROOT / "model_repository", models=[MODEL]) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from jitney.measure import record
 from jitney.server.server import TritonServer
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("binary")]
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "pylm"

@@ -15,6 +15,7 @@ from tests.compose.proxy import Proxy, Server, why_not
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.usefixtures("binary"),
     pytest.mark.slow,  # half a minute of computing: a server, six sweeps, as many interpreters
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate"),

@@ -69,7 +69,7 @@ def cuts(ids: list[int], sizes: list[int]) -> Iterator[list[int]]:
     yield from ([each] for each in ids[at:])
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     text=st.text("abc", min_size=1, max_size=25),
     stop=st.text("abc", min_size=1, max_size=4),

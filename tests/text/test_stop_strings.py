@@ -30,7 +30,7 @@ def may_begin(text: str, strings: list[str]) -> int:
     )
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(pieces=st.lists(LETTERS, max_size=8), strings=STRINGS, include=st.booleans())
 def test_any_cut_gives_the_truncated_text(
     pieces: list[str], strings: list[str], include: bool
@@ -48,7 +48,7 @@ def test_any_cut_gives_the_truncated_text(
     assert sent + scanner.flush() == ("".join(pieces) if expected is None else expected)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(before=LETTERS, after=LETTERS, strings=STRINGS)
 def test_matches_before_min_tokens_pass(before: str, after: str, strings: list[str]) -> None:
     scanner = StopScanner(StopStrings(strings), include=False)

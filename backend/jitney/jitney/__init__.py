@@ -3,6 +3,7 @@
 Importing the package does nothing; ``LLM`` and ``SamplingParams`` are resolved on first use.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,12 +15,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from jitney.offline.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from jitney.sampling_params import SamplingParams
-
-        return SamplingParams
+    homes = {"LLM": "jitney.offline.llm", "SamplingParams": "jitney.sampling_params"}
+    if name in homes:
+        return getattr(importlib.import_module(homes[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,5 @@
-"""The ``jitney`` command: ``serve``, ``generate``, ``doctor``, ``bench`` and ``tune``.
+"""The ``jitney`` command: ``serve``, ``generate``, ``batch``, ``doctor``, ``bench`` and
+``tune``.
 
 Holds options and their help; what a command does is one function of another room, imported when
 the command runs, so that ``--help`` is quick. Every error that Jitney raises on purpose becomes one
@@ -18,6 +19,7 @@ from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
 from jitney.measure.bench import bench
 from jitney.measure.tune import tune
+from jitney.offline.command import batch
 
 app = typer.Typer(
     help="In-flight batching over a paged KV cache, as a backend of Triton Inference Server.",
@@ -165,7 +167,7 @@ def generate(
         jitney generate "import os" --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 200
         jitney generate - --model path/to/checkpoint < prompt.txt
     """
-    from jitney.offline.terminal import generate_on_terminal
+    from jitney.offline.llm import generate_on_terminal
     from jitney.sampling_params import SamplingParams
     from jitney.server.installation import demo_checkpoint
 
@@ -207,6 +209,7 @@ def doctor(
 
 app.command()(bench)
 app.command()(tune)
+app.add_typer(batch, name="batch")
 
 
 if __name__ == "__main__":

@@ -19,59 +19,60 @@ rebuilds them with :func:`from_code`.
 
 import difflib
 from collections.abc import Iterable
+from typing import Self
 
 
 class JitneyError(Exception):
     """Base of all errors raised on purpose. ``code`` opens every message that a client sees."""
 
     code = "INTERNAL"
-    # Name of the attribute of the server's `TritonError` class that stands for this error.
-    server_code = "INTERNAL"
+    prefix = ""
+    """What stands before the name in :meth:`of`."""
+
+    @property
+    def server_code(self) -> str:
+        """The name of its code in the server's class ``TritonError``."""
+        return _SERVER_CODES.get(self.code, self.code)
 
     @property
     def client_message(self) -> str:
         """The text a client sees: the code's name, because a stream's error is text alone."""
         return f"{self.code}: {self}"
 
+    @classmethod
+    def of(cls, field: str, value: object, bound: str) -> Self:
+        """Name the field, show the value (shortened) and state what it must be."""
+        return cls(f"{cls.prefix}{field} is {show(value)}, but must be {bound}")
+
 
 class InvalidArgumentError(JitneyError):
     """The request cannot be served as it is."""
 
     code = "INVALID_ARGUMENT"
-    server_code = "INVALID_ARG"
-
-    @classmethod
-    def of(cls, field: str, value: object, bound: str) -> "InvalidArgumentError":
-        """Name the field, show the value (shortened) and state what it must be."""
-        return cls(f"{field} is {show(value)}, but must be {bound}")
 
 
 class UnavailableError(JitneyError):
     """The request was not accepted and may be sent again later."""
 
     code = "UNAVAILABLE"
-    server_code = "UNAVAILABLE"
 
     @classmethod
-    def of_queue(cls, waiting: int, most: int) -> "UnavailableError":
+    def of_queue(cls, waiting: int, most: int) -> Self:
         """The queue is full."""
-        return cls(
-            f"the queue is full: {waiting:,} requests wait, and at most {most:,} may (max_queued)"
-        )
+        queue = f"{waiting:,} requests wait, and at most {most:,} may (max_queued)"
+        return cls(f"the queue is full: {queue}")
 
 
 class DeadlineExceededError(JitneyError):
     """The deadline passed before the first token. The server has no code of that name."""
 
     code = "DEADLINE_EXCEEDED"
-    server_code = "UNAVAILABLE"
 
 
 class CancelledError(JitneyError):
     """The client cancelled or disconnected."""
 
     code = "CANCELLED"
-    server_code = "CANCELLED"
 
 
 class InternalError(JitneyError):
@@ -91,12 +92,7 @@ class ConfigError(LoadError):
     """An option in ``model.json`` is unknown or impossible."""
 
     code = "INVALID_ARGUMENT"
-    server_code = "INVALID_ARG"
-
-    @classmethod
-    def of(cls, key: str, value: object, bound: str) -> "ConfigError":
-        """Name the key, show the value and state what it must be."""
-        return cls(f"option {key} is {show(value)}, but must be {bound}")
+    prefix = "option "
 
 
 class CheckpointError(LoadError):
@@ -107,13 +103,13 @@ class UnsupportedModelError(LoadError):
     """The architecture cannot run through a paged KV cache, or not yet."""
 
     code = "UNSUPPORTED"
-    server_code = "UNSUPPORTED"
 
 
 class InstallationError(LoadError):
     """Something that Jitney needs on this machine is missing or of a wrong version."""
 
 
+_SERVER_CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "DEADLINE_EXCEEDED": "UNAVAILABLE"}
 _BY_CODE: dict[str, type[JitneyError]] = {
     cls.code: cls
     for cls in (InvalidArgumentError, UnavailableError, DeadlineExceededError, CancelledError)

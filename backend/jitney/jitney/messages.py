@@ -59,6 +59,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="su
     deadline: float | None = None
     resume: Resume | None = None
     """Set if the request was accepted before: it goes on like a preempted one."""
+    request_id: str = ""
+    """The client's, for the log: it need not be unique."""
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
@@ -167,7 +169,6 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     which in steady state is the time of one."""
     batch_sequences: int = 0
     """0 if no output was applied."""
-    batch_tokens: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
     prefix_hit_tokens: int = 0

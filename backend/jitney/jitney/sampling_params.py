@@ -152,18 +152,26 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
         raise InvalidArgumentError.of(
             "min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})"
         )
-    _check_strings("stop", params.stop, config)
-    _check_strings("bad_words", params.bad_words, config)
-    _check_ids("stop_token_ids", params.stop_token_ids, config, vocab_size)
-    if params.allowed_token_ids is not None:
-        if not params.allowed_token_ids:
-            raise InvalidArgumentError("allowed_token_ids is empty, but must name at least one id")
-        _check_ids("allowed_token_ids", params.allowed_token_ids, config, vocab_size)
-    if params.logit_bias is not None:
-        _check_ids("logit_bias", list(params.logit_bias), config, vocab_size)
-        for token, bias in params.logit_bias.items():
-            if not -100.0 <= bias <= 100.0:
-                raise InvalidArgumentError.of(f"logit_bias[{token}]", bias, "from -100 to 100")
+    for name in _LISTED:
+        strings = getattr(params, name)
+        if len(strings) > config.max_stop_strings:
+            most = f"at most {config.max_stop_strings} are taken"
+            raise InvalidArgumentError(f"{name} has {len(strings):,} strings, but {most}")
+        for string in strings:
+            if not 1 <= len(string) <= config.max_stop_length:
+                bound = f"of strings of 1 to {config.max_stop_length} characters"
+                raise InvalidArgumentError.of(name, string, bound)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        ids = tuple(getattr(params, name) or ())
+        if len(ids) > config.max_list_ids:
+            most = f"at most {config.max_list_ids:,} are taken"
+            raise InvalidArgumentError(f"{name} has {len(ids):,} ids, but {most}")
+        check_token_ids(name, ids, vocab_size)
+    if params.allowed_token_ids == ():
+        raise InvalidArgumentError("allowed_token_ids is empty, but must name at least one id")
+    for token, bias in (params.logit_bias or {}).items():
+        if not -100.0 <= bias <= 100.0:
+            raise InvalidArgumentError.of(f"logit_bias[{token}]", bias, "from -100 to 100")
     if params.cache_salt is not None and not 1 <= len(params.cache_salt) <= 256:
         raise InvalidArgumentError.of("cache_salt", params.cache_salt, "1 to 256 characters long")
 
@@ -175,23 +183,3 @@ def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
             raise InvalidArgumentError.of(
                 field, token, f"from 0 to {vocab_size - 1} (the model's vocabulary)"
             )
-
-
-def _check_strings(name: str, strings: Sequence[str], config: EngineConfig) -> None:
-    if len(strings) > config.max_stop_strings:
-        raise InvalidArgumentError(
-            f"{name} has {len(strings):,} strings, but at most {config.max_stop_strings} are taken"
-        )
-    for string in strings:
-        if not 1 <= len(string) <= config.max_stop_length:
-            raise InvalidArgumentError.of(
-                name, string, f"of strings of 1 to {config.max_stop_length} characters"
-            )
-
-
-def _check_ids(name: str, ids: Sequence[int], config: EngineConfig, vocab_size: int) -> None:
-    if len(ids) > config.max_list_ids:
-        raise InvalidArgumentError(
-            f"{name} has {len(ids):,} ids, but at most {config.max_list_ids:,} are taken"
-        )
-    check_token_ids(name, ids, vocab_size)

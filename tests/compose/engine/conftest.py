@@ -28,11 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="keep the engine's images here, for the next run to build on",
     )
-    parser.addoption(
-        "--no-packet-filter",
-        action="store_true",
-        help="leave the kernel's alone, as if it had none",
-    )
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
@@ -60,7 +55,7 @@ def engine(
     folder = kept or tmp_path_factory.mktemp("engine")
     with (
         build_secrets(tmp_path_factory.mktemp("pip")) as secrets,
-        Engine(folder, secrets, not request.config.getoption("--no-packet-filter")) as engine,
+        Engine(folder, secrets) as engine,
     ):
         engine.import_base()
         yield engine

@@ -1,29 +1,29 @@
 """What the tests of docker-compose.yml need of the machine: Debian's packages, one container engine
 of their own, and a base image. Nothing here outlives :class:`Engine`'s block.
 
-Where the kernel has no packet filter, the engine works without: containers then reach each other
-and the published ports all the same. Images are built with the machine's own network.
+The machine's packet filter and its forwarding are left alone: containers reach each other and the
+published ports all the same. Images are built with the machine's own network.
 """
 
-import contextlib
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 import psutil
-
-from tests.compose.engine import packet_filter
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (
     *("docker.io", "docker-compose", "debootstrap", "prometheus"),
     *("nginx-light", "libnginx-mod-stream", "libnginx-mod-http-lua"),  # tests/compose/test_proxy.py
 )
+CHECKER = "kubernetes-validate>=1.31"
 PROGRAMS = ("dockerd", "docker-compose", "debootstrap", "promtool", "nginx")
 NGINX_MODULES = ("ngx_stream_module.so", "ngx_http_lua_module.so")
 BASE_IMAGE = "debian:bookworm-slim"
@@ -63,15 +63,10 @@ def install() -> None:
 class Engine:
     """A container engine with its own folder and socket; ended with all its containers."""
 
-    def __init__(
-        self, folder: Path, secrets: Sequence[str], wants_packet_filter: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, secrets: Sequence[str]) -> None:
         """``secrets`` are arguments that every build gets."""
-        self._wants_packet_filter = wants_packet_filter
         self.folder = folder
         self.secrets = tuple(secrets)
-        self.has_packet_filter = False
-        """Whether the engine uses the kernel's; known once it runs."""
         programs = folder / "programs"
         programs.mkdir(parents=True, exist_ok=True)
         builder = programs / "docker"
@@ -85,18 +80,15 @@ class Engine:
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._interfaces: set[str] = set()
-        self._rules: list[str] = []
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Engine":
-        self._interfaces, self._rules = interfaces(), packet_filter.rules()
-        lent = packet_filter.lent(self._wants_packet_filter)
-        self.has_packet_filter = self._stack.enter_context(lent)
+        self._interfaces = interfaces()
         with (self.folder / "dockerd.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     "dockerd",
-                    f"--iptables={str(self.has_packet_filter).lower()}",
+                    "--iptables=false",
+                    "--ip-forward=false",
                     "--bridge=none",
                     f"--data-root={self.folder / 'data'}",
                     f"--exec-root={self.folder / 'exec'}",
@@ -122,18 +114,17 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         """Ends everything. Raises RuntimeError if something is left, unless an error passes."""
-        with self._stack:
-            assert self._process is not None
-            if self._process.poll() is None:
-                containers = self.docker("ps", "-aq", check=False).stdout.split()
-                if containers:
-                    self.docker("rm", "--force", *containers, check=False)
-                self.docker("network", "prune", "--force", check=False)
-                self._process.terminate()
-            self._process.wait(60)
-            # The machine's own network, by which images were built, stays mounted.
-            for mount in reversed(self._mounts()):
-                subprocess.run(["umount", mount], check=False)
+        assert self._process is not None
+        if self._process.poll() is None:
+            containers = self.docker("ps", "-aq", check=False).stdout.split()
+            if containers:
+                self.docker("rm", "--force", *containers, check=False)
+            self.docker("network", "prune", "--force", check=False)
+            self._process.terminate()
+        self._process.wait(60)
+        # The machine's own network, by which images were built, stays mounted.
+        for mount in reversed(self._mounts()):
+            subprocess.run(["umount", mount], check=False)
         left = self.leftovers()
         if left and error is None:
             raise RuntimeError(f"the container engine left behind: {', '.join(left)}")
@@ -145,8 +136,7 @@ class Engine:
         return psutil.Process(self._process.pid)
 
     def leftovers(self) -> list[str]:
-        """What the engine has outside of its folder: processes, mounts, interfaces, rules of
-        the packet filter."""
+        """What the engine has outside of its folder: processes, mounts, interfaces."""
         folder = str(self.folder)
         left = [
             f"process {process.pid} ({' '.join(process.info['cmdline'])[:80]})"
@@ -157,7 +147,6 @@ class Engine:
         ]
         left += [f"mount {mount}" for mount in self._mounts()]
         left += [f"interface {name}" for name in sorted(interfaces() - self._interfaces)]
-        left += [f"rule {rule}" for rule in packet_filter.rules() if rule not in self._rules]
         return left
 
     def _mounts(self) -> list[str]:
@@ -239,3 +228,5 @@ def interfaces() -> set[str]:
 
 if __name__ == "__main__":
     install()
+    if find_spec("kubernetes_validate") is None:  # tests/compose/test_job_files.py
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", CHECKER], check=True)

@@ -67,7 +67,8 @@ def _make_environment(folder: Path) -> None:
         if not script.exists():
             script.write_text(
                 f"#!{venv}/bin/python\nimport sys\nfrom {entry.module} import {entry.attr}\n"
-                f"sys.exit({entry.attr}())\n",
+                # As pip's: worker processes import it.
+                f"if __name__ == '__main__':\n    sys.exit({entry.attr}())\n",
                 encoding="utf-8",
             )
             script.chmod(0o755)

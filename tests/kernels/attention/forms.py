@@ -7,22 +7,23 @@ from tests.kernels.attention.paged import FLOAT8, Case, Spans
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 """Of ‖out - expected‖ / ‖expected‖: bfloat16 and float16 round the weights, and the output."""
 
+# As few KV heads as will do: each is a program of its own, which the interpreter runs in turn.
 FORMS = [
-    Case((4, 4), 64),
-    Case((8, 2), 128, 64),
-    Case((16, 2), 80),
-    Case((28, 4), 96, 64),
+    Case((2, 2), 64),
+    Case((4, 1), 128, 64),
+    Case((8, 1), 80),
+    Case((7, 1), 96, 64),
     Case((4, 2), 256, 32),
-    Case((8, 2), 64, 128, window=33),
+    Case((4, 1), 64, 128, window=33),
     Case((8, 2), 80, window=7, sinks=True),
-    Case((28, 4), 128, softcap=3.0),
-    Case((16, 2), 96, sinks=True, softcap=20.0, window=100),
+    Case((7, 1), 128, softcap=3.0),
+    Case((8, 1), 96, sinks=True, softcap=20.0, window=100),
     Case((4, 2), 72, 24, window=1),
     Case((6, 2), 16, 1, sinks=True),
 ]
 FLOAT8_FORMS = [
-    Case((8, 2), 128, cache_dtype=FLOAT8, dtype=torch.bfloat16),
-    Case((4, 4), 80, 64, cache_dtype=FLOAT8, dtype=torch.float16, window=40, sinks=True),
+    Case((4, 2), 128, cache_dtype=FLOAT8, dtype=torch.bfloat16),
+    Case((2, 2), 80, 64, cache_dtype=FLOAT8, dtype=torch.float16, window=40, sinks=True),
 ]
 
 LENGTHS = [150, 66, 17, 1]

@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 
+SLOW = pytest.mark.slow
 LARGE = Tiles(32, 128, 128, 4, 2, least_part=128, programs=1)
 IN_PARTS = LARGE._replace(block_n=32, least_part=32, programs=1000)
 
@@ -41,7 +42,14 @@ def test_interpreting_is_this_processes_own_affair():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("case", FORMS, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case.sinks or case.softcap or case.size == 80 else SLOW)
+        for case in FORMS
+    ],
+    ids=str,
+)
 def test_mixed_batches(case):
     sequences, attend = Sequences(case, LENGTHS), case.attention(tiles=LARGE)
     for spans in MIXED:
@@ -50,7 +58,9 @@ def test_mixed_batches(case):
         assert torch.isnan(cache[sequences.spare]).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)], ids=str
+)
 def test_sixteen_bits(dtype):
     case = Case((8, 2), 64, dtype=dtype)
     sequences, attend = Sequences(case, LENGTHS), case.attention(tiles=IN_PARTS)
@@ -71,8 +81,8 @@ def test_the_tiles_in_use():
 @pytest.mark.parametrize(
     ("case", "longest"),
     [
-        pytest.param(Case((4, 1)), 4096, marks=pytest.mark.slow),
-        (Case((2, 1), window=200, sinks=True), 1500),
+        pytest.param(Case((4, 1)), 4096, marks=SLOW),
+        (Case((2, 1), window=200, sinks=True), 900),
         (Case((1, 1), 80, 64, softcap=2.0), 700),
     ],
     ids=str,
@@ -259,7 +269,11 @@ def bits(out: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(torch.int32) for part in out]
 
 
-@pytest.mark.parametrize("case", [Case((4, 1)), Case((3, 1), 80, window=70, sinks=True)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(Case((4, 1)), marks=SLOW), Case((2, 1), 48, window=70, sinks=True)],
+    ids=str,
+)
 def test_batch_invariance(case, equal_rows):
     """A token's output is bitwise the same alone and among others, in one chunk and in several, in
     a chunk and as a decode."""

@@ -8,6 +8,7 @@ from jitney.kernels.cpu.linear import (
     can_pack,
     prepack_linears,
 )
+from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.trial import relative_error
 from torch import nn
 from torch.nn import functional
@@ -97,9 +98,10 @@ def test_prepack_takes_linears_and_leaves_the_rest() -> None:
     names = ("inner", "conv", "derived", "head", "again")
     before = {name: model[name](x) for name in names}
     embedding = model["embed"].weight.clone()
-    report = prepack_linears(model, 8)
-    assert report.packed == 3  # inner, which stands in two places, conv and head
-    assert report.reason is None
+    report = FuseReport()
+    prepack_linears(model, 8, report)
+    # inner, which stands in two places, conv and head
+    assert (report.swapped, report.reasons) == ({"linear layer": 3}, {})
     assert report.added_bytes == 50 * 32 * 4  # the head's copy beside the embedding
     assert isinstance(model["derived"], Derived)
     assert model["again"] is model["inner"]
@@ -110,7 +112,7 @@ def test_prepack_takes_linears_and_leaves_the_rest() -> None:
 
 def test_packed_weights_are_not_kept_twice() -> None:
     model = tied_model()
-    prepack_linears(model, 8)
+    prepack_linears(model, 8, FuseReport())
     held = {name for name, _ in model.named_parameters()}
     assert held == {"embed.weight", "derived.weight", "derived.bias"}
 
@@ -139,9 +141,10 @@ def test_what_cannot_be_packed_is_left_with_the_reason(monkeypatch, error, reaso
 
     monkeypatch.setattr(PackedLinear, "__init__", fail)
     model = tied_model()
-    report = prepack_linears(model, 8)
-    assert report.packed == 0
-    assert reason in str(report.reason)
+    report = FuseReport()
+    prepack_linears(model, 8, report)
+    assert report.swapped["linear layer"] == 0
+    assert reason in str(report.reasons)
     assert type(model["inner"]) is nn.Linear
 
 

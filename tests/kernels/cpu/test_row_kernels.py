@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("numba")
 
 from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
-from jitney.kernels.fused.layers import AttentionForm, FusedRMSNorm, HeadNorms, NormForm
+from jitney.kernels.fused.layers import AttentionForm, NormForm
 from jitney.kernels.fused.trial import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
@@ -73,17 +73,16 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 @pytest.mark.parametrize(("head_size", "rotary"), [(64, 64), (128, 32), (24, 24), (20, 6)])
 @pytest.mark.parametrize("tokens", [1, 5, 300])
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_rotation(dtype, kernels, head_size, rotary, tokens, with_norms) -> None:
+@pytest.mark.parametrize("norms", ["none", "of a head", "of all heads"])
+def test_rotation(dtype, kernels, head_size, rotary, tokens, norms) -> None:
     """Query and key heads turn, in place; value heads stay, to the bit."""
     query_heads, key_heads = 3, 2
-    norms = None
-    scales = normal(2, head_size, seed=3)
-    if with_norms:
-        forms = [NormForm(scale, 1e-5) for scale in scales]
-        norms = HeadNorms(*(FusedRMSNorm(form, kernels.norm(form)) for form in forms))
-    form = AttentionForm(0, query_heads, key_heads, head_size, 1.0, None, None, None)
-    rotate = kernels.attention(form, norms).rotate
+    wide = norms == "of all heads"
+    sizes = [heads * head_size if wide else head_size for heads in (query_heads, key_heads)]
+    scales = [normal(size, seed=3 + i) for i, size in enumerate(sizes)]
+    forms = None if norms == "none" else tuple(NormForm(scale, 1e-5) for scale in scales)
+    form = AttentionForm(0, query_heads, key_heads, head_size, 1.0, None, None, None, forms)
+    rotate = kernels.attention(form).rotate
     heads = query_heads + 2 * key_heads
     x = normal(tokens, heads * head_size).to(dtype)
     angles = normal(tokens, rotary // 2, seed=2).repeat(1, 2)
@@ -92,9 +91,15 @@ def test_rotation(dtype, kernels, head_size, rotary, tokens, with_norms) -> None
     rotate(x, cos, sin)
     got = x.view(tokens, heads, head_size)
     turning = before[:, : query_heads + key_heads].float()
-    if with_norms:
-        index = torch.tensor([0] * query_heads + [1] * key_heads)
-        turning = normed(turning, scales[index], 1e-5)
+    if forms is not None:
+        parts = zip(turning.split([query_heads, key_heads], 1), scales, strict=True)
+        turning = torch.cat(
+            [
+                normed(part.flatten(1) if wide else part, scale, 1e-5).view(part.shape)
+                for part, scale in parts
+            ],
+            1,
+        )
     right = rotated(turning, cos.float(), sin.float())
     assert relative_error(got[:, : query_heads + key_heads], right) < TOLERANCE[dtype]
     assert torch.equal(got[:, query_heads + key_heads :], before[:, query_heads + key_heads :])

@@ -1,4 +1,4 @@
-"""Products on the tile unit, and a step's layers as one native call, where there is such a unit."""
+"""Products on the tile unit, where there is one."""
 
 import pytest
 import torch
@@ -7,20 +7,19 @@ from torch.nn import functional
 
 pytest.importorskip("numba")
 
-from jitney.kernels.cpu.tile_linear import TileKernel, TileLinear, can_use_tiles
+from jitney.kernels.cpu.compiled import Kernel
+from jitney.kernels.cpu.tile_linear import TileLinear, can_use_tiles, compile_product
 
 pytestmark = pytest.mark.skipif(
     not can_use_tiles(torch.bfloat16), reason="the processor has no tile unit"
 )
 
 TOLERANCE = 4e-3
-BLOCK_SIZE = 16
-BLOCKS_PER_ROW = 8
 
 
 @pytest.fixture(scope="module")
-def kernel() -> TileKernel:
-    return TileKernel()
+def kernel() -> Kernel:
+    return compile_product()
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

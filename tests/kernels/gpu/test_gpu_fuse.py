@@ -46,7 +46,8 @@ def fuse(model: LoadedModel, **options: object) -> FuseReport:
     return fuse_for_gpu(model.module, config, model.max_model_len)
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_gpu_runner.py has a model without norms of heads, sinks and experts
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_greedy_tokens(tmp_path, name: str) -> None:
     """Through the kernels of attention: a mixed batch in chunks gives what ``generate`` gives."""
     path, new = make_checkpoint(tmp_path, name), 3
@@ -73,10 +74,18 @@ def test_option_fuse_off(tmp_path) -> None:
 # --------------------------------------------------------------------------- batch_invariant
 
 
+OFTEN = {"gemma3n", "llama", "mixtral"}
+
+
 @pytest.mark.parametrize(
     ("name", "fused"),
-    [*((name, True) for name in sorted(ARCHITECTURES)), ("llama", False), ("phi3", False)],
-)
+    [
+        pytest.param(name, fused, marks=() if name in OFTEN else pytest.mark.slow)
+        for name, fused in (
+            *((name, True) for name in sorted(ARCHITECTURES)), ("llama", False), ("phi3", False),
+        )
+    ],
+)  # fmt: skip
 def test_batch_invariant(tmp_path, name: str, fused: bool) -> None:
     """Right where it is possible; refused, naming a module, where it is not."""
     model = load(tmp_path, name)
@@ -97,10 +106,8 @@ def test_batch_invariant(tmp_path, name: str, fused: bool) -> None:
     assert relative_error(after, before) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("llama", "float32"), pytest.param("olmo2", "bfloat16", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # of each kernel by itself: test_gpu_norm.py and test_gpu_products.py
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("olmo2", "bfloat16")])
 def test_bitwise_the_same_in_every_batch(tmp_path, name: str, dtype: str, equal_rows) -> None:
     """One sequence alone, and as one of the rows of others. What stands in for attention looks at
     nothing but a token's own query and value."""
@@ -136,7 +143,7 @@ def test_batch_invariant_refuses_quantized_weights(tmp_path) -> None:
 # --------------------------------------------------------------------------- quantized weights
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("phi3", marks=pytest.mark.slow)])
 def test_quantized_projections_are_merged(tmp_path, name: str) -> None:
     """They are quantized by row: merged they give the very same."""
     options = {"model": str(make_checkpoint(tmp_path, name)), "device": "cpu", "dtype": "bfloat16"}

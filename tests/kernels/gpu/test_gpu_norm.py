@@ -7,21 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.kernels.gpu.noise import DEVICE, TOLERANCE, noise
+
 pytest.importorskip("triton")
 
 from jitney.kernels.fused.layers import NormForm
 from jitney.kernels.gpu.norm import LayerNorm, add_norm, gate, norm_in_place, rms_norm
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Relative to the norm of the right result: one rounding of each value, and float32 sums. The
-# interpreter cuts float32 off to bfloat16, which is twice as far as rounding.
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 4e-4}
 WIDTHS = (1, 7, 64, 80, 257, 4096)
-
-
-def noise(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
 def make_norm(seed: int, width: int, epsilon: float = 1e-5) -> NormForm:

@@ -2,21 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor
+
+from tests.kernels.gpu.noise import DEVICE, TOLERANCE, noise
 
 pytest.importorskip("triton")
 
 from jitney.kernels.gpu.products import InvariantLinear, product_tiles
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Relative to the norm of the right result. The interpreter cuts float32 off to bfloat16, which is
-# twice as far as rounding.
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 4e-4}
-
-
-def noise(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
 def make(outputs: int, inputs: int, dtype: torch.dtype, bias: bool) -> InvariantLinear:

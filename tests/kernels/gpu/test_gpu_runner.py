@@ -34,22 +34,18 @@ def runner(path: Path):
     runner.close()
 
 
-def test_greedy_as_generate(tmp_path: Path) -> None:
+def test_greedy_as_generate(path: Path, runner) -> None:
     """A mixed batch, chunked prompts, preemptions: what transformers' own loop gives alone."""
-    path = make_checkpoint(tmp_path, "llama")
-    runner = load_runner(options(path))
     prompts = make_prompts(5, 10, 7)
     expected = expected_outputs(eager(path), prompts, 6)
     requests = [(prompt, replace(GREEDY, max_tokens=6)) for prompt in prompts]
     driven = drive(runner, requests, budget=9, num_blocks=8)
     assert driven.outputs == expected
     assert driven.preemptions > 0
-    runner.close()
 
 
-@pytest.mark.parametrize(
-    "architecture", [pytest.param("gemma2", marks=pytest.mark.slow), "gpt_oss"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
 def test_other_architectures(tmp_path: Path, architecture: str) -> None:
     """Windows, caps, sinks, experts: as on the CPU."""
     path = make_checkpoint(tmp_path, architecture, num_key_value_heads=1, num_attention_heads=2)
@@ -120,9 +116,9 @@ def test_graphs_give_what_kernels_give(path: Path, plain, monkeypatch) -> None:
     monkeypatch.setattr(DecodeGraphs, "_decode", decode)
     runner = load_runner(options(path))
     requests = [
-        (list(range(11, 17)), replace(GREEDY, max_tokens=20)),
-        ([5, 6, 7], replace(GREEDY, max_tokens=7)),
-        ([8], replace(GREEDY, max_tokens=5)),
+        (list(range(11, 17)), replace(GREEDY, max_tokens=9)),
+        ([5, 6, 7], replace(GREEDY, max_tokens=5)),
+        ([8], replace(GREEDY, max_tokens=3)),
     ]
     got = drive(runner, requests, stagger=2)
     assert got.outputs == drive(plain, requests, stagger=2).outputs
@@ -140,7 +136,8 @@ def test_capture_while_loading(path: Path, plain, monkeypatch) -> None:
     runner._forward.capture_all()  # option "load" is refused where kernels are interpreted
     assert capture.captures == 3  # 1, 2 and 3 rows
     # The first step has as many tokens as a graph, all of them with logits, and is none of decodes.
-    requests = [([5, 6], replace(GREEDY, prompt_logprobs=0)), ([9], GREEDY)]
+    short = replace(GREEDY, max_tokens=3)
+    requests = [([5, 6], replace(short, prompt_logprobs=0)), ([9], short)]
     assert drive(runner, requests).outputs == drive(plain, requests).outputs
     assert capture.captures == 3
     runner.close()
@@ -241,8 +238,8 @@ def test_a_failed_launch_leaves_the_runner_usable(path: Path, plain, monkeypatch
 
     runner._forward = forward
     submits = [
-        Submit(key=key, prompt=[7 + key] * 6, params=GREEDY, stop_ids=frozenset(), arrival=0.0)
-        for key in range(2)
+        Submit(key=key, prompt=[7 + key] * 3, params=params, stop_ids=frozenset(), arrival=0.0)
+        for key, params in enumerate([replace(GREEDY, max_tokens=2)] * 2)
     ]
     got, _ = run_engine(runner, submits, None)
     assert not faults

@@ -120,15 +120,16 @@ class Planner:
             sequence = running[position]
             position += 1
             start = sequence.num_planned
-            if sequence.prefill_left:
+            left = sequence.num_tokens - start
+            if left > 1 or (left == 1 and not sequence.output):  # prefill_left, without a call
                 others.append(sequence)
-            elif plan.ahead and start == sequence.num_tokens and sequence.request.reads_output:
+            elif plan.ahead and left == 0 and sequence.request.reads_output:
                 continue
             elif plan.tokens_left > plan.kept_for_prefill and start < sequence.limit:
                 full = start == len(sequence.table) * block_size
                 if full and not self._make_room(plan, sequence):
                     continue
-                if start < sequence.num_tokens:
+                if left == 1:
                     self._add_row(plan, sequence, [sequence.output[-1]], (sequence.index,), None)
                 else:  # that token is pending
                     self._add_row(plan, sequence, [0], (sequence.index,), sequence.sample_index)
@@ -191,7 +192,7 @@ class Planner:
         if sample:
             sequence.sample_index = plan.num_samples
             plan.num_samples += len(sample)
-            if sequence.num_planned < sequence.limit:
+            if (len(sample) > 1 or request.reads_output) and sequence.num_planned < sequence.limit:
                 plan.completes_first |= len(sample) > 1
                 plan.leaves_out |= request.reads_output
 
@@ -201,7 +202,7 @@ class Planner:
         """Admit waiting sequences by rank until one does not fit. None is passed over: small
         requests would starve a large one."""
         live = self._live
-        if not live.waiting:
+        if not live.waiting or len(live.running) >= live.max_running:
             return
         places = live.max_running - live.num_admitted
         while plan.tokens_left and places > 0:

@@ -83,7 +83,6 @@ class Scheduler:
             blocks_cached=self.kv.num_cached,
             step_seconds=step_seconds,
             batch_sequences=counts.rows,
-            batch_tokens=counts.tokens,
             prefill_tokens=counts.prefill_tokens,
             generated_tokens=counts.generated_tokens,
             prefix_hit_tokens=counts.hit_tokens,
@@ -214,7 +213,6 @@ class Scheduler:
         events: list[Event] = []
         for row, result in zip(batch.rows, output.rows, strict=True):
             size = len(row.token_ids)
-            counts.tokens += size
             if size > 1 or not row.sample or row.start < len(row.prompt):
                 counts.prefill_tokens += size
             sequence = live.sequence_of(row)

@@ -30,8 +30,7 @@ class Counts:
     """What happened since the counts were last set to zero."""
 
     rows: int = 0
-    """Of complete steps; so are the next three."""
-    tokens: int = 0
+    """Of complete steps; so are the next two."""
     prefill_tokens: int = 0
     generated_tokens: int = 0
     """Without surplus tokens, of sequences that had ended by then."""

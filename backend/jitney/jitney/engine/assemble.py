@@ -2,6 +2,8 @@
 quantization. Called by the front ends.
 """
 
+from collections.abc import Callable
+
 import msgspec
 import torch
 
@@ -11,12 +13,12 @@ from jitney.execution.accelerator import Accelerator, DeviceRunner
 from jitney.execution.checkpoint import resolve_folder
 from jitney.execution.interface import LoadedModel
 from jitney.execution.machine import resolve_device
-from jitney.kernels.cpu.accelerator import CpuAccelerator
+from jitney.kernels.cpu.accelerator import CpuAccelerator, prepare_kernels
 from jitney.kernels.gpu.accelerator import GpuAccelerator
 from jitney.quantization.checkpoint import weight_format
 from jitney.text.tokenizer import read_tokenizer
 
-__all__ = ["accelerator_for", "load_for_front", "load_model", "load_runner", "resolve_folder"]
+__all__ = ["accelerator_for", "load_model", "load_runner", "prepare", "resolve_folder"]
 
 
 def load_runner(config: EngineConfig) -> DeviceRunner:
@@ -25,10 +27,20 @@ def load_runner(config: EngineConfig) -> DeviceRunner:
     return load.load_runner(config, accelerator, weight_format)
 
 
-def load_for_front(config: EngineConfig) -> tuple[DeviceRunner, bytes]:
-    """A runner, and the tokenizer's data for a front that imports no transformers."""
-    tokenizer = read_tokenizer(resolve_folder(config.model))
-    return load_runner(config), msgspec.msgpack.encode(tokenizer)
+def prepare() -> Callable[[EngineConfig, bool], tuple[DeviceRunner, bytes]]:
+    """Do what every load on this machine needs, without touching a device; gives what loads."""
+    load.import_models()
+    if not torch.backends.cuda.is_built():
+        prepare_kernels()
+    return _load_for_front
+
+
+def _load_for_front(config: EngineConfig, with_tokenizer: bool) -> tuple[DeviceRunner, bytes]:
+    """A runner and, if wanted, the tokenizer's data for a front that imports no transformers."""
+    tokenizer = b""
+    if with_tokenizer:
+        tokenizer = msgspec.msgpack.encode(read_tokenizer(resolve_folder(config.model)))
+    return load_runner(config), tokenizer
 
 
 def load_model(config: EngineConfig) -> LoadedModel:

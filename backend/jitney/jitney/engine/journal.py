@@ -9,6 +9,7 @@ is failed.
 Pure and without threads: the supervisor calls it under a lock.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import msgspec
@@ -190,6 +191,12 @@ class Journal:
             del self._held[key]
             messages += self._open[key].messages()
         return messages
+
+    def names(self, most: int) -> str:
+        """The open requests, at most so many, for the log: by the client's id or by their key."""
+        first = [entry.submit for entry in itertools.islice(self._open.values(), most)]
+        names = [repr(one.request_id) if one.request_id else f"#{one.key}" for one in first]
+        return ", ".join(names) + ", …" * (len(self._open) > most)
 
     def num_emitted(self) -> int:
         """Tokens that the open requests have emitted."""

@@ -1,9 +1,9 @@
 """The engine's process: loads a model, makes steps until told to stop, and reports.
 
 :mod:`jitney.engine.supervisor` starts a *nursery*, ``python -m jitney.engine.process FD LOADER``,
-which imports the loader's module, seconds of work, and then forks an engine whenever a socket comes
-through FD: so a new engine has only the model to load. Nothing of ours may start a thread or touch
-a device before the fork. (NumPy's OpenBLAS has threads by then, and sees to them in a fork.)
+which imports and calls the loader, seconds of work, and then forks an engine whenever a socket
+comes through FD: so a new engine has only the model to load. Nothing of ours may start a thread or
+touch a device before the fork. (NumPy's OpenBLAS has threads by then, and sees to them in a fork.)
 
 The nursery ends when the other end of FD closes, an engine when that of its socket does: whoever
 kills the front ends them too.
@@ -28,15 +28,17 @@ from typing import NoReturn
 
 from jitney.config import EngineConfig
 from jitney.engine.engine import Engine, Runner
-from jitney.engine.quiet import quiet_imports
+from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
 from jitney.errors import DeviceLostError, JitneyError, LoadError
 from jitney.messages import Batch, Cancel, Finish, Submit
 
 _log = logging.getLogger(__name__)
 
-Loader = Callable[[EngineConfig], tuple[Runner, bytes]]
-"""What loads a model: its runner, and the tokenizer's data for the front."""
+Load = Callable[[EngineConfig, bool], tuple[Runner, bytes]]
+"""Loads a model: its runner and, if it is wanted, the tokenizer's data for the front."""
+Loader = Callable[[], Load]
+"""Called once in the nursery: does what every load needs, and gives what loads."""
 
 NUMBER = struct.Struct("<q")
 """How the nursery tells a pid or an exit status (negative: a signal)."""
@@ -56,8 +58,11 @@ def nurse(descriptor: int, loader: str) -> int:
     _die_with_parent()
     quiet_imports()
     gc.disable()  # what is imported stays: to look for garbage in it takes an eighth of the time
-    module, _, function = loader.partition(":")
-    load = getattr(importlib.import_module(module), function)
+    try:
+        with lean_imports():
+            load = _make_load(loader)
+    except ImportError:  # a package that is installed here does need what is hidden
+        load = _make_load(loader)
     gc.freeze()  # else the engine's first collection would copy every page that has an object
     with socket.socket(fileno=descriptor) as control:
         while True:
@@ -75,7 +80,13 @@ def nurse(descriptor: int, loader: str) -> int:
             control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
 
 
-def _serve_and_exit(descriptor: int, load: Loader) -> NoReturn:
+def _make_load(loader: str) -> Load:
+    module, _, function = loader.partition(":")
+    make_load: Loader = getattr(importlib.import_module(module), function)
+    return make_load()
+
+
+def _serve_and_exit(descriptor: int, load: Load) -> NoReturn:
     """In the forked process: nothing of the nursery's may run when it ends."""
     status = 1
     try:
@@ -87,7 +98,7 @@ def _serve_and_exit(descriptor: int, load: Loader) -> NoReturn:
         os._exit(status)
 
 
-def serve(descriptor: int, load: Loader) -> int:
+def serve(descriptor: int, load: Load) -> int:
     """Load a model and make steps until told to stop. Returns the exit status."""
     _die_with_parent()
     frames: Frames[Down] = Frames(socket.socket(fileno=descriptor), Down)
@@ -97,7 +108,7 @@ def serve(descriptor: int, load: Loader) -> int:
     start = frames.receive()
     assert isinstance(start, Start)
     try:
-        runner, tokenizer = load(start.config)
+        runner, tokenizer = load(start.config, start.with_tokenizer)
     except (JitneyError, MemoryError) as error:
         full = LoadError("the model does not fit into memory")
         said = error if isinstance(error, JitneyError) else full

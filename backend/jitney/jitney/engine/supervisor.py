@@ -26,13 +26,13 @@ from jitney.engine.engine import Health, Outbox
 from jitney.engine.journal import Journal
 from jitney.engine.nursery import TICK_S, EngineConnection, Nursery
 from jitney.engine.process import DEVICE_LOST
-from jitney.engine.wire import Logged, Ready, Refused, Span, StepBegun, Stop, Up
+from jitney.engine.wire import Logged, Ready, Refused, Span, Start, StepBegun, Stop, Up
 from jitney.errors import LoadError, UnavailableError
 from jitney.messages import Cancel, Event, Message, ModelInfo, StepReport, StepStats, Submit
 
 _log = logging.getLogger(__name__)
 
-LOADER = "jitney.engine.assemble:load_for_front"
+LOADER = "jitney.engine.assemble:prepare"
 
 CAUSES = ("killed", "device_lost", "failed", "hung")
 """Why an engine ended: by a signal, for want of its device, in another way, by the watchdog."""
@@ -43,6 +43,8 @@ _SILENT_S = 2.0
 """After so many seconds without a sign of life from the engine, deadlines are kept here."""
 _MOST_DEATHS = 5
 _DEATHS_WITHIN_S = 60.0
+_MOST_NAMES = 32
+"""Requests that the line about another engine names."""
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 
@@ -78,7 +80,7 @@ class EngineProcess:
         """Start the first engine and load the model. Returns the tokenizer's data. Raises a
         LoadError if that fails."""
         try:
-            ready = self._connect()
+            ready = self._connect(Start(self.config, with_tokenizer=True))
         except BaseException:
             self.kill()
             raise
@@ -229,15 +231,16 @@ class EngineProcess:
                 if self._stopped.wait(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]):
                     return
             try:
-                self._connect()
+                self._connect(Start(self.config, with_tokenizer=False))
             except Exception as error:
                 if self._stopped.is_set():
                     return
                 _log.error("the engine could not be started again: %r", error)
                 continue
-            seconds, left = self._clock() - began, len(self._journal)
-            again = "the engine ended (%s) and is up again after %.1f s; %d requests go on"
-            _log.warning(again, cause, seconds, left)
+            with self._lock:
+                left, names = len(self._journal), self._journal.names(_MOST_NAMES)
+            again = "the engine ended (%s) and is up again after %.1f s; %d requests go on: %s"
+            _log.warning(again, cause, self._clock() - began, left, names or "none")
             return
 
     def _give_up(self, reason: str) -> None:
@@ -247,10 +250,10 @@ class EngineProcess:
             failed = self._journal.end_all(UnavailableError(self._refusal))
         self._report(failed)
 
-    def _connect(self) -> Ready:
+    def _connect(self, start: Start) -> Ready:
         """Start a process and wait until it has loaded the model; then send it what is open.
         Raises LoadError."""
-        connection = EngineConnection(self._nursery, self.config)
+        connection = EngineConnection(self._nursery, start)
         try:
             ready = self._wait_until_loaded(connection)
         except BaseException:

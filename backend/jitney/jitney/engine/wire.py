@@ -25,6 +25,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     """The first message down: load this."""
 
     config: EngineConfig
+    with_tokenizer: bool
+    """Whether the front lacks the tokenizer's data."""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

@@ -88,6 +88,11 @@ def load_runner(
     return runner
 
 
+def import_models() -> None:
+    """Import what all models share, which transformers does only with the first of them."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+
 def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> LoadedModel:
     """Load and check the checkpoint of ``config``, and prove that it runs on a paged cache."""
     device = machine.resolve_device(config.device)
@@ -116,7 +121,8 @@ def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> Load
         weights.after_reading(module)
     module.to(device)  # type: ignore[arg-type]
     module.eval()
-    layers = _prove(module, weights_name(checkpoint))
+    with machine.threads_for(needed):
+        layers = _prove(module, weights_name(checkpoint))
     vocab_size = probe.embedding_weight(module).shape[0]
     return LoadedModel(
         module=module,
@@ -162,8 +168,9 @@ def _speed_up(
     config: EngineConfig, model: LoadedModel, accelerator: Accelerator, rows: int
 ) -> LoadedModel:
     """Let the accelerator rearrange the module, and check that it still gives the same."""
-    before = probe.probe_logits(model.module, model.layers)
-    faster = accelerator.speed_up(model, rows)
+    with machine.threads_for(model.weight_bytes):
+        before = probe.probe_logits(model.module, model.layers)
+        faster = accelerator.speed_up(model, rows)
     attention = select_attention(config, model.layers, model.dtype, model.device, accelerator)
     form = attention, config.block_size, faster.forward
     after = probe.probe_logits(model.module, model.layers, *form)

@@ -8,7 +8,8 @@ files (docs.kernel.org/admin-guide/cgroup-v2).
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from jitney.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_BYTES_PER_THREAD = 64 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -41,6 +43,21 @@ def enter_device(device: torch.device) -> None:
     of others to the thread's device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+@contextmanager
+def threads_for(num_bytes: int) -> Iterator[None]:
+    """Inside, torch uses no more of its threads than are of use for so many bytes of weights.
+
+    Threads wait for one another after each operation. Where others want the cores too, that takes
+    milliseconds a time, and a load makes a thousand operations of a dozen tokens.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, 1 + num_bytes // _BYTES_PER_THREAD))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def synchronize(device: torch.device) -> None:

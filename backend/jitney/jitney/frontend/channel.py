@@ -14,8 +14,9 @@ before it sends the final response, and before it closes it waits for an answer 
 """
 
 import logging
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,17 @@ class Channel:
                 self._send(response, True)
         except pb_utils.TritonModelException as error:
             _LOG.warning("a final response could not be sent: %s", error)
+
+
+def sweep(watched: "queue.SimpleQueue[tuple[int, Channel]]") -> Iterator[int]:
+    """Ask the server once about each request of ``watched``. Gives the keys of those whose client
+    has gone, and keeps the others that are open."""
+    for _ in range(watched.qsize()):
+        key, channel = watched.get()  # so that one that raises holds up the others once
+        if channel.is_cancelled():
+            yield key
+        elif not channel.closed:
+            watched.put((key, channel))
 
 
 def _size(array: np.ndarray) -> int:

@@ -1,59 +1,41 @@
 """The contract table as data: the tensors a client may send and receive, with their types.
 
-Read by three: the server's auto-complete step (:func:`complete_config`), the
-parser of requests and the writer of responses. Imports nothing heavy, because auto-completion runs
-in a process of its own that lives for a moment.
+Read by the server's auto-complete step (:func:`complete_config`) and the parser of requests.
+Imports nothing heavy, because auto-completion runs in a process of its own that lives for a moment.
 """
 
-from typing import Any, NamedTuple
-
-
-class TensorSpec(NamedTuple):
-    """One tensor of the model's signature. ``dims`` are per request: the model does not batch."""
-
-    name: str
-    data_type: str
-    """The server's name of it: ``TYPE_STRING``, ``TYPE_BOOL``, …"""
-    dims: int
-    """Elements of the only axis; -1: any number."""
-
+from typing import Any
 
 PROMPT_INPUTS = ("text_input", "input_ids", "messages")
 """Exactly one of them is given."""
 
-RETURN_FLAGS = (
-    "return_finish_reason",
-    "return_cumulative_logprob",
-    "return_logprobs",
-    "return_num_input_tokens",
-    "return_num_output_tokens",
-    "return_output_ids",
-    "return_timing",
-)
+OUTPUTS = {
+    "text_output": ("TYPE_STRING", -1),
+    "finish_reason": ("TYPE_STRING", -1),
+    "cumulative_logprob": ("TYPE_FP32", -1),
+    "logprobs": ("TYPE_STRING", -1),
+    "prompt_logprobs": ("TYPE_STRING", 1),
+    "num_input_tokens": ("TYPE_UINT32", 1),
+    "num_output_tokens": ("TYPE_UINT32", -1),
+    "output_ids": ("TYPE_INT32", -1),
+    "timing": ("TYPE_STRING", 1),
+}
+
+_ALWAYS = ("text_output", "prompt_logprobs")
+RETURN_FLAGS = tuple(f"return_{name}" for name in OUTPUTS if name not in _ALWAYS)
 """``return_X`` asks for the output X in every response (``timing``: in the last one)."""
 
-INPUTS = (
-    TensorSpec("text_input", "TYPE_STRING", 1),
-    TensorSpec("input_ids", "TYPE_INT32", -1),
-    TensorSpec("messages", "TYPE_STRING", 1),
-    TensorSpec("stream", "TYPE_BOOL", 1),
-    TensorSpec("sampling_parameters", "TYPE_STRING", 1),
-    TensorSpec("exclude_input_in_output", "TYPE_BOOL", 1),
-    *(TensorSpec(flag, "TYPE_BOOL", 1) for flag in RETURN_FLAGS),
-)
-"""All optional for the server; the parser checks which combinations make sense."""
-
-OUTPUTS = (
-    TensorSpec("text_output", "TYPE_STRING", -1),
-    TensorSpec("finish_reason", "TYPE_STRING", -1),
-    TensorSpec("cumulative_logprob", "TYPE_FP32", -1),
-    TensorSpec("logprobs", "TYPE_STRING", -1),
-    TensorSpec("prompt_logprobs", "TYPE_STRING", 1),
-    TensorSpec("num_input_tokens", "TYPE_UINT32", 1),
-    TensorSpec("num_output_tokens", "TYPE_UINT32", -1),
-    TensorSpec("output_ids", "TYPE_INT32", -1),
-    TensorSpec("timing", "TYPE_STRING", 1),
-)
+INPUTS = {
+    "text_input": ("TYPE_STRING", 1),
+    "input_ids": ("TYPE_INT32", -1),
+    "messages": ("TYPE_STRING", 1),
+    "stream": ("TYPE_BOOL", 1),
+    "sampling_parameters": ("TYPE_STRING", 1),
+    "exclude_input_in_output": ("TYPE_BOOL", 1),
+    **dict.fromkeys(RETURN_FLAGS, ("TYPE_BOOL", 1)),
+}
+"""Name -> the server's name of the type, and the elements of the only axis (-1: any number). All
+optional for the server; the parser checks which combinations make sense."""
 
 
 def complete_config(config: Any) -> Any:
@@ -63,13 +45,13 @@ def complete_config(config: Any) -> Any:
     both sides otherwise, and the load fails with that text.
     """
     declared = {tensor["name"] for tensor in config.as_dict()["input"]}
-    for spec in INPUTS:
-        tensor: dict[str, object] = {**spec._asdict(), "dims": [spec.dims]}
-        if spec.name not in declared:  # a config may insist on an input that we do not
+    for name, (data_type, dims) in INPUTS.items():
+        tensor: dict[str, object] = {"name": name, "data_type": data_type, "dims": [dims]}
+        if name not in declared:  # a config may insist on an input that we do not
             tensor["optional"] = True
         config.add_input(tensor)
-    for spec in OUTPUTS:
-        config.add_output({**spec._asdict(), "dims": [spec.dims]})
+    for name, (data_type, dims) in OUTPUTS.items():
+        config.add_output({"name": name, "data_type": data_type, "dims": [dims]})
     config.set_max_batch_size(0)
     config.set_model_transaction_policy({"decoupled": True})
     return config

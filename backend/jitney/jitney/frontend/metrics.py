@@ -1,7 +1,7 @@
 """Figures of one model instance at the server's own metrics endpoint.
 
 Owns the counts, what of them is sent, and the server's metric objects. The responder adds to the
-counts; one thread of the service calls :meth:`Metrics.flush` a few times a second. Every update of
+counts; one thread of the service notes the gauges and flushes a few times a second. Every update of
 a server metric is a round trip of about 0.1 ms through the queue that responses take too, so the
 counts are summed up here and only what changed is sent.
 
@@ -22,6 +22,7 @@ import triton_python_backend_utils as pb_utils
 
 from jitney.engine.engine import Health
 from jitney.engine.supervisor import CAUSES
+from jitney.errors import JitneyError
 from jitney.messages import ModelInfo, StepStats, Timing
 
 _LOG = logging.getLogger(__name__)
@@ -68,6 +69,12 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 REQUESTS = "jitney_requests_total"
 OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
 """How a request ended: finished for that reason (of its last sequence), refused at once, …"""
+_OUTCOMES = {
+    "INVALID_ARGUMENT": "refused",
+    "UNAVAILABLE": "unavailable",
+    "CANCELLED": "cancelled",
+    "DEADLINE_EXCEEDED": "deadline",
+}  # of an error's code; else "failed"
 RESTARTS = "jitney_engine_restarts_total"
 ORCA = "nv_trt_llm_kv_cache_block_metrics"
 """The one family from which the server makes ORCA load headers; its names are fixed."""
@@ -87,13 +94,11 @@ class Metrics:
         self._lock = threading.Lock()
         self._labels = dict(labels)
         self._block_size = info.block_size
-        self._live = self._encoding = self._reports = 0
-        self._up = True
         self.stats = StepStats(blocks_total=info.num_blocks)
         # Of a bucket, its own observations alone.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
-        self._families: list[Any] = []  # a family that is dropped takes its metrics with it
-        self._metrics: dict[_Key, tuple[Any, bool]] = {}  # the server's, and whether it counts
+        # The server's, its family (which takes it along when it is dropped), and whether it counts.
+        self._metrics: dict[_Key, tuple[Any, Any, bool]] = {}
         self._sent: dict[_Key, float] = {}
         try:
             self._register()
@@ -106,10 +111,10 @@ class Metrics:
         with self._lock:
             self._totals[name,] += amount
 
-    def outcome(self, name: str) -> None:
-        """Count one request that ended as ``name``, one of ``OUTCOMES``."""
+    def failed(self, error: JitneyError) -> None:
+        """Count a request that ended with ``error``."""
         with self._lock:
-            self._totals[REQUESTS, name] += 1
+            self._totals[REQUESTS, _OUTCOMES.get(error.code, "failed")] += 1
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         """Count ``value`` ``times`` times in one of ``HISTOGRAMS``."""
@@ -118,22 +123,34 @@ class Metrics:
             self._totals[f"{name}_bucket", edge] += times
             self._totals[f"{name}_sum",] += value * times
 
-    def engine(self, health: Health) -> None:
-        """Note how often the engine was started again, and whether it is up."""
+    def note(self, health: Health, requests: int, encoding: int, reports: int) -> None:
+        """What is so now: of the engine's processes, how many requests the engine has, how many are
+        being encoded, how many reports wait to be read."""
+        stats, total = self.stats, self.stats.blocks_total
+        unused = total - stats.blocks_used
+        values: dict[_Key, float] = {
+            ("jitney_waiting_requests",): stats.waiting + encoding,
+            ("jitney_running_requests",): max(0, requests - stats.waiting),
+            ("jitney_running_sequences",): stats.running,
+            ("jitney_waiting_reports",): reports,
+            ("jitney_kv_used_blocks",): stats.blocks_used,
+            ("jitney_kv_cached_blocks",): stats.blocks_cached,
+            ("jitney_kv_free_blocks",): unused - stats.blocks_cached,
+            ("jitney_engine_up",): int(health.up),
+            ("jitney_replayed_requests_total",): health.replayed_requests,
+            ("jitney_replayed_tokens_total",): health.replayed_tokens,
+            (ORCA, "used"): stats.blocks_used,
+            (ORCA, "free"): unused,
+            (ORCA, "max"): total,
+            (ORCA, "fraction"): stats.blocks_used / total,
+            (ORCA, "tokens_per"): self._block_size,
+        }
+        values |= {(RESTARTS, cause): count for cause, count in dict(health.restarts).items()}
         with self._lock:
-            self._up = health.up
-            for cause, count in dict(health.restarts).items():
-                self._totals[RESTARTS, cause] = count
-            self._totals["jitney_replayed_requests_total",] = health.replayed_requests
-            self._totals["jitney_replayed_tokens_total",] = health.replayed_tokens
-
-    def live(self, requests: int, encoding: int, reports: int) -> None:
-        """How many requests the engine has, how many are being encoded, how many reports wait."""
-        with self._lock:
-            self._live, self._encoding, self._reports = requests, encoding, reports
+            self._totals |= values
 
     def step(self, stats: StepStats) -> None:
-        """Add the counts of a step and keep its gauges."""
+        """Add the counts of a step and keep its gauges for :meth:`note`."""
         self.stats = stats
         self.count("jitney_generated_tokens_total", stats.generated_tokens)
         self.count("jitney_computed_prompt_tokens_total", stats.prefill_tokens)
@@ -147,7 +164,8 @@ class Metrics:
 
     def finished(self, timing: Timing, reason: str) -> None:
         """Count a request that ran to its end."""
-        self.outcome(reason)
+        with self._lock:
+            self._totals[REQUESTS, reason] += 1
         self.observe("jitney_request_seconds", timing.total_s)
         if timing.queue_s is not None:
             self.observe("jitney_queue_seconds", timing.queue_s)
@@ -156,12 +174,12 @@ class Metrics:
         """Send what changed. Called by one thread; blocks for about 0.1 ms a change. Raises the
         server's error; what could not be sent is sent by the next call."""
         with self._lock:
-            values = self._gauges() | dict(self._totals)
+            values = dict(self._totals)
         for name in HISTOGRAMS:
             buckets = [(f"{name}_bucket", edge) for edge in _EDGES[name]]
             values |= zip(buckets, accumulate(values.get(key, 0) for key in buckets), strict=True)
             values[f"{name}_count",] = values[buckets[-1]]
-        for key, (metric, counts) in self._metrics.items():
+        for key, (metric, _, counts) in self._metrics.items():
             value, sent = values.get(key, 0), self._sent.get(key, 0)
             if value != sent:
                 metric.increment(value - sent) if counts else metric.set(value)
@@ -174,26 +192,6 @@ class Metrics:
         except pb_utils.TritonModelException as error:
             _LOG.warning("the last metrics could not be sent: %s", error)
         self._metrics.clear()
-        self._families.clear()
-
-    def _gauges(self) -> dict[_Key, float]:
-        stats, total = self.stats, self.stats.blocks_total
-        unused = total - stats.blocks_used
-        return {
-            ("jitney_waiting_requests",): stats.waiting + self._encoding,
-            ("jitney_running_requests",): max(0, self._live - stats.waiting),
-            ("jitney_running_sequences",): stats.running,
-            ("jitney_waiting_reports",): self._reports,
-            ("jitney_kv_used_blocks",): stats.blocks_used,
-            ("jitney_kv_cached_blocks",): stats.blocks_cached,
-            ("jitney_kv_free_blocks",): unused - stats.blocks_cached,
-            ("jitney_engine_up",): int(self._up),
-            (ORCA, "used"): stats.blocks_used,
-            (ORCA, "free"): unused,
-            (ORCA, "max"): total,
-            (ORCA, "fraction"): stats.blocks_used / total,
-            (ORCA, "tokens_per"): self._block_size,
-        }
 
     def _register(self) -> None:
         """Make the server's objects of every metric."""
@@ -217,9 +215,8 @@ class Metrics:
         """A family of one metric, or of one for each of the ``values`` of ``label``."""
         kind = pb_utils.MetricFamily.COUNTER if counts else pb_utils.MetricFamily.GAUGE
         family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
-        self._families.append(family)
         if not label:
-            self._metrics[name,] = family.Metric(labels=self._labels), counts
+            self._metrics[name,] = family.Metric(labels=self._labels), family, counts
         for value in values:
             metric = family.Metric(labels={**self._labels, label: value})
-            self._metrics[name, value] = metric, counts
+            self._metrics[name, value] = metric, family, counts

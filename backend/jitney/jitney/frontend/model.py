@@ -18,7 +18,8 @@ from jitney.config import EngineConfig, load_config
 from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
 from jitney.frontend.contract import complete_config
-from jitney.frontend.termination import on_sigterm
+from jitney.frontend.worker import on_sigterm
+from jitney.server_log import log_to_server
 
 if TYPE_CHECKING:
     from jitney.frontend.service import Service
@@ -40,7 +41,7 @@ class TritonPythonModel:
         Raises TritonModelException with the reason if it cannot be served; the server then reports
         the model as unavailable and goes on with the others.
         """
-        _log_to_server()
+        log_to_server(pb_utils.Logger)
         quiet_imports()
         version_folder = Path(args["model_repository"]) / args["model_version"]
         try:
@@ -113,25 +114,3 @@ def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
     except BaseException:
         engine.kill()
         raise
-
-
-class _ServerLog(logging.Handler):
-    """Python's log records into the server's log. Each is a round trip: nothing logs per token."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        log, text = pb_utils.Logger, self.format(record)
-        if record.levelno >= logging.ERROR:
-            log.log_error(text)
-        elif record.levelno >= logging.WARNING:
-            log.log_warn(text)
-        elif record.levelno >= logging.INFO:
-            log.log_info(text)
-        else:
-            log.log_verbose(text)
-
-
-def _log_to_server() -> None:
-    log = logging.getLogger("jitney")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    log.handlers[:] = [_ServerLog()]

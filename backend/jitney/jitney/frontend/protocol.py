@@ -20,6 +20,8 @@ from jitney.sampling_params import SamplingParams, decode_sampling_json, parse_s
 from jitney.text.completion import SequenceDelta
 from jitney.text.logprobs import LogprobsEncoder, join
 
+MAX_REQUEST_ID = 64
+"""Characters that are kept of a client's request id."""
 MAX_CANDIDATES = 8192
 """Logprobs that are encoded at once, or tokens without: some 10 ms."""
 
@@ -28,7 +30,6 @@ _NUMPY_KINDS = {
     "TYPE_BOOL": ("b", "BOOL"),
     "TYPE_INT32": ("i", "INT32"),
 }
-_SPECS = {spec.name: spec for spec in INPUTS}
 _RESERVED = frozenset(
     {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
 )
@@ -58,6 +59,8 @@ class ClientRequest:
     """Put the prompt before the output's text."""
     returns: frozenset[str]
     """Names of the optional outputs that were asked for."""
+    request_id: str
+    """The client's; the log shows it, and nothing else."""
 
 
 def parse_request(request: Any) -> ClientRequest:
@@ -96,21 +99,20 @@ def parse_request(request: Any) -> ClientRequest:
         stream=stream,
         echo=echo,
         returns=returns,
+        request_id=request.request_id()[:MAX_REQUEST_ID],
     )
 
 
 def _check_array(name: str, array: np.ndarray) -> None:
-    spec = _SPECS.get(name)
-    if spec is None:
-        raise InvalidArgumentError(f"input {name!r} is not one of {', '.join(_SPECS)}")
-    kind, shown = _NUMPY_KINDS[spec.data_type]
+    if name not in INPUTS:
+        raise InvalidArgumentError(f"input {name!r} is not one of {', '.join(INPUTS)}")
+    data_type, dims = INPUTS[name]
+    kind, shown = _NUMPY_KINDS[data_type]
     if array.dtype.kind != kind or (kind == "i" and array.dtype.itemsize != 4):
         raise InvalidArgumentError(f"input {name} has type {array.dtype}, but must be {shown}")
-    if array.ndim != 1 or (spec.dims >= 0 and array.shape[0] != spec.dims):
-        shape = [spec.dims]
-        raise InvalidArgumentError(
-            f"input {name} has shape {list(array.shape)}, but must be {shape}"
-        )
+    if array.ndim != 1 or (dims >= 0 and array.shape[0] != dims):
+        shape = list(array.shape)
+        raise InvalidArgumentError(f"input {name} has shape {shape}, but must be {[dims]}")
 
 
 def _flag(arrays: dict[str, np.ndarray], name: str, default: bool) -> bool:
@@ -125,20 +127,18 @@ def _parse_params(arrays: dict[str, np.ndarray], request: Any) -> SamplingParams
     """The tensor if there is one, else the request's parameters (JSON too)."""
     if "sampling_parameters" in arrays:
         return parse_sampling_params(decode_sampling_json(_bytes(arrays["sampling_parameters"][0])))
-    text = request.parameters()
-    if not text:
-        return SamplingParams()
+    given = decode_sampling_json(request.parameters() or "{}").items()
     return parse_sampling_params(
         {
             name: value
-            for name, value in decode_sampling_json(text).items()
+            for name, value in given
             if name not in _RESERVED and not name.startswith("triton_")
         }
     )
 
 
 class ResponseWriter:
-    """Writes one request's responses as named arrays; keeps the finish reasons sent so far.
+    """Writes one request's responses as named arrays.
 
     Shapes, with n sequences: text_output, finish_reason, cumulative_logprob, logprobs and
     num_output_tokens [n]; prompt_logprobs, num_input_tokens and timing [1]; output_ids [number of
@@ -146,26 +146,18 @@ class ResponseWriter:
     """
 
     def __init__(
-        self,
-        request: ClientRequest,
-        *,
-        echo_text: str,
-        num_input_tokens: int,
-        logprobs: LogprobsEncoder,
+        self, request: ClientRequest, echo_text: str, prompt_tokens: int, encoder: LogprobsEncoder
     ) -> None:
-        """``echo_text`` goes before each sequence's first text; ``logprobs`` encodes the prompt's,
-        as the request's completion does its own."""
+        """``echo_text`` goes before each sequence's first text; ``encoder`` encodes the prompt's
+        logprobs, as the request's completion does its own."""
         params = request.params
         self._returns = request.returns
         self._before = [echo_text] * params.n
-        self._num_input_tokens = num_input_tokens
-        self._encode = logprobs.encode
+        self._prompt_tokens = prompt_tokens
+        self._encode = encoder.encode
         self._no_logprobs = b"null" if params.logprobs is None else b"[]"
-        self._cumulative = [0.0] * params.n
         self._prompt_logprobs: list[bytes] = []
         self._prompt_is_sent = False
-        self.finish_reasons: list[str | None] = [None] * params.n
-        """Per sequence, as far as they were sent."""
         self.most = max(1, MAX_CANDIDATES // (1 + (params.logprobs or 0)))
         """Tokens of one response of a stream."""
         self._most_prompt = max(1, MAX_CANDIDATES // (1 + (params.prompt_logprobs or 0)))
@@ -180,23 +172,18 @@ class ResponseWriter:
 
     def write(self, deltas: Sequence[SequenceDelta], timing: Timing | None) -> list[NamedArray]:
         """The arrays of one response. ``timing`` is None but for the last one."""
-        texts, self._before = self._before, [""] * len(deltas)
-        ids: list[int] = []
-        for i, delta in enumerate(deltas):
-            texts[i] += delta.text
-            ids += delta.ids
-            if delta.cumulative_logprob is not None:
-                self._cumulative[i] = delta.cumulative_logprob
-            if delta.finish_reason is not None:
-                self.finish_reasons[i] = delta.finish_reason
-        logprobs = [delta.encoded_logprobs for delta in deltas]
+        before, self._before = self._before, [""] * len(deltas)
+        texts = [text + delta.text for text, delta in zip(before, deltas, strict=True)]
         made: dict[str, np.ndarray] = {
-            "finish_reason": _strings(str(reason) for reason in self.finish_reasons),
-            "cumulative_logprob": np.array(self._cumulative, np.float32),
-            "logprobs": _strings(join(each) if each else self._no_logprobs for each in logprobs),
-            "num_input_tokens": np.array([self._num_input_tokens], np.uint32),
+            "finish_reason": _strings(str(delta.finish_reason) for delta in deltas),
+            "cumulative_logprob": np.array([d.cumulative_logprob or 0 for d in deltas], np.float32),
+            "logprobs": _strings(
+                join(delta.encoded_logprobs) if delta.encoded_logprobs else self._no_logprobs
+                for delta in deltas
+            ),
+            "num_input_tokens": np.array([self._prompt_tokens], np.uint32),
             "num_output_tokens": np.array([len(delta.ids) for delta in deltas], np.uint32),
-            "output_ids": np.array(ids, np.int32),
+            "output_ids": np.array([each for delta in deltas for each in delta.ids], np.int32),
         }
         if timing is not None:
             made["timing"] = _strings([msgspec.json.encode(timing)])

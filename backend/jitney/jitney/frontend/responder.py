@@ -1,7 +1,7 @@
 """From the engine's reports to responses: in order per request, without delaying the engine.
 
 One thread owns the replies, feeds the engine's events to their completions and sends. Other
-threads put calls into its inbox. A send is a round trip to the server; while one is under way,
+threads post calls to its inbox. A send is a round trip to the server; while one is under way,
 events queue up behind it, and a request's new tokens leave together in its next response. Requests
 with something to send take turns, so that one fast stream delays the others by one send at most.
 
@@ -79,9 +79,8 @@ class Reply:
     queued_at: float = 0.0
     """When it joined the queue of those that have something to send; monotonic seconds."""
     last_token_at: dict[int, float] = field(default_factory=dict)
-    cancel_reason: str = _CLIENT_GONE
-    cancelling: bool = False
-    """The engine was told to cancel; nothing but the final response is sent any more."""
+    cancel_reason: str = ""
+    """Set once the engine was told to cancel: nothing but the final response is sent any more."""
     begun: bool = False
     """Whether a response has been sent."""
 
@@ -122,22 +121,14 @@ class Responder:
 
     # ------------------------------------------------------------------ from other threads
 
-    def add(self, arrival: Arrival) -> None:
-        """Take over a request: from now on it ends here and nowhere else."""
-        self._inbox.put(partial(self._encoding.__setitem__, arrival.key, arrival))
+    def post(self, work: Callable[..., None], *args: object) -> None:
+        """Have a method of the thread's called in it."""
+        self._inbox.put(partial(work, *args))
 
-    def begin(self, reply: Reply, submit: Submit) -> None:
-        """The prompt of a request is encoded. ``submit`` goes to the engine unless the request has
-        ended meanwhile."""
-        self._inbox.put(partial(self._begin, reply, submit))
-
-    def cancel(self, cancel: Cancel) -> None:
-        """A client has gone. A key that has ended is ignored."""
-        self._inbox.put(partial(self._cancel, cancel))
-
-    def expire(self) -> None:
-        """End the requests whose deadline has passed while their prompt is encoded."""
-        self._inbox.put(self._expire)
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Requests that the engine has, those whose prompt is encoded, and reports to be read."""
+        return len(self._replies), len(self._encoding), self._backlog
 
     def put(self, report: StepReport) -> None:
         """What the engine reports; this is the engine's outbox. Waits while the backlog is full,
@@ -148,14 +139,49 @@ class Responder:
             self._backlog += 1
         self._inbox.put(partial(self._read, report, at))
 
+    # ------------------------------------------------------------------ posted
+
+    def add(self, arrival: Arrival) -> None:
+        """Take over a request: from now on it ends here and nowhere else."""
+        self._encoding[arrival.key] = arrival
+
+    def begin(self, reply: Reply, submit: Submit) -> None:
+        """The prompt of a request is encoded. ``submit`` goes to the engine unless the request has
+        ended meanwhile."""
+        if self._encoding.pop(reply.key, None) is not None:
+            self._replies[reply.key] = reply
+            self._guard(reply, lambda _: self._send_message(submit))
+
+    def cancel(self, key: int) -> None:
+        """A client has gone. A key that has ended is ignored."""
+        if key in self._encoding:
+            self._end(self._encoding[key], CancelledError(_CLIENT_GONE))
+        else:
+            self._send_message(Cancel(key))
+
+    def expire(self) -> None:
+        """End the requests whose deadline has passed while their prompt is encoded."""
+        now = time.monotonic()
+        for arrival in list(self._encoding.values()):
+            if arrival.deadline is not None and arrival.deadline <= now:
+                error = DeadlineExceededError(
+                    f"the deadline, {arrival.deadline - arrival.at:.3f} s after arrival, passed "
+                    f"before the first token: the prompt was not encoded yet"
+                )
+                self._end(arrival, error)
+
     def abort(self, error: JitneyError, key: int | None = None) -> None:
         """End request ``key``, or every request added so far, with ``error``; the engine is told
-        to cancel them. A key that has ended is ignored."""
-        self._inbox.put(partial(self._abort, error, key))
+        to cancel them. A key that has ended, though its end is not sent yet, is ignored."""
+        for arrival in self._open():
+            reply = self._replies.get(arrival.key)
+            ended = reply is not None and reply.completion.terminal is not None
+            if not ended and (key is None or arrival.key == key):
+                self._give_up(arrival, error)
 
     def stop(self) -> None:
         """End the thread after what is in the inbox now."""
-        self._inbox.put(self._stop)
+        self._stopping = True
 
     # ------------------------------------------------------------------ the thread
 
@@ -174,14 +200,12 @@ class Responder:
                     break
                 call = self._inbox.get_nowait()
         until = time.monotonic() + reading
-        self._metrics.live(len(self._replies), len(self._encoding), self._backlog)
         while self._patience() == 0:
             self._send_next()
             if time.monotonic() >= until:
                 break
         if self._stopping:
             self._end_all()
-        self._metrics.live(len(self._replies), len(self._encoding), self._backlog)
         return None if self._stopping else 0
 
     def _patience(self) -> float | None:
@@ -207,9 +231,6 @@ class Responder:
             took = time.monotonic() - began
             self._pause_until = began + took + min(took / self._send_share - took, MAX_PAUSE_S)
 
-    def _stop(self) -> None:
-        self._stopping = True
-
     def _end_all(self) -> None:
         """Send what has ended, for a bounded time; all others end with an error."""
         until = time.monotonic() + LAST_SENDS_S
@@ -217,27 +238,6 @@ class Responder:
             self._send_next()
         for arrival in self._open():
             self._end(arrival, UnavailableError("the model is being unloaded"))
-
-    def _begin(self, reply: Reply, submit: Submit) -> None:
-        if self._encoding.pop(reply.key, None) is not None:
-            self._replies[reply.key] = reply
-            self._guard(reply, lambda _: self._send_message(submit))
-
-    def _cancel(self, cancel: Cancel) -> None:
-        if cancel.key in self._encoding:
-            self._end(self._encoding[cancel.key], CancelledError(_CLIENT_GONE))
-        else:
-            self._send_message(cancel)
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for arrival in list(self._encoding.values()):
-            if arrival.deadline is not None and arrival.deadline <= now:
-                error = DeadlineExceededError(
-                    f"the deadline, {arrival.deadline - arrival.at:.3f} s after arrival, passed "
-                    f"before the first token: the prompt was not encoded yet"
-                )
-                self._end(arrival, error)
 
     def _read(self, report: StepReport, at: float) -> None:
         """A step's report that was made at ``at`` (monotonic seconds)."""
@@ -281,8 +281,7 @@ class Responder:
     def _bound(self, reply: Reply) -> None:
         """Cancel a stream whose tokens cannot be sent as fast as they are made."""
         waiting = reply.completion.pending_tokens
-        if waiting > self._max_pending_tokens and not reply.cancelling:
-            reply.cancelling = True
+        if waiting > self._max_pending_tokens and not reply.cancel_reason:
             reply.cancel_reason = (
                 f"{waiting:,} tokens wait to be sent, but at most {self._max_pending_tokens:,} may "
                 f"(max_pending_tokens)"
@@ -299,7 +298,7 @@ class Responder:
         completion = reply.completion
         if completion.terminal is not None:
             return True
-        if not reply.streamed or reply.cancelling:
+        if not reply.streamed or reply.cancel_reason:
             return False
         return completion.has_pending and not completion.all_ended
 
@@ -309,8 +308,8 @@ class Responder:
         if isinstance(terminal, Failed):
             self._end(reply.arrival, from_code(terminal.code, terminal.message))
             return
-        if isinstance(terminal, Cancelled) or reply.cancelling:
-            self._end(reply.arrival, CancelledError(reply.cancel_reason))
+        if isinstance(terminal, Cancelled) or reply.cancel_reason:
+            self._end(reply.arrival, CancelledError(reply.cancel_reason or _CLIENT_GONE))
             return
         if not reply.writer.add_prompt(completion.prompt_logprobs or []):
             self._line_up(reply)  # the others have a turn
@@ -325,8 +324,7 @@ class Responder:
             self._line_up(reply)
         elif timing is not None:
             self._forget(reply.key)
-            reasons = [reason for reason in reply.writer.finish_reasons if reason is not None]
-            self._metrics.finished(timing, reasons[-1])
+            self._metrics.finished(timing, str(deltas[-1].finish_reason))
 
     def _open(self) -> list[Arrival]:
         """Every request that has not ended."""
@@ -338,7 +336,7 @@ class Responder:
 
     def _end(self, arrival: Arrival, error: JitneyError) -> None:
         self._forget(arrival.key)
-        self._metrics.outcome(outcome_of(error))
+        self._metrics.failed(error)
         arrival.channel.fail(error)
 
     def _guard(self, reply: Reply, work: Callable[[Reply], None]) -> None:
@@ -360,23 +358,3 @@ class Responder:
         if arrival.key in self._replies or arrival.key in self._encoding:
             self._end(arrival, error)
             self._send_message(Cancel(arrival.key))
-
-    def _abort(self, error: JitneyError, key: int | None = None) -> None:
-        for arrival in self._open():
-            reply = self._replies.get(arrival.key)
-            ended = reply is not None and reply.completion.terminal is not None  # but not sent yet
-            if not ended and (key is None or arrival.key == key):
-                self._give_up(arrival, error)
-
-
-def outcome_of(error: JitneyError) -> str:
-    """Under which name of ``metrics.OUTCOMES`` a request that ended so is counted."""
-    return _OUTCOMES.get(error.code, "failed")
-
-
-_OUTCOMES = {
-    "INVALID_ARGUMENT": "refused",
-    "UNAVAILABLE": "unavailable",
-    "CANCELLED": "cancelled",
-    "DEADLINE_EXCEEDED": "deadline",
-}

@@ -1,6 +1,6 @@
 """One model instance: its engine, and the threads around it.
 
-Owns the life of the engine, the responder, the sweeper and the flushing of metrics, each in a
+Owns the life of the engine, the responder, the sweeps and the flushing of metrics, each in a
 :class:`~jitney.frontend.worker.Worker`. ``model.py`` calls :meth:`Service.accept` for
 each request, from one thread, and :meth:`Service.close` once.
 
@@ -10,6 +10,7 @@ each request, from one thread, and :meth:`Service.close` once.
 
 import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,11 +23,10 @@ import msgspec
 from jitney.engine.engine import Engine
 from jitney.engine.supervisor import EngineProcess
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
-from jitney.frontend.channel import Channel
+from jitney.frontend.channel import Channel, sweep
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
-from jitney.frontend.responder import Arrival, Reply, Responder, outcome_of
-from jitney.frontend.sweeper import Sweeper
+from jitney.frontend.responder import Arrival, Reply, Responder
 from jitney.frontend.worker import Worker
 from jitney.messages import Submit
 from jitney.sampling_params import check_sampling_params
@@ -40,6 +40,9 @@ _LOG = logging.getLogger(__name__)
 SHORT_PROMPT = 16_384
 """Bytes, or ids, of a prompt that takes milliseconds to encode. Longer ones have a thread of their
 own, so that they delay one another alone."""
+_LARGEST_SHARE = 0.25
+"""Questions and responses share one queue to the server: with very many requests there are fewer
+sweeps, so that the questions take at most this share of the time."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
 
@@ -48,10 +51,7 @@ class Service:
     """Accepts requests until closed or until its engine dies."""
 
     def __init__(
-        self,
-        engine: Engine | EngineProcess,
-        tokenizer: Tokenizer,
-        labels: Mapping[str, str],
+        self, engine: Engine | EngineProcess, tokenizer: Tokenizer, labels: Mapping[str, str]
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -70,7 +70,8 @@ class Service:
         self._responder = Responder(
             engine.send, self._metrics, config.max_pending_tokens, send_share
         )
-        self._sweeper = Sweeper(self._responder.cancel, config.cancel_sweep_s)
+        self._abort = partial(self._responder.post, self._responder.abort)
+        self._watched: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
         turns: dict[str, Callable[[], float | None]] = {
             "engine": self._run_engine,
             "responder": self._responder.turn,
@@ -98,6 +99,10 @@ class Service:
             _LOG.exception("a request could not be taken in")
             self._refuse(channel, InternalError("the request could not be taken in"))
 
+    def _refuse(self, channel: Channel, error: JitneyError) -> None:
+        self._metrics.failed(error)
+        channel.fail(error)
+
     def _admit(self, request: ClientRequest, channel: Channel, now: float) -> None:
         """Refuse what can be refused without encoding the prompt; else have it encoded."""
         info, params, size = self._info, request.params, len(request.prompt)
@@ -115,29 +120,25 @@ class Service:
             raise UnavailableError.of_queue(waiting, self._config.max_queued)
         deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
         arrival = Arrival(next(self._keys), channel, now, deadline)
-        self._responder.add(arrival)
-        self._sweeper.watch(arrival.key, channel)
+        self._responder.post(self._responder.add, arrival)
+        self._watched.put((arrival.key, channel))
         with self._counting:
             self._encoding += 1
         lane = self._long if size > SHORT_PROMPT else self._short
         lane.submit(self._encode, request, arrival)
-
-    def _refuse(self, channel: Channel, error: JitneyError) -> None:
-        self._metrics.outcome(outcome_of(error))
-        channel.fail(error)
 
     # ------------------------------------------------------------------ threads that encode
 
     def _encode(self, request: ClientRequest, arrival: Arrival) -> None:
         try:
             if not arrival.channel.closed:  # else it was cancelled, or its deadline has passed
-                self._responder.begin(*self._make_reply(request, arrival))
+                self._responder.post(self._responder.begin, *self._make_reply(request, arrival))
         except JitneyError as error:
-            self._responder.abort(error, arrival.key)
+            self._abort(error, arrival.key)
         except Exception:
             _LOG.exception("a prompt could not be encoded")
             self.count_error()
-            self._responder.abort(InternalError("the request could not be taken in"), arrival.key)
+            self._abort(InternalError("the request could not be taken in"), arrival.key)
         finally:
             with self._counting:
                 self._encoding -= 1
@@ -162,15 +163,10 @@ class Service:
             config=self._config,
             now=arrival.at,
             stream=request.stream,
+            request_id=request.request_id,
         )
-        if request.echo and text is None:
-            text = self._tokenizer.decode(ids)
-        writer = ResponseWriter(
-            request,
-            echo_text=text if request.echo and text else "",
-            num_input_tokens=len(ids),
-            logprobs=self._logprobs,
-        )
+        echo = (self._tokenizer.decode(ids) if text is None else text) if request.echo else ""
+        writer = ResponseWriter(request, echo, len(ids), self._logprobs)
         self._metrics.count("jitney_prompt_tokens_total", len(ids))
         asked = "logprobs" in request.returns and request.params.logprobs is not None
         encoder = self._logprobs if asked else None
@@ -187,7 +183,7 @@ class Service:
     def drain(self, grace_s: float) -> None:
         """Refuse new requests from now on, and end what still runs in ``grace_s`` seconds."""
         self._closed = "the server is shutting down"
-        timer = threading.Timer(grace_s, self._responder.abort, (UnavailableError(self._closed),))
+        timer = threading.Timer(grace_s, self._abort, (UnavailableError(self._closed),))
         timer.daemon = True
         timer.start()
 
@@ -196,7 +192,8 @@ class Service:
         self._closed = "the model is being unloaded"
         for lane in (self._short, self._long):
             lane.shutdown(wait=False, cancel_futures=True)
-        ends = {"engine": self._engine.stop, "responder": self._responder.stop}
+        stop = partial(self._responder.post, self._responder.stop)
+        ends: dict[str, Callable[[], None]] = {"engine": self._engine.stop, "responder": stop}
         for name, worker in self._workers.items():
             ends.get(name, worker.stop)()
             worker.join(_JOIN_S)  # in this order: the engine's last report is still answered
@@ -210,14 +207,21 @@ class Service:
         except BaseException:
             _LOG.exception("the engine has died")
             self._closed = "the engine has stopped; the model must be loaded again"
-            self._responder.abort(InternalError("the engine has stopped"))
+            self._abort(InternalError("the engine has stopped"))
 
     def _sweep(self) -> float:
+        """Find the requests whose clients have gone, queued ones included, and those whose deadline
+        passes while their prompt is encoded. In a thread of its own, because each question is a
+        round trip to the server."""
         if self._encoding:
-            self._responder.expire()
-        return self._sweeper.turn()
+            self._responder.post(self._responder.expire)
+        began = time.monotonic()
+        for key in sweep(self._watched):
+            self._responder.post(self._responder.cancel, key)
+        took = time.monotonic() - began
+        return max(self._config.cancel_sweep_s - took, took * (1 / _LARGEST_SHARE - 1))
 
     def _flush_metrics(self) -> float:
-        self._metrics.engine(self._engine.health)
+        self._metrics.note(self._engine.health, *self._responder.counts)
         self._metrics.flush()
         return self._config.metrics_flush_s

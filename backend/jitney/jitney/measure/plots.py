@@ -1,39 +1,16 @@
 """The plots of one result, or of two in the same axes. A point is hollow where the load was not
 steady."""
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jitney.errors import InstallationError
 from jitney.measure.record import PERCENTS, Measurement, Point, Result
 from jitney.measure.slo import Bound
 from jitney.report.page import Plot
+from jitney.report.plots import COLOURS, STYLE, Axes, colormaps, rc_context, saved, subplots
 
-try:
-    from matplotlib import colormaps, rc_context
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-except ImportError:
-    raise InstallationError(
-        "the report's plots need matplotlib, which is not installed: "
-        "pip install 'triton-jitney[bench]'"
-    ) from None
-
-_COLOURS = ("#0072B2", "#D55E00")
-"""Of Okabe and Ito's colours, which colour-blind people can tell apart."""
-_STYLE: Any = {
-    "svg.hashsalt": "jitney",  # the same plot is the same file
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-    "lines.markersize": 5,
-}
 _LINES = {"concurrency": ("closed loop", "-"), "rate": ("by rate", "--")}
 _NAMES = {"latency": "request latency", "ttft": "time to first token", "itl": "inter-token latency"}
 
@@ -44,7 +21,7 @@ def plots(results: Sequence[Result], bounds: Sequence[Bound] = ()) -> list[Plot]
     if not found:
         return []
     times = [time for time in shown_times(results[0]) if any(m.time(time) for m in found)]
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         made = [_throughput(results, times, bounds)]
         return made + [_distribution(results, time, bounds) for time in times]
 
@@ -66,13 +43,13 @@ def bound_on(time: str, bounds: Sequence[Bound]) -> Bound:
 
 def _throughput(results: Sequence[Result], times: Sequence[str], bounds: Sequence[Bound]) -> Plot:
     """Each time, as it is bounded, against the throughput: the plot to choose a load by."""
-    figure, axes = _subplots(len(times))
+    figure, axes = subplots(len(times))
     for time, axis in zip(times, axes, strict=True):
         bound = bound_on(time, bounds)
         for i, result in enumerate(results):
             for kind, (name, style) in _LINES.items():
                 label = name if len(results) == 1 else f"{'AB'[i]}, {name}"
-                _curve(axis, result, bound, kind, color=_COLOURS[i], linestyle=style, label=label)
+                _curve(axis, result, bound, kind, color=COLOURS[i], linestyle=style, label=label)
         if bound.seconds < float("inf"):
             axis.axhline(bound.seconds, color="#555", linestyle=":")
         axis.set(xlabel=results[0].unit, ylabel="s", title=f"{_NAMES[time]}, {bound.name}")
@@ -82,7 +59,7 @@ def _throughput(results: Sequence[Result], times: Sequence[str], bounds: Sequenc
         "Latency against throughput. Numbers are the loads, dotted lines the bounds. Hollow points "
         "are not steady; the best load is ringed."
     )
-    return _saved(figure, "throughput", caption)
+    return saved(figure, "throughput", caption)
 
 
 def _curve(axis: Axes, result: Result, bound: Bound, kind: str, **line: Any) -> None:
@@ -101,7 +78,7 @@ def _curve(axis: Axes, result: Result, bound: Bound, kind: str, **line: Any) -> 
 
 def _distribution(results: Sequence[Result], time: str, bounds: Sequence[Bound]) -> Plot:
     """Cumulative distribution of one time, a line for each load, axes for each result."""
-    figure, axes = _subplots(len(results), width=4.7)
+    figure, axes = subplots(len(results), width=4.7)
     for name, result, axis in zip("AB", results, axes, strict=False):
         pairs = [(p, found) for p, m in measured(result) if (found := m.time(time))]
         for i, (point, found) in enumerate(pairs):
@@ -120,16 +97,4 @@ def _distribution(results: Sequence[Result], time: str, bounds: Sequence[Bound])
         f"Distribution of the {_NAMES[time]}, a line for each load; dotted: not steady. A line "
         "meets a bound if it passes above its diamond."
     )
-    return _saved(figure, time, caption)
-
-
-def _subplots(count: int, width: float = 3.4) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure((width * max(count, 1.4), 3.2), layout="constrained")
-    return figure, figure.subplots(1, count, squeeze=False)[0]
-
-
-def _saved(figure: Figure, name: str, caption: str) -> Plot:
-    svg, png = io.BytesIO(), io.BytesIO()
-    figure.savefig(svg, format="svg", metadata={"Date": None})
-    figure.savefig(png, format="png", dpi=150)
-    return Plot(name, caption, svg.getvalue(), png.getvalue(), len(figure.axes))
+    return saved(figure, time, caption)

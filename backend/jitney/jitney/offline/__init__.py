@@ -1,1 +1,1 @@
-"""The engine without a server."""
+"""The engine without a server, and jobs over files."""

@@ -10,18 +10,18 @@ steps there: it may die, and what is open goes on in another one.
 """
 
 import itertools
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
 
 from jitney.config import EngineConfig, make_config
 from jitney.engine.engine import Engine
@@ -32,8 +32,18 @@ from jitney.errors import (
     UnavailableError,
     from_code,
 )
-from jitney.messages import Cancel, Failed, Finished, Logprob, ModelInfo, Submit, Timing
+from jitney.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    Logprob,
+    ModelInfo,
+    StepReport,
+    Submit,
+    Timing,
+)
 from jitney.offline.process_engine import ProcessEngine
+from jitney.offline.progress import Progress
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
 from jitney.text.completion import Completion, SequenceDelta
@@ -99,7 +109,6 @@ class LLM:
         self._give_back.atexit = process
         self._keys = itertools.count()
         self._open: dict[int, Completion] = {}
-        self._closed = False
 
     # ------------------------------------------------------------------ what callers use
 
@@ -122,7 +131,7 @@ class LLM:
         stop the others: its result carries the error.
         """
         ids = [self._encode(prompt) for prompt in _listed(prompts)]
-        return self._complete(self._submits(ids, params), progress)
+        return self._complete(self.requests(ids, params), progress)
 
     def chat(
         self,
@@ -142,7 +151,7 @@ class LLM:
             )
             for each in chats
         ]
-        return self._complete(self._submits(ids, params), progress)
+        return self._complete(self.requests(ids, params), progress)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -152,15 +161,13 @@ class LLM:
         With ``n`` > 1 the pieces of the sequences come mixed, each with its ``index``. The prompt
         is checked at once, not at the first piece. Closing the iterator cancels the request.
         """
-        (submit,) = self._submits([self._encode(prompt)], params)
+        (submit,) = self.requests([self._encode(prompt)], params)
         return self._pieces(submit)
 
     def close(self) -> None:
         """Give the model's memory back. What is open ends; the object is of no use afterwards."""
-        if not self._closed:
-            self._closed = True
-            self._open.clear()
-            self._give_back()
+        self._open.clear()
+        self._give_back()  # once
 
     def __enter__(self) -> "LLM":
         return self
@@ -177,8 +184,8 @@ class LLM:
             raise InvalidArgumentError.of("prompts", prompt, "texts or lists of token ids")
         return prompt.copy()
 
-    def _submits(self, prompts: list[list[int]], params: Params) -> list[Submit]:
-        """Check everything before anything runs."""
+    def requests(self, prompts: list[list[int]], params: Params) -> list[Submit]:
+        """Requests of token ids for :meth:`start`. Raises InvalidArgumentError."""
         self._check_open()
         if params is None or isinstance(params, SamplingParams):
             params = [_parsed(params or SamplingParams())] * len(prompts)
@@ -201,7 +208,7 @@ class LLM:
             for ids, each in zip(prompts, params, strict=True)
         ]
 
-    def _start(self, submit: Submit) -> Completion:
+    def start(self, submit: Submit) -> Completion:
         """Hand a request to the engine. Its times count from now, not from its check."""
         now = time.monotonic()
         late = now - submit.arrival
@@ -217,38 +224,32 @@ class LLM:
     # ------------------------------------------------------------------ out
 
     def _complete(self, submits: list[Submit], progress: bool) -> list[Completed]:
-        """Run requests to their ends. So many are with the engine at once as fill its batch with
-        some to spare, never more than its queue takes."""
-        at_once = max(1, min(2 * self.config.max_num_seqs, self.config.max_queued))
-        waiting = deque(submits)
-        running: dict[int, Submit] = {}
+        """Run requests to their ends."""
+        batch, waiting, began = InEngine(self), deque(submits), time.monotonic()
+        display = Progress(rows="prompts", shown=progress)
         done: dict[int, Completed] = {}
-        completions: dict[int, Completion] = {}
+        figures = {"taken": len(submits), "position": 1.0, "bad": 0}
         try:
-            meter = _Meter(len(submits), shown=progress)
-            with meter.display:
-                while waiting or running:
-                    while waiting and len(running) < at_once:
-                        submit = waiting.popleft()
-                        running[submit.key] = submit
-                        completions[submit.key] = self._start(submit)
-                    if self._open:
-                        self._step()
-                    ended = [key for key in running if completions[key].terminal is not None]
-                    for key in ended:
-                        done[key] = _completed(running.pop(key), completions.pop(key))
-                        meter.add(done[key])
+            while waiting or len(batch):
+                while waiting and len(batch) < batch.capacity:
+                    batch.start(waiting[0].key, waiting.popleft())
+                for key, completed in batch.ended():
+                    done[key] = completed
+                    figures["bad"] += completed.error is not None
+                seconds = time.monotonic() - began
+                display.show({**batch.figures, **figures, "done": len(done), "seconds": seconds})
         finally:
-            self._abort(list(running))
+            display.close()
+            self._abort([submit.key for submit in submits])
         return [done[submit.key] for submit in submits]
 
     def _pieces(self, submit: Submit) -> Iterator[SequenceDelta]:
-        completion = self._start(submit)
+        completion = self.start(submit)
         ended: set[int] = set()
         try:
             while completion.terminal is None or completion.has_pending:
                 if not completion.has_pending:
-                    self._step()
+                    self.step()
                     continue
                 for delta in completion.take():
                     ends = delta.finish_reason and delta.index not in ended
@@ -263,8 +264,9 @@ class LLM:
 
     # ------------------------------------------------------------------ the engine
 
-    def _step(self) -> None:
-        """Make a step and give its events to the requests that they belong to.
+    def step(self) -> StepReport | None:
+        """Make a step and give its events to the requests that they belong to; None if nothing is
+        open. For those who hand requests over one by one (:meth:`start`).
 
         After an exception, such as KeyboardInterrupt, the engine is reset, and everything open
         fails.
@@ -289,6 +291,7 @@ class LLM:
                 self._engine.send(finish)
             if target.terminal is not None:
                 del self._open[event.key]
+        return report
 
     def _abort(self, keys: list[int]) -> None:
         """Cancel those of ``keys`` that are still open. If nothing else is open, make steps until
@@ -296,11 +299,11 @@ class LLM:
         left = [key for key in keys if self._open.pop(key, None) is not None]
         for key in left:
             self._engine.send(Cancel(key))
-        while not self._open and not self._closed and self._engine.has_work:
-            self._step()
+        while not self._open and self._give_back.alive and self._engine.has_work:
+            self.step()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self._give_back.alive:
             raise InvalidArgumentError("this LLM has been closed")
 
 
@@ -341,7 +344,56 @@ def _parsed(params: object) -> SamplingParams:
     return parse_sampling_params(msgspec.structs.asdict(params))
 
 
-def _completed(submit: Submit, completion: Completion) -> Completed:
+class Request(msgspec.Struct, frozen=True):
+    """A prompt, ready for the engine."""
+
+    ids: list[int]
+    params: SamplingParams
+
+
+class InEngine:
+    """Requests that an LLM runs, as an executor of jobs (``executors.py``): so many at once as fill
+    its batch with some to spare, never more than its queue takes."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._running: dict[int, tuple[Submit, Completion]] = {}
+        self.capacity = max(1, min(2 * llm.config.max_num_seqs, llm.config.max_queued))
+        self.figures = {"steps": 0.0, "rows_in_steps": 0.0, "prompt_tokens": 0.0, "tokens": 0.0}
+        self.figures["most_rows"] = llm.config.max_num_seqs
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def submit(self, key: int, prepared: Request) -> None:
+        (submit,) = self._llm.requests([prepared.ids], prepared.params)
+        self.start(key, submit)
+
+    def start(self, key: int, submit: Submit) -> None:
+        """Hand a request to the engine."""
+        self._running[key] = submit, self._llm.start(submit)
+
+    def step(self) -> list[tuple[int, Completed | JitneyError]]:
+        return [(key, completed.error or completed) for key, completed in self.ended()]
+
+    def ended(self) -> list[tuple[int, Completed]]:
+        """Make a step, unless a request has ended without one; the results that are ready."""
+        if all(completion.terminal is None for _, completion in self._running.values()):
+            report = self._llm.step()
+            if report is not None:
+                self.figures["steps"] += 1
+                self.figures["rows_in_steps"] += report.stats.batch_sequences
+                self.figures["prompt_tokens"] += report.stats.prefill_tokens
+                self.figures["tokens"] += report.stats.generated_tokens
+        ready = [key for key, (_, each) in self._running.items() if each.terminal is not None]
+        return [(key, _completed_of(*self._running.pop(key))) for key in ready]
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+def _completed_of(submit: Submit, completion: Completion) -> Completed:
+    """The result of a request whose completion has its terminal event."""
     terminal = completion.terminal
     if isinstance(terminal, Finished):
         return Completed(
@@ -351,25 +403,21 @@ def _completed(submit: Submit, completion: Completion) -> Completed:
     return Completed(submit.prompt, [], error=from_code(terminal.code, terminal.message))
 
 
-class _Meter:
-    """The progress bar: prompts done, output tokens a second, time left. Writes to stderr."""
+def generate_on_terminal(
+    prompt: str, model: str, params: SamplingParams, options: Mapping[str, Any]
+) -> None:
+    """``jitney generate``: print the prompt and its continuation, token by token. ``-`` reads the
+    prompt from standard input. ``options`` are LLM's; what is None is left to its default."""
+    from transformers.utils import logging as transformers_logging  # slow to import
 
-    def __init__(self, total: int, shown: bool) -> None:
-        self._begin = time.monotonic()
-        self._tokens = 0
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("Prompts", total=total, rate="")
-        self.display: AbstractContextManager[object] = self._progress if shown else nullcontext()
-
-    def add(self, completed: Completed) -> None:
-        """One more prompt is done."""
-        self._tokens += sum(len(each.ids) for each in completed.sequences)
-        rate = self._tokens / (time.monotonic() - self._begin)
-        self._progress.update(self._task, advance=1, rate=f"{rate:,.0f} tokens/s")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    transformers_logging.disable_progress_bar()  # it would write between our lines
+    given = {name: value for name, value in options.items() if value is not None}
+    note = f"Loading {model} (the first time, kernels are compiled) …"
+    with Console(stderr=True, highlight=False).status(note):
+        llm = LLM(model, **given)
+    with llm:
+        Console(highlight=False).print(escape(text), style="dim", end="", soft_wrap=True)
+        for piece in llm.stream(text, params):
+            print(piece.text, end="", flush=True)
+        print()

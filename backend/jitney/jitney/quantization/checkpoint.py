@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import is_torchao_available
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jitney.config import EngineConfig
@@ -109,6 +110,8 @@ class StoredWeights:
             hf_config.quantization_config = {"quant_method": _NAME, "scales": self.scales}
         elif self.way == "decompress":
             hf_config.quantization_config = {**hf_config.quantization_config, "dequantize": True}
+        else:
+            is_torchao_available.cache_clear()  # a server imports transformers without it
 
     def after_reading(self, module: PreTrainedModel) -> None:
         """Replace what was loaded by layers of ours, and take the marks of transformers off."""

@@ -3,16 +3,16 @@
 The ``nvidia-pytriton`` wheel carries the real ``tritonserver`` binary, the python backend and one
 stub per Python version; nothing of its Python API is used or imported. ``server`` starts what
 :func:`find_installation` returns, and ``jitney doctor`` reports on the same checks one by one. Each
-check raises InstallationError with a text that says how to repair it.
+raises InstallationError with a text that says how to repair it.
 """
 
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from jitney.errors import InstallationError, InvalidArgumentError
 PYTHONS = ((3, 11), (3, 12))
 """Versions that have both a stub in the wheel and a numpy below 2."""
 
+_PYTHON = sysconfig.get_python_version()  # 3.11
 _SYSTEM_FOLDERS = ("/usr/lib/{}", "/lib/{}", "/usr/local/lib", "/usr/lib64", "/lib64", "/usr/lib")
 # {}: the Debian name of the architecture.
 
@@ -49,18 +50,20 @@ class ServerInstallation:
 
 
 def find_installation() -> ServerInstallation:
-    """Find every part and check that they fit. Imports nothing of what it finds.
-
-    Raises InstallationError, naming what is missing and how to repair it.
-    """
+    """Find every part and check that they fit. Imports nothing of what it finds."""
     check_python()
     check_numpy()
-    package = _wheel_folder()
+    spec = importlib.util.find_spec("pytriton")  # finds, does not import
+    if spec is None or not spec.submodule_search_locations:
+        raise InstallationError(
+            f"the embedded server is not installed (package nvidia-pytriton); "
+            f"repair it with: {_INSTALL}"
+        )
+    package = Path(spec.submodule_search_locations[0])
     server = package / "tritonserver"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
     found = ServerInstallation(
         binary=server / "bin" / "tritonserver",
-        stub=server / "python_backend_stubs" / version / "triton_python_backend_stub",
+        stub=server / "python_backend_stubs" / _PYTHON / "triton_python_backend_stub",
         python_backend=server / "backends" / "python",
         caches=server / "caches",
         libraries=package.parent / "nvidia_pytriton.libs",
@@ -86,11 +89,8 @@ def check_python() -> None:
 
 
 def check_numpy() -> None:
-    """Raise InstallationError unless numpy is below 2.
-
-    With numpy 2 the stub of this server answers with empty outputs and misreads inputs, without
-    an error: so a wrong numpy is refused before anything starts.
-    """
+    """Raise InstallationError unless numpy is below 2: with numpy 2 the stub of this server answers
+    with empty outputs and misreads inputs, without an error."""
     try:
         version = importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:
@@ -103,27 +103,18 @@ def check_numpy() -> None:
 
 
 def find_libpython() -> Path:
-    """The shared libpython of the running version, which the stub embeds.
-
-    Looks where this Python says its library is, in its prefix and the virtual environment's, and
-    in the system's library folders: a Python that was built static, and Debian's, whose library is
-    a package of its own, may lack it.
-    """
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    name = f"libpython{version}.so.1.0"
+    """The shared libpython of the running version, which the stub embeds. A Python that was built
+    static, and Debian's, whose library is a package of its own, may lack it."""
+    name = f"libpython{_PYTHON}.so.1.0"
     multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
-    folders = [
-        Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib"),
-        Path(sys.base_prefix, "lib"),
-        Path(sys.prefix, "lib"),
-        *(Path(folder.format(multiarch)) for folder in _SYSTEM_FOLDERS),
-    ]
-    for folder in folders:
-        if (folder / name).exists():
-            return folder / name
+    system = [folder.format(multiarch) for folder in _SYSTEM_FOLDERS]
+    own = [sysconfig.get_config_var("LIBDIR") or "/usr/lib", f"{sys.base_prefix}/lib"]
+    for folder in [*own, f"{sys.prefix}/lib", *system]:
+        if Path(folder, name).exists():
+            return Path(folder, name)
     raise InstallationError(
         f"{name} is missing: the server's stub embeds Python and needs its shared library; "
-        f"repair it with: apt-get install libpython{version} (Debian, Ubuntu), or without root by "
+        f"repair it with: apt-get install libpython{_PYTHON} (Debian, Ubuntu), or without root by "
         f"putting that file into {Path(sys.prefix, 'lib')}, or with a Python built with "
         f"--enable-shared"
     )
@@ -140,16 +131,13 @@ def missing_libraries(program: Path, library_path: str) -> list[str]:
     return [line.split()[0] for line in result.stdout.splitlines() if "not found" in line]
 
 
-def backend_directories() -> list[Path]:
-    """The folders that hold our backends, one subfolder each.
-
-    In a source checkout or an editable install that is ``backend/`` itself; an installed wheel
-    carries a copy of it beside the package. Raises InstallationError if there is neither.
-    """
+def backend_folder() -> Path:
+    """The folder that holds our backends, one subfolder each: ``backend/`` of a source checkout or
+    an editable install, or the copy of it that an installed wheel has beside the package."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package.parent / "jitney_backends", package.parents[1]):
         if (folder / "jitney" / "model.py").is_file():
-            return [folder]
+            return folder
     raise InstallationError(
         f"the backend folders are missing beside {package}; "
         f"repair it with: pip install --force-reinstall --no-deps triton-jitney"
@@ -158,8 +146,7 @@ def backend_directories() -> list[Path]:
 
 def demo_checkpoint() -> Path:
     """The demo model of a source checkout. Raises InvalidArgumentError outside of one."""
-    root = backend_directories()[0].parent
-    folder = root / "model_repository" / "pylm" / "1" / "checkpoint"
+    folder = backend_folder().parent / "model_repository" / "pylm" / "1" / "checkpoint"
     if not folder.is_dir():
         raise InvalidArgumentError(
             "no model was named, and the demo model is only in a source checkout: "
@@ -168,36 +155,17 @@ def demo_checkpoint() -> Path:
     return folder
 
 
-def link_backends(
-    target: Path, installation: ServerInstallation, directories: Sequence[Path]
-) -> None:
-    """Fill ``target`` with one backend directory out of links: the wheel's and ours.
+def link_backends(target: Path, installation: ServerInstallation, ours: Path) -> None:
+    """Fill ``target`` with one backend directory: the wheel's and those in the folder ``ours``.
 
-    The stub is copied if it lost its executable bit (archives do that); nothing in the
-    environment is changed.
+    Of the wheel's, copies: the server refuses a library that resolves to another folder, and a stub
+    may have lost its executable bit (archives do that); nothing in the environment is changed.
     """
     python = target / "python"
     python.mkdir(parents=True)
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
-        # Copied, not linked: the server refuses a library that resolves to another folder.
-        (python / name).write_bytes((installation.python_backend / name).read_bytes())
-    stub = python / installation.stub.name
-    if os.access(installation.stub, os.X_OK):
-        stub.symlink_to(installation.stub)
-    else:
-        stub.write_bytes(installation.stub.read_bytes())
-        stub.chmod(0o755)
-    for directory in directories:
-        for backend in sorted(directory.iterdir()):
-            if (backend / "model.py").is_file() or list(backend.glob("libtriton_*.so")):
-                (target / backend.name).symlink_to(backend.resolve())
-
-
-def _wheel_folder() -> Path:
-    spec = importlib.util.find_spec("pytriton")  # finds, does not import
-    if spec is None or not spec.submodule_search_locations:
-        raise InstallationError(
-            f"the embedded server is not installed (package nvidia-pytriton); "
-            f"repair it with: {_INSTALL}"
-        )
-    return Path(next(iter(spec.submodule_search_locations)))
+        shutil.copy(installation.python_backend / name, python)
+    Path(shutil.copy(installation.stub, python)).chmod(0o755)
+    for backend in sorted(ours.iterdir()):
+        if (backend / "model.py").is_file() or list(backend.glob("libtriton_*.so")):
+            (target / backend.name).symlink_to(backend.resolve())

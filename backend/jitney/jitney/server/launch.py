@@ -76,17 +76,15 @@ def _redirect(pid: int, names: Sequence[str]) -> None:
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     stack, bounds = int(stat[_START_STACK]), [int(each) for each in stat[_ARG_START:_ENV_END]]
     argument_start, argument_end, variable_start, variable_end = bounds
-    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-
-        def read(start: int, end: int) -> bytes:
-            memory.seek(start)
-            return memory.read(end - start)
-
-        arguments = b"\0" + read(argument_start, argument_end)
-        variables = b"\0" + read(variable_start, variable_end)
-        pointers = read(stack, argument_start)  # argc, argv, the environment's, …
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as file:
+        memory = file.fileno()
+        arguments = b"\0" + os.pread(memory, argument_end - argument_start, argument_start)
+        variables = b"\0" + os.pread(memory, variable_end - variable_start, variable_start)
+        pointers = os.pread(
+            memory, argument_start - stack, stack
+        )  # argc, argv, the environment's, …
         for name in names:
             argument = argument_start + arguments.index(f"\0{name}\0".encode())
             value = variable_start + variables.index(f"\0{name}=".encode()) + len(name) + 1
-            memory.seek(stack + pointers.index(struct.pack("@P", argument)))
-            memory.write(struct.pack("@P", value))
+            pointer = stack + pointers.index(struct.pack("@P", argument))
+            os.pwrite(memory, struct.pack("@P", value), pointer)

@@ -5,7 +5,6 @@ Pure text; ``server`` calls it. The log itself is kept whole for whoever needs m
 
 import re
 import signal
-from pathlib import Path
 
 # "E1120 18:30:01.123456 4711 model_lifecycle.cc:654] "failed to load 'pylm' version 1: …"
 # and, of models that it does not even try: "failed to load model 'pylm': …", "Poll failed for model
@@ -20,15 +19,6 @@ _ENSEMBLE = re.compile(r"(?P<why>ensemble '?(?P<model>[^' ]+)'? (?:depends on|co
 _ERROR = re.compile(r"^[EF]\d{4} [\d:.]+ \d+ \S+\] (?P<text>.*)|^error: (?P<plain>.*)")
 
 
-def read_tail(path: Path, lines: int) -> str:
-    """The last ``lines`` lines of a file; empty if it is not there."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
-
-
 def failed_models(text: str) -> dict[str, str]:
     """Model -> why it failed to load, without tracebacks, in the order of the log."""
     failures: dict[str, str] = {}
@@ -36,29 +26,23 @@ def failed_models(text: str) -> dict[str, str]:
         match = _FAILED.search(line) or _ENSEMBLE.search(line)
         if match is not None and match["model"] not in failures:
             # One record is one line here: the newlines inside are escaped.
-            reason = said_once(without_traceback(match["why"].replace("\\n", "\n")))
+            reason = readable(match["why"].replace("\\n", "\n"))
             failures[match["model"]] = reason.replace("\n", "\n    ")
     return failures
 
 
-def without_traceback(reason: str) -> str:
-    """The server's reason for a failed load without the Python frames that it appends."""
-    return reason.split("\nAt:\n")[0].rstrip('"; \n')
-
-
-def said_once(reason: str) -> str:
-    """A reason without repetitions: a warm-up that fails gives the error of each of its requests,
-    which are alike as a rule."""
-    first, *others = reason.split("; ")
-    seen = [first]
-    for part in others:
+def readable(reason: str) -> str:
+    """The server's reason for a failed load without the Python frames that it appends, and without
+    repetitions: a warm-up that fails gives the error of each of its requests, alike as a rule."""
+    seen: list[str] = []
+    for part in reason.split("\nAt:\n")[0].rstrip('"; \n').split("; "):
         # The first one stands behind the name of the warm-up.
         if not any(before == part or before.endswith(f": {part}") for before in seen):
             seen.append(part)
     return "; ".join(seen)
 
 
-def explain_failure(text: str, status: int | None) -> str:
+def explain_failure(text: str, status: int) -> str:
     """Why a server that exited with ``status`` did not come up: each model that failed, or else
     the server's own error lines, or else its last lines."""
     failures = failed_models(text)
@@ -71,11 +55,8 @@ def explain_failure(text: str, status: int | None) -> str:
     # Every start on a machine without a GPU prints these.
     errors = [line for line in errors if "CudaDriverHelper" not in line]
     shown = errors or text.splitlines()[-5:]
-    listed = "".join(f"\n  {line}" for line in dict.fromkeys(shown[-5:]))
-    return f"the server {_ending(status)}:{listed or ' it printed nothing'}"
-
-
-def _ending(status: int | None) -> str:
-    if status is not None and status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"exited with status {status}"
+    listed = "".join(f"\n  {line}" for line in dict.fromkeys(shown[-5:])) or " it printed nothing"
+    ending = f"exited with status {status}"
+    if status < 0:
+        ending = f"was ended by {signal.Signals(-status).name}"
+    return f"the server {ending}:{listed}"

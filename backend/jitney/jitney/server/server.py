@@ -6,9 +6,7 @@ demo, the benchmarks and the tests::
     with TritonServer(Path("model_repository")) as server:
         client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
 
-Life cycle: ``start`` returns when every model is ready, or raises LoadError with the server's own
-explanation. ``stop`` unloads the models, then ends the process and whatever is left of its group,
-so that no stub is orphaned. A stopped server may be started again; it then has new free ports.
+A stopped server may be started again; it then has new free ports.
 """
 
 import atexit
@@ -17,29 +15,29 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from jitney.errors import InvalidArgumentError, LoadError
+from jitney.errors import InstallationError, InvalidArgumentError, LoadError
 from jitney.server.admin import Admin
-from jitney.server.installation import backend_directories as own_backend_directories
-from jitney.server.installation import find_installation, link_backends
+from jitney.server.installation import backend_folder, find_installation, link_backends
 from jitney.server.launch import launch, restrict
-from jitney.server.log import explain_failure, read_tail, without_traceback
-from jitney.server.ports import choose_ports, reachable
-from jitney.server.stopping import hang_up, unload_all
+from jitney.server.log import explain_failure
+from jitney.server.stopping import children, hang_up, unload_all
 from jitney.server.supervision import LOAD_S
 
 EXIT_TIMEOUT_S = 10
 """Seconds that the server gives to requests in flight once it was told to stop."""
 
+LOAD_THREADS = 16
+"""Models that load at a time. Each loses a second at least in which the server only waits."""
 _PORT_ATTEMPTS = 3
 # After the models are unloaded, seconds for the process to end by itself.
 _LINGER_S = 2.0
@@ -48,12 +46,12 @@ _LINGER_S = 2.0
 class TritonServer:
     """One ``tritonserver`` process over ``model_repository``.
 
-    Ports: a number, or None or 0 for a free one. ``models`` is an explicit subset of the
-    repository, which may be empty; None loads all of it. ``log_file`` gets everything the server
-    and the models print; None is a temporary file that a clean stop removes. ``keep_going`` serves
-    what loads even if a model fails; otherwise one failure stops the start. ``open_endpoints``
-    leaves the endpoints of ``launch.RESTRICTED`` open to every client. ``extra_args`` go to the
-    server as they are, behind ours.
+    Port 0 is a free one. ``models`` is an explicit subset of the repository, which may be empty;
+    None loads all of it. ``log_file`` gets everything the server and the models print; None is a
+    temporary file that a clean stop removes. ``keep_going`` serves what loads even if a model
+    fails; otherwise one failure stops the start. ``open_endpoints`` leaves the endpoints of
+    ``launch.RESTRICTED`` open to every client. ``extra_args`` go to the server as they are, behind
+    ours.
 
     Raises InvalidArgumentError for a repository that is not a folder or a model that is not in it;
     InstallationError if a part of the server is missing.
@@ -63,37 +61,42 @@ class TritonServer:
         self,
         model_repository: Path,
         *,
-        http_port: int | None = None,
-        grpc_port: int | None = None,
-        metrics_port: int | None = None,
+        http_port: int = 0,
+        grpc_port: int = 0,
+        metrics_port: int = 0,
         host: str = "127.0.0.1",
         models: Sequence[str] | None = None,
         log_file: Path | None = None,
         extra_args: Sequence[str] = (),
-        backend_directories: Sequence[Path] | None = None,
         exit_timeout_s: int = EXIT_TIMEOUT_S,
         keep_going: bool = False,
         open_endpoints: bool = False,
     ) -> None:
-        self.model_repository = _checked_repository(Path(model_repository), models)
+        if not model_repository.is_dir():
+            raise InvalidArgumentError(f"the model repository {model_repository} is not a folder")
+        present = sorted(entry.name for entry in model_repository.iterdir() if entry.is_dir())
+        for name in models or ():
+            if name not in present:
+                held = ", ".join(present) or "nothing"
+                raise InvalidArgumentError(
+                    f"model {name!r} is not in {model_repository}, which holds {held}"
+                )
+        self.model_repository = model_repository.resolve()
         self.host = host
         self.models = None if models is None else list(models)
-        self._requested_ports = (http_port or 0, grpc_port or 0, metrics_port or 0)
-        self._ports = [0, 0, 0]
-        self._requested_log = log_file
+        self._requested_ports: tuple[int, ...] = (http_port, grpc_port, metrics_port)
+        self.log_file = log_file
         self._own_log = log_file is None
         self._log_mode = "wb"
         self._extra_args = list(extra_args)
-        self._backends = list(backend_directories or own_backend_directories())
         self._installation = find_installation()
         self._exit_timeout_s = exit_timeout_s
         self._keep_going = keep_going
         self._open_endpoints = open_endpoints
         self._key = secrets.token_hex(16)
-        self.admin = Admin(host, self._ports, self.admin_headers)
+        self.admin = Admin(host, self._requested_ports, self.admin_headers)
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime: Path | None = None
-        self.log_file: Path | None = None
         self.exit_status: int | None = None
         """Of the last process once it has ended; negative: the signal that ended it."""
         self.unclean = ""
@@ -104,17 +107,17 @@ class TritonServer:
     @property
     def http_url(self) -> str:
         """``host:port``, as tritonclient's HTTP client takes it."""
-        return f"{reachable(self.host)}:{self._ports[0]}"
+        return f"{self.admin.host}:{self.admin.http_port}"
 
     @property
     def grpc_url(self) -> str:
         """``host:port``, as tritonclient's gRPC client takes it."""
-        return f"{reachable(self.host)}:{self._ports[1]}"
+        return f"{self.admin.host}:{self.admin.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
         """The complete address of the Prometheus metrics."""
-        return f"http://{reachable(self.host)}:{self._ports[2]}/metrics"
+        return f"http://{self.admin.host}:{self.admin.metrics_port}/metrics"
 
     @property
     def admin_headers(self) -> dict[str, str]:
@@ -137,19 +140,10 @@ class TritonServer:
 
     def log_tail(self, lines: int = 50) -> str:
         """The last lines of the log; empty before the first start."""
-        return "" if self.log_file is None else read_tail(self.log_file, lines)
-
-    def model_states(self) -> dict[str, tuple[str, str]]:
-        """Model name -> (state, reason), as the server's repository index has it: ``READY``, or
-        ``UNAVAILABLE`` and why. Models that were never asked for have an empty state."""
-        return {
-            name: (state, without_traceback(reason))
-            for name, (state, reason) in self.admin.model_states().items()
-        }
-
-    def model_inputs(self, name: str) -> list[dict[str, Any]]:
-        """The input tensors of a ready model: name, datatype and shape of each."""
-        return self.admin.model_inputs(name)
+        if self.log_file is None or not self.log_file.exists():
+            return ""
+        text = self.log_file.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
 
     def __enter__(self) -> "TritonServer":
         self.start()
@@ -159,25 +153,20 @@ class TritonServer:
         self.stop()
 
     def start(self, timeout_s: float = 300.0) -> None:
-        """Start the server and wait until it is ready.
-
-        Raises LoadError with the reason of each model that failed, or if it is not ready in
-        ``timeout_s``; then nothing is left running, and the log is kept.
-        """
+        """Start the server and wait until every model is ready. Raises LoadError with the reason of
+        each that failed, or if it is not ready in ``timeout_s``; then nothing is left running, and
+        the log is kept."""
         assert self._process is None, "started twice"
-        for attempt in range(1, _PORT_ATTEMPTS + 1):
+        for attempts_left in reversed(range(_PORT_ATTEMPTS)):
             try:
                 self._launch()
                 self._wait_until_ready(timeout_s)
                 return
-            except _PortTaken as error:
-                last = 0 not in self._requested_ports or attempt == _PORT_ATTEMPTS
-                self._end(keep_log=last)
-                if last:
-                    raise LoadError(str(error)) from None
-            except BaseException:
-                self._end(keep_log=True)
-                raise
+            except BaseException as error:
+                taken = isinstance(error, _PortTakenError) and 0 in self._requested_ports
+                self._end(keep_log=not (taken and attempts_left))
+                if not (taken and attempts_left):
+                    raise
 
     def stop(self, grace_s: float | None = None) -> bool:
         """Stop the server. Returns whether that was clean: every request in flight had ended and
@@ -189,50 +178,43 @@ class TritonServer:
         SIGTERM; what is left of its group soon after is killed.
         """
         self.unclean, self.lost = "", False
-        if self._process is None:
+        process = self._process
+        if process is None:
             return True
-        self._signal_models()
-        grace_s = float(self._exit_timeout_s) if grace_s is None else grace_s
-        ended = f"the server had ended before, with status {self._process.poll()}"
-        self.unclean, self.lost = ended, True
-        if self.is_alive():
-            self.unclean, self.lost = unload_all(self.admin, self._process.pid, grace_s)
-            hang_up(self._process.pid, self._ports)  # the server would wait for idle ones
-            self._process.send_signal(signal.SIGTERM)
+        for stub in children(process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stub.send_signal(signal.SIGTERM)  # to our models; the stub itself ignores it
+        if process.poll() is None:
+            grace_s = float(self._exit_timeout_s) if grace_s is None else grace_s
+            self.unclean, self.lost = unload_all(self.admin, process.pid, grace_s)
+            hang_up(process.pid, self.admin.ports)  # the server would wait for idle ones
+            process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LINGER_S)
+                process.wait(_LINGER_S)
+        else:
+            self.unclean = f"the server had ended before, with status {process.poll()}"
+            self.lost = True
         self._end(keep_log=bool(self.unclean))
         return not self.unclean
-
-    def _signal_models(self) -> None:
-        """SIGTERM to the models' processes. The server's stub itself ignores it."""
-        assert self._process is not None
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for stub in psutil.Process(self._process.pid).children():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    stub.send_signal(signal.SIGTERM)
 
     def restart(self, timeout_s: float = LOAD_S) -> None:
         """Start again after the process ended, on the same ports, with the same key and log. What
         is left of it is killed first. Raises as :meth:`start`."""
         self._end(keep_log=True)
-        http_port, grpc_port, metrics_port = self._ports
-        self._requested_ports = (http_port, grpc_port, metrics_port)
-        self._requested_log, self._log_mode = self.log_file, "ab"
+        self._requested_ports = self.admin.ports
+        self._log_mode = "ab"
         self.start(timeout_s)
 
     def _launch(self) -> None:
-        self._ports = choose_ports(self.host, self._requested_ports)
-        self.admin = Admin(self.host, self._ports, self.admin_headers)
+        ports = choose_ports(self.host, self._requested_ports)
+        self.admin = Admin(self.host, ports, self.admin_headers)
         self._runtime = runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
-        link_backends(runtime / "backends", self._installation, self._backends)
-        if self._requested_log is None:
+        link_backends(runtime / "backends", self._installation, backend_folder())
+        if self.log_file is None or (self._own_log and self._log_mode == "wb"):
             handle, name = tempfile.mkstemp(prefix="jitney-server-", suffix=".log")
             os.close(handle)
             self.log_file = Path(name)
-        else:
-            self._requested_log.parent.mkdir(parents=True, exist_ok=True)
-            self.log_file = self._requested_log
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open(self._log_mode) as log:
             self._process = launch(
                 self._command(runtime),
@@ -246,22 +228,18 @@ class TritonServer:
         atexit.register(self._end, keep_log=True)
 
     def _command(self, runtime: Path) -> list[str]:
-        http_port, grpc_port, metrics_port = self._ports
         command = [
             str(self._installation.binary),
             f"--model-repository={self.model_repository}",
             f"--backend-directory={runtime / 'backends'}",
             f"--cache-directory={self._installation.caches}",
-            f"--http-address={self.host}",
-            f"--http-port={http_port}",
-            f"--grpc-address={self.host}",
-            f"--grpc-port={grpc_port}",
-            f"--metrics-address={self.host}",
-            f"--metrics-port={metrics_port}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
+            f"--model-load-thread-count={LOAD_THREADS}",
             # A name of our own for the stubs' shared memory, so that it can be swept after a kill.
             f"--backend-config=python,shm-region-prefix-name={runtime.name}-",
         ]
+        for kind, port in zip(("http", "grpc", "metrics"), self.admin.ports, strict=True):
+            command += [f"--{kind}-address={self.host}", f"--{kind}-port={port}"]
         if self._keep_going:
             command += ["--exit-on-error=false", "--strict-readiness=false"]
         # Explicit control lets `stop` unload the models; clients need the key for it.
@@ -290,10 +268,18 @@ class TritonServer:
         return environment
 
     def _wait_until_ready(self, timeout_s: float) -> None:
+        assert self._process is not None
         deadline = time.monotonic() + timeout_s
         while not self.is_ready():
-            if not self.is_alive():
-                self._raise_failure()
+            if (status := self._process.poll()) is not None:
+                text = self.log_tail(5000)
+                if "already in use" in text:
+                    ports = "/".join(map(str, self.admin.ports))
+                    raise _PortTakenError(
+                        f"one of the ports {ports} on {self.host} is in use by another server"
+                    )
+                why = explain_failure(text, status)
+                raise LoadError(f"{why}\nThe whole log is {self.log_file}")
             if time.monotonic() > deadline:
                 raise LoadError(
                     f"the server was not ready within {timeout_s:.0f} s; the log is "
@@ -301,21 +287,11 @@ class TritonServer:
                 )
             time.sleep(0.05)
 
-    def _raise_failure(self) -> None:
-        assert self._process is not None
-        assert self.log_file is not None
-        text = read_tail(self.log_file, 5000)
-        if "already in use" in text:
-            ports = "/".join(str(port) for port in self._ports)
-            raise _PortTaken(f"one of the ports {ports} on {self.host} is in use by another server")
-        raise LoadError(
-            f"{explain_failure(text, self._process.poll())}\nThe whole log is {self.log_file}"
-        )
-
     def _end(self, *, keep_log: bool) -> None:
         """Kill what is left of the group and remove what the start made. Idempotent."""
         if self._process is not None:
-            self._kill_group()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self.exit_status = self._process.wait()
             atexit.unregister(self._end)
             self._process = None
@@ -328,23 +304,29 @@ class TritonServer:
             self.log_file.unlink(missing_ok=True)
             self.log_file = None
 
-    def _kill_group(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
-
-class _PortTaken(Exception):
+class _PortTakenError(LoadError):
     """Another process took a port between our choice and the server's bind."""
 
 
-def _checked_repository(path: Path, models: Sequence[str] | None) -> Path:
-    if not path.is_dir():
-        raise InvalidArgumentError(f"the model repository {path} is not a folder")
-    present = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-    for name in models or ():
-        if name not in present:
-            raise InvalidArgumentError(
-                f"model {name!r} is not in {path}, which holds {', '.join(present) or 'nothing'}"
-            )
-    return path.resolve()
+def choose_ports(host: str, requested: Sequence[int]) -> list[int]:
+    """Replace each 0 by a port that is free now, and check that the others are.
+
+    All stay bound until the last is chosen, so that they differ. Between this and the server's own
+    bind another process may still take one. Raises InstallationError for a port that is not free.
+    """
+    with contextlib.ExitStack() as stack:
+        chosen = []
+        for port in requested:
+            probe = stack.enter_context(socket.socket())
+            try:
+                # As the server does: a port in TIME_WAIT is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+            except OSError as error:
+                raise InstallationError(
+                    f"cannot listen on {host}:{port} ({error.strerror}); choose another port, "
+                    f"or 0 for a free one"
+                ) from None
+            chosen.append(probe.getsockname()[1])
+        return chosen

@@ -1,6 +1,7 @@
 """``jitney serve``: runs a server until it is told to stop, prints where it is, and repairs it."""
 
 import json
+from collections.abc import Iterator
 from datetime import datetime
 
 from rich.console import Console
@@ -8,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jitney.errors import JitneyError
-from jitney.server.log import failed_models, read_tail, said_once
+from jitney.server.log import failed_models
 from jitney.server.server import TritonServer
 from jitney.server.signals import interruptible
 from jitney.server.supervision import Supervisor
@@ -62,34 +63,29 @@ def _stop(server: TritonServer, grace_s: int) -> int:
     return NOT_UNLOADED
 
 
-def _states(server: TritonServer) -> dict[str, tuple[str, str]]:
-    """Model -> (state, reason) of every model that was asked for or that was loaded for another.
+def _states(server: TritonServer) -> Iterator[tuple[str, str, str]]:
+    """Name, state and reason of every model that was asked for or that was loaded for another.
 
     What the server did not even try to load (an ensemble without its parts, a configuration that
     cannot be read) has no state in its index, or is not there; its log has the reason.
     """
-    states = {name: found for name, found in server.model_states().items() if found[0]}
-    expected = server.models or [
-        folder.name
-        for folder in server.model_repository.iterdir()
-        if folder.is_dir() and not folder.name.startswith(".")
-    ]
-    failures = failed_models(read_tail(server.log_file, 5000)) if server.log_file else {}
-    made = {}
+    states = {name: found for name, found in server.admin.model_states().items() if found[0]}
+    folders = [folder.name for folder in server.model_repository.iterdir() if folder.is_dir()]
+    expected = server.models or [name for name in folders if not name.startswith(".")]
+    failures = failed_models(server.log_tail(5000))
     for name in sorted(states.keys() | set(expected)):
         state, reason = states.get(name, ("", ""))
-        made[name] = (state, said_once(reason) or failures.get(name, "the log says why"))
-    return made
+        yield name, state, reason or failures.get(name, "the log says why")
 
 
 def _print_welcome(server: TritonServer) -> None:
     """Models, addresses, and one line to try."""
     table = Table("model", "state", box=None, pad_edge=False, header_style="dim")
     speaking = []
-    for name, (state, reason) in _states(server).items():
+    for name, state, reason in _states(server):
         if state == "READY":
             table.add_row(name, "[green]ready[/]")
-            if any(tensor["name"] == "text_input" for tensor in server.model_inputs(name)):
+            if any(tensor["name"] == "text_input" for tensor in server.admin.model_inputs(name)):
                 speaking.append(name)
         elif state in ("LOADING", "UNLOADING"):
             table.add_row(name, state.lower())

@@ -7,20 +7,19 @@ up on those clients (:func:`hang_up`); the server then unloads (:func:`unload_al
 itself.
 """
 
+import contextlib
 import ctypes
-import http.client
 import logging
 import os
 import re
 import socket
 import time
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Collection
 
 import psutil
 
 from jitney.errors import InternalError
-from jitney.server.admin import Admin
+from jitney.server.admin import NO_ANSWER, Admin
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,6 +44,13 @@ _IN_FLIGHT = re.compile(
 )
 
 
+def children(pid: int | None) -> list[psutil.Process]:
+    """The processes of the models of the server ``pid``; none if that has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [] if pid is None else psutil.Process(pid).children()
+    return []
+
+
 def requests_in_flight(metrics: str) -> dict[str, float]:
     """Model -> its requests, running and waiting, of all its instances, from the text of the
     metrics endpoint. A model that has no such metrics is not ours and is not there."""
@@ -54,84 +60,53 @@ def requests_in_flight(metrics: str) -> dict[str, float]:
     return total
 
 
-class Left(NamedTuple):
-    """What a stop left behind."""
-
-    text: str
-    """Models and why they were left; empty if none was."""
-    lost: bool
-    """Whether requests may have been lost with them."""
-
-
-def unload_all(admin: Admin, pid: int, grace_s: float) -> Left:
+def unload_all(admin: Admin, pid: int, grace_s: float) -> tuple[str, bool]:
     """Unload every model of the server ``pid``; requests in flight have ``grace_s`` seconds to end.
-
-    SIGTERM alone would not do: the server
-    first waits for idle keep-alive connections, up to its whole exit timeout, and then has no time
-    left to unload its models. And an open gRPC stream keeps a model from being unloaded: it is cut
-    once no request is in flight. Models of ours that say that they have no request may take longer.
-    """
+    Models of ours that say that they have no request may take longer. Returns which were left and
+    why, empty if none was, and whether requests may have been lost with them."""
     began = quiet_since = time.monotonic()
-    deadline = began + grace_s
     asked: dict[str, float] = {}
-    refusals: dict[str, str] = {}
+    said: dict[str, str] = {}  # why the server refused to unload a model
     requests: dict[str, float] = {}
     try:
         while True:
             states = {name: state for name, (state, _) in admin.model_states().items() if state}
             now = time.monotonic()
-            for name in sorted(states):
-                again = states[name] == "READY" and now > asked.get(name, now) + _ASK_AGAIN_S
-                if name not in asked or again:
-                    asked[name] = now
-                    refusals.pop(name, None)
+            for name, state in sorted(states.items()):
+                if name not in asked or (state == "READY" and now > asked[name] + _ASK_AGAIN_S):
+                    asked[name], said[name] = now, ""
                     try:
                         admin.unload(name)
                     except InternalError as error:
-                        refusals[name] = str(error)
-            live = {name: state for name, state in states.items() if state in _LIVE}
+                        said[name] = f" ({error})"
+            live = {name: state for name, state in sorted(states.items()) if state in _LIVE}
             if not live:
-                return Left("", lost=False)
-            shown = _look(admin)
-            # A model that was shown before and is not now has ended its last request: it takes its
-            # metrics along. Other backends' models never have any.
-            requests = {} if shown is None else {**dict.fromkeys(requests, 0.0), **shown}
+                return "", False
+            try:
+                shown = requests_in_flight(admin.metrics())
+                # A model that was shown before and is not now has ended its last request: it takes
+                # its metrics along. Other backends' models never have any.
+                requests = {**dict.fromkeys(requests, 0.0), **shown}
+            except NO_ANSWER:  # a server may be told to have no metrics
+                requests = shown = {}
             quiet = all(requests.get(name) == 0 for name in live)
-            stuck = any(live[name] == "UNLOADING" for name in live.keys() & (shown or {}).keys())
-            if now > deadline + ((_STUCK_S if stuck else _UNLOAD_S) if quiet else 0):
-                return Left(_explain(live, requests, refusals, now - began), lost=not quiet)
+            stuck = any(live[name] == "UNLOADING" for name in live.keys() & shown.keys())
+            longer = 0.0 if not quiet else _STUCK_S if stuck else _UNLOAD_S
+            if now > began + grace_s + longer:
+                left = []
+                for name, state in live.items():
+                    count = requests.get(name)
+                    busy = "" if count is None else f" with {count:.0f} requests in flight"
+                    left.append(f"{name} is {state}{busy}{said[name]}")
+                return f"after {now - began:.1f} s {', '.join(left)}", not quiet
             if not quiet:
                 quiet_since = now
             elif now - quiet_since > _QUIET_S:
                 hang_up(pid, [admin.grpc_port])
             time.sleep(0.05)
-    except (OSError, http.client.HTTPException, InternalError) as error:
+    except NO_ANSWER as error:
         # The signals must do.
-        return Left(f"the server does not answer: {error}", lost=True)
-
-
-def _look(admin: Admin) -> dict[str, float] | None:
-    """Model -> requests in flight, as the metrics show; None without metrics, which a server may be
-    told not to have."""
-    try:
-        return requests_in_flight(admin.metrics())
-    except (OSError, http.client.HTTPException, InternalError):
-        return None
-
-
-def _explain(
-    live: dict[str, str], requests: Mapping[str, float], refusals: dict[str, str], after_s: float
-) -> str:
-    """One line about the models that are left: their states, requests and what the server said."""
-    left = []
-    for name, state in sorted(live.items()):
-        said = f"{name} is {state}"
-        if (in_flight := requests.get(name)) is not None:
-            said += f" with {in_flight:.0f} requests in flight"
-        if name in refusals:
-            said += f" ({refusals[name]})"
-        left.append(said)
-    return f"after {after_s:.1f} s {', '.join(left)}"
+        return f"the server does not answer: {error}", True
 
 
 def hang_up(pid: int, ports: Collection[int]) -> int:

@@ -6,7 +6,6 @@ the containers' process 1 call :meth:`Supervisor.turn` about every second.
 """
 
 import contextlib
-import http.client
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from typing import Protocol
 import psutil
 
 from jitney.errors import InternalError, JitneyError
-from jitney.server.admin import Admin
-from jitney.server.stopping import hang_up, requests_in_flight
+from jitney.server.admin import NO_ANSWER, Admin
+from jitney.server.stopping import children, hang_up, requests_in_flight
 
 LOAD_S = 600.0
 """Seconds that the load of a model, or the start of a server, may take."""
@@ -28,7 +27,6 @@ _MOST_UNANSWERED = 3
 # Repairs are counted over so many seconds; the second waits for 1 s, the third for 2 s, …
 _WITHIN_S = 600.0
 _LONGEST_WAIT_S = 60.0
-_NO_ANSWER = (OSError, http.client.HTTPException, InternalError)
 
 
 class Supervised(Protocol):
@@ -79,7 +77,7 @@ class Supervisor:
         self._lost: set[str] = set()  # models to load again
         self._unanswered: Counter[str] = Counter()
         self._ready_at = self._probed_at = self._clock()
-        self._fault = ""  # of the server itself, which only another start mends
+        self._fault = ""  # of the server itself, which only another start ends
         self._note_processes()
 
     def turn(self) -> str:
@@ -110,9 +108,7 @@ class Supervisor:
             self._note("the server ended by itself")
         elif server.admin.is_ready() or self._lost:
             self._ready_at = now
-            with contextlib.suppress(
-                OSError, http.client.HTTPException, InternalError, psutil.Error
-            ):
+            with contextlib.suppress(*NO_ANSWER, psutil.Error):
                 self._look_at_models()  # if it is not answered now, the next turn sees more
         elif now - self._ready_at > self._unready_s:
             self._note(f"the server has not been ready for {self._unready_s:.0f} s")
@@ -136,7 +132,7 @@ class Supervisor:
         """Which process is whose. Returns those known that have ended and are zombies."""
         known, self._models = self._models, {}
         ended = set()
-        for process in _children(self._server.pid):
+        for process in children(self._server.pid):
             name = model_of(process)
             if not name and process.pid in known:
                 name = known[process.pid]
@@ -155,7 +151,7 @@ class Supervisor:
             elif self._unanswered[name] == _MOST_UNANSWERED:
                 del self._unanswered[name]
                 self._say(f"model {name} does not answer")
-                for process in _children(self._server.pid):
+                for process in children(self._server.pid):
                     if model_of(process) == name:
                         process.kill()
                         self._models.pop(process.pid, None)
@@ -183,7 +179,7 @@ class Supervisor:
                 self._say(f"{ended} connections are closed: streams of model {name} may be stuck")
                 if requests[name] and not ended:  # it is not allowed here
                     self._note("the server is ended instead")
-        except _NO_ANSWER as error:
+        except NO_ANSWER as error:
             self._note(f"model {name} cannot be replaced: {error!r}")
 
     def _load(self, name: str) -> None:
@@ -192,7 +188,7 @@ class Supervisor:
             self._server.admin.load(name, LOAD_S)
         except InternalError as error:  # its own reason: another server would hear the same
             self._say(f"model {name} cannot be loaded again: {error}")
-        except (OSError, http.client.HTTPException) as error:
+        except NO_ANSWER as error:
             self._note(f"model {name} cannot be loaded again: {error!r}")
         else:
             self._lost.discard(name)
@@ -208,13 +204,6 @@ class Supervisor:
         else:
             self._begin()
             self._say(f"the server is ready again, after {self._clock() - began:.1f} s")
-
-
-def _children(pid: int | None) -> list[psutil.Process]:
-    try:
-        return [] if pid is None else psutil.Process(pid).children()
-    except psutil.NoSuchProcess:
-        return []
 
 
 def model_of(process: psutil.Process) -> str:

@@ -69,31 +69,6 @@ def refusal(server: Any, error: JitneyError) -> Exception:
     return made
 
 
-def log_to_server(server: Any) -> None:
-    """Send the package's log records of level INFO and above to the server's log."""
-    log = logging.getLogger("jitney")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    log.handlers[:] = [_ServerLog(server.Logger)]
-
-
-class _ServerLog(logging.Handler):
-    """Each record is a round trip to the server: nothing logs per request."""
-
-    def __init__(self, logger: Any) -> None:
-        super().__init__()
-        self._logger = logger
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        if record.levelno >= logging.ERROR:
-            self._logger.log_error(text)
-        elif record.levelno >= logging.WARNING:
-            self._logger.log_warn(text)
-        else:
-            self._logger.log_info(text)
-
-
 def _response(server: Any, made: Arrays | JitneyError) -> Any:
     if isinstance(made, JitneyError):
         code = getattr(server.TritonError, made.server_code)

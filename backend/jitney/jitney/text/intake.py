@@ -85,6 +85,7 @@ def make_submit(
     config: EngineConfig,
     now: float,
     stream: bool = True,
+    request_id: str = "",
 ) -> Submit:
     """Check a request against its model and complete it. Without ``stream`` the server holds the
     answer until it is whole, and so its size is bounded.
@@ -115,6 +116,7 @@ def make_submit(
         bad_words_ids=_encode_bad_words(params.bad_words, tokenizer, info.vocab_size),
         arrival=now,
         deadline=deadline,
+        request_id=request_id,
     )
 
 

@@ -71,6 +71,7 @@ class Tokenizer:
     """See the module's docstring. Ids may exceed the model's vocabulary: ``intake`` checks them."""
 
     def __init__(self, data: TokenizerData) -> None:
+        self.data = data
         self._backend = tokenizers.Tokenizer.from_str(data.backend)
         self._backend.no_truncation()  # which a checkpoint may have saved, as padding
         self._backend.no_padding()

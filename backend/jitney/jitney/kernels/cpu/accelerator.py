@@ -4,9 +4,8 @@ Imports nothing that needs Numba until it is used: without it there is no attent
 modules stay as they are.
 """
 
-import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,8 +20,6 @@ from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.linear import can_pack, prepack_linears
 from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.messages import ModelInfo
-
-_log = logging.getLogger(__name__)
 
 
 class CpuAccelerator:
@@ -55,18 +52,12 @@ class CpuAccelerator:
 
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
         """Fuse what fits, then pack the linear layers that are left."""
+        report = FuseReport()
         if self._config.fuse:
             report = fuse_for_cpu(model.module, rows, model.max_model_len)
-            for line in report.lines():
-                _log.info("%s", line)
-            size, forward = model.weight_bytes + report.added_bytes, report.forward
-            model = replace(model, weight_bytes=size, forward=forward or model.forward)
         if self._config.prepack:
-            packed = prepack_linears(model.module, rows)
-            model = replace(model, weight_bytes=model.weight_bytes + packed.added_bytes)
-            if packed.reason is not None:
-                _log.info("no linear layers prepacked: %s", packed.reason)
-        return model
+            prepack_linears(model.module, rows, report)
+        return report.applied(model)
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
         """No cache of this device has scales."""
@@ -81,6 +72,16 @@ class CpuAccelerator:
     def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> TorchRunner:
         """The plain runner."""
         return TorchRunner(model, caches, info)
+
+
+def prepare_kernels() -> None:
+    """Import what a load needs for kernels, if Numba is there: a second of work that a process does
+    once, and those that are forked from it not again."""
+    with suppress(ImportError):
+        from jitney.kernels.cpu import attention, layer_kernels  # noqa: F401
+        from jitney.kernels.cpu.compiled import import_compiler
+
+        import_compiler()
 
 
 def fuse_for_cpu(module: PreTrainedModel, rows: int, length: int) -> FuseReport:

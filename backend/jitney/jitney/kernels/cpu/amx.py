@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, call-arg"
+# mypy: disable-error-code="no-untyped-def"
 # Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """The tile unit of the processor (AMX) as LLVM code: ``tile`` c += tile a . tile b in bfloat16.
 
@@ -14,13 +14,12 @@ from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
+from numba.core import cgutils
 
-from jitney.kernels.cpu.simd import emitted, host_has, offset_by, pointer
+from jitney.kernels.cpu.simd import call_llvm, emitted, host_has, i64, offset_by, pointer
 
 i8 = ir.IntType(8)
 MAX_ROWS_AMX = 16
-TILE_BYTES = 64
-"""Of a row."""
 
 # Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), see its Documentation/arch/x86/xstate.
 _ARCH_PRCTL = 158
@@ -43,9 +42,8 @@ def may_use_amx() -> bool:
 
 def emit_amx(builder: Any, name: str, *args: Any) -> None:
     """IR: an instruction of the tile unit, by LLVM's name. Whole numbers are tiles."""
-    args = tuple(ir.Constant(i8, a) if isinstance(a, int) else a for a in args)
-    kind = ir.FunctionType(ir.VoidType(), [a.type for a in args])
-    builder.call(builder.module.declare_intrinsic(f"llvm.x86.{name}", fnty=kind), args)
+    values = [ir.Constant(i8, a) if isinstance(a, int) else a for a in args]
+    call_llvm(builder, f"llvm.x86.{name}", ir.VoidType(), values)
 
 
 def move_tile(builder: Any, name: str, tile: int, address: Any, stride: Any) -> None:
@@ -53,23 +51,22 @@ def move_tile(builder: Any, name: str, tile: int, address: Any, stride: Any) -> 
     emit_amx(builder, name, tile, pointer(builder, address, i8), stride)
 
 
-def emit_shapes(builder: Any, where: Any, rows: Sequence[Any], row_bytes: Sequence[int]) -> None:
-    """IR: set the shapes of this thread's eight tiles: ``rows`` are numbers or values of 8 bits.
-
-    ``where`` is the address of 64 bytes to be written.
-    """
-
-    def put(offset: int, value: Any) -> None:
-        value = ir.Constant(i8, value) if isinstance(value, int) else value
-        builder.store(value, pointer(builder, offset_by(builder, where, offset), i8))
-
-    for offset in range(64):
-        put(offset, 0)
-    put(0, 1)  # the palette
-    for tile in range(8):
-        put(16 + 2 * tile, row_bytes[tile])
-        put(48 + tile, rows[tile])
+def emit_shapes(builder: Any, rows: Sequence[Any], row_bytes: Sequence[int]) -> None:
+    """IR: set the shapes of this thread's eight tiles: ``rows`` are numbers or values of 8 bits."""
+    values = [1, *[0] * 63]  # the palette is 1
+    values[16:32:2], values[48:56] = row_bytes, rows
+    where = stack_memory(builder, 64)
+    for offset, value in enumerate(values):
+        byte = ir.Constant(i8, value) if isinstance(value, int) else value
+        builder.store(byte, pointer(builder, offset_by(builder, where, offset), i8))
     emit_amx(builder, "ldtilecfg", pointer(builder, where, i8))
+
+
+def stack_memory(builder: Any, size: int) -> Any:
+    """IR: the address of so many bytes on the stack, in whole cache lines. Undefined at first."""
+    memory = cgutils.alloca_once(builder, ir.ArrayType(i8, size))
+    memory.align = 64
+    return builder.ptrtoint(memory, i64)
 
 
 @emitted(types.void)

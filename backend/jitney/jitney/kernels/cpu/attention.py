@@ -21,7 +21,6 @@ from jitney.kernels.cpu.attention_kernel import attend_body
 from jitney.kernels.cpu.blocks import write_body
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.layout import AttentionArguments
-from jitney.kernels.cpu.plan import Plan, make_plan
 from jitney.kernels.cpu.products import GROUP_TOKENS
 from jitney.kernels.cpu.simd import BF16, F32
 
@@ -54,9 +53,10 @@ class CpuAttention:
         """Compile, or load from Numba's cache, the kernel for caches of ``dtype``."""
         began = time.perf_counter()
         self._dtype = dtype
-        self._attend, self._write = _compile(TAGS[dtype])
-        self.attend_address, self.write_address = self._attend.address, self._write.address
-        done = "loaded" if self._attend.was_cached and self._write.was_cached else "compiled"
+        tag, version = TAGS[dtype], source_version()
+        self.attend = Kernel(lambda address: attend_body(tag, address) if version else None)
+        self.write = Kernel(lambda address: write_body(tag, address) if version else None)
+        done = "loaded" if self.attend.was_cached and self.write.was_cached else "compiled"
         seconds = time.perf_counter() - began
         _log.info("attention kernel for %s %s in %.1f s", dtype, done, seconds)
         self._tiles = int(dtype == torch.bfloat16 and may_use_amx())
@@ -77,10 +77,10 @@ class CpuAttention:
         set_layer(arguments, q, k, v, cache, out.data_ptr())
         sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
         arguments.sinks = 0 if sinks is None else sinks.data_ptr()
-        for run, items in ((self._write.run, ready.write_items), (self._attend.run, ready.items)):
+        for kernel, items in ((self.write, ready.write_items), (self.attend, ready.items)):
             if items:
-                arguments.counter, arguments.threads, arguments.num_items = 0, 0, items
-                run(arguments, min(ready.threads, items))
+                arguments.counter, arguments.threads, arguments.count = 0, 0, items
+                kernel.run(arguments, min(ready.threads, items))
         return out.to(call.query.dtype)
 
     def prepare(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Prepared:
@@ -97,18 +97,26 @@ class CpuAttention:
         assert block_size % GROUP_TOKENS == 0
         assert meta.last_block < blocks
         group, table, tokens = heads // kv_heads, meta.block_table, meta.slot_mapping.shape[0]
-        plan = make_plan(meta.query_start.numpy(), meta.context_len.numpy(), group, call.window)
+        works, parts, split_rows = layout.cut_works(
+            meta.query_start.numpy(),
+            meta.context_len.numpy(),
+            max(1, layout.TILE_ROWS // group),
+            call.window or meta.max_context_len,
+            layout.SPLIT_TOKENS,
+            GROUP_TOKENS,
+        )
         decode, width = meta.max_query_len == 1, table.stride(0)
         rows = max(layout.TILE_ROWS, group)
         self._reserve_scratch(threads, rows, padded, width * block_size)
-        self._reserve_parts(plan, group, kv_heads, padded)
+        self._reserve_parts(parts * group * (padded + 2) * kv_heads, split_rows * kv_heads)
         arguments = AttentionArguments(
-            works=plan.works.ctypes.data,
+            works=works.ctypes.data,
             scratch=self._areas.ctypes.data,
             parts=self._parts.ctypes.data,
             parts_done=self._parts_done.ctypes.data,
             heads=heads,
             kv_heads=kv_heads,
+            group=group,
             head_size=head_size,
             padded=padded,
             block_size=block_size,
@@ -124,10 +132,10 @@ class CpuAttention:
         )
         ready = meta.plans[key] = Prepared(
             arguments,
-            items=len(plan.works) * kv_heads,
+            items=len(works) * kv_heads,
             write_items=0 if decode else -(-tokens // layout.WRITE_TOKENS) * kv_heads,
             threads=threads,
-            owned=(plan.works, self._scratch, self._areas, self._parts, self._parts_done),
+            owned=(works, self._scratch, self._areas, self._parts, self._parts_done),
         )
         return ready
 
@@ -143,13 +151,12 @@ class CpuAttention:
         self._areas = first + stride * np.arange(threads)[:, None] + np.cumsum([0, *sizes[:-1]])
         self._scratch_for = (threads, rows, padded, longest)
 
-    def _reserve_parts(self, plan: Plan, group: int, kv_heads: int, padded: int) -> None:
+    def _reserve_parts(self, floats: int, counters: int) -> None:
         """Room for the records of split rows and for their counters."""
-        floats = plan.parts * kv_heads * group * (padded + 2)
         if self._parts.size < floats:
             self._parts = np.empty(floats, np.float32)
-        if self._parts_done.size < plan.split_rows * kv_heads:
-            self._parts_done = np.zeros(plan.split_rows * kv_heads, np.int64)
+        if self._parts_done.size < counters:
+            self._parts_done = np.zeros(counters, np.int64)
 
 
 def set_layer(
@@ -179,18 +186,3 @@ def _address(x: Tensor) -> tuple[int, int, int]:
     token, head, _ = x.stride()
     size = x.element_size()
     return x.data_ptr(), token * size, head * size
-
-
-def _compile(tag: object) -> tuple[Kernel, Kernel]:
-    """The compiled attend and write bodies."""
-    version = source_version()
-
-    def attend(arguments: int) -> None:
-        if version != 0:
-            attend_body(tag, arguments)
-
-    def write(arguments: int) -> None:
-        if version != 0:
-            write_body(tag, arguments)
-
-    return Kernel(attend), Kernel(write)

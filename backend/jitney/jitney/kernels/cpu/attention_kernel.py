@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, call-arg, var-annotated"
+# mypy: disable-error-code="no-untyped-def"
 # Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """The paged attention kernel for the CPU, as Numba functions over raw addresses.
 
@@ -17,11 +17,11 @@ of a batch, and so neither does a row's result.
 import numpy as np
 
 from jitney.kernels.cpu.amx import MAX_ROWS_AMX, amx_end
-from jitney.kernels.cpu.blocks import copy_plain, find_groups, write_token
+from jitney.kernels.cpu.blocks import copy_vector, find_groups, write_token
 from jitney.kernels.cpu.layout import (
+    SCRATCH_BYTES,
     SPAN_GROUPS,
     SPAN_TOKENS,
-    THREADS_OFFSET,
     read_call,
     read_scratch,
     read_work,
@@ -37,6 +37,7 @@ from jitney.kernels.cpu.products import (
     value_tile_narrow,
     value_tile_wide,
 )
+from jitney.kernels.cpu.records import THREADS_OFFSET
 from jitney.kernels.cpu.simd import (
     LANES,
     LOG2_E,
@@ -76,13 +77,13 @@ AMX_LEAST_ROWS = 4
 def attend_body(tag, arguments):
     """Take items until none is left. A thread knows its next item while it works on one."""
     call = read_call(arguments)
-    at = read_scratch(call, fetch_add(arguments + THREADS_OFFSET))
+    at = read_scratch(call.scratch + fetch_add(arguments + THREADS_OFFSET) * SCRATCH_BYTES)
     if call.tiles != 0:
-        amx_begin(at.scores)
+        amx_begin()
     item = fetch_add(arguments)
-    while item < call.num_items:
+    while item < call.count:
         upcoming = fetch_add(arguments)
-        attend_item(tag, call, item, upcoming if upcoming < call.num_items else item, at)
+        attend_item(tag, call, item, upcoming if upcoming < call.count else item, at)
         item = upcoming
     if call.tiles != 0:
         amx_end()
@@ -93,8 +94,7 @@ def attend_item(tag, call, item, upcoming, at):
     """One tile of queries against all keys of its work."""
     kv_head = item % call.kv_heads
     work = read_work(call, item // call.kv_heads)
-    group = call.heads // call.kv_heads
-    rows = work.num_tokens * group
+    rows = work.num_tokens * call.group
     if call.decode != 0 and work.part == work.num_parts - 1:
         write_token(tag, call, work.first_token, kv_head)
     load_queries(tag, call, work, kv_head, rows, at)
@@ -118,7 +118,7 @@ def attend_item(tag, call, item, upcoming, at):
         return
     for r in range(rows):
         emit_row(
-            tag, call, work.first_token + r // group, kv_head * group + r % group,
+            tag, call, work.first_token + r // call.group, kv_head * call.group + r % call.group,
             at.outputs + r * call.padded * 4, load_f32(at.sums + 4 * r), at.scores,
         )  # fmt: skip
 
@@ -139,24 +139,23 @@ def prefetch_span(tag, call, work, base, at):
 @inner
 def load_queries(tag, call, work, kv_head, rows, at):
     """The tile's queries, zeros beyond the head and up to a multiple of 16 rows."""
-    group = call.heads // call.kv_heads
-    stride = call.padded * element_bytes(tag)
+    size = element_bytes(tag)
+    stride = call.padded * size
     for r in range(rows):
-        token, head = work.first_token + r // group, kv_head * group + r % group
+        token, head = work.first_token + r // call.group, kv_head * call.group + r % call.group
         source = call.query + token * call.query_token_stride + head * call.query_head_stride
-        copy_plain(tag, source, call.head_size, call.padded, at.queries + r * stride)
+        copy_vector(tag, source, call.head_size, call.padded, at.queries + r * stride, size)
     for r in range(rows, -(-rows // LANES) * LANES):
-        copy_plain(tag, at.queries, 0, call.padded, at.queries + r * stride)
+        copy_vector(tag, at.queries, 0, call.padded, at.queries + r * stride, size)
 
 
 @inner
 def begin_rows(call, work, kv_head, rows, at):
     """Running maximum, sum and output before the first key; a sink counts as a key of no value."""
-    group = call.heads // call.kv_heads
     for r in range(rows):
         maximum, total = LOWEST, ZERO
         if call.sinks != 0 and work.part == 0:
-            maximum = load_f32(call.sinks + 4 * (kv_head * group + r % group)) * LOG2_E
+            maximum = load_f32(call.sinks + 4 * (kv_head * call.group + r % call.group)) * LOG2_E
             total = ONE
         store_f32(at.maxima + 4 * r, maximum)
         store_f32(at.sums + 4 * r, total)
@@ -168,20 +167,21 @@ def begin_rows(call, work, kv_head, rows, at):
 def attend_rows(tag, call, work, first, rows, base, width, tiles, at):
     """A slice of the tile, ``rows`` from ``first`` on, against the span of keys at ``base``."""
     size = element_bytes(tag)
-    group = call.heads // call.kv_heads
-    oldest = work.position + first // group
-    newest = work.position + (first + rows - 1) // group
+    oldest = work.position + first // call.group
+    newest = work.position + (first + rows - 1) // call.group
     # Groups that no row here may see are left out: those after it, and a span before the window.
     groups = min(-(-width // GROUP_TOKENS), (newest - base) // GROUP_TOKENS + 1)
     if groups <= 0 or (call.window > 0 and base + SPAN_TOKENS <= oldest - call.window + 1):
         return
     begin = (base - work.keys_begin) // GROUP_TOKENS * 8
-    queries = at.queries + first * call.padded * size
-    score_span(
-        tag, tiles, rows, queries, call.padded * size, at.key_groups + begin, groups, at.scores
-    )
+    stride = call.padded * size
+    for g in range(0, groups, COLUMNS):  # of the last ones, more than are asked for
+        score_tile(
+            tag, tiles, rows, at.queries + first * stride, stride, at.key_groups + begin + 8 * g, 1,
+            stride // UNIT_BYTES, VECTOR_BYTES, 0, at.scores + g * VECTOR_BYTES, SPAN_TOKENS * 4,
+        )  # fmt: skip
     for r in range(rows):
-        p = work.position + (first + r) // group
+        p = work.position + (first + r) // call.group
         rescale = weigh_row(
             tag, at.scores + r * SPAN_TOKENS * 4, at.weights + r * SPAN_TOKENS * size, groups,
             p - call.window + 1 - base if call.window > 0 else 0, p + 1 - base,
@@ -194,28 +194,19 @@ def attend_rows(tag, call, work, first, rows, base, width, tiles, at):
 
 
 @inner
-def score_span(tag, tiles, rows, queries, stride, key_groups, groups, scores):
-    """scores = queries times keys. Computes whole multiples of COLUMNS groups."""
-    for g in range(0, groups, COLUMNS):
-        score_tile(
-            tag, tiles, rows, queries, stride, key_groups + 8 * g, stride // UNIT_BYTES,
-            scores + g * VECTOR_BYTES, SPAN_TOKENS * 4,
-        )  # fmt: skip
-
-
-@inner
 def add_values(tag, tiles, rows, weights, value_groups, groups, padded, outputs):
     """outputs += weights times values, for all head elements."""
     stride, step = SPAN_TOKENS * element_bytes(tag), padded * UNIT_BYTES
+    units = GROUP_TOKENS * element_bytes(tag) // UNIT_BYTES
     wide = padded // (COLUMNS * LANES) * COLUMNS * LANES
     for d in range(0, wide, COLUMNS * LANES):
         value_tile_wide(
-            tag, tiles, rows, weights, stride, value_groups, groups, step, d * UNIT_BYTES,
+            tag, tiles, rows, weights, stride, value_groups, groups, units, step, d * UNIT_BYTES,
             outputs + d * 4, padded * 4,
         )  # fmt: skip
     for d in range(wide, padded, LANES):
         value_tile_narrow(
-            tag, tiles, rows, weights, stride, value_groups, groups, step, d * UNIT_BYTES,
+            tag, tiles, rows, weights, stride, value_groups, groups, units, step, d * UNIT_BYTES,
             outputs + d * 4, padded * 4,
         )  # fmt: skip
 
@@ -232,10 +223,13 @@ def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, 
     if softcap != ZERO:
         cap_row(scores, groups, scale, softcap)
         factor = ONE
-    if low > 0 or high < groups * GROUP_TOKENS:
-        hide_row(scores, groups, low, high)
+    hides = low > 0 or high < groups * GROUP_TOKENS
     for g in range(groups):
-        best = larger(load(scores + g * VECTOR_BYTES), best)
+        where = scores + g * VECTOR_BYTES
+        if hides:
+            first = g * LANES
+            store(where, keep_between(load(where), low - first, high - first, NEGATIVE_INFINITY))
+        best = larger(load(where), best)
     before = load_f32(maximum)
     after = max(before, lane_max(best) * factor)
     steep, shift = splat(factor), splat(-after)
@@ -248,16 +242,6 @@ def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, 
     store_f32(total, load_f32(total) * rescale + lane_sum(added))
     store_f32(maximum, after)
     return rescale
-
-
-@inner
-def hide_row(scores, groups, low, high):
-    """Minus infinity for all keys outside [low, high)."""
-    for g in range(groups):
-        where = scores + g * VECTOR_BYTES
-        store(
-            where, keep_between(load(where), low - g * LANES, high - g * LANES, NEGATIVE_INFINITY)
-        )
 
 
 @inner

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, call-arg, var-annotated"
+# mypy: disable-error-code="no-untyped-def"
 # Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """How the CPU kernel lays tokens out inside a block of the cache: writing and finding them.
 
@@ -15,6 +15,7 @@ from jitney.kernels.cpu.layout import LIST_MARGIN, WRITE_TOKENS, read_call
 from jitney.kernels.cpu.products import GROUP_TOKENS, PREFETCH_GROUPS, VECTOR_BYTES
 from jitney.kernels.cpu.simd import (
     UNIT_BYTES,
+    ZERO,
     copy_element,
     element_bytes,
     fetch_add,
@@ -23,7 +24,7 @@ from jitney.kernels.cpu.simd import (
     load_i64,
     store_i32,
     store_i64,
-    zero_element,
+    store_one,
 )
 
 
@@ -48,20 +49,16 @@ def pack_value(tag, source, head, padded, group, lane):
     size = element_bytes(tag)
     pairs = UNIT_BYTES // size
     target = group + (lane // pairs) * padded * UNIT_BYTES + (lane % pairs) * size
-    for d in range(head):
-        copy_element(tag, source + d * size, target + d * UNIT_BYTES)
-    for d in range(head, padded):
-        zero_element(tag, target + d * UNIT_BYTES)
+    copy_vector(tag, source, head, padded, target, UNIT_BYTES)
 
 
 @inner
-def copy_plain(tag, source, head, padded, target):
-    """One token's vector as it is; zeros beyond the head."""
-    size = element_bytes(tag)
+def copy_vector(tag, source, head, padded, target, step):
+    """One token's vector to every ``step`` bytes; zeros beyond the head."""
     for d in range(head):
-        copy_element(tag, source + d * size, target + d * size)
+        copy_element(tag, source + d * element_bytes(tag), target + d * step)
     for d in range(head, padded):
-        zero_element(tag, target + d * size)
+        store_one(tag, target + d * step, ZERO)
 
 
 @inner
@@ -84,7 +81,7 @@ def write_body(tag, arguments):
     call = read_call(arguments)
     while True:
         item = fetch_add(arguments)
-        if item >= call.num_items:
+        if item >= call.count:
             return
         first = item // call.kv_heads * WRITE_TOKENS
         for t in range(first, min(first + WRITE_TOKENS, call.tokens)):

@@ -1,4 +1,10 @@
-"""Machine code of Numba kernels: compiled once, found in Numba's cache at the next load.
+"""Machine code of Numba kernels: compiled once, found in Numba's cache at the next load, and run on
+the threads that torch itself uses.
+
+A second thread pool would fight torch's, whose threads spin for a while after each operation, for
+the same cores; torch's own is already awake. OpenMP's ``GOMP_parallel`` is the call that compilers
+make of ``#pragma omp parallel``; GNU's, LLVM's and Intel's libraries have it. A team belongs to the
+Python thread that calls, so two engines in one process do not meet.
 
 Imported only where Numba is.
 """
@@ -11,12 +17,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from numba import cfunc, njit, types
 
-from jitney.kernels.cpu.openmp import team_runner
-
 _log = logging.getLogger(__name__)
-
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
 
@@ -33,7 +37,7 @@ class Kernel:
         self._function = _with_cache(partial(cfunc, signature, **_OPTIONS), body)  # owns the code
         self.address = int(self._function.address)
         self.was_cached: bool = self._function.cache_hits > 0
-        self._run = team_runner()
+        self._run = _team_runner()
 
     def run(self, arguments: ctypes.Structure, threads: int) -> None:
         """Run on so many of torch's threads, and wait for them."""
@@ -44,6 +48,11 @@ def compile_function(function: Callable[..., Any]) -> Any:
     """``function`` for Python to call, compiled at the first call. It must take as arguments what
     it needs of other files: see :func:`source_version`."""
     return _with_cache(partial(njit, **_OPTIONS), function)
+
+
+def import_compiler() -> None:
+    """Make Numba import what it imports when it first compiles a function or finds one compiled."""
+    cfunc(types.void())(lambda: None)
 
 
 def _with_cache(compiler: Callable[..., Any], function: Callable[..., Any]) -> Any:
@@ -68,3 +77,31 @@ def source_version() -> int:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:7], "little") | 1
+
+
+def _team_runner() -> Callable[[int, int, int], None]:
+    """``run(body, argument, threads)`` calls ``void body(argument)`` on so many of torch's threads
+    and waits for them; without the GIL. Where torch has no such library, one thread runs it."""
+    try:
+        parallel = _torch_library().GOMP_parallel
+    except (OSError, AttributeError) as error:
+        _log.warning("kernels run on one thread: torch's OpenMP was not found (%s)", error)
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        return lambda body, argument, threads: kind(body)(argument)
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return lambda body, argument, threads: parallel(body, argument, threads, 0)
+
+
+def function_address(name: str) -> int | None:
+    """Address of a C function of torch or of what it was linked with; None if there is none."""
+    try:
+        function = _torch_library()[name]
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+def _torch_library() -> ctypes.CDLL:
+    """Symbols of the libraries that libtorch_cpu was linked with are found through it."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

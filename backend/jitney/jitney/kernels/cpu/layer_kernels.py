@@ -6,26 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jitney.kernels.cpu import row_kernels
 from jitney.kernels.cpu.attention import TAGS
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.linear import PackedLinear
 from jitney.kernels.cpu.program import LayerProgram
-from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm
-from jitney.kernels.cpu.tile_linear import (
-    ACTIVATIONS,
-    TileKernel,
-    TileLinear,
-    can_use_tiles,
-    fits_tiles,
-)
+from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm, rows_body
+from jitney.kernels.cpu.tile_linear import TileLinear, can_use_tiles, compile_product, fits_tiles
 from jitney.kernels.fused.layers import (
     Activation,
     AttentionForm,
     EndBranch,
     FusedForward,
     FusedRMSNorm,
-    HeadNorms,
     Misfit,
     NormForm,
 )
@@ -39,45 +31,28 @@ class CpuLayerKernels:
         """Compile, or load from Numba's cache. ``rows`` are the tokens of a usual step."""
         self._dtype, self._rows = dtype, rows
         tag, version = TAGS[dtype], source_version()
-
-        def norm(arguments: int) -> None:
-            if version != 0:
-                row_kernels.norm_body(tag, arguments)
-
-        def rotate(arguments: int) -> None:
-            if version != 0:
-                row_kernels.rotate_body(tag, arguments)
-
-        self._norm, self._rotate = Kernel(norm), Kernel(rotate)
-        self._tiles = TileKernel() if can_use_tiles(dtype) else None
+        self._kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
+        self._tiles = compile_product() if can_use_tiles(dtype) else None
 
     def norm(self, form: NormForm) -> RowNorm:
         """See :class:`fused.layers.LayerKernels`, here and below."""
-        return RowNorm(form, self._dtype, self._norm)
+        return RowNorm(form, self._dtype, self._kernel)
 
-    def linear(self, products: Sequence[nn.Module]) -> nn.Module:
-        plain = merged_linears(_plain(products))
-        if self._tiles is not None and all(map(fits_tiles, _plain(products))):
-            return TileLinear(plain.weight, plain.bias, self._tiles)
-        return PackedLinear(plain.weight, plain.bias, self._rows)
-
-    def gated(self, products: Sequence[nn.Module], activation: Activation) -> nn.Module:
-        plain = merged_linears(_plain(products))
-        size = plain.out_features // 2
-        if (
-            self._tiles is not None
-            and activation in ACTIVATIONS
-            and fits_tiles(plain)
-            and size % 32 == 0
-        ):
+    def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
+        if any(type(each) is not nn.Linear for each in products):
+            raise Misfit("a CPU has no fused products of quantized weights")
+        plain = merged_linears(products)
+        if self._tiles is not None and fits_tiles(plain, activation):
             return TileLinear(plain.weight, plain.bias, self._tiles, activation)
-        biases = (None, None) if plain.bias is None else plain.bias.split(size)
-        weights = plain.weight.split(size)
+        if activation is None:
+            return PackedLinear(plain.weight, plain.bias, self._rows)
+        biases = (None, None) if plain.bias is None else plain.bias.chunk(2)
+        weights = plain.weight.chunk(2)
         gate, up = (PackedLinear(*each, self._rows) for each in zip(weights, biases, strict=True))
         return _SplitGate(gate, up, activation)
 
-    def attention(self, form: AttentionForm, norms: HeadNorms | None) -> CpuHeadAttention:
-        return CpuHeadAttention(form, norms, self._dtype, self._rotate)
+    def attention(self, form: AttentionForm) -> CpuHeadAttention:
+        return CpuHeadAttention(form, self._dtype, self._kernel)
 
     def end_branch(
         self,
@@ -109,12 +84,6 @@ def _sum_of(
     if isinstance(product, (PackedLinear, TileLinear)):
         return product.plus
     return lambda x, residual: residual + product(x)
-
-
-def _plain(products: Sequence[Any]) -> Sequence[nn.Linear]:
-    if any(type(each) is not nn.Linear for each in products):
-        raise Misfit("a CPU has no fused products of quantized weights")
-    return products
 
 
 class _SplitGate(nn.Module):

@@ -1,15 +1,19 @@
-# mypy: disable-error-code="no-untyped-def, call-arg, var-annotated"
+# mypy: disable-error-code="no-untyped-def"
 # Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
-"""What the attention kernel is told and where it keeps things: arguments, works, scratch memory.
+"""What the attention kernel is told and where it keeps things: arguments, scratch memory, and the
+works that a step is cut into.
 
 Addresses are integers, strides and sizes are in bytes.
 """
 
 import ctypes
 
+import numpy as np
+
 from jitney.kernels.cpu.amx import MAX_ROWS_AMX
+from jitney.kernels.cpu.compiled import compile_function
 from jitney.kernels.cpu.products import COLUMNS, GROUP_TOKENS, PREFETCH_GROUPS
-from jitney.kernels.cpu.records import reader, record
+from jitney.kernels.cpu.records import Call, reader, record
 from jitney.kernels.cpu.simd import LANES, inner
 
 SPAN_GROUPS = 16
@@ -26,15 +30,9 @@ LIST_MARGIN = PREFETCH_GROUPS + COLUMNS
 
 
 @record
-class AttentionArguments(ctypes.Structure):
+class AttentionArguments(Call):
     """The arguments: first those of one layer, then those of one step for layers of one kind."""
 
-    counter: int
-    """Items taken so far: 0 at the start."""
-    threads: int
-    """Threads that have begun: 0 at the start."""
-    num_items: int
-    """An item is a work for one KV head."""
     query: int
     query_token_stride: int
     query_head_stride: int
@@ -62,6 +60,8 @@ class AttentionArguments(ctypes.Structure):
     """int64 [split rows, KV heads], all 0 at the start and at the end."""
     heads: int
     kv_heads: int
+    group: int
+    """Query heads for each KV head."""
     head_size: int
     padded: int
     """Head size in the cache."""
@@ -83,9 +83,6 @@ class AttentionArguments(ctypes.Structure):
     """0: none."""
     softcap: float
     """0: none."""
-
-
-THREADS_OFFSET = AttentionArguments.threads.offset  # type: ignore[attr-defined]
 
 
 @record
@@ -147,8 +144,9 @@ def scratch_sizes(size: int, rows: int, padded: int, longest: int) -> list[int]:
     ]
 
 
-read_call, _read_work, _read_scratch = map(reader, (AttentionArguments, Work, Scratch))
-_WORK_BYTES, _SCRATCH_BYTES = ctypes.sizeof(Work), ctypes.sizeof(Scratch)
+read_call, _read_work, read_scratch = map(reader, (AttentionArguments, Work, Scratch))
+_WORK_BYTES, SCRATCH_BYTES = ctypes.sizeof(Work), ctypes.sizeof(Scratch)
+_WORK_FIELDS = _WORK_BYTES // 8
 
 
 @inner
@@ -157,7 +155,41 @@ def read_work(call, index):
     return _read_work(call.works + index * _WORK_BYTES)
 
 
-@inner
-def read_scratch(call, thread):
-    """The areas of a thread."""
-    return _read_scratch(call.scratch + thread * _SCRATCH_BYTES)
+# --------------------------------------------------------------------------- plan
+
+
+@compile_function
+def cut_works(query_start, context_len, tile, reach, split_tokens, group_tokens):
+    """Cut a step, whose queries see ``reach`` keys at most, into works.
+
+    A row of one token is split by its keys into parts of ``split_tokens``, a longer one by its
+    tokens into tiles of ``tile`` tokens. Neither looks at any other row. The first two arrays are
+    int32. Returns int64 [works, fields of ``Work``], the longest first, the number of parts of all
+    split rows, and the number of these. Done for every step, so it is compiled: that takes a tenth
+    of the time of NumPy's calls.
+    """
+    most = np.sum(context_len // split_tokens + 2) + query_start[-1] // tile
+    works = np.empty((most, _WORK_FIELDS), np.int64)
+    done = parts = split_rows = 0
+    for row in range(len(context_len)):
+        start, context = np.int64(query_start[row]), np.int64(context_len[row])
+        length = np.int64(query_start[row + 1]) - start
+        for offset in range(0, length, tile):
+            position = context - length + offset
+            begin = max(position + 1 - reach, 0) // group_tokens * group_tokens
+            end = min(position + tile, context)
+            tokens, size, count = end - position, end - begin, 1
+            if length == 1:
+                size, count = split_tokens, -(-(end - begin) // split_tokens)
+            for part in range(count):
+                works[done] = (
+                    row, start + offset, tokens, position, begin + part * size,
+                    min(begin + (part + 1) * size, end), part, count, parts, split_rows,
+                )  # fmt: skip
+                done += 1
+            if count > 1:
+                parts += count
+                split_rows += 1
+    works = works[:done]
+    cost = works[:, 2] * (works[:, 5] - works[:, 4])
+    return works[np.argsort(-cost, kind="mergesort")], parts, split_rows  # a stable order

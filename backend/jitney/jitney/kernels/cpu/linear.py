@@ -12,14 +12,16 @@ dropped unless another module, a tied embedding, holds it as well.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jitney.execution.quantized import find_children, is_linear, weight_of
-from jitney.kernels.fused.layers import ACTIVATIONS, Activation
+from jitney.execution.quantized import is_linear, weight_of
+from jitney.kernels.fused.fuse import FuseReport, swap_children
+from jitney.kernels.fused.layers import ACTIVATIONS, Activation, Misfit
 from jitney.kernels.fused.trial import relative_error
 
 # oneDNN's name and algorithm.
@@ -36,18 +38,6 @@ PACKED_DTYPES = tuple(_TOLERANCE)
 Product = Callable[..., Tensor]
 
 
-@dataclass(frozen=True)
-class PrepackReport:
-    """What :func:`prepack_linears` did."""
-
-    packed: int
-    """Layers."""
-    reason: str | None
-    """Why none was packed, if so."""
-    added_bytes: int
-    """Memory beyond what the module took before: packed copies of weights that others hold too."""
-
-
 class PackedLinear(nn.Module):
     """``x @ weight.T + bias`` with a packed weight, and three forms with an epilogue.
 
@@ -59,7 +49,6 @@ class PackedLinear(nn.Module):
         """``weight`` is [out_features, in_features]; ``rows`` is how many x will have as a rule."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
         self._bias = None if bias is None else bias.detach()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), rows)
         # Looked up once: an attribute chain through torch.ops costs about a microsecond a call.
@@ -82,9 +71,6 @@ class PackedLinear(nn.Module):
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """x @ weight.T + bias + other."""
         return self._binary_op(x, other, self._packed, self._bias, "add")
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.dtype}"
 
 
 def can_pack(dtype: torch.dtype) -> str | None:
@@ -122,28 +108,23 @@ def can_pack(dtype: torch.dtype) -> str | None:
     return None
 
 
-def prepack_linears(module: nn.Module, rows: int) -> PrepackReport:
+def prepack_linears(module: nn.Module, rows: int, report: FuseReport) -> None:
     """Replace each ``nn.Linear`` and each of GPT-2's transposed ones below ``module``.
 
     ``rows`` is the number of tokens of a usual step. Layers whose class is derived from these (and
-    so may do something else), quantized or of another dtype stay as they are.
+    so may do something else), quantized or of another dtype stay as they are. What others hold too
+    is memory beyond what the module took before.
     """
     holders = Counter(p for each in module.modules() for p in each.parameters(recurse=False))
-    found = find_children(module, is_linear)
-    if not found:
-        return PrepackReport(0, "it has no linear layers", 0)
-    reasons = {dtype: can_pack(dtype) for dtype in {linear.weight.dtype for linear in found}}
-    packed = added = 0
-    while found:  # taken out, so that each plain weight goes before the next one is packed
-        linear, parents = found.popitem()
+    obstacle = cache(can_pack)
+
+    def pack(linear: Any) -> PackedLinear:
         weight = weight_of(linear)
-        if reasons[weight.dtype] is not None:
-            continue
-        shared = holders.pop(linear.weight) > 1  # with a tied embedding
-        replacement = PackedLinear(weight, linear.bias, rows)
-        for parent, name in parents:
-            setattr(parent, name, replacement)
-        packed += 1
-        added += weight.numel() * weight.element_size() if shared else 0
-    reason = None if packed else "; ".join(sorted({r for r in reasons.values() if r is not None}))
-    return PrepackReport(packed, reason, added)
+        if reason := obstacle(weight.dtype):
+            raise Misfit(reason)
+        packed = PackedLinear(weight, linear.bias, rows)
+        if holders.pop(linear.weight) > 1:  # with a tied embedding
+            report.added_bytes += weight.nbytes
+        return packed
+
+    swap_children(module, "linear layer", is_linear, pack, report)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, call-arg, var-annotated"
+# mypy: disable-error-code="no-untyped-def"
 # Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """Small matrix products with all accumulators in registers: the two inner loops of attention.
 
@@ -7,7 +7,7 @@ of 16 lanes. u counts units of four bytes (see ``simd``): a[m, u] is one unit, b
 lanes, and b_n[u] is one vector of 16 units, so a two-byte type multiplies two neighbouring elements
 per lane and adds both products, which is one instruction on processors with AVX512-BF16.
 
-- :func:`score_tile`: a = queries, u = head elements, lanes = 16 tokens of one group of keys;
+- ``score_tile``: a = queries, u = head elements, lanes = 16 tokens of one group of keys;
 - ``value_tile_wide``, ``value_tile_narrow``: a = weights, u = tokens, lanes = 16 head elements of
   the values.
 
@@ -16,7 +16,6 @@ MAX_ROWS_AMX rows, or vectors, of 1 to MAX_ROWS rows.
 """
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import llvmlite.ir as ir
@@ -67,69 +66,15 @@ def _dot(builder: Any, tag: Any, acc: Any, a: Any, b: Any) -> Any:
         pairs = ir.VectorType(bf16, 2 * LANES)
         args = [acc, builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
         return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", f32x, args)
-    for x, y in zip(_widen(builder, tag, a), _widen(builder, tag, b), strict=True):
-        acc = call_llvm(builder, "llvm.fma.v16f32", f32x, [x, y, acc])
-    return acc
+    if tag == types.uint16:  # the low elements, then the high ones, as float32
+        low = widen_bf16(builder, a), widen_bf16(builder, b)
+        acc = call_llvm(builder, "llvm.fma.v16f32", f32x, [*low, acc])
+        a, b = (builder.and_(units, every(i32x, -65536)) for units in (a, b))
+    last = builder.bitcast(a, f32x), builder.bitcast(b, f32x)
+    return call_llvm(builder, "llvm.fma.v16f32", f32x, [*last, acc])
 
 
-def _widen(builder: Any, tag: Any, units: Any) -> list[Any]:
-    """IR: the elements of each unit as float32: the one, or the low and the high one."""
-    if tag == types.float32:
-        return [builder.bitcast(units, f32x)]
-    high = builder.and_(units, every(i32x, -65536))
-    return [widen_bf16(builder, units), builder.bitcast(high, f32x)]
-
-
-def _entry(builder: Any, addresses: Any, index: Any) -> Any:
-    """IR: entry ``index`` of a list of int64 addresses."""
-    return builder.load(pointer(builder, offset_by(builder, addresses, index, 8), i64))
-
-
-class _Accumulators:
-    """rows x columns vectors, in registers once LLVM has promoted the stack slots."""
-
-    def __init__(self, builder: Any, tag: Any, rows: int, columns: int) -> None:
-        self.builder, self.tag = builder, tag
-        self.slots = [
-            [cgutils.alloca_once(builder, f32x) for _ in range(columns)] for _ in range(rows)
-        ]
-
-    def clear(self) -> None:
-        for slot in chain.from_iterable(self.slots):
-            self.builder.store(ir.Constant(f32x, [0.0] * LANES), slot)
-
-    def _addresses(self, out: Any, out_stride: Any) -> Any:
-        for m, row in enumerate(self.slots):
-            start = offset_by(self.builder, out, m, out_stride)
-            for n, slot in enumerate(row):
-                where = offset_by(self.builder, start, n, VECTOR_BYTES)
-                yield pointer(self.builder, where, f32x), slot
-
-    def read(self, out: Any, out_stride: Any) -> None:
-        for where, slot in self._addresses(out, out_stride):
-            self.builder.store(self.builder.load(where, align=4), slot)
-
-    def write(self, out: Any, out_stride: Any) -> None:
-        for where, slot in self._addresses(out, out_stride):
-            self.builder.store(self.builder.load(slot), where, align=4)
-
-    def add_unit(self, a: Any, a_stride: Any, b: list[Any], soon: list[Any]) -> None:
-        """acc[m][n] += a[m] . b[n], where ``a`` is the address of row 0's unit.
-
-        ``soon`` are addresses to be fetched into the cache meanwhile.
-        """
-        builder = self.builder
-        for address in soon:
-            prefetch_line(builder, address)
-        vectors = [builder.load(pointer(builder, x, i32x), align=4) for x in b]
-        for m, row in enumerate(self.slots):
-            where = pointer(builder, offset_by(builder, a, m, a_stride), i32)
-            unit = splat_value(builder, builder.load(where, align=4))
-            for slot, units in zip(row, vectors, strict=True):
-                builder.store(_dot(builder, self.tag, builder.load(slot), unit, units), slot)
-
-
-def _either(
+def _for_each_kind(
     builder: Any,
     tag: Any,
     tiles: Any,
@@ -137,138 +82,119 @@ def _either(
     by_tiles: Callable[[], None],
     by_vectors: Callable[[int], None],
 ) -> None:
-    """IR: one of the two, as ``tiles`` says at run time, where the processor and the type allow."""
-    if tag != types.uint16 or not host_has_amx():
-        _for_each_row_count(builder, rows, by_vectors)
-        return
-    with builder.if_else(tiles) as (then, otherwise):
-        with then:
+    """IR: one of the two, as ``tiles`` says at run time, where the processor and the type allow;
+    by vectors, for the m from 1 to MAX_ROWS that ``rows`` holds."""
+    done = builder.append_basic_block("done")
+    if tag == types.uint16 and host_has_amx():
+        with builder.if_then(tiles):
             by_tiles()
-        with otherwise:
-            _for_each_row_count(builder, rows, by_vectors)
-
-
-def _for_each_row_count(builder: Any, rows: Any, emit: Callable[[int], None]) -> None:
-    """IR: run ``emit(m)`` for the m from 1 to MAX_ROWS that ``rows`` holds at run time."""
-    done = builder.append_basic_block("rows.done")
+            builder.branch(done)
     switch = builder.switch(rows, done)
     for m in range(1, MAX_ROWS + 1):
         block = builder.append_basic_block(f"rows.{m}")
         switch.add_case(ir.Constant(i64, m), block)
         builder.position_at_end(block)
-        emit(m)
+        by_vectors(m)
         builder.branch(done)
     builder.position_at_end(done)
 
 
-@emitted(types.void, TAG, types.boolean, *[types.int64] * 7)
-def score_tile(builder, tag, tiles, rows, q, q_stride, groups, units, out, out_stride):
-    """Scores of ``rows`` queries against COLUMNS groups of keys.
+def _make_tile(columns: int, *, across: bool) -> Any:
+    """A Numba function for one tile of ``columns`` vectors.
 
-    ``q``: address of [rows] queries, ``q_stride`` bytes apart, ``units`` units each. ``groups``:
-    address of COLUMNS int64 addresses of groups [units, 16 tokens]. ``out``: float32
-    [rows, COLUMNS * 16], rows ``out_stride`` bytes apart.
+    ``a``: address of [rows] times ``count`` times ``units`` units, rows ``a_stride`` bytes apart.
+    ``groups``: address of int64 addresses of groups, whose units are ``step`` bytes apart and begin
+    at ``offset``. ``out``: float32 [rows, columns * 16], rows ``out_stride`` bytes apart.
+
+    With ``across``, each vector is of another group, ``count`` is 1, and ``out`` is written. Else
+    they lie side by side in each of ``count`` groups, and what ``out`` holds is added to.
     """
 
-    def by_vectors(m: int) -> None:
-        acc = _Accumulators(builder, tag, m, COLUMNS)
-        acc.clear()
-        starts, later = (
-            [_entry(builder, groups, n + ahead) for n in range(COLUMNS)]
-            for ahead in (0, PREFETCH_GROUPS)
-        )
-        with cgutils.for_range(builder, units) as loop:
-            step = builder.mul(loop.index, ir.Constant(i64, VECTOR_BYTES))
-            now, soon = ([builder.add(x, step) for x in xs] for xs in (starts, later))
-            acc.add_unit(offset_by(builder, q, loop.index, UNIT_BYTES), q_stride, now, soon)
-        acc.write(out, out_stride)
-
-    def by_tiles() -> None:
-        line = ir.Constant(i64, VECTOR_BYTES)
-
-        def step(unit: Any, a: int, b: int) -> None:
-            here = offset_by(builder, q, unit, UNIT_BYTES)
-            move_tile(builder, "tileloadd64", a, here, q_stride)
-            for n in range(COLUMNS):
-                where = offset_by(builder, _entry(builder, groups, n), unit, line)
-                move_tile(builder, "tileloadd64", b, where, line)
-                emit_amx(builder, "tdpbf16ps", n, a, b)
-
-        for n in range(COLUMNS):
-            emit_amx(builder, "tilezero", n)
-        whole = builder.and_(units, ir.Constant(i64, -16))
-        with cgutils.for_range_slice(
-            builder, ir.Constant(i64, 0), whole, ir.Constant(i64, 16), inc=True
-        ) as (unit, _):
-            step(unit, _A, _B)
-        with builder.if_then(builder.icmp_signed("<", whole, units)):
-            step(whole, _A_HALF, _B_HALF)
-        for n in range(COLUMNS):
-            where = offset_by(builder, out, n, VECTOR_BYTES)
-            move_tile(builder, "tilestored64", n, where, out_stride)
-
-    _either(builder, tag, tiles, rows, by_tiles, by_vectors)
-
-
-def _make_value_tile(columns: int) -> Any:
-    """Adds 16 * ``columns`` head elements of weights times values.
-
-    ``p``: address of [rows] weights, ``p_stride`` bytes apart, of 16 tokens per group. ``groups``:
-    address of ``count`` int64 addresses of groups [token units, head], whose units are ``step``
-    bytes apart; ``offset`` bytes lead to the first head element. ``out``: float32 accumulators,
-    rows ``out_stride`` bytes apart.
-    """
-
-    @emitted(types.void, TAG, types.boolean, *[types.int64] * 9)
-    def value_tile(
-        builder, tag, tiles, rows, p, p_stride, groups, count, step, offset, out, out_stride
+    @emitted(types.void, TAG, types.boolean, *[types.int64] * 10)
+    def tile(
+        builder, tag, tiles, rows, a, a_stride, groups, count, units, step, offset, out, out_stride
     ):
+        def entry(index: Any) -> Any:
+            return builder.load(pointer(builder, offset_by(builder, groups, index, 8), i64))
+
+        def vectors(group: Any, ahead: int) -> list[Any]:
+            """Addresses of the first units."""
+            if across:
+                return [entry(ir.Constant(i64, n + ahead)) for n in range(columns)]
+            start = builder.add(entry(offset_by(builder, group, ahead)), offset)
+            return [offset_by(builder, start, n, VECTOR_BYTES) for n in range(columns)]
+
         def by_vectors(m: int) -> None:
-            units = ir.Constant(i64, GROUP_TOKENS * tag.bitwidth // 32)
-            acc = _Accumulators(builder, tag, m, columns)
-            acc.read(out, out_stride)
+            starts = [offset_by(builder, out, i, out_stride) for i in range(m)]
+            outs = [
+                pointer(builder, offset_by(builder, start, n, VECTOR_BYTES), f32x)
+                for start in starts
+                for n in range(columns)
+            ]
+            # In registers, once LLVM has promoted these stack slots.
+            accumulators = [cgutils.alloca_once(builder, f32x) for _ in outs]
+            for where, slot in zip(outs, accumulators, strict=True):
+                begin = every(f32x, 0.0) if across else builder.load(where, align=4)
+                builder.store(begin, slot)
             with cgutils.for_range(builder, count) as group:
-                ahead = offset_by(builder, group.index, PREFETCH_GROUPS)
-                starts = [
-                    builder.add(_entry(builder, groups, g), offset) for g in (group.index, ahead)
-                ]
                 first = builder.mul(group.index, units)
+                now, soon = (vectors(group.index, ahead) for ahead in (0, PREFETCH_GROUPS))
                 with cgutils.for_range(builder, units) as unit:
-                    here = (offset_by(builder, start, unit.index, step) for start in starts)
-                    now, soon = (
-                        [offset_by(builder, b, n, VECTOR_BYTES) for n in range(columns)]
-                        for b in here
-                    )
-                    u = builder.add(first, unit.index)
-                    acc.add_unit(offset_by(builder, p, u, UNIT_BYTES), p_stride, now, soon)
-            acc.write(out, out_stride)
+                    for b in soon:
+                        prefetch_line(builder, offset_by(builder, b, unit.index, step))
+                    wheres = [offset_by(builder, b, unit.index, step) for b in now]
+                    loaded = [builder.load(pointer(builder, x, i32x), align=4) for x in wheres]
+                    u = offset_by(builder, a, builder.add(first, unit.index), UNIT_BYTES)
+                    for i in range(m):
+                        where = pointer(builder, offset_by(builder, u, i, a_stride), i32)
+                        left = splat_value(builder, builder.load(where, align=4))
+                        for n, right in enumerate(loaded):
+                            slot = accumulators[i * columns + n]
+                            builder.store(_dot(builder, tag, builder.load(slot), left, right), slot)
+            for where, slot in zip(outs, accumulators, strict=True):
+                builder.store(builder.load(slot), where, align=4)
 
         def by_tiles() -> None:
             outs = [offset_by(builder, out, n, VECTOR_BYTES) for n in range(columns)]
             for n, where in enumerate(outs):
-                move_tile(builder, "tileloadd64", n, where, out_stride)
+                if across:
+                    emit_amx(builder, "tilezero", n)
+                else:
+                    move_tile(builder, "tileloadd64", n, where, out_stride)
             with cgutils.for_range(builder, count) as group:
-                weights = offset_by(builder, p, group.index, 2 * GROUP_TOKENS)
-                move_tile(builder, "tileloadd64", _A_HALF, weights, p_stride)
-                start = builder.add(_entry(builder, groups, group.index), offset)
-                for n in range(columns):
-                    where = offset_by(builder, start, n, VECTOR_BYTES)
-                    move_tile(builder, "tileloadd64", _B_HALF, where, step)
-                    emit_amx(builder, "tdpbf16ps", n, _A_HALF, _B_HALF)
+                first = builder.mul(group.index, units)
+                starts = vectors(group.index, 0)
+
+                def add(unit: Any, left: int, right: int) -> None:
+                    u = builder.add(first, unit)
+                    where = offset_by(builder, a, u, UNIT_BYTES)
+                    move_tile(builder, "tileloadd64", left, where, a_stride)
+                    for n, start in enumerate(starts):
+                        where = offset_by(builder, start, unit, step)
+                        move_tile(builder, "tileloadd64", right, where, step)
+                        emit_amx(builder, "tdpbf16ps", n, left, right)
+
+                zero, sixteen = ir.Constant(i64, 0), ir.Constant(i64, 16)
+                whole = builder.and_(units, ir.Constant(i64, -16))
+                with cgutils.for_range_slice(builder, zero, whole, sixteen, inc=True) as (unit, _):
+                    add(unit, _A, _B)
+                with builder.if_then(builder.icmp_signed("<", whole, units)):
+                    add(whole, _A_HALF, _B_HALF)
             for n, where in enumerate(outs):
                 move_tile(builder, "tilestored64", n, where, out_stride)
 
-        _either(builder, tag, tiles, rows, by_tiles, by_vectors)
+        _for_each_kind(builder, tag, tiles, rows, by_tiles, by_vectors)
 
-    return value_tile
-
-
-value_tile_wide = _make_value_tile(COLUMNS)
-value_tile_narrow = _make_value_tile(1)
+    return tile
 
 
-@emitted(types.void, types.int64)
-def amx_begin(builder, where):
-    """Set the shapes of this thread's tiles. ``where``: address of 64 bytes to be written."""
+score_tile = _make_tile(COLUMNS, across=True)
+value_tile_wide = _make_tile(COLUMNS, across=False)
+value_tile_narrow = _make_tile(1, across=False)
+
+
+@emitted(types.void)
+def amx_begin(builder):
+    """Set the shapes of this thread's tiles."""
     if host_has_amx():
-        emit_shapes(builder, where, _TILE_ROWS, _TILE_ROW_BYTES)
+        emit_shapes(builder, _TILE_ROWS, _TILE_ROW_BYTES)

@@ -1,59 +1,121 @@
+# mypy: disable-error-code="no-untyped-def"
+# Numba infers the types of what it compiles here.
 """All layers of a model in one native call per step.
 
 Between the products of a layer, Python takes as long as the products of a small model do. So a
 :class:`LayerProgram` writes down once which kernels a step runs, over which memory, and each step
-fills in what differs: the number of tokens, where the angles of the rotary embedding lie, and what
-attention must know. The kernels are those that the fused modules run one by one.
+fills in what differs: the number of tokens, their positions, and what attention must know. The
+kernels are those that the fused modules run one by one.
+
+The call runs the list of kernels one after the other, each on all threads of a team, which wait for
+each other between two kernels. A thread that waits spins for a moment, since the others end within
+microseconds as a rule, and then gives its core away at every turn: on a machine with other work the
+thread that is waited for may need that very core.
 
 One engine's thread calls it; activations are kept between calls. Imported only where Numba is.
 """
 
 import ctypes
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard
 
+import llvmlite.ir as ir
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor, nn
 
 from jitney.execution.interface import AttentionCall, LayerCache, PagedFunction, PagedStep
-from jitney.kernels.cpu import program_kernel
 from jitney.kernels.cpu.attention import CpuAttention, set_layer
-from jitney.kernels.cpu.compiled import Kernel, source_version
+from jitney.kernels.cpu.compiled import Kernel, function_address, source_version
 from jitney.kernels.cpu.layout import AttentionArguments
-from jitney.kernels.cpu.openmp import function_address
-from jitney.kernels.cpu.program_kernel import ProgramCall
-from jitney.kernels.cpu.row_kernels import NormCall, RotateCall
+from jitney.kernels.cpu.records import reader, record
 from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm
-from jitney.kernels.cpu.tile_kernel import ProductCall
-from jitney.kernels.cpu.tile_linear import TileLinear
+from jitney.kernels.cpu.simd import emitted, fetch_add, i32, i64, inner, load_i64, pointer
+from jitney.kernels.cpu.tile_linear import ProductCall, TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP
 
-_Record = TypeVar("_Record", bound=ctypes.Structure)
-
-_WIDTH = 64
-"""Of every kernel's arguments, in units of 8 bytes: whole cache lines."""
-_ROWS_PER_ITEM = 4
+SPINS = 2000
 _LEAST_TOKENS = 64
-_TEAM_SIZE, _YIELD = "omp_get_num_threads", "sched_yield"
-# Indices of a layer's kernels among its arguments: those of one sort stand side by side.
-_ATTENTION_NORM, _MLP_NORM, _ROTATE, _QKV, _OUTPUT, _GATED, _DOWN, _WRITE, _ATTEND = range(9)
-_KERNELS = 9
-_ROW_KERNELS, _PRODUCTS = slice(_ATTENTION_NORM, _QKV), slice(_QKV, _WRITE)
-_ATTENTION = slice(_WRITE, _ATTEND + 1)
-_ORDER = (_ATTENTION_NORM, _QKV, _ROTATE, _WRITE, _ATTEND, _OUTPUT, _MLP_NORM, _GATED, _DOWN)
+
+# Of each kernel's arguments, in units of 8 bytes.
+_WIDTH = 64
+"""Whole cache lines."""
+_HEAD, _COUNT = slice(3), 2
+"""Two counters, and the number of rows or of items."""
+_OUT = ProductCall.out.offset // 8  # type: ignore[attr-defined]
+_OF_STEP = slice(
+    AttentionArguments.works.offset // 8,  # type: ignore[attr-defined]
+    ctypes.sizeof(AttentionArguments) // 8,
+)
+_KERNELS, _ATTENTION = 9, slice(3, 5)
+"""Of a layer; those that write K and V and attend."""
 
 
-def _index(record: type[ctypes.Structure], field: str) -> int:
-    """Of a field, in units of 8 bytes."""
-    return int(getattr(record, field).offset) // 8
+# --------------------------------------------------------------------------- the native call
 
 
-_ROWS, _PRODUCT_ROWS = _index(NormCall, "rows"), _index(ProductCall, "rows")
-_PER_ITEM = _index(NormCall, "rows_per_item")
-_POSITIONS = _index(RotateCall, "positions")
-_NUM_ITEMS = _index(AttentionArguments, "num_items")
-_STEP_FIELDS = slice(_index(AttentionArguments, "works"), ctypes.sizeof(AttentionArguments) // 8)
+@record
+class ProgramCall(ctypes.Structure):
+    """Arguments of :func:`run_body`."""
+
+    arrived: int
+    """Threads that have ended a kernel, summed over kernels: 0 at the start."""
+    count: int
+    """Of kernels."""
+    kernels: int
+    """Address of int64 [count, 2]: addresses of a body and of its arguments."""
+    team_size: int
+    """Address of int omp_get_num_threads(void)."""
+    give_way: int
+    """Address of int sched_yield(void)."""
+
+
+read_program = reader(ProgramCall)
+
+
+@emitted(types.void, types.int64, types.int64)
+def call_body(builder, body, arguments):
+    """Call ``void body(void *)``."""
+    kind = ir.FunctionType(ir.VoidType(), [i64])
+    builder.call(builder.inttoptr(body, kind.as_pointer()), [arguments])
+
+
+@emitted(types.int64, types.int64)
+def call_int(builder, function):
+    """Call ``int function(void)``."""
+    kind = ir.FunctionType(i32, [])
+    return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), []), i64)
+
+
+@emitted(types.int64, types.int64)
+def load_shared(builder, address):
+    """An int64 that other threads change: what they wrote before it is seen after it."""
+    return builder.load_atomic(pointer(builder, address, i64), ordering="acquire", align=8)
+
+
+@inner
+def wait_for_all(arrived, total, give_way):
+    """Arrive, and return when ``total`` arrivals have been counted since the start."""
+    fetch_add(arrived)
+    spins = np.int64(0)
+    while load_shared(arrived) < total:
+        spins += 1
+        if spins > SPINS:
+            call_int(give_way)
+
+
+@inner
+def run_body(arguments):
+    """Call every kernel in order."""
+    call = read_program(arguments)
+    team = call_int(call.team_size)
+    for i in range(call.count):
+        call_body(load_i64(call.kernels + 16 * i), load_i64(call.kernels + 16 * i + 8))
+        wait_for_all(arguments, (i + 1) * team, call.give_way)
+
+
+# --------------------------------------------------------------------------- the list of kernels
 
 
 @dataclass(frozen=True)
@@ -65,15 +127,15 @@ class _Memory:
     """[tokens, width] each: the input of a layer, which is also what the last one gives; what is
     behind its attention; what is normed, at the end of the rows that were asked for; query, key and
     value; what attention gives; what is inside of the MLP."""
+    indices: Tensor
+    """int64 [2, tokens]: positions; which rows are asked for."""
     arguments: np.ndarray
-    """int64 [9 * layers + 2, _WIDTH]: those of the layers, of the last norm, of the head."""
-    layers: np.ndarray
-    """The first of these as [layers, 9, _WIDTH]."""
-    last_norm: NormCall
-    """The arguments there; so is the next one."""
-    head: ProductCall | None
+    """int64 [kernels, _WIDTH], in the order in which they run: those of the layers, of the last
+    norm, and of the head if it is a TileLinear."""
+    attention: np.ndarray
+    """Of these, as [layers, 2, _WIDTH]."""
     kernels: np.ndarray
-    """int64 [kernels, 2]: addresses of body and arguments, in the order in which they run."""
+    """int64 [kernels, 2]: addresses of body and arguments."""
     kinds: list[tuple[AttentionCall, LayerCache, Any]]
     """One layer's, and the indices of all layers whose attention takes the same of a step."""
 
@@ -97,56 +159,45 @@ def _parts(layer: FusedDecoderLayer) -> _Layer | None:
         return None
     if not isinstance(mlp, FusedMLP) or attention.form.sinks is not None:
         return None
-    products = (attention.qkv, attention.output, mlp.gated, mlp.down)
-    heads, kernels = attention.kernel, (norms.attention.kernel, norms.mlp.kernel)
-    if (
-        not all(isinstance(each, TileLinear) for each in products)
-        or not all(isinstance(each, RowNorm) for each in kernels)
-        or not isinstance(heads, CpuHeadAttention)
-        or heads.wide_norms
-    ):
-        return None
-    qkv, output, gated, down = products
-    return _Layer(kernels[0], qkv, heads, output, kernels[1], gated, down)  # type: ignore[arg-type]
+    found: tuple[Any, ...] = (
+        norms.attention.kernel, attention.qkv, attention.kernel, attention.output,
+        norms.mlp.kernel, mlp.gated, mlp.down,
+    )  # fmt: skip
+    kinds = _Layer.__annotations__.values()
+    return _Layer(*found) if all(map(isinstance, found, kinds)) else None
 
 
 class LayerProgram:
     """The layers of one model, the embedding before them, the norm behind, and the head. All
     products are of :class:`TileLinear`; the head may be another."""
 
-    def __init__(self, model: FusedForward, layers: list[_Layer], table: Tensor) -> None:
+    def __init__(
+        self, model: FusedForward, layers: list[_Layer], table: Tensor, call: ProgramCall
+    ) -> None:
         """See :meth:`of`."""
         weight, norm = model.embed.weight, model.norm.kernel
         assert isinstance(weight, Tensor)
         assert isinstance(norm, RowNorm)
         self._embedding, self._table, self._layers = weight.detach(), table, layers
-        self._norm, self._head = norm, model.head
+        self._norm, self._head, self._call = norm, model.head, call
         self._caches: list[LayerCache] = []
         self._memory: _Memory | None = None
         version = source_version()
-
-        def run(arguments: int) -> None:
-            if version != 0:
-                program_kernel.run_body(arguments)
-
-        self._kernel = Kernel(run)
-        self._call = ProgramCall(
-            team_size=function_address(_TEAM_SIZE), give_way=function_address(_YIELD)
-        )
+        self._kernel = Kernel(lambda address: run_body(address) if version else None)
 
     @classmethod
     def of(cls, model: FusedForward) -> "LayerProgram | None":
         """A program of ``model``, if its parts are those that one can run."""
         table = model.rotaries[0].table if len(model.rotaries) == 1 else None
         layers = [parts for layer in model.layers if (parts := _parts(layer)) is not None]
+        team_size, give_way = map(function_address, ("omp_get_num_threads", "sched_yield"))
         if table is None or type(model.embed) is not nn.Embedding:
             return None
-        found = function_address(_TEAM_SIZE) and function_address(_YIELD)
-        if len(layers) < len(model.layers) or not found:
+        if len(layers) < len(model.layers) or not (team_size and give_way):
             return None
-        return cls(model, layers, table)
+        return cls(model, layers, table, ProgramCall(team_size=team_size, give_way=give_way))
 
-    def fits(self, paged: PagedFunction) -> bool:
+    def fits(self, paged: PagedFunction) -> TypeGuard[PagedStep]:
         """Whether ``paged`` is a step over caches that our attention kernel reads and writes."""
         if not isinstance(paged, PagedStep) or paged.meta.max_context_len > self._table.shape[0]:
             return False
@@ -159,98 +210,84 @@ class LayerProgram:
             self._caches, self._memory = paged.layers, None
         return True
 
-    def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor:
-        """Run a step that :meth:`fits`: ``ids`` are its T tokens, ``rows`` indices of them, both
-        int64. Returns what the head gives of these [rows, vocabulary]."""
-        assert isinstance(paged, PagedStep)
-        tokens, meta = ids.shape[0], paged.meta
+    def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor | None:
+        """Run a step, if it is one that :meth:`fits`: ``ids`` are its T tokens, ``rows`` indices of
+        them, both int64. Returns what the head gives of these [rows, vocabulary]."""
+        if not self.fits(paged):
+            return None
+        tokens, count, meta = ids.shape[0], rows.shape[0], paged.meta
+        assert count <= tokens
         memory = self._memory
         if memory is None or memory.tokens < tokens:
             memory = self._memory = self._lay_out(tokens)
         torch.index_select(self._embedding, 0, ids, out=memory.activations[0][:tokens])
-        positions, rows = meta.positions.contiguous(), rows.contiguous()
-        assert positions.dtype == rows.dtype == torch.int64
-        count = rows.shape[0]
-        assert count <= tokens
-
-        memory.arguments[:, :2] = 0  # the counters
-        memory.layers[:, _ROW_KERNELS, _ROWS] = tokens
-        memory.layers[:, _PRODUCTS, _PRODUCT_ROWS] = tokens
-        memory.layers[:, _ROTATE, _POSITIONS] = positions.data_ptr()
-        memory.last_norm.rows, memory.last_norm.index = count, rows.data_ptr()
-        out = memory.activations[2][:count]
-        if memory.head is not None:
-            assert isinstance(self._head, TileLinear)
+        memory.indices[0, :tokens] = meta.positions
+        memory.indices[1, :count] = rows
+        memory.arguments[:, _HEAD] = 0, 0, tokens
+        memory.arguments[_KERNELS * len(self._layers) :, _COUNT] = count
+        out = normed = memory.activations[2][:count]
+        if isinstance(self._head, TileLinear):
             out = torch.empty(count, self._head.out_features, dtype=out.dtype)
-            memory.head.rows, memory.head.out = count, out.data_ptr()
+            memory.arguments[-1, _OUT] = out.data_ptr()
         held = []  # what owns the memory that the arguments point to
         for call, cache, layers in memory.kinds:
             assert isinstance(cache.attend, CpuAttention)
             step = cache.attend.prepare(call, cache, meta)
             assert step.arguments.tokens == tokens
-            fields = np.frombuffer(bytes(step.arguments), np.int64)[_STEP_FIELDS]
-            memory.layers[layers, _ATTENTION, _STEP_FIELDS] = fields
-            memory.layers[layers, _ATTENTION, _NUM_ITEMS] = step.write_items, step.items
+            fields = np.frombuffer(bytes(step.arguments), np.int64)[_OF_STEP]
+            memory.attention[layers, :, _OF_STEP] = fields
+            memory.attention[layers, :, _COUNT] = step.write_items, step.items
             held.append(step)
         self._call.arrived = 0
         self._kernel.run(self._call, torch.get_num_threads())
         del held
-        if memory.head is None:
-            out = self._head(out)
-        return out
+        return self._head(normed) if out is normed else out
 
     def _lay_out(self, tokens: int) -> _Memory:
         """Memory for steps of at most ``tokens`` rows, rounded up to a power of two."""
         tokens = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        first, count, dtype = self._layers[0], len(self._layers), self._embedding.dtype
-        size = self._embedding.shape[1]
+        first, dtype, size = self._layers[0], self._embedding.dtype, self._embedding.shape[1]
         widths = (size, size, size, first.qkv.out_features, first.output.in_features)
         tensors = [torch.empty(tokens, w, dtype=dtype) for w in (*widths, first.down.in_features)]
-        arguments = np.zeros((_KERNELS * count + 2, _WIDTH), np.int64)
-        kernels: list[tuple[int, int]] = []
-        kinds: dict[object, tuple[AttentionCall, LayerCache, Any]] = {}
-
-        def add(row: int, body: int, call: _Record) -> _Record:
-            """Run ``body`` next, with a copy of ``call`` in ``arguments``; returns the copy."""
-            address = int(arguments[row].ctypes.data)
-            ctypes.memmove(address, ctypes.addressof(call), ctypes.sizeof(call))
-            kernels.append((body, address))
-            return type(call).from_address(address)
-
-        hidden, middle, normed, qkv, attended, inner = (each.data_ptr() for each in tensors)
+        indices = torch.empty(2, tokens, dtype=torch.int64)
+        hidden, middle, normed, qkv, attended, inside = (each.data_ptr() for each in tensors)
+        positions, rows = (each.data_ptr() for each in indices)
+        cos, sin = self._table.unbind(1)
+        norm, product = self._norm.kernel.address, first.qkv.kernel.address
+        calls: list[tuple[int, ctypes.Structure]] = []
+        kinds: dict[object, tuple[AttentionCall, LayerCache, list[int]]] = {}
         for number, layer in enumerate(self._layers):
             form, cache = layer.attention.form, self._caches[layer.attention.form.layer]
             attend, call = cache.attend, form.call(*form.split(tensors[3]))
             assert isinstance(attend, CpuAttention)
-            attention = AttentionArguments()
-            set_layer(attention, call.query, call.key, call.value, cache, attended)
-            kind = (attend, cache.keys.shape, replace(form, layer=0))
+            arguments = AttentionArguments()
+            set_layer(arguments, call.query, call.key, call.value, cache, attended)
+            kind = (attend, cache.keys.shape, replace(form, layer=0, norms=None))
             kinds.setdefault(kind, (call, cache, []))[2].append(number)
-            rotation = layer.attention.call_for(tensors[3])
-            rotation.rotary_size = self._table.shape[2]
-            rotation.cos, rotation.sin = (each.data_ptr() for each in self._table.unbind(1))
-            rotation.angle_stride = self._table.stride(0) * self._table.element_size()
-            norm, product = layer.attention_norm.kernel.address, layer.qkv.kernel.address
-            begin = _KERNELS * number
-            add(begin + _ATTENTION_NORM, norm, layer.attention_norm.call_for(hidden, normed))
-            add(begin + _QKV, product, layer.qkv.call_for(normed, qkv))
-            add(begin + _ROTATE, layer.attention.kernel.address, rotation)
-            add(begin + _WRITE, attend.write_address, attention)
-            add(begin + _ATTEND, attend.attend_address, attention)
-            add(begin + _OUTPUT, product, layer.output.call_for(attended, middle, hidden))
-            add(begin + _MLP_NORM, norm, layer.mlp_norm.call_for(middle, normed))
-            add(begin + _GATED, product, layer.gated.call_for(normed, inner))
-            add(begin + _DOWN, product, layer.down.call_for(inner, hidden, middle))
-        end = _KERNELS * count
-        last_norm = add(end, self._norm.kernel.address, self._norm.call_for(hidden, normed))
-        head = None
+            rotation = layer.attention.call_for(tensors[3], cos, sin, positions)
+            calls += [
+                (norm, layer.attention_norm.call_for(hidden, normed)),
+                (product, layer.qkv.call_for(normed, qkv)),
+                (layer.attention.kernel.address, rotation),
+                (attend.write.address, arguments),
+                (attend.attend.address, arguments),
+                (product, layer.output.call_for(attended, middle, hidden)),
+                (norm, layer.mlp_norm.call_for(middle, normed)),
+                (product, layer.gated.call_for(normed, inside)),
+                (product, layer.down.call_for(inside, hidden, middle)),
+            ]
+        calls.append((norm, self._norm.call_for(hidden, normed, rows)))
         if isinstance(self._head, TileLinear):
-            head = add(end + 1, self._head.kernel.address, self._head.call_for(normed, 0))
-        layers = arguments[:end].reshape(count, _KERNELS, _WIDTH)
-        layers[:, _ROW_KERNELS, _PER_ITEM] = last_norm.rows_per_item = _ROWS_PER_ITEM
-        addresses, of_kinds = np.array(kernels, np.int64), list(kinds.values())
+            calls.append((product, self._head.call_for(normed, 0)))
+        table = np.zeros((len(calls), _WIDTH), np.int64)
+        for row, (_, each) in zip(table, calls, strict=True):
+            ctypes.memmove(row.ctypes.data, ctypes.addressof(each), ctypes.sizeof(each))
+        kernels = np.array(
+            [(body, row.ctypes.data) for row, (body, _) in zip(table, calls, strict=True)]
+        )
+        attention = table[: _KERNELS * len(self._layers)].reshape(-1, _KERNELS, _WIDTH)
+        of_kinds: list[tuple[AttentionCall, LayerCache, Any]] = list(kinds.values())
         if len(of_kinds) == 1:
             of_kinds = [(*of_kinds[0][:2], slice(None))]  # which numpy writes faster than a list
-        memory = _Memory(tokens, tensors, arguments, layers, last_norm, head, addresses, of_kinds)
-        self._call.count, self._call.kernels = len(kernels), memory.kernels.ctypes.data
-        return memory
+        self._call.count, self._call.kernels = len(calls), kernels.ctypes.data
+        return _Memory(tokens, tensors, indices, table, attention[:, _ATTENTION], kernels, of_kinds)

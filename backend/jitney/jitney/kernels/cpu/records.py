@@ -1,13 +1,13 @@
 """A kernel's arguments, described once: the host sets them by name, and the kernel reads them so.
 
 A record is a class of annotated fields: ``int`` (64 bits) or ``float`` (32 bits). The host makes
-one (``NormCall(rows=3)``), sets its fields and passes its address (``ctypes.addressof``). Compiled
-code calls ``reader(NormCall)`` with the address and gets a named tuple.
+one (``RowsCall(stride=64)``), sets its fields and passes its address (``ctypes.addressof``).
+Compiled code calls ``reader(RowsCall)`` with the address and gets a named tuple.
 """
 
 import ctypes
 from collections import namedtuple
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from numba import types
 from numba.extending import intrinsic
@@ -18,7 +18,7 @@ _Record = TypeVar("_Record", bound=type[ctypes.Structure])
 
 
 def record(cls: _Record) -> _Record:
-    """Decorates a ``ctypes.Structure``: its annotations become its fields, in their order."""
+    """Decorates a ``ctypes.Structure``: its own annotations become fields, in their order."""
     cls._fields_ = [
         (name, ctypes.c_float if kind is float else ctypes.c_int64)
         for name, kind in cls.__annotations__.items()
@@ -26,9 +26,24 @@ def record(cls: _Record) -> _Record:
     return cls
 
 
+@record
+class Call(ctypes.Structure):
+    """What the arguments of every kernel of a ``program`` begin with."""
+
+    counter: int
+    """Items taken so far: 0 at the start."""
+    threads: int
+    """Threads that have begun, where each needs memory of its own: 0 at the start."""
+    count: int
+    """Of rows; of items, for attention and its writes."""
+
+
+THREADS_OFFSET = Call.threads.offset  # type: ignore[attr-defined]
+
+
 def reader(cls: type[ctypes.Structure]) -> Any:
     """A Numba function from an address to a named tuple of the fields of the record there."""
-    fields = cls.__annotations__
+    fields = get_type_hints(cls)
     kinds = tuple(types.float32 if kind is float else types.int64 for kind in fields.values())
     result = types.NamedTuple(kinds, namedtuple(cls.__name__, fields))
 

@@ -1,108 +1,246 @@
-"""Norms and rotary embedding over the rows of a step, on torch's threads (``row_kernels``).
+# mypy: disable-error-code="no-untyped-def"
+# Numba infers the types of what it compiles here.
+"""Norms and rotary embedding over the rows of a step: the kernel, and its calls on torch's threads.
 
-One engine's thread calls them: each keeps its kernel's arguments between calls. Imported only where
-Numba is.
+Its body takes the address of its record and takes items, some rows each, from a counter until none
+is left. A row is computed by one thread in a fixed order, whatever the batch. Elements
+are float32 or bfloat16, told apart by the type of ``tag`` (``simd``); sums are float32.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from jitney.execution.interface import PagedFunction
 from jitney.kernels.cpu.compiled import Kernel
-from jitney.kernels.cpu.row_kernels import NormCall, RotateCall
-from jitney.kernels.fused.layers import AttentionForm, HeadNorms, Misfit, NormForm
+from jitney.kernels.cpu.records import Call, reader, record
+from jitney.kernels.cpu.simd import (
+    LANES,
+    ONE,
+    ZERO,
+    element_bytes,
+    fetch_add,
+    fma,
+    inner,
+    lane_sum,
+    load,
+    load_as,
+    load_f32,
+    load_i64,
+    load_one,
+    splat,
+    store_as,
+    store_one,
+)
+from jitney.kernels.fused.layers import AttentionForm, Misfit, NormForm
 
 _BYTES_PER_THREAD = 1 << 16
 """Below this, waking a second thread costs more than it saves."""
+_ROWS_PER_ITEM = 4
+"""In a ``program``, whose threads are awake."""
+
+
+@record
+class RowsCall(Call):
+    """Arguments of :func:`rows_body`. Strides are in bytes.
+
+    A row holds query heads, then key heads, then what is left alone. A plain norm has one head.
+    """
+
+    rows_per_item: int
+    data: int
+    index: int
+    """Address of int64 [rows]: which rows of the data to take. 0: the first ones."""
+    out: int
+    """Its rows are as far apart as those of the data, and may be the same."""
+    stride: int
+    query_heads: int
+    key_heads: int
+    head_size: int
+    query_scale: int
+    """Address of float32 [head size], or [query heads, head size]. 0: there is no norm."""
+    key_scale: int
+    wide: int
+    """1: a norm is over all heads of query, or of key, together."""
+    epsilon: float
+    rotary_size: int
+    """The first so many elements of a head are rotated, in ``out``."""
+    cos: int
+    """[positions, rotary size] in the data's type."""
+    sin: int
+    angle_stride: int
+    """From row to row of both."""
+    positions: int
+    """Address of int64 [rows]: which rows of both belong to them. 0: the first ones."""
+
+
+read_call = reader(RowsCall)
+
+
+@inner
+def norm_row(tag, row, out, scale, width, epsilon):
+    """out = row / sqrt(mean of squares + epsilon) * scale. ``out`` may be ``row``."""
+    size = element_bytes(tag)
+    first, second = splat(ZERO), splat(ZERO)
+    i = 0
+    while i + 2 * LANES <= width:
+        a, b = load_as(tag, row + i * size), load_as(tag, row + (i + LANES) * size)
+        first, second = fma(a, a, first), fma(b, b, second)
+        i += 2 * LANES
+    total = lane_sum(first + second)
+    while i < width:
+        x = load_one(tag, row + i * size)
+        total += x * x
+        i += 1
+    factor = ONE / np.sqrt(total / np.float32(width) + epsilon)
+    i = 0
+    while i + LANES <= width:
+        x = load_as(tag, row + i * size) * splat(factor)
+        store_as(tag, out + i * size, x * load(scale + i * 4))
+        i += LANES
+    while i < width:
+        x = load_one(tag, row + i * size) * factor
+        store_one(tag, out + i * size, x * load_f32(scale + i * 4))
+        i += 1
+
+
+@inner
+def rotate_head(tag, head, cos, sin, rotary):
+    """Rotate the pairs (i, i + rotary / 2) of a head's first elements, in place."""
+    size = element_bytes(tag)
+    half = rotary // 2
+    low, high = head, head + half * size
+    i = 0
+    while i + LANES <= half:
+        at, other = i * size, (half + i) * size
+        a, b = load_as(tag, low + at), load_as(tag, high + at)
+        first = a * load_as(tag, cos + at) - b * load_as(tag, sin + at)
+        second = b * load_as(tag, cos + other) + a * load_as(tag, sin + other)
+        store_as(tag, low + at, first)
+        store_as(tag, high + at, second)
+        i += LANES
+    while i < half:
+        at, other = i * size, (half + i) * size
+        x, y = load_one(tag, low + at), load_one(tag, high + at)
+        store_one(tag, low + at, x * load_one(tag, cos + at) - y * load_one(tag, sin + at))
+        store_one(tag, high + at, y * load_one(tag, cos + other) + x * load_one(tag, sin + other))
+        i += 1
+
+
+@inner
+def finish_heads(tag, call, row, out, heads, scale, angles):
+    """Norm, if there is a ``scale``, and rotate so many heads side by side."""
+    size = call.head_size * element_bytes(tag)
+    if scale != 0 and call.wide != 0:
+        norm_row(tag, row, out, scale, heads * call.head_size, call.epsilon)
+    for h in range(heads):
+        if scale != 0 and call.wide == 0:
+            norm_row(tag, row + h * size, out + h * size, scale, call.head_size, call.epsilon)
+        rotate_head(tag, out + h * size, call.cos + angles, call.sin + angles, call.rotary_size)
+
+
+@inner
+def rows_body(tag, arguments):
+    """RMS norm (Zhang and Sennrich 2019) and rotary embedding (Su et al. 2021) of each row."""
+    call = read_call(arguments)
+    keys = call.query_heads * call.head_size * element_bytes(tag)
+    while True:
+        first = fetch_add(arguments) * call.rows_per_item
+        if first >= call.count:
+            return
+        for r in range(first, min(first + call.rows_per_item, call.count)):
+            row = call.data + (r if call.index == 0 else load_i64(call.index + 8 * r)) * call.stride
+            out = call.out + r * call.stride
+            position = r if call.positions == 0 else load_i64(call.positions + 8 * r)
+            angles = position * call.angle_stride
+            finish_heads(tag, call, row, out, call.query_heads, call.query_scale, angles)
+            finish_heads(
+                tag, call, row + keys, out + keys, call.key_heads, call.key_scale, angles
+            )  # fmt: skip
+
+
+# --------------------------------------------------------------------------- calls
 
 
 class RowNorm:
     """The RMS norm of rows in the dtype of the model."""
 
     def __init__(self, form: NormForm, dtype: torch.dtype, kernel: Kernel) -> None:
-        self.form, self.kernel = form, kernel  # the form owns the memory of the scale
-        self._dtype, self._width = dtype, form.scale.numel()
-        self._row_bytes = self._width * dtype.itemsize
-        self._call = NormCall(epsilon=form.epsilon, width=self._width, scale=form.scale.data_ptr())
+        self.kernel, self._form, self._dtype = kernel, form, dtype  # it owns the scale's memory
+        width = form.scale.numel()
+        self._call = RowsCall(
+            rows_per_item=_ROWS_PER_ITEM,
+            stride=width * dtype.itemsize,
+            query_heads=1,
+            head_size=width,
+            query_scale=form.scale.data_ptr(),
+            epsilon=form.epsilon,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """A new tensor; x is [..., width]."""
+        assert x.dtype == self._dtype
+        assert x.shape[-1] == self._call.head_size
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._run(x, out, x.numel() // self._width, self._row_bytes)
+        call = self.call_for(x.data_ptr(), out.data_ptr())
+        _run(self.kernel, call, x.numel() // x.shape[-1], call.stride)
         return out
 
-    def in_place(self, x: Tensor) -> None:
-        """x is [T, width], perhaps a part of the columns of a larger tensor."""
-        self._run(x, x, x.shape[0], x.stride(0) * x.element_size())
-
-    def call_for(self, x: int, out: int) -> NormCall:
+    def call_for(self, x: int, out: int, index: int = 0) -> RowsCall:
         """The kernel's arguments for contiguous rows at these addresses, but for their number."""
-        call = NormCall.from_buffer_copy(self._call)
-        call.data, call.out = x, out
-        call.stride = call.out_stride = self._row_bytes
+        call = RowsCall.from_buffer_copy(self._call)
+        call.data, call.out, call.index = x, out, index
         return call
-
-    def _run(self, x: Tensor, out: Tensor, rows: int, stride: int) -> None:
-        assert x.dtype == self._dtype
-        assert x.shape[-1] == self._width
-        call = self.call_for(x.data_ptr(), out.data_ptr())
-        call.stride = call.out_stride = stride
-        _run_rows(self.kernel, call, rows, self._row_bytes)
 
 
 class CpuHeadAttention:
     """Norms of query and key heads if there are any, rotary embedding, attention."""
 
-    def __init__(
-        self, form: AttentionForm, norms: HeadNorms | None, dtype: torch.dtype, kernel: Kernel
-    ) -> None:
-        self.form, self.dtype, self.kernel = form, dtype, kernel
+    def __init__(self, form: AttentionForm, dtype: torch.dtype, kernel: Kernel) -> None:
+        self.form, self.kernel, self._dtype = form, kernel, dtype
         self._row_bytes = (form.query_heads + form.key_heads) * form.head_size * dtype.itemsize
-        self._call = RotateCall(
-            query_heads=form.query_heads, key_heads=form.key_heads, head_size=form.head_size
+        self._call = RowsCall(
+            rows_per_item=_ROWS_PER_ITEM,
+            query_heads=form.query_heads,
+            key_heads=form.key_heads,
+            head_size=form.head_size,
+            wide=form.wide_norms,
         )
-        self._norms = norms  # owns the memory of the scales
-        self.wide_norms: list[RowNorm] = []
-        """Those of query and key over all heads."""
-        if norms is not None and norms.query.form.scale.numel() > form.head_size:
-            self.wide_norms = [norm.kernel for norm in norms if isinstance(norm.kernel, RowNorm)]
-        elif norms is not None:
-            self._call.epsilon = norms.query.form.epsilon
-            self._call.query_scale = norms.query.form.scale.data_ptr()
-            self._call.key_scale = norms.key.form.scale.data_ptr()
+        if form.norms is not None:
+            query, key = form.norms
+            self._call.epsilon = query.epsilon
+            self._call.query_scale, self._call.key_scale = (
+                query.scale.data_ptr(), key.scale.data_ptr(),
+            )  # fmt: skip
 
     def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
         """See :data:`fused.layers.AttentionKernel`. All are in the dtype of the model."""
-        query, key, value = self.form.split(qkv)
-        for norm, heads in zip(self.wide_norms, (query, key), strict=False):
-            norm.in_place(heads.flatten(1))  # a view
         self.rotate(qkv, cos, sin)
-        return paged(self.form.call(query, key, value))
+        return paged(self.form.call(*self.form.split(qkv)))
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Norm and rotate query and key heads in place."""
-        assert qkv.is_contiguous()
-        if not cos.dtype == sin.dtype == qkv.dtype == self.dtype:
-            raise Misfit("the angles of its rotary embedding are of another dtype")
         if cos.stride() != sin.stride() or cos.stride(1) != 1:
             cos, sin = cos.contiguous(), sin.contiguous()
-        call = self.call_for(qkv)
-        call.rotary_size, call.angle_stride = cos.shape[1], cos.stride(0) * cos.element_size()
-        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
-        _run_rows(self.kernel, call, qkv.shape[0], self._row_bytes)
+        _run(self.kernel, self.call_for(qkv, cos, sin), qkv.shape[0], self._row_bytes)
 
-    def call_for(self, qkv: Tensor) -> RotateCall:
-        """The kernel's arguments for contiguous rows, but for their number and the angles."""
-        call = RotateCall.from_buffer_copy(self._call)
-        call.data, call.stride = qkv.data_ptr(), qkv.stride(0) * qkv.element_size()
+    def call_for(self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: int = 0) -> RowsCall:
+        """The kernel's arguments, but for the number of rows. cos and sin have the same strides."""
+        assert qkv.is_contiguous()
+        if not cos.dtype == sin.dtype == qkv.dtype == self._dtype:
+            raise Misfit("the angles of its rotary embedding are of another dtype")
+        call, size = RowsCall.from_buffer_copy(self._call), qkv.element_size()
+        call.data = call.out = qkv.data_ptr()
+        call.stride, call.angle_stride = qkv.stride(0) * size, cos.stride(0) * size
+        call.cos, call.sin, call.positions = cos.data_ptr(), sin.data_ptr(), positions
+        call.rotary_size = cos.shape[1]
         return call
 
 
-def _run_rows(kernel: Kernel, call: NormCall | RotateCall, rows: int, row_bytes: int) -> None:
+def _run(kernel: Kernel, call: RowsCall, rows: int, row_bytes: int) -> None:
     """Run over so many rows, on as many threads as they are worth."""
-    call.counter = 0
-    call.rows = call.rows_per_item = rows
+    call.count = call.rows_per_item = rows
     threads = 1 + rows * row_bytes // _BYTES_PER_THREAD
     if threads > 1:
         threads = min(torch.get_num_threads(), threads, rows)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, call-arg, var-annotated"
+# mypy: disable-error-code="no-untyped-def"
 # Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """Vectors of 16 float32 lanes and raw memory for Numba kernels, as LLVM's own vector types.
 
@@ -13,7 +13,7 @@ either case: one float32, or two neighbouring bfloat16.
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.ir as ir
@@ -34,16 +34,6 @@ ZERO, ONE, LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(1.4426950408889
 
 LANES = 16
 UNIT_BYTES = 4
-
-EXP2_COEFFICIENTS = (
-    0.0001535335904918611,
-    0.0013398875016719103,
-    0.00961843691766262,
-    0.055503323674201965,
-    0.24022647738456726,
-    0.6931471824645996,
-)
-"""Of f**6 to f**1 in 2**f for |f| <= 1/2; with 1 they fit it to a relative 2e-9."""
 
 i16, i32, i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 f32 = ir.FloatType()
@@ -71,11 +61,8 @@ bf16 = _BFloat()
 class _VectorType(types.Type):
     """Numba's view of ``<16 x float>``."""
 
-    def __init__(self) -> None:
-        super().__init__("f32x16")
 
-
-vector = _VectorType()
+vector = _VectorType("f32x16")
 
 
 @register_model(_VectorType)
@@ -106,16 +93,14 @@ def pointer(builder: Any, address: Any, to: Any) -> Any:
 def prefetch_line(builder: Any, address: Any) -> None:
     """IR: ask for the cache line at ``address``, to be read soon, in the second-level cache."""
     where = pointer(builder, address, ir.IntType(8))
-    kind = ir.FunctionType(ir.VoidType(), [where.type, i32, i32, i32])
-    hint = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
     read, second_level, data = (ir.Constant(i32, n) for n in (0, 2, 1))
-    builder.call(hint, [where, read, second_level, data])
+    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [where, read, second_level, data])
 
 
-def call_llvm(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
+def call_llvm(builder: Any, name: str, result: Any, args: Sequence[Any], **options: Any) -> Any:
     """IR: a call of an LLVM intrinsic by its full name."""
     kind = ir.FunctionType(result, [a.type for a in args])
-    return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args)
+    return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args, **options)
 
 
 def offset_by(builder: Any, address: Any, count: Any, size: Any = 1) -> Any:
@@ -189,13 +174,6 @@ def copy_element(builder, tag, source, target):
     builder.store(builder.load(source, align=1), target, align=1)
 
 
-@emitted(types.void, TAG, types.intp)
-def zero_element(builder, tag, target):
-    """One element."""
-    kind = ir.IntType(tag.bitwidth)
-    builder.store(ir.Constant(kind, 0), pointer(builder, target, kind), align=1)
-
-
 @emitted(types.int64, types.intp)
 def fetch_add(builder, address):
     """Add 1 to the int64 at ``address``, in one order for all threads; returns what it was."""
@@ -214,9 +192,9 @@ def widen_bf16(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.shl(bits, every(bits.type, 16)), to)
 
 
-def every(kind: Any, number: int) -> Any:
-    """IR: a constant integer, in every lane if ``kind`` is the vector type."""
-    return ir.Constant(kind, [number] * LANES if kind in (i32x, i16x) else number)
+def every(kind: Any, number: float) -> Any:
+    """IR: a constant, in every lane if ``kind`` is a vector type."""
+    return ir.Constant(kind, [number] * LANES if kind in (f32x, i32x, i16x) else number)
 
 
 def round_to_bf16(builder: Any, value: Any) -> Any:
@@ -264,10 +242,7 @@ load_one, store_one = _element_access(types.float32, f32, i32, i16)
 # --------------------------------------------------------------------------- arithmetic
 
 
-@emitted(vector, types.float32)
-def splat(builder, value):
-    """A float32 in every lane."""
-    return splat_value(builder, value)
+splat = emitted(vector, types.float32)(splat_value)
 
 
 def _overload_operator(python_operator: Any, instruction: str) -> None:
@@ -314,9 +289,8 @@ def keep_between(builder, value, low, high, other):
 @emitted(types.float32, vector)
 def lane_sum(builder, value):
     """The sum of the lanes, pairwise."""
-    kind = ir.FunctionType(f32, [f32, f32x])
-    reduce = builder.module.declare_intrinsic("llvm.vector.reduce.fadd.v16f32", fnty=kind)
-    return builder.call(reduce, [ir.Constant(f32, -0.0), value], fastmath=("reassoc",))
+    args = [ir.Constant(f32, -0.0), value]
+    return call_llvm(builder, "llvm.vector.reduce.fadd.v16f32", f32, args, fastmath=("reassoc",))
 
 
 @emitted(types.float32, vector)
@@ -337,13 +311,13 @@ def _times_power_of_two(builder, value, power):
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         mask, rounding = ir.Constant(i16, -1), ir.Constant(i32, 4)
         return call_llvm(builder, name, f32x, [value, power, value, mask, rounding])
-    least = splat_value(builder, ir.Constant(f32, -126.0))
+    least = every(f32x, -126.0)
     fits = builder.fcmp_ordered(">=", power, least)
     whole = builder.fptosi(builder.select(fits, power, least), i32x)
     # A float32 whose exponent bits hold power + 127 is 2**power.
     biased = builder.add(whole, every(i32x, 127))
     two = builder.bitcast(builder.shl(biased, every(i32x, 23)), f32x)
-    return builder.select(fits, builder.fmul(value, two), ir.Constant(f32x, [0.0] * LANES))
+    return builder.select(fits, builder.fmul(value, two), every(f32x, 0.0))
 
 
 @njit(inline="always")
@@ -351,17 +325,17 @@ def exp2(x):
     """2**x for x <= 127, within 2 units in the last place; next to 0 below 2**-126 and at -inf.
 
     2**x = 2**n * 2**f with n whole and |f| <= 1/2; the second factor is a polynomial fitted to
-    least relative error over that interval.
+    least relative error over that interval, which is 2e-9.
     """
     x = larger(x, splat(np.float32(-1000.0)))  # so that -inf - -inf does not arise
     n = _nearest(x)
     f = x - n
-    p = splat(np.float32(EXP2_COEFFICIENTS[0]))
-    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[1])))
-    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[2])))
-    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[3])))
-    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[4])))
-    p = fma(p, f, splat(np.float32(EXP2_COEFFICIENTS[5])))
+    p = splat(np.float32(0.0001535335904918611))
+    p = fma(p, f, splat(np.float32(0.0013398875016719103)))
+    p = fma(p, f, splat(np.float32(0.00961843691766262)))
+    p = fma(p, f, splat(np.float32(0.055503323674201965)))
+    p = fma(p, f, splat(np.float32(0.24022647738456726)))
+    p = fma(p, f, splat(np.float32(0.6931471824645996)))
     p = fma(p, f, splat(ONE))
     return _times_power_of_two(p, n)
 

@@ -6,15 +6,17 @@ the report says why. The largest first: whole decoder layers, gated MLPs, RMS no
 all layers of a causal model could be swapped, the whole of it is fused too (``FusedForward``).
 """
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
 from jitney.execution.quantized import coarse_layers, find_children
 from jitney.kernels.fused.layers import (
@@ -24,7 +26,6 @@ from jitney.kernels.fused.layers import (
     FusedForward,
     FusedMLP,
     FusedRMSNorm,
-    HeadNorms,
     LayerKernels,
     LayerNorms,
     Misfit,
@@ -49,36 +50,39 @@ from jitney.kernels.fused.trial import (
     run_trial,
 )
 
+_log = logging.getLogger(__name__)
+
 _SURPLUS = 64
 """Positions behind the longest sequence that a step launched before its end was known may have."""
 
 
 @dataclass
 class FuseReport:
-    """How many modules were swapped, by level, and what kept others from it."""
+    """What was swapped, and what kept other modules from it."""
 
-    layers: int = 0
-    mlps: int = 0
-    """Standing alone, as are norms: those inside of swapped layers are not counted."""
-    norms: int = 0
+    swapped: Counter[str] = field(default_factory=Counter)
+    """Kind of module -> how many: those inside of swapped layers are not counted."""
     forward: FusedForward | None = None
     """The whole model, if all of it could be fused."""
     added_bytes: int = 0
     """Memory beyond what the module took before."""
-    reasons: dict[str, int] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
     """Why something stayed as it was -> how often."""
 
     def kept(self, what: str, reason: str) -> None:
         """Count a module that stays."""
-        text = f"{what}: {reason}"
-        self.reasons[text] = self.reasons.get(text, 0) + 1
+        self.reasons[f"{what}: {reason}"] += 1
 
-    def lines(self) -> list[str]:
-        """For the log."""
-        text = f"fused {self.layers} layers, {self.mlps} gated MLPs, {self.norms} norms"
+    def applied(self, model: LoadedModel) -> LoadedModel:
+        """``model`` with its new forward and size; the log says what was done."""
+        counts = ", ".join(f"{count} x {what}" for what, count in self.swapped.items())
+        _log.info("replaced: %s", counts or "nothing")
         if self.forward is not None and self.forward.program is not None:
-            text += "; a step's layers are one native call"
-        return [text, *(f"not fused ({count}): {why}" for why, count in self.reasons.items())]
+            _log.info("a step's layers are one native call")
+        for why, count in self.reasons.items():
+            _log.info("not replaced (%d): %s", count, why)
+        size, forward = model.weight_bytes + self.added_bytes, self.forward or model.forward
+        return replace(model, weight_bytes=size, forward=forward)
 
 
 def fuse(
@@ -94,9 +98,9 @@ def fuse(
         fuser = _Fuser(module, kernels, length)
         report = fuser.report
         if not norms_alone:
-            report.layers = swap_children(module, "layer", layer_parts, fuser.layer, report)
-            report.mlps = swap_children(module, "gated MLP", mlp_parts, fuser.mlp, report)
-        report.norms = swap_children(module, "norm", is_norm, fuser.norm, report)
+            swap_children(module, "layer", layer_parts, fuser.layer, report)
+            swap_children(module, "gated MLP", mlp_parts, fuser.mlp, report)
+        swap_children(module, "norm", is_norm, fuser.norm, report)
         if not norms_alone:
             try:
                 report.forward = fuser.forward()
@@ -111,9 +115,9 @@ def swap_children(
     fits: Callable[[nn.Module], object],
     build: Callable[[Any], nn.Module],
     report: FuseReport,
-) -> int:
-    """Replace each module that ``fits`` by what ``build`` makes of it; returns their number."""
-    found, swapped = deque(find_children(module, fits).items()), 0
+) -> None:
+    """Replace each module that ``fits`` by what ``build`` makes of it."""
+    found = deque(find_children(module, fits).items())
     while found:  # taken out, so that what was replaced goes before the next one is built
         child, parents = found.popleft()
         try:
@@ -121,10 +125,9 @@ def swap_children(
         except Misfit as misfit:
             report.kept(what, str(misfit))
             continue
-        swapped += 1
+        report.swapped[what] += 1
         for parent, name in parents:
             setattr(parent, name, fused)
-    return swapped
 
 
 class _Fuser:
@@ -198,7 +201,7 @@ class _Fuser:
         if activation is None:
             raise Misfit("its activation is unknown")
         kernels = self._kernels
-        fused = FusedMLP(kernels.gated(gate_up, activation), kernels.linear([down])).eval()
+        fused = FusedMLP(kernels.linear(gate_up, activation), kernels.linear([down])).eval()
         self._checker.check(mlp, fused, gate_up[0].in_features, MODULE_SCALES, {})
         return fused
 
@@ -245,13 +248,13 @@ class _Fuser:
         half = is_half(cos)
         if cos.shape[-1] * (2 if half else 1) > size:
             raise Misfit("its rotary embedding is wider than a head")
-        norms = HeadNorms(*map(self.norm, parts.norms)) if parts.norms else None
-        if norms is not None:
-            widths = tuple(norm.form.scale.numel() // size for norm in norms)
-            epsilons = {norm.form.epsilon for norm in norms}
-            if widths not in ((1, 1), form.qkv_heads[:2]) or len(epsilons) > 1:
+        if parts.norms:
+            query, key = (self.norm(norm).form for norm in parts.norms)
+            widths = query.scale.numel() // size, key.scale.numel() // size
+            if widths not in ((1, 1), form.qkv_heads[:2]) or query.epsilon != key.epsilon:
                 raise Misfit("its query and key norms differ")
+            form = replace(form, norms=(query, key))
         products = kernels.linear(qkv), kernels.linear([output])
-        fused = FusedAttention(form, *products, norms, half, kernels).eval()
+        fused = FusedAttention(form, *products, half, kernels).eval()
         self._checker.check(attention, fused, width, MODULE_SCALES, call)
         return fused

@@ -29,9 +29,6 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-_IDENTITY = nn.Identity()
-
-
 class Misfit(Exception):
     """A candidate lacks something, or computes something else. The text says what."""
 
@@ -48,7 +45,8 @@ class NormForm:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """How a layer calls attention: what an :class:`interface.AttentionCall` has beside tensors."""
+    """How a layer calls attention: what an :class:`interface.AttentionCall` has beside tensors, and
+    the norms before it."""
 
     layer: int
     query_heads: int
@@ -58,6 +56,14 @@ class AttentionForm:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    norms: tuple[NormForm, NormForm] | None = None
+    """Of query and key before they are rotated: of each head, with one epsilon, or of all heads
+    together."""
+
+    @property
+    def wide_norms(self) -> bool:
+        """Whether norms are of all heads together."""
+        return self.norms is not None and self.norms[0].scale.numel() > self.head_size
 
     @property
     def qkv_heads(self) -> tuple[int, int, int]:
@@ -80,6 +86,8 @@ class AttentionForm:
 NormKernel = Callable[[Tensor], Tensor]
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
 """(qkv, which it may overwrite, cos and sin [T, R], attention) -> [T, heads, head size]"""
+StepProgram = Callable[[Tensor, Tensor, PagedFunction], Tensor | None]
+"""(ids [T], rows, attention) -> the logits of ``rows``, or None if it cannot run the step"""
 EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(input of a branch's last product, residual, rows) -> (the sum's norm, the sum)"""
 
@@ -94,17 +102,6 @@ class FusedRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x is [..., width]."""
         return self.kernel(x)
-
-    def extra_repr(self) -> str:
-        return f"{self.form.scale.numel()}, epsilon={self.form.epsilon}"
-
-
-class HeadNorms(NamedTuple):
-    """Norms of query and key before they are rotated: of each head, with one epsilon, or of all
-    heads together."""
-
-    query: FusedRMSNorm
-    key: FusedRMSNorm
 
 
 class LayerNorms(NamedTuple):
@@ -127,13 +124,13 @@ class LayerKernels(Protocol):
     def norm(self, form: NormForm) -> NormKernel:
         """The norm of x [..., width]."""
 
-    def linear(self, products: Sequence[nn.Module]) -> nn.Module:
-        """One layer that gives the results of all side by side."""
+    def linear(
+        self, products: Sequence[nn.Module], activation: Activation | None = None
+    ) -> nn.Module:
+        """One layer that gives the results of all side by side; with an activation, they are those
+        of gate and up, and it gives ``activation(gate(x)) * up(x)``."""
 
-    def gated(self, products: Sequence[nn.Module], activation: Activation) -> nn.Module:
-        """``activation(gate(x)) * up(x)`` of the layers of gate and up, or the one of both."""
-
-    def attention(self, form: AttentionForm, norms: HeadNorms | None) -> AttentionKernel:
+    def attention(self, form: AttentionForm) -> AttentionKernel:
         """Norms and rotary embedding of the heads, then attention."""
 
     def end_branch(
@@ -145,18 +142,8 @@ class LayerKernels(Protocol):
         """sum = residual + branch_norm(product(x)), of the given rows if there are any, and its
         norm; without ``norm``, the sum twice."""
 
-    def program(self, model: "FusedForward") -> "StepProgram | None":
+    def program(self, model: "FusedForward") -> StepProgram | None:
         """All layers as one native call, where the device can do that for this model."""
-
-
-class StepProgram(Protocol):
-    """See :meth:`LayerKernels.program`."""
-
-    def fits(self, paged: PagedFunction) -> bool:
-        """Whether it can run this step."""
-
-    def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor:
-        """What the head gives of ``rows``, indices of the tokens ``ids``."""
 
 
 class FusedMLP(nn.Module):
@@ -182,7 +169,6 @@ class FusedAttention(nn.Module):
         form: AttentionForm,
         qkv: nn.Module,
         output: nn.Module,
-        norms: HeadNorms | None,
         half_rotary: bool,
         kernels: LayerKernels,
     ) -> None:
@@ -192,7 +178,7 @@ class FusedAttention(nn.Module):
         self.form, self.half_rotary = form, half_rotary
         self.qkv, self.output = qkv, output
         # Bound once: a submodule's lookup and call cost as much as a small kernel.
-        self._qkv, self.kernel = qkv.forward, kernels.attention(form, norms)
+        self._qkv, self.kernel = qkv.forward, kernels.attention(form)
 
     def forward(
         self,
@@ -221,7 +207,7 @@ class FusedDecoderLayer(nn.Module):
         self.self_attn, self.mlp = attention, mlp
         self.norms = norms
         self._kernels, self._attend = kernels, attention.attend
-        self._inner: Callable[[Tensor], Tensor] = _IDENTITY.forward
+        self._inner: Callable[[Tensor], Tensor] = nn.Identity().forward
         self._last: Callable[[Tensor], Tensor] = partial(_first_of, mlp)
         if isinstance(mlp, FusedMLP):
             self._inner, self._last = mlp.gated.forward, mlp.down
@@ -302,9 +288,8 @@ class FusedForward:
         self, ids: Tensor, positions: Tensor, rows: Tensor, paged: PagedFunction
     ) -> Tensor:
         """``ids`` and ``positions`` are [T], ``rows`` indices of T. Returns their logits."""
-        if self.program is not None and self.program.fits(paged):
-            logits = self.program(ids, rows, paged)
-        else:
+        logits = None if self.program is None else self.program(ids, rows, paged)
+        if logits is None:
             angles = [rotary(positions) for rotary in self.rotaries]
             residual: Tensor = self.embed(ids)
             x = residual if self._first_norm is None else self._first_norm(residual)

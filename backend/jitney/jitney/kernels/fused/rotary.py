@@ -40,10 +40,9 @@ class RotaryTable:
         """cos and sin, each [T, R], of positions [T]."""
         # Side by side for each token: where sin begins does not depend on how many there are, so
         # the kernel that reads it is the same for every step.
-        if self.table is None:
-            cos, sin = self._compute(positions).unbind(1)
-        else:
-            cos, sin = self.table.index_select(0, positions).unbind(1)
+        table = self.table
+        both = self._compute(positions) if table is None else table.index_select(0, positions)
+        cos, sin = both.unbind(1)
         return cos, sin
 
     def _compute(self, positions: Tensor) -> Tensor:
@@ -59,6 +58,5 @@ class RotaryTable:
         if length * alone[0].nbytes > _MOST_TABLE_BYTES:
             return None
         table = self._compute(torch.arange(length, device=few.device))
-        return (
-            table if torch.equal(table[few], alone) and torch.equal(table[few[:1]], one) else None
-        )
+        exact = torch.equal(table[few], alone) and torch.equal(table[few[:1]], one)
+        return table if exact else None

@@ -6,7 +6,6 @@ interpreted on a CPU, the same path runs without graphs and without a measuremen
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -66,11 +65,7 @@ class GpuAccelerator:
             return model
         from jitney.kernels.gpu.fuse import fuse_for_gpu
 
-        report = fuse_for_gpu(model.module, self._config, model.max_model_len)
-        for line in report.lines():
-            _log.info("%s", line)
-        size, forward = model.weight_bytes + report.added_bytes, report.forward
-        return replace(model, weight_bytes=size, forward=forward or model.forward)
+        return fuse_for_gpu(model.module, self._config, model.max_model_len).applied(model)
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
         """Those of a float8 cache: the checkpoint's, or found by a run over some tokens."""

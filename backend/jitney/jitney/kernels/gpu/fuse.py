@@ -19,7 +19,7 @@ def fuse_for_gpu(module: PreTrainedModel, config: EngineConfig, length: int) -> 
         if isinstance(each, PreTrainedModel):
             # It looks for padding among the ids, which makes the host wait for the device. There is
             # none here.
-            vars(each)["warn_if_padding_and_no_attention_mask"] = _nothing
+            vars(each)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
     report = FuseReport()
     if config.fuse or config.batch_invariant:
         kernels = GpuLayerKernels(batch_invariant=config.batch_invariant)
@@ -30,7 +30,3 @@ def fuse_for_gpu(module: PreTrainedModel, config: EngineConfig, length: int) -> 
     if module.device.type == "cuda":
         torch.cuda.empty_cache()  # unmerged weights have left gaps that nothing else fits into
     return report
-
-
-def _nothing(*_: object) -> None:
-    pass

@@ -14,7 +14,6 @@ from jitney.kernels.fused.layers import (
     EndBranch,
     FusedForward,
     FusedRMSNorm,
-    HeadNorms,
     Misfit,
     NormForm,
     NormKernel,
@@ -37,7 +36,13 @@ class GpuLayerKernels:
             raise Misfit(f"it is over more than {MOST_WIDTH} values")
         return partial(rms_norm, form=form)
 
-    def linear(self, products: Sequence[nn.Module]) -> nn.Module:
+    def linear(
+        self, products: Sequence[nn.Module], activation: Activation | None = None
+    ) -> nn.Module:
+        product = self._side_by_side(products)
+        return product if activation is None else _MergedGate(product, activation)
+
+    def _side_by_side(self, products: Sequence[nn.Module]) -> nn.Module:
         kinds = {type(each) for each in products}
         if kinds == {nn.Linear}:
             together = merged_linears([each for each in products if isinstance(each, nn.Linear)])
@@ -50,11 +55,8 @@ class GpuLayerKernels:
         quantized = first.merge(products) if isinstance(first, QuantizedLinear) else None
         return quantized or _SideBySide(products)
 
-    def gated(self, products: Sequence[nn.Module], activation: Activation) -> nn.Module:
-        return _MergedGate(self.linear(products), activation)
-
-    def attention(self, form: AttentionForm, norms: HeadNorms | None) -> "GpuHeadAttention":
-        return GpuHeadAttention(form, norms)
+    def attention(self, form: AttentionForm) -> "GpuHeadAttention":
+        return GpuHeadAttention(form)
 
     def end_branch(
         self,
@@ -101,14 +103,12 @@ class GpuHeadAttention:
     """Norms of query and key heads if there are any, rotary embedding, attention: in one kernel
     together with the write into the cache where attention is our own."""
 
-    def __init__(self, form: AttentionForm, norms: HeadNorms | None) -> None:
-        self._form = form
-        self._norms = None if norms is None else (norms.query.form, norms.key.form)
-        self._wide = norms is not None and norms.query.form.scale.numel() > form.head_size
+    def __init__(self, form: AttentionForm) -> None:
+        self._form, self._wide = form, form.wide_norms
 
     def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
         """See :data:`fused.layers.AttentionKernel`."""
-        form, norms = self._form, self._norms
+        form, norms = self._form, self._form.norms
         query, key, value = form.split(qkv)
         if norms is not None and self._wide:
             norm_in_place(query.flatten(1), norms[0])  # a view, as is the next

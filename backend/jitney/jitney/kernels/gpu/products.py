@@ -69,9 +69,6 @@ class InvariantLinear(nn.Module):
         )  # fmt: skip
         return out.view(*x.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
 
 @triton.jit(do_not_specialize=["rows"])  # one row is computed by the code that computes many
 def product_kernel(

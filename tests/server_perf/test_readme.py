@@ -3,11 +3,11 @@
 import json
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from jitney.server.server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,27 +18,24 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
 
 
-def run_python(code: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def run_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[[str], str]]:
+    """Runs a program in this process, which has imported most of it; returns what it prints."""
+    monkeypatch.chdir(ROOT)
+    threads = torch.get_num_threads()
 
+    def run(code: str) -> str:
+        exec(code, {"__name__": "__main__"})
+        return capsys.readouterr().out
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[TritonServer]:
-    with TritonServer(ROOT / "model_repository", models=["pylm"]) as running:
-        yield running
+    yield run
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.server
-def test_the_client_sample(server: TritonServer) -> None:
+def test_the_client_sample(server: TritonServer, run_python: Callable[[str], str]) -> None:
     (code,) = (block for block in blocks("python") if "tritonclient" in block)
     assert "127.0.0.1:8001" in code
     assert len(run_python(code.replace("127.0.0.1:8001", server.grpc_url))) > 10
@@ -64,8 +61,7 @@ def test_the_curl_line(server: TritonServer) -> None:
     assert "".join(event["text_output"] for event in events).strip()
 
 
-@pytest.mark.server  # not the server itself, but a whole model in a process of its own
-def test_the_offline_sample() -> None:
+def test_the_offline_sample(run_python: Callable[[str], str]) -> None:
     (code,) = (block for block in blocks("python") if "LLM(" in block)
     assert len(run_python(code)) > 20
 

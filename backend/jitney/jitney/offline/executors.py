@@ -1,0 +1,260 @@
+"""What runs prepared rows: the engine in this process (``llm.py``), an exported model, a server
+(``remote.py``), or nothing for a job without a model.
+
+The pipeline hands rows over while an executor holds fewer than its capacity, which keeps the
+engine's queue filled, and asks for a step, which gives the results that are ready.
+"""
+
+import bisect
+import math
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from jitney.errors import CheckpointError, InvalidArgumentError
+from jitney.offline.generate import Language
+from jitney.offline.job import Job
+from jitney.offline.llm import LLM, InEngine
+from jitney.offline.prepare import Context
+from jitney.offline.tensors import Arrays, chosen_output
+from jitney.standins.signature import Signature
+
+Outcome = tuple[int, Any]
+"""The row's key, and its result or a JitneyError."""
+_SIZES = (8, 16, 32, 64, 128)
+_MEASURED = 3
+"""Full batches of each size whose best rate counts: the first ones allocate."""
+_AHEAD = 8
+"""Batches' worth of rows held, so that those of like length meet."""
+
+_OF_MODEL = ("task", "model", "server", "at_once", "engine", "result", "batch_size", "tokenizer")
+
+
+class Executor(Protocol):
+    """For one thread. ``figures`` are counts since it was made: steps, rows in them, their most,
+    tokens."""
+
+    figures: dict[str, float]
+
+    @property
+    def capacity(self) -> int:
+        """How many rows it may hold now."""
+
+    def __len__(self) -> int:
+        """How many rows it holds. If there are any, a step brings results, sooner or later."""
+
+    def submit(self, key: int, prepared: Any) -> None:
+        """Take a row. Raises InvalidArgumentError for one that cannot be run."""
+
+    def step(self) -> list[Outcome]:
+        """Work for a while; what has ended."""
+
+    def close(self) -> None:
+        """Give memory and connections back; what is under way is dropped."""
+
+
+class Passing:
+    """No model: what was prepared is the result."""
+
+    capacity = 1024
+
+    def __init__(self) -> None:
+        self._ready: list[Outcome] = []
+        self.figures: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def submit(self, key: int, prepared: Any) -> None:
+        self._ready.append((key, prepared))
+
+    def step(self) -> list[Outcome]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self) -> None:
+        self._ready.clear()
+
+
+class InSession:
+    """An exported model, run by ONNX Runtime in this process. Holds rows sorted by length, so that
+    a batch has little padding, or none if the model could tell."""
+
+    def __init__(self, job: Job) -> None:
+        """Raises a LoadError, and InvalidArgumentError for an output that the model lacks."""
+        # onnxruntime may be missing
+        from jitney.standins.batch import Batcher
+        from jitney.standins.onnx_options import read_options
+        from jitney.standins.onnx_session import OnnxSession
+
+        session = OnnxSession(_file_of(Path(str(job.model))), read_options({}, None))
+        self.signature = _of_rows(session.signature)
+        self._batcher = Batcher(session.run, session.signature, batching=True)
+        self._output = chosen_output(job, self.signature)
+        masked = any(info.name == "attention_mask" for info in self.signature.inputs)
+        (taken,) = (info for info in self.signature.outputs if info.name == self._output)
+        self._pads = masked and min(taken.dims, default=1) >= 0
+        sizes = (job.batch_size,) if job.batch_size else _SIZES
+        self._sizes = Sizes(sizes if session.signature.can_batch else (1,))
+        self._held: list[tuple[int, int, Arrays]] = []
+        """(elements, key, row), sorted."""
+        self._next: tuple[float, ...] = (math.inf,)
+        """Rows below this are next."""
+        self.figures = dict.fromkeys(("steps", "rows_in_steps", "most_rows"), 0.0)
+
+    @property
+    def capacity(self) -> int:
+        return _AHEAD * self._sizes.now
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def submit(self, key: int, prepared: Arrays) -> None:
+        bisect.insort(self._held, (sum(each.size for each in prepared.values()), key, prepared))
+
+    def step(self) -> list[Outcome]:
+        """Run the longest rows that are shorter than those before, or else the longest: if it were
+        always the longest, the short ones would stay, and a batch were whatever came last. If a
+        batch fails, each of its rows is run alone."""
+        from jitney.standins.batch import ModelRequest
+
+        size = self._sizes.now
+        end = bisect.bisect_left(self._held, self._next) or len(self._held)
+        start = max(0, end - size)
+        batch = self._held[start : start + size]
+        del self._held[start : start + size]
+        self._next = batch[0][:2] if start else (math.inf,)
+        began = time.perf_counter()
+        rows = [row for _, _, row in batch]
+        joined = [
+            ModelRequest({name: array[None] for name, array in row.items()}, (self._output,))
+            for row in (_padded(rows) if self._pads else rows)
+        ]
+        answers = self._batcher.execute(joined)
+        if len(batch) == size:
+            rate = sum(elements for elements, _, _ in batch) / (time.perf_counter() - began)
+            self._sizes.note(rate)
+        self.figures["steps"] += 1
+        self.figures["rows_in_steps"] += len(batch)
+        self.figures["most_rows"] = max(self.figures["most_rows"], self._sizes.now)
+        return [(key, answer) for (_, key, _), answer in zip(batch, answers, strict=True)]
+
+    def close(self) -> None:
+        self._held.clear()
+
+
+class Sizes:
+    """The size of a batch: each of a few in turn, then the fastest."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self._left = list(sizes)
+        self._rates: dict[int, list[float]] = {}
+        self.now = self._left.pop(0)
+
+    def note(self, rate: float) -> None:
+        """A full batch of the present size ran at that rate."""
+        if not self._left and not self._rates:
+            return  # only one to choose from, or chosen
+        rates = self._rates.setdefault(self.now, [])
+        rates.append(rate)
+        if len(rates) < _MEASURED:
+            return
+        if self._left:
+            self.now = self._left.pop(0)
+        else:
+            self.now = max(self._rates, key=lambda size: max(self._rates[size]))
+            self._rates.clear()
+
+
+def _padded(rows: list[Arrays]) -> list[Arrays]:
+    """Filled up with zeros to one length, which the mask excludes."""
+    shapes = {name: np.max([row[name].shape for row in rows], axis=0) for name in rows[0]}
+    return [{name: _filled(array, shapes[name]) for name, array in row.items()} for row in rows]
+
+
+def _filled(array: np.ndarray, shape: np.ndarray) -> np.ndarray:
+    made = np.zeros(shape, array.dtype)
+    made[tuple(map(slice, array.shape))] = array
+    return made
+
+
+def _of_rows(signature: Signature) -> Signature:
+    """Without the first dimension, the batch's."""
+    inputs, outputs = (
+        tuple(info._replace(dims=info.dims[1:], symbols=info.symbols[1:]) for info in infos)
+        for infos in (signature.inputs, signature.outputs)
+    )
+    return Signature(inputs, outputs)
+
+
+def _file_of(model: Path) -> Path:
+    """The model's file: itself, of a version's folder, or of a model's newest version."""
+    from jitney.standins.exchange import model_path
+
+    if model.is_file():
+        return model
+    if not model.is_dir():
+        raise CheckpointError(f"the model {model} is not there")
+    versions = sorted((int(each.name), each) for each in model.iterdir() if each.name.isdigit())
+    return model_path(versions[-1][1] if versions else model, "model.onnx")
+
+
+def _tokenizer_of(model: str) -> str | None:
+    """The ``tokenizer.json`` beside a model: in its version, or in that of the model NAME_tokenizer
+    of the same repository."""
+    folder = Path(model)
+    for place in (folder, folder.with_name(f"{folder.name}_tokenizer")):
+        found = sorted([*place.glob("tokenizer.json"), *place.glob("*/tokenizer.json")])
+        if found:
+            return str(found[-1])
+    return None
+
+
+class Models:
+    """What a job runs on, kept for the next one that has the same model and options."""
+
+    _key: Any = None
+    _loaded: tuple[Executor, Context] | None = None
+
+    def load(self, job: Job) -> tuple[Executor, Context]:
+        """As :func:`load`. Files of a model that changed are read again."""
+        root = Path(str(job.model))
+        files = [each for each in (root, *sorted(root.rglob("*"))) if each.exists()]
+        key = [getattr(job, name) for name in _OF_MODEL], [each.stat().st_mtime for each in files]
+        if self._loaded is None or key != self._key:
+            self.close()
+            self._key, self._loaded = key, load(job)
+        executor, context = self._loaded
+        executor.figures.update(dict.fromkeys(executor.figures.keys() - {"most_rows"}, 0.0))
+        return executor, msgspec.structs.replace(context, job=job)
+
+    def close(self) -> None:
+        """Give it back."""
+        if self._loaded is not None:
+            self._loaded[0].close()
+        self._loaded = None
+
+
+def load(job: Job) -> tuple[Executor, Context]:
+    """Load what the job runs on, and what its task must know of it. Raises LoadError."""
+    if job.task == "map":
+        return Passing(), Context(job)
+    if not isinstance(job.model, str):
+        raise InvalidArgumentError.of("model", job.model, "a checkpoint")
+    if job.server is not None:
+        from jitney.offline.remote import InServer  # tritonclient may be missing
+
+        server = InServer(job.server, job.model, job.at_once)
+        if server.language != (job.task == "generate"):
+            raise InvalidArgumentError.of("task", job.task, "generate, for a language model alone")
+        return server, Context(job, None, server.signature, job.tokenizer)
+    if job.task != "generate":
+        session = InSession(job)
+        return session, Context(
+            job, None, session.signature, job.tokenizer or _tokenizer_of(job.model)
+        )
+    llm = LLM(job.model, **job.engine)
+    return InEngine(llm), Context(job, Language(llm.tokenizer.data, llm.config, llm.info))

@@ -1,0 +1,290 @@
+"""A job's output: finished rows are gathered into parts, written and committed by a thread.
+
+A part is written under a temporary name, synced and renamed; on object storage it appears when it
+is closed. Then it is noted in the journal; until then it does not count. Bad rows are in files of
+their own.
+"""
+
+import contextlib
+import io
+import os
+import posixpath
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from jitney.errors import InvalidArgumentError
+from jitney.offline.dataset import LINES, Dataset, Row, file_system, reason
+from jitney.offline.job import Job
+from jitney.offline.journal import Journal, Part, intervals, sync_folder
+
+ERRORS = "_errors"
+"""Folder of the bad rows: readers of data sets pass over names that begin so."""
+_ENCODER = msgspec.json.Encoder(
+    enc_hook=lambda v: v.tolist() if isinstance(v, np.ndarray | np.generic) else str(v)
+)
+Place = tuple[int, int]
+"""(index of the file, index of the row in it)."""
+Figures = Callable[[], dict[str, float]]
+
+
+class BadRow(msgspec.Struct, frozen=True):
+    """A line of an error file. ``row`` is the index in the file."""
+
+    file: str
+    row: int
+    error: str
+    input: Any = None
+
+
+class Batch(msgspec.Struct):
+    """The rows of a part: with what is written of each, or with why it is bad."""
+
+    rows: list[tuple[Place, Row]] = []
+    bad: list[tuple[Place, BadRow]] = []
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.bad)
+
+
+class Output:
+    """The folder of the parts."""
+
+    def __init__(self, job: Job, dataset: Dataset, journal: Journal) -> None:
+        """Raises InvalidArgumentError if there are parts, but no journal."""
+        lines = job.output_format == "auto" and dataset.format in LINES
+        self._parquet = job.output_format != "jsonl" and not lines
+        self._job, self._dataset, self._journal = job, dataset, journal
+        self._fs, self._folder = file_system(job.output)
+        self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
+        there = self._parts()
+        if there and journal.record.begin is None:
+            bad = f"output {self._folder} has {min(there)}, but no journal: choose another"
+            raise InvalidArgumentError(bad)
+
+    def recover(self) -> None:
+        """Remove what the journal does not name, and check that what it names is there. Raises
+        InvalidArgumentError."""
+        there, parts = self._parts(), self._journal.record.parts
+        committed = {name: size for part in parts for name, size in part.files.items()}
+        for name in there.keys() - committed.keys():
+            self._fs.delete_file(f"{self._folder}/{name}")
+        for name, size in committed.items():
+            if there.get(name) != size:
+                raise InvalidArgumentError(
+                    f"the committed part {name} of {self._folder} has {there.get(name, 0):,} "
+                    f"bytes, but had {size:,}"
+                )
+
+    def _parts(self) -> dict[str, int]:
+        """Names and bytes of all parts, finished or not."""
+        there = {}
+        for folder in (self._folder, f"{self._folder}/{ERRORS}"):
+            for info in self._fs.get_file_info(pafs.FileSelector(folder)):
+                name = posixpath.basename(info.path)
+                if info.type == pafs.FileType.File and name.startswith(("part-", ".part-")):
+                    there[posixpath.relpath(info.path, self._folder)] = info.size
+        return there
+
+    def expect(self, fields: pa.Schema | None) -> None:
+        """Take the types of the result's columns, where known. Raises InvalidArgumentError if one
+        of them is a column of the input too."""
+        fields, of_input = fields or pa.schema([]), self._dataset.schema or pa.schema([])
+        kept = self.merged(dict.fromkeys(of_input.names), {}).keys()
+        self.merged(dict.fromkeys(of_input.names), dict.fromkeys(fields.names))
+        columns = [f.with_nullable(True) for f in of_input if f.name in kept]
+        self._known = pa.schema([*columns, *fields])
+        schema = self._journal.record.schema
+        self._schema = None if schema is None else pa.ipc.read_schema(pa.py_buffer(schema))
+
+    def merged(self, row: Row, made: Row) -> Row:
+        """A row of the output: the columns of the input that are kept, and the result's. Raises
+        InvalidArgumentError if both have one of the same name."""
+        keep = self._job.keep
+        kept = row if keep is None else {name: row.get(name) for name in keep}
+        if both := kept.keys() & made.keys():
+            raise InvalidArgumentError(
+                f"column {min(both)!r} is both of the input and of the result: choose the "
+                "input's columns with keep"
+            )
+        return {**kept, **made}
+
+    def bad_row(self, place: Place, why: str, row: Row | None) -> BadRow:
+        """Its line in an error file."""
+        return BadRow(self._dataset.path_of(*place), place[1], why, row)
+
+    def write(self, batch: Batch, figures: dict[str, float]) -> list[BadRow]:
+        """Write a part and commit it. Returns those of its rows that did not fit."""
+        before, new = len(batch.bad), None
+        if self._parquet and batch.rows and self._schema is None:
+            self._schema = _infer_schema([row for _, row in batch.rows], self._known)
+            new = self._schema.serialize().to_pybytes()
+        data = self._fitting(batch)
+        number = self._journal.record.next_number
+        files = {f"part-{number:05}.{'parquet' if self._parquet else 'jsonl'}": data}
+        files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(_bad_line(bad) for _, bad in batch.bad)
+        sizes = {name: len(data) for name, data in files.items() if data}
+        for name in sizes:
+            self._write(f"{self._folder}/{name}", files[name])
+        places = intervals(place for place, _ in (*batch.rows, *batch.bad))
+        self._journal.append(
+            Part(number, sizes, places, len(batch.rows), len(batch.bad), figures, new)
+        )
+        return [bad for _, bad in batch.bad[before:]]
+
+    def _fitting(self, batch: Batch) -> bytes:
+        """What is written of the rows; those that do not fit become bad ones."""
+        with contextlib.suppress(Exception):  # a value may be anything
+            return self._encoded([row for _, row in batch.rows])
+        rows, batch.rows = batch.rows, []
+        for place, row in rows:
+            try:
+                self._encoded([row])
+                batch.rows.append((place, row))
+            except Exception as error:
+                batch.bad.append((place, self.bad_row(place, reason(error), row)))
+        return self._encoded([row for _, row in batch.rows])
+
+    def _encoded(self, rows: list[Row]) -> bytes:
+        """The bytes of a part. Raises whatever the values raise."""
+        if self._schema is None or not rows:
+            return b"".join(map(_line, rows))
+        sink = io.BytesIO()
+        pq.write_table(_table_of(rows, self._schema), sink, compression="zstd")
+        return sink.getvalue()
+
+    def _write(self, path: str, data: bytes) -> None:
+        if not isinstance(self._fs, pafs.LocalFileSystem):
+            with self._fs.open_output_stream(path) as sink:
+                sink.write(data)
+            return
+        folder, name = posixpath.split(path)
+        temporary = f"{folder}/.{name}"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, path)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        sync_folder(Path(folder))
+
+
+class Parts:
+    """Gathers rows into parts, for one thread; another one writes a part while the next fills."""
+
+    def __init__(self, job: Job, output: Output) -> None:
+        self.write_s = 0.0
+        self._job, self._output = job, output
+        self._held: dict[int, tuple[Place, Row | BadRow]] = {}
+        self._next = 0
+        self._batch, self._began = Batch(), 0.0
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[list[BadRow]] | None = None
+
+    def add(self, key: int, place: Place, ended: Row | BadRow) -> int:
+        """Take what became of a row. ``key`` counts from 0 in the order of the input. Returns how
+        many rows went into a part: none or several if their order is kept."""
+        if not self._job.ordered:
+            self._put(place, ended)
+            return 1
+        self._held[key] = place, ended
+        before = self._next
+        while self._next in self._held:
+            self._put(*self._held.pop(self._next))
+            self._next += 1
+        return self._next - before
+
+    def _put(self, place: Place, ended: Row | BadRow) -> None:
+        if not len(self._batch):
+            self._began = time.monotonic()
+        if isinstance(ended, BadRow):
+            self._batch.bad.append((place, ended))
+        else:
+            self._batch.rows.append((place, ended))
+
+    def commit(self, figures: Figures, *, all_rows: bool = False) -> list[BadRow]:
+        """Have the part written if it is full or old. Waits while the one before it is still being
+        written; returns those of its rows that did not fit. Raises what went wrong in writing."""
+        full = len(self._batch) >= self._job.part_rows
+        old = time.monotonic() - self._began >= self._job.part_seconds
+        due = len(self._batch) > 0 and (full or old or all_rows)
+        misfits: list[BadRow] = []
+        if self._writing is not None and (due or all_rows or self._writing.done()):
+            writing, self._writing = self._writing, None
+            misfits = writing.result()
+        if due:
+            self._writing = self._writer.submit(self._write, self._batch, figures())
+            self._batch = Batch()
+        return misfits
+
+    def _write(self, batch: Batch, figures: dict[str, float]) -> list[BadRow]:
+        began = time.monotonic()
+        misfits = self._output.write(batch, figures)
+        self.write_s += time.monotonic() - began
+        return misfits
+
+    def close(self, figures: Figures) -> list[BadRow]:
+        """Commit what is there, and end; as :meth:`commit`."""
+        try:
+            return self.commit(figures, all_rows=True) + self.commit(figures, all_rows=True)
+        finally:
+            self._writer.shutdown()
+
+
+def _line(row: Any) -> bytes:
+    """As JSON. Raises whatever its values raise."""
+    return _ENCODER.encode(row) + b"\n"
+
+
+def _bad_line(bad: BadRow) -> bytes:
+    try:
+        return _line(bad)
+    except Exception:  # what JSON cannot hold may be why it is bad
+        return _line(BadRow(bad.file, bad.row, ascii(bad.error), ascii(bad.input)))
+
+
+def _infer_schema(rows: Sequence[Row], known: pa.Schema) -> pa.Schema:
+    """``known``, and the columns that it lacks with the types of their values, or of the first that
+    has one. A column without a value is of text; one without a proper name is left out."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    for name in names:
+        if name in known.names:
+            continue
+        values = [row.get(name) for row in rows]
+        kind = pa.null()
+        for some in (values, *([each] for each in values if each is not None)):
+            with contextlib.suppress(Exception):
+                kind = pa.array(some).type
+                break
+        with contextlib.suppress(Exception):
+            known = known.append(pa.field(name, pa.string() if pa.types.is_null(kind) else kind))
+    return known
+
+
+def _table_of(rows: Sequence[Row], schema: pa.Schema) -> pa.Table:
+    """Raises InvalidArgumentError if a row does not fit into the schema."""
+    extra = {name for row in rows for name in row} - set(schema.names)
+    if extra:
+        first = min(extra, key=str)
+        bound = "in the output, whose columns the first part set"
+        raise InvalidArgumentError(f"column {first!r} is not {bound}")
+    columns = []
+    for field in schema:
+        try:
+            columns.append(pa.array([row.get(field.name) for row in rows], field.type))
+        except Exception as error:  # a value may be anything
+            bad = f"column {field.name!r} does not fit {field.type}: {error}"
+            raise InvalidArgumentError(bad) from None
+    return pa.Table.from_arrays(columns, schema=schema)

@@ -1,0 +1,256 @@
+"""What a job does with a row: prepared in worker processes, finished in the job's own.
+
+A task is made in every process from the same :class:`Context`. Preparing is where CPU time goes:
+decoding, templates, tokenizing. A chunk of rows is prepared at a time.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import msgspec
+import pyarrow as pa
+
+from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney.offline.dataset import Chunk, Row, Storage, reason
+from jitney.offline.generate import Encoder, Generate, GenerateOnServer, Language, OpenAiLines
+from jitney.offline.job import Job
+from jitney.offline.tensors import Tensors
+from jitney.standins.signature import Signature
+
+Prepared = tuple[list[tuple[int, Row | None, Any]], float]
+"""(number in the file, row, what the executor takes), and the seconds that it took. For a bad row
+the last is an InvalidArgumentError."""
+Preparer = Callable[[Chunk], Prepared]
+
+
+class Context(msgspec.Struct, frozen=True):
+    """All that a task is made of; goes to the workers."""
+
+    job: Job
+    language: Language | None = None
+    signature: Signature | None = None
+    tokenizer: str | None = None
+
+
+class Task(Protocol):
+    """``fields`` are the result's columns, None if only its rows tell."""
+
+    fields: pa.Schema | None
+
+    def prepare(self, row: Row) -> Any:
+        """What the executor takes. Raises for a bad row, UnavailableError if the storage fails."""
+
+    def finish(self, row: Row, result: Any) -> Row:
+        """The result's columns."""
+
+
+class Map:
+    """A function of the user's: the whole of the work is done in the workers."""
+
+    fields = None
+
+    def __init__(self, name: str) -> None:
+        module, _, function = name.partition(":")
+        try:
+            self.prepare: Callable[[Row], Any] = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InvalidArgumentError(f"map {name!r} cannot be imported: {error}") from None
+        if not callable(self.prepare):
+            raise InvalidArgumentError.of("map", name, "a function")
+
+    def finish(self, row: Row, result: Any) -> Row:
+        if not isinstance(result, Mapping):
+            raise InvalidArgumentError.of("the result of map", result, "a dict of new columns")
+        return dict(result)
+
+
+def make_task(context: Context) -> Task:
+    """Raises InvalidArgumentError for a template, function or parameter that cannot be used."""
+    job = context.job
+    if job.task == "map":
+        return Map(str(job.map))
+    if job.server is not None and job.task == "generate":
+        return GenerateOnServer(job)
+    if context.signature is not None:
+        return Tensors(job, context.signature, context.tokenizer)
+    assert context.language is not None, "a job that generates has a language model"
+    lines = job.input_format == "openai"
+    return (OpenAiLines if lines else Generate)(job, Encoder(context.language))
+
+
+def make_preparer(context: Context) -> Preparer:
+    """What prepares a chunk, in the caller's thread. It raises UnavailableError if the storage
+    fails, and whatever a bad row may raise out of its reach."""
+    task, storage = make_task(context), Storage(context.job)
+
+    def prepare(chunk: Chunk) -> Prepared:
+        began = time.perf_counter()
+        made: list[tuple[int, Row | None, Any]] = []
+        for number, row in zip(chunk.rows, chunk.made(storage), strict=True):
+            if isinstance(row, Exception):
+                made.append((number, None, row))
+                continue
+            try:
+                made.append((number, row, task.prepare(row)))
+            except UnavailableError:
+                raise
+            except (Exception, SystemExit) as error:  # of a user's function or template
+                made.append((number, row, InvalidArgumentError(reason(error))))
+        return made, time.perf_counter() - began
+
+    return prepare
+
+
+class Background:
+    """Threads that make calls in the order given. Unlike an executor's, one that hangs in a call
+    keeps neither :meth:`close` nor the process from ending."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._calls = queue.SimpleQueue()
+        for _ in range(count):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """The call's result, to come."""
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def _work(self) -> None:
+        for future, call in iter(self._calls.get, None):
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Drop the calls that have not begun; a thread ends after its present one."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()
+        for _ in range(self._count):
+            self._calls.put(None)
+
+
+class Workers:
+    """Prepare chunks in the background: so many processes, or with none a thread."""
+
+    def __init__(self, context: Context, count: int) -> None:
+        self.beside = count > 0
+        self._threads = Background(max(1, count))
+        self._processes = [_Process(context) for _ in range(count)]
+        self._idle: queue.SimpleQueue[Preparer] = queue.SimpleQueue()
+        alone = [] if count else [make_preparer(context)]
+        for prepare in (*alone, *(process.prepare for process in self._processes)):
+            self._idle.put(prepare)
+
+    def submit(self, chunk: Chunk) -> "Future[Prepared]":
+        """The future raises UnavailableError if the storage failed."""
+        return self._threads.submit(lambda: self._prepare(chunk))
+
+    def _prepare(self, chunk: Chunk) -> Prepared:
+        prepare = self._idle.get()
+        try:
+            return _prepare_apart(prepare, chunk, alone=False)
+        finally:
+            self._idle.put(prepare)
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        self._threads.close()
+        for process in self._processes:
+            process.close()
+
+
+def _prepare_apart(prepare: Preparer, chunk: Chunk, alone: bool) -> Prepared:
+    """If a chunk raises, or ends its process, each of its rows is prepared alone: the one that does
+    so again is bad."""
+    try:
+        return prepare(chunk)
+    except UnavailableError:
+        raise
+    except (Exception, SystemExit) as error:
+        if alone:
+            return [(chunk.rows[0], None, InvalidArgumentError(reason(error)))], 0.0
+        made = [_prepare_apart(prepare, chunk.only(i), True) for i in range(len(chunk.rows))]
+        return [row for rows, _ in made for row in rows], sum(seconds for _, seconds in made)
+
+
+class _Process:
+    """A worker process, started when it is needed. ``prepare`` is for one thread at a time."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._pipe: Any = None
+        self._process: Any = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def prepare(self, chunk: Chunk) -> Prepared:
+        """Raises InvalidArgumentError if the process dies, and then starts another one."""
+        try:
+            if self._process is None:
+                self._start()
+            self._pipe.send(chunk)
+            made: Prepared | Exception = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process = None
+            raise InvalidArgumentError("the process that prepared it died") from None
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        with self._lock:
+            if self._closed:
+                raise UnavailableError("the job has ended")
+            self._pipe, theirs = spawn.Pipe()
+            self._process = spawn.Process(target=_serve, args=(theirs,))
+            self._process.start()
+            theirs.close()  # so that an end of the process is an end of the pipe
+        self._pipe.send(self._context)  # what a start sends waits for ever if the process has died
+
+    def close(self) -> None:
+        """End it at once."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                self._process.kill()
+                self._process.join()
+
+
+def _serve(pipe: Any) -> None:
+    """The life of a worker process. The job's own process decides when it ends; if that is killed,
+    it leaves no worker behind."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    prepare = make_preparer(pipe.recv())
+    while True:
+        chunk = pipe.recv()
+        try:
+            pipe.send(prepare(chunk))
+        except UnavailableError as error:
+            pipe.send(error)
+        except (Exception, SystemExit) as error:  # perhaps of what cannot be sent
+            pipe.send(InvalidArgumentError(reason(error)))
+
+
+def _end_with(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)

@@ -1,0 +1,29 @@
+"""The package's log records in the server's log, for all models that its Python stub loads."""
+
+import logging
+from typing import Any
+
+
+def log_to_server(logger: Any) -> None:
+    """Send records of level INFO and above to ``logger``, the server's."""
+    log = logging.getLogger("jitney")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.handlers[:] = [_ServerLog(logger)]
+
+
+class _ServerLog(logging.Handler):
+    """Each record is a round trip to the server: nothing logs per request or token."""
+
+    def __init__(self, logger: Any) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno >= logging.ERROR:
+            self._logger.log_error(text)
+        elif record.levelno >= logging.WARNING:
+            self._logger.log_warn(text)
+        else:
+            self._logger.log_info(text)

