@@ -62,8 +62,8 @@ def server(folder: Path) -> Iterator[TritonServer]:
         started.stop()
 
 
-def value(server: TritonServer, name: str) -> float:
-    return metric(server.metrics_url, name, model=MODEL)
+def value(server: TritonServer, name: str, **labels: str) -> float:
+    return metric(server.metrics_url, name, model=MODEL, **labels)
 
 
 def sampling(max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -91,31 +91,36 @@ def read(one: Stream) -> tuple[float, float]:
     return first, last
 
 
-def test_hundreds_of_requests_with_n_of_128(server: TritonServer) -> None:
+def test_hundreds_of_requests_with_n_of_128(server: TritonServer, folder: Path) -> None:
     """Sequences never exceed ``max_num_seqs``, and a long prompt goes on between them: its
-    first token comes before they have ended."""
+    first token comes before they have ended. The engine is held until it has all requests."""
     requests = 200
-    seen: list[float] = []
     left_at_first_token: list[int] = []
+
+    def steps(at_most: str) -> float:
+        return value(server, "jitney_batch_sequences_bucket", le=at_most)
 
     def ask(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         return generate(server.http_url, MODEL, **body)
 
     long = {"input_ids": [5] * (CONTEXT - 8), **sampling(1)}
     many = {"input_ids": [5, 6, 7], "exclude_input_in_output": True, **sampling(3, n=128)}
+    (folder / HOLD).touch()
     with ThreadPoolExecutor(requests + 1) as pool:
         slow = pool.submit(ask, long)
         futures = [pool.submit(ask, many) for _ in range(requests)]
         slow.add_done_callback(
             lambda _: left_at_first_token.append(sum(not one.done() for one in futures))
         )
-        while not all(one.done() for one in futures):
-            seen.append(value(server, "jitney_running_sequences"))
+        queued = "jitney_running_requests", "jitney_waiting_requests"
+        wait_until(lambda: sum(value(server, name) for name in queued) == requests + 1)
+        (folder / HOLD).unlink()
     assert slow.result()[0] == 200
     for status, body in (one.result() for one in futures):
         assert status == 200
         assert [len(text) for text in body["text_output"]] == [3] * 128
-    assert MAX_NUM_SEQS / 2 < max(seen) <= MAX_NUM_SEQS
+    wait_until(lambda: steps("1024") > steps("512"))
+    assert steps("+Inf") == steps("1024")
     assert left_at_first_token[0] > 0
 
 
