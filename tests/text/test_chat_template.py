@@ -16,6 +16,7 @@ CHAT: list[dict[str, Any]] = [
     {"role": "assistant", "content": "Downtown.", "reasoning": "It is late."},
     {"role": "user", "content": "Go."},
 ]
+TOOLS = [{"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}]
 
 TEMPLATES = {
     "blocks": """
@@ -39,6 +40,7 @@ TEMPLATES = {
     "{{ m.content }}{% endfor %}",
     "reasoning": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }};{% endfor %}",
     "special tokens": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ tools is none }}",
+    "tools": "{% for tool in tools or [] %}{{ tool | tojson }};{% endfor %}",
     "macro": "{% macro say(m) %}<{{ m.role }}>{% endmacro %}{{ say(messages[0]) }}",
 }
 
@@ -48,9 +50,12 @@ TEMPLATES = {
 def test_renders_as_transformers_does(tmp_path: Path, name: str, prompts: bool) -> None:
     folder = save("byte_level", tmp_path, chat_template=TEMPLATES[name])
     oracle = AutoTokenizer.from_pretrained(str(folder))
-    wanted = oracle.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompts)
     template = ChatTemplate(TEMPLATES[name], oracle.special_tokens_map)
-    assert template.render(CHAT, {"add_generation_prompt": prompts}) == wanted
+    for tools in ([], TOOLS):
+        wanted = oracle.apply_chat_template(
+            CHAT, tools=tools or None, tokenize=False, add_generation_prompt=prompts
+        )
+        assert template.render(CHAT, {"add_generation_prompt": prompts}, tools) == wanted
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``max_model_len``, at least 65,536."""
     chat_template_parameters: tuple[str, ...] = ("add_generation_prompt", "enable_thinking")
     """Names that a client may pass to the chat template."""
+    tool_format: str | None = None
+    """How the model writes calls of tools, for the gateway. None: as its chat template tells."""
+    reasoning_format: str | None = None
+    """How the model sets its reasoning off, for the gateway. None: as its chat template tells."""
     max_pending_tokens: Annotated[int, Meta(ge=1)] = 65536
     """Tokens of one request that may wait to be sent. Beyond it the request is cancelled."""
     send_share: Annotated[float, Meta(ge=0.01, le=1)] | None = None

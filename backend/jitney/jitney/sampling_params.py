@@ -22,6 +22,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     n: int = 1
     max_tokens: int = 16
+    """-1, ours: as many as the context and the cache can hold."""
     min_tokens: int = 0
     temperature: float = 1.0
     """0 is greedy."""
@@ -64,7 +65,7 @@ NAMES = tuple(field.encode_name for field in msgspec.structs.fields(SamplingPara
 
 # Name -> (least, most, how an error states the bound).
 _BOUNDS: dict[str, tuple[float, float, str]] = {
-    "max_tokens": (1, (1 << 31) - 1, "at least 1"),
+    "max_tokens": (-1, (1 << 31) - 1, "at least 1, or -1 for what the context can hold"),
     "min_tokens": (0, (1 << 31) - 1, "at least 0"),
     "temperature": (0.0, 1e6, "finite and at least 0"),
     "top_p": (math.nextafter(0.0, 1.0), 1.0, "above 0 and at most 1"),
@@ -148,7 +149,9 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
         value = getattr(params, name)
         if value is not None and not low <= value <= high:  # NaN fails the comparison too
             raise InvalidArgumentError.of(name, value, bound)
-    if params.min_tokens > params.max_tokens:
+    if params.max_tokens == 0:
+        raise InvalidArgumentError.of("max_tokens", 0, _BOUNDS["max_tokens"][2])
+    if params.min_tokens > params.max_tokens != -1:
         raise InvalidArgumentError.of(
             "min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})"
         )

@@ -7,7 +7,15 @@ Imports nothing heavy, because auto-completion runs in a process of its own that
 from typing import Any
 
 PROMPT_INPUTS = ("text_input", "input_ids", "messages")
-"""Exactly one of them is given."""
+"""Exactly one of them is given, but none to ``describe`` the model."""
+
+TASKS = {
+    "generate": PROMPT_INPUTS,
+    "tokenize": ("text_input", "messages"),
+    "detokenize": ("input_ids",),
+    "describe": (),
+}
+"""What a client may ask for, and by which prompts."""
 
 OUTPUTS = {
     "text_output": ("TYPE_STRING", -1),
@@ -29,6 +37,7 @@ INPUTS = {
     "text_input": ("TYPE_STRING", 1),
     "input_ids": ("TYPE_INT32", -1),
     "messages": ("TYPE_STRING", 1),
+    "task": ("TYPE_STRING", 1),
     "stream": ("TYPE_BOOL", 1),
     "sampling_parameters": ("TYPE_STRING", 1),
     "exclude_input_in_output": ("TYPE_BOOL", 1),

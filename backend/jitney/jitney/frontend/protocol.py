@@ -14,7 +14,7 @@ import numpy as np
 
 from jitney.errors import InvalidArgumentError
 from jitney.frontend.channel import NamedArray
-from jitney.frontend.contract import INPUTS, PROMPT_INPUTS, RETURN_FLAGS
+from jitney.frontend.contract import INPUTS, PROMPT_INPUTS, RETURN_FLAGS, TASKS
 from jitney.messages import Logprob, Timing
 from jitney.sampling_params import SamplingParams, decode_sampling_json, parse_sampling_params
 from jitney.text.completion import SequenceDelta
@@ -32,8 +32,10 @@ _NUMPY_KINDS = {
 }
 _RESERVED = frozenset(
     {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
+    | {"traceparent", "tracestate"}
 )
-"""Request parameters that are the server's own; those that begin with ``triton_`` are too."""
+"""Request parameters that are the server's own, as those that begin with ``triton_`` are, and the
+headers of a trace, which it may be told to hand on."""
 
 
 class StreamWithInputError(InvalidArgumentError):
@@ -50,7 +52,7 @@ class ClientRequest:
     """What a client asked for; the prompt not encoded, the parameters' ranges not checked yet."""
 
     prompt_input: str
-    """Which of ``PROMPT_INPUTS`` was given."""
+    """Which of ``PROMPT_INPUTS`` was given; empty if none is needed."""
     prompt: bytes | np.ndarray
     """UTF-8 text or JSON as it came, or INT32 ids of shape [number of tokens]."""
     params: SamplingParams
@@ -61,6 +63,8 @@ class ClientRequest:
     """Names of the optional outputs that were asked for."""
     request_id: str
     """The client's; the log shows it, and nothing else."""
+    task: str = "generate"
+    """One of ``TASKS``."""
 
 
 def parse_request(request: Any) -> ClientRequest:
@@ -72,11 +76,14 @@ def parse_request(request: Any) -> ClientRequest:
     arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
     for name, array in arrays.items():
         _check_array(name, array)
+    task = _bytes(arrays["task"][0]).decode("utf-8", "replace") if "task" in arrays else "generate"
+    if task not in TASKS:
+        raise InvalidArgumentError.of("task", task, f"one of {', '.join(TASKS)}")
     prompts = [name for name in PROMPT_INPUTS if name in arrays]
-    if len(prompts) != 1:
+    if len(prompts) != bool(TASKS[task]) or not set(prompts) <= set(TASKS[task]):
         raise InvalidArgumentError(
             f"the prompt is given by {' and '.join(prompts) or 'no input'}, but must be given by "
-            f"exactly one of {', '.join(PROMPT_INPUTS)}"
+            f"{'exactly one of ' if TASKS[task] else ''}{', '.join(TASKS[task]) or 'no input'}"
         )
     stream = _flag(arrays, "stream", False)
     echo = not _flag(arrays, "exclude_input_in_output", stream)
@@ -91,15 +98,17 @@ def parse_request(request: Any) -> ClientRequest:
     )
     if "output_ids" in returns and params.n > 1:
         raise InvalidArgumentError.of("n", params.n, "1 with return_output_ids")
-    prompt = arrays[prompts[0]]
+    prompt_input = prompts[0] if prompts else ""
+    prompt = arrays[prompt_input] if prompts else np.array([b""], object)
     return ClientRequest(
-        prompt_input=prompts[0],
-        prompt=prompt if prompts[0] == "input_ids" else _bytes(prompt[0]),
+        prompt_input=prompt_input,
+        prompt=prompt if prompt_input == "input_ids" else _bytes(prompt[0]),
         params=params,
         stream=stream,
         echo=echo,
         returns=returns,
         request_id=request.request_id()[:MAX_REQUEST_ID],
+        task=task,
     )
 
 
@@ -175,9 +184,9 @@ class ResponseWriter:
         before, self._before = self._before, [""] * len(deltas)
         texts = [text + delta.text for text, delta in zip(before, deltas, strict=True)]
         made: dict[str, np.ndarray] = {
-            "finish_reason": _strings(str(delta.finish_reason) for delta in deltas),
+            "finish_reason": strings(str(delta.finish_reason) for delta in deltas),
             "cumulative_logprob": np.array([d.cumulative_logprob or 0 for d in deltas], np.float32),
-            "logprobs": _strings(
+            "logprobs": strings(
                 join(delta.encoded_logprobs) if delta.encoded_logprobs else self._no_logprobs
                 for delta in deltas
             ),
@@ -186,15 +195,15 @@ class ResponseWriter:
             "output_ids": np.array([each for delta in deltas for each in delta.ids], np.int32),
         }
         if timing is not None:
-            made["timing"] = _strings([msgspec.json.encode(timing)])
-        response = [("text_output", _strings(texts))]
+            made["timing"] = strings([msgspec.json.encode(timing)])
+        response = [("text_output", strings(texts))]
         response += [(name, made[name]) for name in made if name in self._returns]
         if self._prompt_logprobs:
-            response.append(("prompt_logprobs", _strings([join(self._prompt_logprobs)])))
+            response.append(("prompt_logprobs", strings([join(self._prompt_logprobs)])))
             self._prompt_logprobs, self._prompt_is_sent = [], True
         return response
 
 
-def _strings(values: Iterable[str | bytes]) -> np.ndarray:
+def strings(values: Iterable[str | bytes]) -> np.ndarray:
     """A STRING tensor's array: UTF-8 bytes as objects."""
     return np.array([_bytes(value) for value in values], dtype=object)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from jitney.errors import (
     UnavailableError,
     from_code,
 )
-from jitney.frontend.channel import Channel
+from jitney.frontend.channel import Channel, NamedArray
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ResponseWriter
 from jitney.messages import Cancel, Cancelled, Event, Failed, Message, StepReport, Submit, Tokens
@@ -151,6 +151,15 @@ class Responder:
         if self._encoding.pop(reply.key, None) is not None:
             self._replies[reply.key] = reply
             self._guard(reply, lambda _: self._send_message(submit))
+
+    def answer(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
+        """Send what needed no engine, and end the request unless it has ended meanwhile."""
+        if arrival.key in self._encoding:
+            try:
+                arrival.channel.send(tensors, final=True)
+                self._forget(arrival.key)
+            except JitneyError as error:
+                self._end(arrival, error)
 
     def cancel(self, key: int) -> None:
         """A client has gone. A key that has ended is ignored."""

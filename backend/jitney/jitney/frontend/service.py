@@ -27,6 +27,7 @@ from jitney.frontend.channel import Channel, sweep
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
 from jitney.frontend.responder import Arrival, Reply, Responder
+from jitney.frontend.tasks import perform
 from jitney.frontend.worker import Worker
 from jitney.messages import Submit
 from jitney.sampling_params import check_sampling_params
@@ -131,8 +132,13 @@ class Service:
 
     def _encode(self, request: ClientRequest, arrival: Arrival) -> None:
         try:
-            if not arrival.channel.closed:  # else it was cancelled, or its deadline has passed
+            if arrival.channel.closed:
+                return  # it was cancelled, or its deadline has passed
+            if request.task == "generate":
                 self._responder.post(self._responder.begin, *self._make_reply(request, arrival))
+            else:
+                made = perform(request, self._tokenizer, self._config, self._info)
+                self._responder.post(self._responder.answer, arrival, made)
         except JitneyError as error:
             self._abort(error, arrival.key)
         except Exception:

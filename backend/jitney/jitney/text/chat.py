@@ -14,7 +14,7 @@ from jitney.errors import InvalidArgumentError, nearest
 _MAX_DEPTH = 32
 """Of lists and objects within messages (``tool_calls``) and template parameters."""
 
-_KEYS = ("messages", "chat_template_parameters", "chat_template_kwargs")
+_KEYS = ("messages", "tools", "chat_template_parameters", "chat_template_kwargs")
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -23,10 +23,12 @@ class Chat(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]]
     parameters: dict[str, Any] = {}
     """Variables for the chat template, all on the allow-list."""
+    tools: list[dict[str, Any]] = []
+    """Functions that the model may call, as the chat template shows them."""
 
 
 def parse_chat(text: str, config: EngineConfig) -> Chat:
-    """Read JSON: a list of messages, or an object with ``messages`` and optionally
+    """Read JSON: a list of messages, or an object with ``messages`` and optionally ``tools`` and
     ``chat_template_parameters`` (vLLM's name ``chat_template_kwargs`` stands for the same).
 
     Raises InvalidArgumentError for anything else.
@@ -50,17 +52,20 @@ def parse_chat(text: str, config: EngineConfig) -> Chat:
             "same"
         )
     parameters = value.get("chat_template_parameters", value.get("chat_template_kwargs"))
-    return make_chat(value["messages"], {} if parameters is None else parameters, config)
+    parameters = {} if parameters is None else parameters
+    return make_chat(value["messages"], parameters, config, value.get("tools"))
 
 
-def make_chat(messages: object, parameters: object, config: EngineConfig) -> Chat:
-    """Check decoded messages and template parameters. Raises InvalidArgumentError."""
+def make_chat(
+    messages: object, parameters: object, config: EngineConfig, tools: object = None
+) -> Chat:
+    """Check decoded messages, template parameters and tools. Raises InvalidArgumentError."""
     if not isinstance(messages, list):
         raise InvalidArgumentError.of("messages", messages, "a list of messages")
     if not messages:
         raise InvalidArgumentError("messages is empty, but must hold at least one message")
     checked = [_message(f"messages[{i}]", each) for i, each in enumerate(messages)]
-    return Chat(checked, _parameters(parameters, config))
+    return Chat(checked, _parameters(parameters, config), _tools(tools))
 
 
 def _message(field: str, message: object) -> dict[str, Any]:
@@ -93,6 +98,18 @@ def _text_of(field: str, part: object) -> str:
     if not isinstance(text, str):
         raise InvalidArgumentError.of(f"{field}.text", text, "a string")
     return text
+
+
+def _tools(tools: object) -> list[dict[str, Any]]:
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise InvalidArgumentError.of("tools", tools, "a list of objects")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise InvalidArgumentError.of(f"tools[{i}]", tool, "an object")
+        _check_plain(f"tools[{i}]", tool)
+    return tools
 
 
 def _parameters(parameters: object, config: EngineConfig) -> dict[str, Any]:

@@ -33,7 +33,10 @@ class ChatTemplate:
         self._compiled: jinja2.Template | None = None
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, object]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        parameters: Mapping[str, object],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The text of a checked chat. ``parameters`` are variables too; ``add_generation_prompt``
         is true unless they say otherwise. Raises InvalidArgumentError if the template fails."""
@@ -42,7 +45,7 @@ class ChatTemplate:
                 self._compiled = _environment().from_string(self._source)
             return self._compiled.render(
                 messages=[_with_reasoning(message) for message in messages],
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 **{**self._special_tokens, "add_generation_prompt": True, **parameters},
             )

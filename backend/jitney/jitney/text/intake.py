@@ -70,7 +70,7 @@ def encode_chat(
     chat: Chat, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> list[int]:
     """Ids of a checked chat. The rendered text must keep the prompt's size limit."""
-    rendered = tokenizer.render_chat(chat.messages, chat.parameters)
+    rendered = tokenizer.render_chat(chat.messages, chat.parameters, chat.tools)
     check_prompt_size("messages", len(rendered.encode()), config, info)
     return tokenizer.encode(rendered, add_special_tokens=False)
 
@@ -91,8 +91,14 @@ def make_submit(
     answer until it is whole, and so its size is bounded.
 
     Draws a missing seed, gathers the ids that end a sequence, encodes bad words, and turns
-    ``deadline_ms`` into a time of the monotonic clock, whose present is ``now``.
+    ``deadline_ms`` into a time of the monotonic clock, whose present is ``now``. ``max_tokens`` -1
+    becomes what context, cache and that bound leave.
     """
+    if params.max_tokens == -1:
+        room = min(info.max_model_len, info.num_blocks * info.block_size) - len(prompt_ids)
+        if not stream:
+            room = min(room, config.max_answer_entries // (params.n * (1 + (params.logprobs or 0))))
+        params = msgspec.structs.replace(params, max_tokens=max(1, room))
     check_sampling_params(params, config, vocab_size=info.vocab_size)
     if not prompt_ids:
         raise InvalidArgumentError("input_ids is empty, but a prompt must have at least one token")

@@ -100,12 +100,14 @@ class Tokenizer:
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
-    def render_chat(self, messages: Messages, parameters: Mapping[str, object]) -> str:
+    def render_chat(
+        self, messages: Messages, parameters: Mapping[str, object], tools: Messages = ()
+    ) -> str:
         """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.
         Raises InvalidArgumentError if there is no template or if it refuses or fails."""
         if self._template is None:
             raise InvalidArgumentError("messages cannot be used: this model has no chat template")
-        return self._template.render(messages, parameters)
+        return self._template.render(messages, parameters, tools)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of ``ids``; unknown ones decode to nothing."""

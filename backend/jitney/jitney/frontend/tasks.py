@@ -1,0 +1,44 @@
+"""What a client may ask of a model besides generating: its tokenizer, and what it can do.
+
+Called by the service, in the threads that encode. Who has no tokenizer of the model's, such as the
+gateway, asks for these.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from jitney.config import EngineConfig
+from jitney.frontend.channel import NamedArray
+from jitney.frontend.protocol import ClientRequest, strings
+from jitney.messages import ModelInfo
+from jitney.sampling_params import NAMES, check_token_ids
+from jitney.text.intake import encode_input
+from jitney.text.tokenizer import Tokenizer
+
+
+def perform(
+    request: ClientRequest, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
+) -> Sequence[NamedArray]:
+    """The arrays of the only response. tokenize: output_ids [number of tokens]; detokenize and
+    describe: text_output [1]. Raises InvalidArgumentError for a prompt that generating refuses."""
+    if request.task == "describe":
+        return [("text_output", strings([_describe(tokenizer, config, info)]))]
+    if isinstance(request.prompt, bytes):
+        ids, _ = encode_input(request.prompt_input, request.prompt, tokenizer, config, info)
+        return [("output_ids", np.array(ids, np.int32))]
+    ids = request.prompt.tolist()
+    check_token_ids("input_ids", ids, info.vocab_size)
+    return [("text_output", strings([tokenizer.decode(ids, skip_special_tokens=False)]))]
+
+
+def _describe(tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo) -> bytes:
+    """JSON: limits, the sampling parameters and template parameters that are taken, the chat
+    template, and the names of the formats that parsers of its output need."""
+    said: dict[str, object] = {"max_model_len": info.max_model_len, "vocab_size": info.vocab_size}
+    said |= {name: getattr(config, name) for name in ("max_n", "max_logprobs", "max_queued")}
+    template = {"chat_template": tokenizer.data.chat_template, "sampling_parameters": NAMES}
+    for name in ("chat_template_parameters", "tool_format", "reasoning_format"):
+        template[name] = getattr(config, name)
+    return msgspec.json.encode(said | template)
