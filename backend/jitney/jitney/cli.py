@@ -167,7 +167,7 @@ def generate(
         jitney generate "import os" --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 200
         jitney generate - --model path/to/checkpoint < prompt.txt
     """
-    from jitney.offline.llm import generate_on_terminal
+    from jitney.offline.terminal import generate_on_terminal
     from jitney.sampling_params import SamplingParams
     from jitney.server.installation import demo_checkpoint
 

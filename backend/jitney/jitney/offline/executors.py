@@ -1,4 +1,4 @@
-"""What runs prepared rows: the engine in this process (``llm.py``), an exported model, a server
+"""What runs prepared rows: the engine in this process, an exported model, a server
 (``remote.py``), or nothing for a job without a model.
 
 The pipeline hands rows over while an executor holds fewer than its capacity, which keeps the
@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from jitney.errors import CheckpointError, InvalidArgumentError
-from jitney.offline.generate import Language
+from jitney.offline.generate import EncodedPrompt, Language
 from jitney.offline.job import Job
-from jitney.offline.llm import LLM, InEngine
+from jitney.offline.llm import LLM, Running
 from jitney.offline.prepare import Context
 from jitney.offline.tensors import Arrays, chosen_output
 from jitney.standins.signature import Signature
@@ -77,6 +77,27 @@ class Passing:
 
     def close(self) -> None:
         self._ready.clear()
+
+
+class InEngine:
+    """A checkpoint, run by the engine in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self.capacity, self.figures = llm, llm.capacity, llm.figures
+        self._running: Running = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def submit(self, key: int, prepared: EncodedPrompt) -> None:
+        (submit,) = self._llm.requests([prepared.ids], prepared.params)
+        self._running[key] = submit, self._llm.start(submit)
+
+    def step(self) -> list[Outcome]:
+        return [(key, done.error or done) for key, done in self._llm.ended(self._running)]
+
+    def close(self) -> None:
+        self._llm.close()
 
 
 class InSession:

@@ -21,7 +21,7 @@ from jitney.errors import InvalidArgumentError
 from jitney.messages import ModelInfo
 from jitney.offline.dataset import Row, column_of
 from jitney.offline.job import Job
-from jitney.offline.llm import Completed, Request
+from jitney.offline.llm import Completed
 from jitney.offline.tensors import Arrays
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
@@ -40,6 +40,13 @@ class Language(msgspec.Struct, frozen=True):
     tokenizer: TokenizerData
     config: EngineConfig
     info: ModelInfo
+
+
+class EncodedPrompt(msgspec.Struct, frozen=True):
+    """A prompt, ready for the engine."""
+
+    ids: list[int]
+    params: SamplingParams
 
 
 class Encoder:
@@ -82,8 +89,8 @@ class Generate:
         self._encode = encoder.chat if job.chat else encoder.text
         self._prompt, self._params = _make_prompt(job), _make_params(job)
 
-    def prepare(self, row: Row) -> Request:
-        return Request(self._encode(self._prompt(row)), self._params(row))
+    def prepare(self, row: Row) -> EncodedPrompt:
+        return EncodedPrompt(self._encode(self._prompt(row)), self._params(row))
 
     def finish(self, row: Row, result: Completed) -> Row:
         lengths = len(result.prompt_ids), len(result.ids)
@@ -131,7 +138,7 @@ class OpenAiLines:
         self._fixed = _fixed_params(job)
         self._encoder = encoder
 
-    def prepare(self, row: Row) -> Request:
+    def prepare(self, row: Row) -> EncodedPrompt:
         for name, kind, bound in (
             ("custom_id", str, "a string"),
             ("url", str, "a string"),
@@ -148,10 +155,12 @@ class OpenAiLines:
             given["max_tokens"] = given.pop("max_completion_tokens")
         if row["url"] == _COMPLETION:
             ids = self._encoder.text(given.pop("prompt", None))
-            return Request(ids, parse_sampling_params({**self._fixed, **given}))
+            return EncodedPrompt(ids, parse_sampling_params({**self._fixed, **given}))
         ids = self._encoder.chat(given.pop("messages", None))
         rest = max(1, self._encoder.context - len(ids))  # as the service does: all of the context
-        return Request(ids, parse_sampling_params({"max_tokens": rest, **self._fixed, **given}))
+        return EncodedPrompt(
+            ids, parse_sampling_params({"max_tokens": rest, **self._fixed, **given})
+        )
 
     def finish(self, row: Row, result: Completed) -> Row:
         chat = row["url"] == _CHAT

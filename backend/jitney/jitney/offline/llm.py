@@ -10,7 +10,6 @@ steps there: it may die, and what is open goes on in another one.
 """
 
 import itertools
-import sys
 import time
 import weakref
 from collections import deque
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.markup import escape
 
 from jitney.config import EngineConfig, make_config
 from jitney.engine.engine import Engine
@@ -32,16 +29,7 @@ from jitney.errors import (
     UnavailableError,
     from_code,
 )
-from jitney.messages import (
-    Cancel,
-    Failed,
-    Finished,
-    Logprob,
-    ModelInfo,
-    StepReport,
-    Submit,
-    Timing,
-)
+from jitney.messages import Cancel, Failed, Finished, Logprob, ModelInfo, Submit, Timing
 from jitney.offline.process_engine import ProcessEngine
 from jitney.offline.progress import Progress
 from jitney.sampling_params import SamplingParams, parse_sampling_params
@@ -52,8 +40,9 @@ from jitney.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
-_Loaded = tuple[Engine | ProcessEngine, Tokenizer, Callable[[], None]]
-"""An engine, its tokenizer, and what gives the memory of both back."""
+Running = dict[Any, tuple[Submit, Completion]]
+"""Requests that were started, by a caller's keys."""
+COUNTS = ("steps", "rows_in_steps", "prompt_tokens", "cached_tokens", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +92,18 @@ class LLM:
         says what is wrong with an option, a file or the architecture.
         """
         self.config: EngineConfig = make_config({**options, "model": str(path)})
-        load = _start if process else _load
-        self._engine, self.tokenizer, close = load(self.config)
+        self._engine: Engine | ProcessEngine
+        if process:
+            self._engine = ProcessEngine(self.config)
+            self.tokenizer, close = self._engine.tokenizer, self._engine.close
+        else:
+            self._engine, self.tokenizer, close = _load(self.config)
         self._give_back = weakref.finalize(self, close)
         self._give_back.atexit = process
         self._keys = itertools.count()
         self._open: dict[int, Completion] = {}
+        self.figures = {**dict.fromkeys(COUNTS, 0.0), "most_rows": self.config.max_num_seqs}
+        """Counts since it was loaded, or since :meth:`generate` or a job began."""
 
     # ------------------------------------------------------------------ what callers use
 
@@ -116,6 +111,11 @@ class LLM:
     def info(self) -> ModelInfo:
         """Context length, vocabulary, cache size and the like."""
         return self._engine.info
+
+    @property
+    def capacity(self) -> int:
+        """Requests at once that fill the batch with some to spare, and fit into the queue."""
+        return max(1, min(2 * self.config.max_num_seqs, self.config.max_queued))
 
     def generate(
         self,
@@ -144,13 +144,8 @@ class LLM:
         """Answer a chat, a list of messages ``{"role": …, "content": …}``, or each of a list of
         chats, through the model's chat template. Otherwise as :meth:`generate`."""
         chats = messages if messages and isinstance(messages[0], list) else [messages]
-        parameters = chat_template_parameters or {}
-        ids = [
-            encode_chat(
-                make_chat(each, parameters, self.config), self.tokenizer, self.config, self.info
-            )
-            for each in chats
-        ]
+        made = [make_chat(each, chat_template_parameters or {}, self.config) for each in chats]
+        ids = [encode_chat(each, self.tokenizer, self.config, self.info) for each in made]
         return self._complete(self.requests(ids, params), progress)
 
     def stream(
@@ -195,17 +190,11 @@ class LLM:
             raise InvalidArgumentError(
                 f"params has {len(params)} entries, but there are {len(prompts)} prompts"
             )
+        model: dict[str, Any]
+        model = {"tokenizer": self.tokenizer, "info": self.info, "config": self.config}
         return [
-            make_submit(
-                key=next(self._keys),
-                prompt_ids=ids,
-                params=each,
-                tokenizer=self.tokenizer,
-                info=self.info,
-                config=self.config,
-                now=time.monotonic(),
-            )
-            for ids, each in zip(prompts, params, strict=True)
+            make_submit(key=key, prompt_ids=ids, params=each, now=time.monotonic(), **model)
+            for key, ids, each in zip(self._keys, prompts, params, strict=False)
         ]
 
     def start(self, submit: Submit) -> Completion:
@@ -225,19 +214,22 @@ class LLM:
 
     def _complete(self, submits: list[Submit], progress: bool) -> list[Completed]:
         """Run requests to their ends."""
-        batch, waiting, began = InEngine(self), deque(submits), time.monotonic()
-        display = Progress(rows="prompts", shown=progress)
+        running: Running = {}
         done: dict[int, Completed] = {}
+        waiting, display = deque(submits), Progress(rows="prompts", shown=progress)
         figures = {"taken": len(submits), "position": 1.0, "bad": 0}
+        self.figures.update(dict.fromkeys(COUNTS, 0.0))
+        began = time.monotonic()
         try:
-            while waiting or len(batch):
-                while waiting and len(batch) < batch.capacity:
-                    batch.start(waiting[0].key, waiting.popleft())
-                for key, completed in batch.ended():
+            while waiting or running:
+                while waiting and len(running) < self.capacity:
+                    submit = waiting.popleft()
+                    running[submit.key] = submit, self.start(submit)
+                for key, completed in self.ended(running):
                     done[key] = completed
                     figures["bad"] += completed.error is not None
                 seconds = time.monotonic() - began
-                display.show({**batch.figures, **figures, "done": len(done), "seconds": seconds})
+                display.show({**self.figures, **figures, "done": len(done), "seconds": seconds})
         finally:
             display.close()
             self._abort([submit.key for submit in submits])
@@ -264,9 +256,9 @@ class LLM:
 
     # ------------------------------------------------------------------ the engine
 
-    def step(self) -> StepReport | None:
-        """Make a step and give its events to the requests that they belong to; None if nothing is
-        open. For those who hand requests over one by one (:meth:`start`).
+    def step(self) -> None:
+        """Make a step, if there is work, and give its events to the requests that they belong to.
+        For those who hand requests over one by one (:meth:`start`).
 
         After an exception, such as KeyboardInterrupt, the engine is reset, and everything open
         fails.
@@ -282,8 +274,16 @@ class LLM:
                 completion.feed(Failed(key, InternalError.code, "the engine was interrupted"))
             self._open.clear()
             raise
-        assert report is not None or not self._open, "requests are open, but no step is made"
-        for event in report.events if report is not None else ():
+        if report is None:
+            assert not self._open, "requests are open, but no step is made"
+            return
+        counts = report.stats
+        self.figures["steps"] += 1
+        self.figures["rows_in_steps"] += counts.batch_sequences
+        self.figures["prompt_tokens"] += counts.prefill_tokens
+        self.figures["cached_tokens"] += counts.prefix_hit_tokens
+        self.figures["tokens"] += counts.generated_tokens
+        for event in report.events:
             target = self._open.get(event.key)
             if target is None:
                 continue  # aborted here first
@@ -291,7 +291,14 @@ class LLM:
                 self._engine.send(finish)
             if target.terminal is not None:
                 del self._open[event.key]
-        return report
+
+    def ended(self, running: Running) -> list[tuple[Any, Completed]]:
+        """Make a step, unless one of ``running`` has ended without one; those that have ended are
+        taken out of it."""
+        if all(completion.terminal is None for _, completion in running.values()):
+            self.step()
+        ready = [key for key, (_, each) in running.items() if each.terminal is not None]
+        return [(key, _completed_of(*running.pop(key))) for key in ready]
 
     def _abort(self, keys: list[int]) -> None:
         """Cancel those of ``keys`` that are still open. If nothing else is open, make steps until
@@ -307,8 +314,8 @@ class LLM:
             raise InvalidArgumentError("this LLM has been closed")
 
 
-def _load(config: EngineConfig) -> _Loaded:
-    """An engine in this process."""
+def _load(config: EngineConfig) -> tuple[Engine, Tokenizer, Callable[[], None]]:
+    """An engine in this process, its tokenizer, and what gives the memory of both back."""
     from jitney.engine.assemble import load_runner, resolve_folder  # slow to import
 
     tokenizer = Tokenizer.load(resolve_folder(config.model))
@@ -320,12 +327,6 @@ def _load(config: EngineConfig) -> _Loaded:
         runner.close()
 
     return engine, tokenizer, close
-
-
-def _start(config: EngineConfig) -> _Loaded:
-    """An engine in a process of its own."""
-    engine = ProcessEngine(config)
-    return engine, engine.tokenizer, engine.close
 
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
@@ -344,54 +345,6 @@ def _parsed(params: object) -> SamplingParams:
     return parse_sampling_params(msgspec.structs.asdict(params))
 
 
-class Request(msgspec.Struct, frozen=True):
-    """A prompt, ready for the engine."""
-
-    ids: list[int]
-    params: SamplingParams
-
-
-class InEngine:
-    """Requests that an LLM runs, as an executor of jobs (``executors.py``): so many at once as fill
-    its batch with some to spare, never more than its queue takes."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._running: dict[int, tuple[Submit, Completion]] = {}
-        self.capacity = max(1, min(2 * llm.config.max_num_seqs, llm.config.max_queued))
-        self.figures = {"steps": 0.0, "rows_in_steps": 0.0, "prompt_tokens": 0.0, "tokens": 0.0}
-        self.figures["most_rows"] = llm.config.max_num_seqs
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def submit(self, key: int, prepared: Request) -> None:
-        (submit,) = self._llm.requests([prepared.ids], prepared.params)
-        self.start(key, submit)
-
-    def start(self, key: int, submit: Submit) -> None:
-        """Hand a request to the engine."""
-        self._running[key] = submit, self._llm.start(submit)
-
-    def step(self) -> list[tuple[int, Completed | JitneyError]]:
-        return [(key, completed.error or completed) for key, completed in self.ended()]
-
-    def ended(self) -> list[tuple[int, Completed]]:
-        """Make a step, unless a request has ended without one; the results that are ready."""
-        if all(completion.terminal is None for _, completion in self._running.values()):
-            report = self._llm.step()
-            if report is not None:
-                self.figures["steps"] += 1
-                self.figures["rows_in_steps"] += report.stats.batch_sequences
-                self.figures["prompt_tokens"] += report.stats.prefill_tokens
-                self.figures["tokens"] += report.stats.generated_tokens
-        ready = [key for key, (_, each) in self._running.items() if each.terminal is not None]
-        return [(key, _completed_of(*self._running.pop(key))) for key in ready]
-
-    def close(self) -> None:
-        self._llm.close()
-
-
 def _completed_of(submit: Submit, completion: Completion) -> Completed:
     """The result of a request whose completion has its terminal event."""
     terminal = completion.terminal
@@ -401,23 +354,3 @@ def _completed_of(submit: Submit, completion: Completion) -> Completed:
         )
     assert isinstance(terminal, Failed), "only its caller cancels a request"
     return Completed(submit.prompt, [], error=from_code(terminal.code, terminal.message))
-
-
-def generate_on_terminal(
-    prompt: str, model: str, params: SamplingParams, options: Mapping[str, Any]
-) -> None:
-    """``jitney generate``: print the prompt and its continuation, token by token. ``-`` reads the
-    prompt from standard input. ``options`` are LLM's; what is None is left to its default."""
-    from transformers.utils import logging as transformers_logging  # slow to import
-
-    text = sys.stdin.read() if prompt == "-" else prompt
-    transformers_logging.disable_progress_bar()  # it would write between our lines
-    given = {name: value for name, value in options.items() if value is not None}
-    note = f"Loading {model} (the first time, kernels are compiled) …"
-    with Console(stderr=True, highlight=False).status(note):
-        llm = LLM(model, **given)
-    with llm:
-        Console(highlight=False).print(escape(text), style="dim", end="", soft_wrap=True)
-        for piece in llm.stream(text, params):
-            print(piece.text, end="", flush=True)
-        print()
