@@ -26,9 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jitney import cli
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
-from jitney.offline import dataset, executors, pipeline
+from jitney.offline import dataset, executors, feeding
 from jitney.offline.job import make_job
-from jitney.offline.journal import Journal, Part, Ranges, Record, intervals
+from jitney.offline.journal import JobJournal, Part, Ranges, Record
 from jitney.offline.progress import Progress
 from jitney.offline.run import read_record
 from typer.testing import CliRunner
@@ -248,14 +248,14 @@ def test_a_full_disk_and_then_more_space(tmp_path: Path) -> None:
 
 def fail_at_part(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The disk is full when that part is noted: its files are there, but do not count."""
-    append = Journal.append
+    append = JobJournal.append
 
-    def failing(self: Journal, line: Any) -> None:
+    def failing(self: JobJournal, line: Any) -> None:
         if isinstance(line, Part) and line.number == number:
             raise OSError(errno.ENOSPC, "No space left on device")
         append(self, line)
 
-    monkeypatch.setattr(Journal, "append", failing)
+    monkeypatch.setattr(JobJournal, "append", failing)
 
 
 def test_a_part_that_the_journal_does_not_name_is_removed(
@@ -325,7 +325,7 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_two_runs_exclude_each_other(tmp_path: Path) -> None:
     source, output = write_lines(tmp_path / "in.jsonl", ids(20, 30)), tmp_path / "out"
-    first = Journal(job_of(source, output))
+    first = JobJournal(job_of(source, output))
     with pytest.raises(UnavailableError, match="another run writes to"):
         run(source, output)
     first.close()
@@ -336,7 +336,7 @@ def test_two_runs_exclude_each_other(tmp_path: Path) -> None:
 
 def test_two_journals_of_one_output_exclude_each_other(tmp_path: Path) -> None:
     source, output = write_lines(tmp_path / "in.jsonl", ids(20, 30)), tmp_path / "out"
-    first = Journal(job_of(source, output, journal=str(tmp_path / "a")))
+    first = JobJournal(job_of(source, output, journal=str(tmp_path / "a")))
     with pytest.raises(UnavailableError, match="another run writes to"):
         run(source, output, journal=str(tmp_path / "b"))
     first.close()
@@ -355,13 +355,13 @@ def test_a_glob_does_not_read_the_output(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 40), unique=True), st.randoms())
 def test_ranges_are_a_set_of_rows(rows: list[int], order: random.Random) -> None:
-    pieces = intervals((0, row) for row in rows)
+    pieces = Ranges((file, row, row + 1) for file in (0, 1) for row in rows).pieces
     order.shuffle(pieces)
-    ranges = Ranges((first, end) for _, first, end in pieces)
-    assert ranges.count == len(rows)
+    ranges = Ranges(pieces)
+    assert sum(end - first for _, first, end in ranges.pieces) == 2 * len(rows)
     for first in range(40):
         end = first + order.randint(0, 4)
-        assert ranges.covers(first, end) == (set(range(first, end)) <= set(rows))
+        assert ranges.covers(1, first, end) == (set(range(first, end)) <= set(rows))
 
 
 # ------------------------------------------------------------------ errors and bounds
@@ -503,7 +503,7 @@ def test_memory_of_what_is_read_is_bounded(tmp_path: Path) -> None:
         if name == "a.parquet":
             assert most < of_table / 2
     job = job_of(tmp_path / "a.arrow", tmp_path / "out")
-    journal = Journal(job)
+    journal = JobJournal(job)
     for files in (list(found.files), list(found.files)):  # the second as of a job that is resumed
         journal.begin(job, files, False)
         assert journal.record.begin is not None
@@ -536,7 +536,7 @@ def test_transient_errors_are_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr(executors, "Passing", Flaky)
         patched.setattr(Flaky, "error", error, raising=False)
-        patched.setattr(pipeline, "pause", lambda tries: 0.001)
+        patched.setattr(feeding, "pause", lambda tries: 0.001)
         if isinstance(error, UnavailableError):
             with pytest.raises(UnavailableError, match="it is away"):
                 run(source, tmp_path / "out", retries=2)

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
@@ -34,6 +34,8 @@ except ImportError:
     ) from None
 
 Row = dict[str, Any]
+Place = tuple[int, int]
+"""(index of the file, index of the row in it)."""
 _SUFFIXES: dict[str, InputFormat] = {
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
@@ -60,8 +62,7 @@ class Chunk:
     """Their numbers in the file, ascending."""
     format: InputFormat
     data: Any
-    """Lines; records of a CSV file under its header; paths of files; or a stream of Arrow's IPC: a
-    pickled slice of a record batch would hold the whole batch."""
+    """Lines; records of a CSV file under its header; paths of files; or a record batch."""
     columns: dict[str, str]
     """Of the partition: the same in every row."""
     position: float = 0.0
@@ -70,38 +71,27 @@ class Chunk:
     def only(self, index: int) -> "Chunk":
         """One of the rows."""
         one = slice(index, index + 1)
-        packed = isinstance(self.data, bytes)
-        data = _packed(_unpacked(self.data)[one]) if packed else self.data[one]
-        return replace(self, rows=self.rows[one], data=data)
+        return replace(self, rows=self.rows[one], data=self.data[one])
 
-    def made(self, storage: "Storage") -> list[Row | InvalidArgumentError]:
-        """The rows, in a worker process; for a bad one what is wrong with it. Raises
-        UnavailableError if the storage fails."""
-        if isinstance(self.data, bytes):
-            return [{**row, **self.columns} for row in _unpacked(self.data).to_pylist()]
-        return [self._row(item, storage) for item in self.data]
+    def items(self) -> list[Any]:
+        """What its rows are made of, in a worker process."""
+        return self.data.to_pylist() if isinstance(self.data, pa.RecordBatch) else self.data
 
-    def _row(self, item: Any, storage: "Storage") -> Row | InvalidArgumentError:
-        try:
-            row: Any = {"path": item}
-            if self.format in LINES:
-                row = msgspec.json.decode(item)
-                if not isinstance(row, dict):
-                    return InvalidArgumentError("the line is no JSON object")
-            elif self.format == "csv":
-                head, record = item
-                if len(head) != len(record):
-                    return InvalidArgumentError(
-                        f"the row has {len(record)} fields, but the header {len(head)}"
-                    )
-                "".join(record).encode()  # what was not UTF-8 raises
-                row = dict(zip(head, record, strict=True))
-            elif self.format == "text":
+    def row(self, item: Any, storage: "Storage") -> Row:
+        """One of the rows. Raises UnavailableError if the storage fails, anything for a bad row."""
+        row: Row = item
+        if self.format in LINES:
+            row = msgspec.json.decode(item, type=dict)
+        elif self.format == "csv":
+            head, record = item
+            if len(head) != len(record):
+                raise InvalidArgumentError(f"{len(record)} fields, but the header has {len(head)}")
+            "".join(record).encode()  # what was not UTF-8 raises
+            row = dict(zip(head, record, strict=True))
+        elif self.format in ("text", "image"):
+            row = {"path": item}
+            if self.format == "text":
                 row["text"] = storage.read(item).decode()
-        except UnavailableError:
-            raise
-        except Exception as error:  # of deep nesting too
-            return InvalidArgumentError(f"the row cannot be read: {error}")
         return {**row, **self.columns}
 
 
@@ -115,14 +105,14 @@ class Storage:
     def read(self, path: str) -> bytes:
         """Raises InvalidArgumentError if the file is at fault, and UnavailableError if the storage
         fails although it was tried again."""
-        for tries in count():
+        tries = 0
+        while True:
             try:
                 with self._fs.open_input_stream(path, compression=None) as source:
-                    data: bytes = source.read()
-                    return data
+                    return bytes(source.read())
             except OSError as error:
                 wait_or_raise(tries, self._retries, path, error)
-        raise AssertionError("the last try raises")
+                tries += 1
 
 
 def wait_or_raise(tries: int, retries: int, path: str, error: Exception) -> None:
@@ -214,43 +204,35 @@ class Dataset:
         ``size`` in a chunk; after each file its number of rows, unless the journal knows it. Raises
         InvalidArgumentError for a file that is damaged, and UnavailableError if the storage fails
         although it was tried again."""
-        sizes = self.sizes
+        sizes, done = self.sizes, record.done
         before, total = 0, max(1, sum(sizes))
         for index in range(len(sizes)) if files is None else files:
             file = self.files[index]
-            done, first, tries = record.ranges(index), 0, 0
+            columns = {} if self.whole else self._partition(file.path)
+            first = given = tries = 0
             while not record.is_done(index):
                 try:
                     first = 0
-                    for data, share in self._batches(file, done, size):
-                        position = (before + share * sizes[index]) / total
-                        yield from self._left(index, first, data, done, position)
-                        first += len(data)
+                    for data, share in self._batches(index, done, size):
+                        end = first + len(data)
+                        if not done.covers(index, first, end) and given < end:
+                            position = (before + share * sizes[index]) / total
+                            at = [i for i in range(first, end) if not done.covers(index, i, i + 1)]
+                            data = _taken(data, [row - first for row in at])
+                            yield Chunk(index, at, self.format, data, columns, position)
+                        first, given = end, max(given, end)
                     break
                 except _ERRORS as error:
                     wait_or_raise(tries, self._retries, file.path, error)
-                    tries, done = tries + 1, Ranges([*done.pieces, (0, first)])
+                    tries += 1
             before += sizes[index]
             if index not in record.rows:
                 yield FileRows(index, first)
 
-    def _left(
-        self, file: int, first: int, data: Any, done: Ranges, position: float
-    ) -> Iterator[Chunk]:
-        """Those of the rows from number ``first`` on that are not done, if there are any."""
-        if done.covers(first, first + len(data)):
-            return
-        at = [i for i in range(len(data)) if not done.covers(first + i, first + i + 1)]
-        if isinstance(data, pa.RecordBatch):
-            data = _packed(data if len(at) == len(data) else data.take(pa.array(at, pa.int64())))
-        else:
-            data = [data[i] for i in at]
-        columns = {} if self.whole else self._partition(self.files[file].path)
-        yield Chunk(file, [first + i for i in at], self.format, data, columns, position)
-
-    def _batches(self, file: InputFile, done: Ranges, size: int) -> Iterator[tuple[Any, float]]:
-        """(at most ``size`` rows, the share of the file that is read), in order. A Parquet row
-        group that is done is a range of any size."""
+    def _batches(self, index: int, done: Ranges, size: int) -> Iterator[tuple[Any, float]]:
+        """(at most ``size`` rows, the share of the file that is read), in order, each time the
+        same. A Parquet row group that is done is a range of any size."""
+        file = self.files[index]
         if self.whole:
             for first in range(0, len(self.files), size):
                 paths = [each.path for each in self.files[first : first + size]]
@@ -262,7 +244,7 @@ class Dataset:
                 first = 0
                 for group in range(parquet.num_row_groups):
                     rows = parquet.metadata.row_group(group).num_rows
-                    skip = done.covers(first, first + rows)
+                    skip = done.covers(index, first, first + rows)
                     batches = [range(rows)] if skip else parquet.iter_batches(size, [group])
                     for batch in batches:
                         first += len(batch)
@@ -302,15 +284,11 @@ def _records(source: io.BufferedReader, path: str) -> Iterator[tuple[list[str], 
     return ((head, record) for record in records if record)
 
 
-def _packed(batch: pa.RecordBatch) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
-    return bytes(sink.getvalue())
-
-
-def _unpacked(data: bytes) -> pa.RecordBatch:
-    return pa.ipc.open_stream(data).read_next_batch()
+def _taken(data: Any, at: list[int]) -> Any:
+    """Those of the rows. A copy: a slice of a record batch would be pickled as the whole batch."""
+    if isinstance(data, pa.RecordBatch):
+        return data.take(pa.array(at, pa.int64()))
+    return [data[i] for i in at]
 
 
 def column_of(row: Row, name: str) -> Any:

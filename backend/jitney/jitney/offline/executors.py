@@ -1,12 +1,10 @@
 """What runs prepared rows: the engine in this process, an exported model, a server
 (``remote.py``), or nothing for a job without a model.
 
-The pipeline hands rows over while an executor holds fewer than its capacity, which keeps the
-engine's queue filled, and asks for a step, which gives the results that are ready.
+Rows are handed over while an executor holds fewer than its capacity, which keeps the engine's queue
+filled, in the order of their rank (``feeding.py``); a step gives the results that are ready.
 """
 
-import bisect
-import math
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,9 +25,6 @@ Outcome = tuple[int, Any]
 _SIZES = (8, 16, 32, 64, 128)
 _MEASURED = 3
 """Full batches of each size whose best rate counts: the first ones allocate."""
-_AHEAD = 8
-"""Batches' worth of rows held, so that those of like length meet."""
-
 _OF_MODEL = ("task", "model", "server", "at_once", "engine", "result", "batch_size", "tokenizer")
 
 
@@ -45,6 +40,9 @@ class Executor(Protocol):
 
     def __len__(self) -> int:
         """How many rows it holds. If there are any, a step brings results, sooner or later."""
+
+    def rank(self, prepared: Any, ending: bool) -> Any:
+        """Rows of which many wait come in this order, or in its reverse unless it is ``ending``."""
 
     def submit(self, key: int, prepared: Any) -> None:
         """Take a row. Raises InvalidArgumentError for one that cannot be run."""
@@ -68,6 +66,9 @@ class Passing:
     def __len__(self) -> int:
         return len(self._ready)
 
+    def rank(self, prepared: Any, ending: bool) -> int:
+        return 0
+
     def submit(self, key: int, prepared: Any) -> None:
         self._ready.append((key, prepared))
 
@@ -89,6 +90,10 @@ class InEngine:
     def __len__(self) -> int:
         return len(self._running)
 
+    def rank(self, prepared: EncodedPrompt, ending: bool) -> tuple[int, list[int]]:
+        """By prefix; in the end by length of output first, in powers of two."""
+        return -prepared.params.max_tokens.bit_length() if ending else 0, prepared.ids
+
     def submit(self, key: int, prepared: EncodedPrompt) -> None:
         (submit,) = self._llm.requests([prepared.ids], prepared.params)
         self._running[key] = submit, self._llm.start(submit)
@@ -101,8 +106,8 @@ class InEngine:
 
 
 class InSession:
-    """An exported model, run by ONNX Runtime in this process. Holds rows sorted by length, so that
-    a batch has little padding, or none if the model could tell."""
+    """An exported model, run by ONNX Runtime in this process. Its rows come by length, so that a
+    batch has little padding, or none if the model could tell."""
 
     def __init__(self, job: Job) -> None:
         """Raises a LoadError, and InvalidArgumentError for an output that the model lacks."""
@@ -120,48 +125,39 @@ class InSession:
         self._pads = masked and min(taken.dims, default=1) >= 0
         sizes = (job.batch_size,) if job.batch_size else _SIZES
         self._sizes = Sizes(sizes if session.signature.can_batch else (1,))
-        self._held: list[tuple[int, int, Arrays]] = []
-        """(elements, key, row), sorted."""
-        self._next: tuple[float, ...] = (math.inf,)
-        """Rows below this are next."""
+        self._held: dict[int, Arrays] = {}
         self.figures = dict.fromkeys(("steps", "rows_in_steps", "most_rows"), 0.0)
 
     @property
     def capacity(self) -> int:
-        return _AHEAD * self._sizes.now
+        return self._sizes.now
 
     def __len__(self) -> int:
         return len(self._held)
 
+    def rank(self, prepared: Arrays, ending: bool) -> int:
+        return _size(prepared)
+
     def submit(self, key: int, prepared: Arrays) -> None:
-        bisect.insort(self._held, (sum(each.size for each in prepared.values()), key, prepared))
+        self._held[key] = prepared
 
     def step(self) -> list[Outcome]:
-        """Run the longest rows that are shorter than those before, or else the longest: if it were
-        always the longest, the short ones would stay, and a batch were whatever came last. If a
-        batch fails, each of its rows is run alone."""
+        """Run them together. If that fails, each is run alone."""
         from jitney.standins.batch import ModelRequest
 
-        size = self._sizes.now
-        end = bisect.bisect_left(self._held, self._next) or len(self._held)
-        start = max(0, end - size)
-        batch = self._held[start : start + size]
-        del self._held[start : start + size]
-        self._next = batch[0][:2] if start else (math.inf,)
-        began = time.perf_counter()
-        rows = [row for _, _, row in batch]
+        began, held, self._held = time.perf_counter(), self._held, {}
+        rows = list(held.values())
         joined = [
             ModelRequest({name: array[None] for name, array in row.items()}, (self._output,))
             for row in (_padded(rows) if self._pads else rows)
         ]
         answers = self._batcher.execute(joined)
-        if len(batch) == size:
-            rate = sum(elements for elements, _, _ in batch) / (time.perf_counter() - began)
-            self._sizes.note(rate)
+        if len(held) == self._sizes.now:
+            self._sizes.note(sum(map(_size, rows)) / (time.perf_counter() - began))
         self.figures["steps"] += 1
-        self.figures["rows_in_steps"] += len(batch)
+        self.figures["rows_in_steps"] += len(held)
         self.figures["most_rows"] = max(self.figures["most_rows"], self._sizes.now)
-        return [(key, answer) for (_, key, _), answer in zip(batch, answers, strict=True)]
+        return list(zip(held, answers, strict=True))
 
     def close(self) -> None:
         self._held.clear()
@@ -188,6 +184,11 @@ class Sizes:
         else:
             self.now = max(self._rates, key=lambda size: max(self._rates[size]))
             self._rates.clear()
+
+
+def _size(row: Arrays) -> int:
+    """Its elements."""
+    return sum(array.size for array in row.values())
 
 
 def _padded(rows: list[Arrays]) -> list[Arrays]:

@@ -9,53 +9,45 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
-from jitney.offline.dataset import Row, reason
+from jitney.offline.dataset import reason
 from jitney.offline.job import Job
-from jitney.offline.journal import End, Journal
-from jitney.offline.output import BadRow, Output, Parts, Place
-from jitney.offline.prepare import Task
+from jitney.offline.journal import End, JobJournal
+from jitney.offline.output import Ended, Output
+from jitney.offline.prepare import Item, Task, in_background
 
 _JUDGED = 100
 """A share of bad rows ends the job once so many are done."""
-_SECONDS = ("read_s", "prepare_s", "waited_s", "run_s")
+_SECONDS = ("read_s", "prepare_s", "waited_s", "run_s", "write_s")
 """``waited_s`` is the time in which the executor had nothing to do."""
 _COUNTS = ("done", "bad", "tries", "most_in_flight", "taken", "position")
 """``position`` is the share of the input that has been read, and ``taken`` its rows."""
 
 
-@dataclass
-class Item:
-    """A row on its way: with what was made of it for the executor, and then by the executor."""
-
-    place: Place
-    row: Row | None
-    made: Any
-    tries: int = 0
-
-
-def may_pass(result: Any) -> bool:
-    """Whether a result is an error that another try may not meet."""
-    return isinstance(result, JitneyError) and result.code in ("UNAVAILABLE", "INTERNAL")
-
-
 class Gathering(ABC):
     """One run of a job."""
 
-    def __init__(self, job: Job, journal: Journal, output: Output, task: Task) -> None:
+    def __init__(self, job: Job, journal: JobJournal, output: Output, task: Task) -> None:
         self._counts = dict.fromkeys((*_SECONDS, *_COUNTS), 0.0)
         self._began, self._cpu = time.monotonic(), time.process_time()
         self._run = journal.record.next_number
         self._job, self._journal, self._output, self._task = job, journal, output, task
-        self._parts = Parts(job, output)
         self._in_flight = 0
+        """Rows between reading and a part."""
         self._stop = False
-        self._last_bad: BadRow | None = None
         self._before = journal.record.failed, journal.record.failed + journal.record.written
         """Bad rows, and all rows, of the runs before."""
+        self._held: dict[int, Ended] = {}
+        """By key, those that wait for one before them, if the order is kept."""
+        self._next_key = 0
+        self._part: list[Ended] = []
+        self._part_began = 0.0
+        self._writing: Future[None] | None = None
+        """Of the part before."""
 
     def run(self, show: Callable[[dict[str, float]], None]) -> bool:
         """Work until every row is in a committed part, or until SIGINT or SIGTERM; what is finished
@@ -78,10 +70,9 @@ class Gathering(ABC):
                 self._advance()
                 self._judge()
                 show(self._figures())
-                self._note(self._parts.commit(self._figures))
+                self._commit()
         finally:
-            self._close()
-            self._note(self._parts.close(self._figures))
+            self._commit(all_rows=True)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         if self._stop:
@@ -99,46 +90,58 @@ class Gathering(ABC):
     def _advance(self) -> None:
         """Work for a while, and finish what has ended."""
 
-    @abstractmethod
-    def _close(self) -> None:
-        """Read nothing more."""
-
-    def _finish(self, key: int, item: Item, result: Any) -> None:
+    def _finish(self, item: Item, result: Any) -> None:
         """The model is done with a row, for good."""
         if isinstance(result, UnavailableError):
             raise result  # not the row's fault: the job ends, and can be resumed
         row = item.row or {}
+        ended: Any
         try:
             if isinstance(result, JitneyError):
                 raise result
-            made = self._output.merged(row, self._task.finish(row, result))
+            ended = self._output.merged(row, self._task.finish(row, result))
         except Exception as error:  # a user's function may raise anything
-            self._bad(key, item, reason(error))
-        else:
-            self._settle(key, item.place, made)
-
-    def _bad(self, key: int, item: Item, why: str) -> None:
-        bad = self._output.bad_row(item.place, why, item.row)
-        self._note([bad])
-        self._settle(key, item.place, bad)
-
-    def _settle(self, key: int, place: Place, ended: Row | BadRow) -> None:
-        """A row has ended, one way or the other."""
-        self._in_flight -= self._parts.add(key, place, ended)
+            ended = self._output.bad_row(item.place, reason(error), item.row)
+            self._counts["bad"] += 1
         self._counts["done"] += 1
-        self._note(self._parts.commit(self._figures))
+        self._held[item.key] = item.place, ended
+        key = self._next_key if self._job.ordered else item.key
+        while key in self._held:
+            self._part_began = self._part_began if self._part else time.monotonic()
+            self._part.append(self._held.pop(key))
+            self._in_flight -= 1
+            key += 1
+        self._next_key = key
+        self._commit()
 
-    def _note(self, bad: list[BadRow]) -> None:
-        self._counts["bad"] += len(bad)
-        self._last_bad = bad[-1] if bad else self._last_bad
+    def _commit(self, *, all_rows: bool = False) -> None:
+        """Have the part written if it is full or old. Waits while the one before it is still being
+        written; with ``all_rows`` until nothing is left. Raises what went wrong in writing."""
+        old = time.monotonic() - self._part_began >= self._job.part_seconds
+        due = self._part and (all_rows or old or len(self._part) >= self._job.part_rows)
+        if self._writing is not None and (due or all_rows or self._writing.done()):
+            writing, self._writing = self._writing, None
+            writing.result()
+        if due:
+            part, self._part = self._part, []
+            self._writing = in_background(partial(self._write, part, self._figures()))
+            if all_rows:
+                self._writing.result()
+
+    def _write(self, part: list[Ended], figures: dict[str, float]) -> None:
+        """In a thread."""
+        began = time.monotonic()
+        self._output.write(part, figures)
+        self._counts["write_s"] += time.monotonic() - began
 
     def _judge(self) -> None:
         """Raise InvalidArgumentError if too many rows are bad."""
         number, share = self._job.most_errors
-        failed, done = self._before[0] + self._counts["bad"], self._before[1] + self._counts["done"]
+        failed = self._before[0] + self._counts["bad"] + self._output.misfits
+        done = self._before[1] + self._counts["done"]
         over = share is not None and done >= _JUDGED and failed > share * done
         if over or (number is not None and failed > number):
-            bad = self._last_bad
+            bad = self._output.last_bad
             one = f"; one is row {bad.row} of {bad.file}: {bad.error}" if bad else ""
             raise InvalidArgumentError(
                 f"{failed:,.0f} of {done:,.0f} rows are bad, more than max_errors "
@@ -150,8 +153,8 @@ class Gathering(ABC):
         ``cpu_s`` of all processes."""
         return {
             **self._counts,
+            "bad": self._counts["bad"] + self._output.misfits,
             "run": self._run,
-            "write_s": self._parts.write_s,
             "cpu_s": time.process_time() - self._cpu,
             "seconds": time.monotonic() - self._began,
             "at": time.time(),

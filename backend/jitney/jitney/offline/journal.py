@@ -10,11 +10,11 @@ with their process.
 import fcntl
 import io
 import os
+import sys
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterable
-from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,8 @@ from jitney.offline.deadline import due_at
 from jitney.offline.job import Job, differences
 
 VERSION = 2
+Interval = tuple[int, int, int]
+"""Rows of a file: (file, first, end)."""
 
 
 class InputFile(msgspec.Struct, frozen=True, array_like=True):
@@ -54,11 +56,11 @@ class FileRows(msgspec.Struct, frozen=True, tag="file"):
 
 
 class Part(msgspec.Struct, frozen=True, tag="part"):
-    """A committed part: names and bytes of its files, and its rows as (file, first, end)."""
+    """A committed part: names and bytes of its files, and its rows."""
 
     number: int
     files: dict[str, int]
-    rows: list[tuple[int, int, int]]
+    rows: list[Interval]
     written: int
     failed: int
     figures: dict[str, float]
@@ -77,32 +79,22 @@ Line = Begin | FileRows | Part | End
 
 
 class Ranges:
-    """Rows of one file, as disjoint intervals [first, end)."""
+    """Rows as disjoint intervals, sorted."""
 
-    def __init__(self, pieces: Iterable[tuple[int, int]] = ()) -> None:
-        self.pieces: list[tuple[int, int]] = []
-        for first, end in sorted(pieces):
-            if self.pieces and first <= self.pieces[-1][1]:
-                self.pieces[-1] = self.pieces[-1][0], max(end, self.pieces[-1][1])
+    def __init__(self, pieces: Iterable[Interval] = ()) -> None:
+        self.pieces: list[Interval] = []
+        for file, first, end in sorted(pieces):
+            last = self.pieces[-1] if self.pieces else (-1, 0, 0)
+            if file == last[0] and first <= last[2]:
+                self.pieces[-1] = file, last[1], max(end, last[2])
             else:
-                self.pieces.append((first, end))
-        self.count = sum(end - first for first, end in self.pieces)
+                self.pieces.append((file, first, end))
 
-    def covers(self, first: int, end: int) -> bool:
+    def covers(self, file: int, first: int, end: int) -> bool:
         """Whether every row of [first, end) is here."""
-        at = bisect_right(self.pieces, first, key=itemgetter(0))
-        return first >= end or (at > 0 and self.pieces[at - 1][1] >= end)
-
-
-def intervals(rows: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(file, row) pairs as (file, first, end)."""
-    found: list[tuple[int, int, int]] = []
-    for file, row in sorted(rows):
-        if found and found[-1][0] == file and found[-1][2] == row:
-            found[-1] = (file, found[-1][1], row + 1)
-        else:
-            found.append((file, row, row + 1))
-    return found
+        at = bisect_right(self.pieces, (file, first, sys.maxsize))
+        before = self.pieces[at - 1] if at else (-1, 0, 0)
+        return first >= end or (before[0] == file and before[2] >= end)
 
 
 class Record:
@@ -119,6 +111,8 @@ class Record:
         """File -> its rows, of those read to the end."""
         self.schema: bytes | None = None
         self.parts: list[Part] = []
+        self.written = self.failed = 0
+        """Rows in parts, and bad rows."""
         self.ended: End | None = None
         decoder = msgspec.json.Decoder(Line)
         with path.open("rb") if path.is_file() else io.BytesIO() as lines:
@@ -129,10 +123,8 @@ class Record:
                     except msgspec.DecodeError as error:
                         bad = f"line {number} of {path} is damaged: {error}"
                         raise InvalidArgumentError(bad) from None
-        pieces: dict[int, list[tuple[int, int]]] = {}
-        for file, first, end in (rows for part in self.parts for rows in part.rows):
-            pieces.setdefault(file, []).append((first, end))
-        self._done = {file: Ranges(each) for file, each in pieces.items()}
+        self.done = Ranges(rows for part in self.parts for rows in part.rows)
+        """The rows that were committed when the journal was read."""
 
     def apply(self, line: Line, size: int) -> None:
         """Take a line of so many bytes in."""
@@ -143,27 +135,15 @@ class Record:
             self.rows[line.file] = line.rows
         elif isinstance(line, Part):
             self.parts.append(line)
+            self.written += line.written
+            self.failed += line.failed
             self.schema = self.schema or line.schema
         else:
             self.ended = line
 
-    def ranges(self, file: int) -> Ranges:
-        """The rows of a file that were committed when the journal was read."""
-        return self._done.get(file) or Ranges()
-
     def is_done(self, file: int) -> bool:
-        """Whether all rows of a file were."""
-        return file in self.rows and self.ranges(file).count == self.rows[file]
-
-    @property
-    def written(self) -> int:
-        """Rows in parts."""
-        return sum(part.written for part in self.parts)
-
-    @property
-    def failed(self) -> int:
-        """Bad rows."""
-        return sum(part.failed for part in self.parts)
+        """Whether all rows of a file were committed when the journal was read."""
+        return file in self.rows and self.done.covers(file, 0, self.rows[file])
 
     @property
     def total(self) -> int | None:
@@ -188,7 +168,7 @@ class Record:
         return self.parts[-1].number + 1 if self.parts else 0
 
 
-class Journal:
+class JobJournal:
     """The journal, open for one run."""
 
     def __init__(self, job: Job) -> None:

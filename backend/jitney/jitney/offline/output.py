@@ -1,4 +1,4 @@
-"""A job's output: finished rows are gathered into parts, written and committed by a thread.
+"""A job's output: parts, which a thread writes and commits.
 
 A part is written under a temporary name, synced and renamed; on object storage it appears when it
 is closed. Then it is noted in the journal; until then it does not count. Bad rows are in files of
@@ -9,9 +9,7 @@ import contextlib
 import io
 import os
 import posixpath
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,15 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from jitney.errors import InvalidArgumentError
-from jitney.offline.dataset import LINES, Dataset, Row, file_system, reason
+from jitney.offline.dataset import LINES, Dataset, Place, Row, file_system, reason
 from jitney.offline.job import Job
-from jitney.offline.journal import Journal, Part, intervals, sync_folder
+from jitney.offline.journal import JobJournal, Part, Ranges, sync_folder
 
 ERRORS = "_errors"
 """Folder of the bad rows: readers of data sets pass over names that begin so."""
 _ENCODER = msgspec.json.Encoder(
     enc_hook=lambda v: v.tolist() if isinstance(v, np.ndarray | np.generic) else str(v)
 )
-Place = tuple[int, int]
-"""(index of the file, index of the row in it)."""
-Figures = Callable[[], dict[str, float]]
 
 
 class BadRow(msgspec.Struct, frozen=True):
@@ -45,24 +40,21 @@ class BadRow(msgspec.Struct, frozen=True):
     input: Any = None
 
 
-class Batch(msgspec.Struct):
-    """The rows of a part: with what is written of each, or with why it is bad."""
-
-    rows: list[tuple[Place, Row]] = []
-    bad: list[tuple[Place, BadRow]] = []
-
-    def __len__(self) -> int:
-        return len(self.rows) + len(self.bad)
+Ended = tuple[Place, Row | BadRow]
+"""What is written of a row, or why it is bad."""
 
 
 class Output:
     """The folder of the parts."""
 
-    def __init__(self, job: Job, dataset: Dataset, journal: Journal) -> None:
+    def __init__(self, job: Job, dataset: Dataset, journal: JobJournal) -> None:
         """Raises InvalidArgumentError if there are parts, but no journal."""
         lines = job.output_format == "auto" and dataset.format in LINES
         self._parquet = job.output_format != "jsonl" and not lines
         self._job, self._dataset, self._journal = job, dataset, journal
+        self.misfits = 0
+        """Rows that did not fit into a part."""
+        self.last_bad: BadRow | None = None
         self._fs, self._folder = file_system(job.output)
         self._fs.create_dir(f"{self._folder}/{ERRORS}", recursive=True)
         there = self._parts()
@@ -119,39 +111,39 @@ class Output:
 
     def bad_row(self, place: Place, why: str, row: Row | None) -> BadRow:
         """Its line in an error file."""
-        return BadRow(self._dataset.path_of(*place), place[1], why, row)
+        self.last_bad = BadRow(self._dataset.path_of(*place), place[1], why, row)
+        return self.last_bad
 
-    def write(self, batch: Batch, figures: dict[str, float]) -> list[BadRow]:
-        """Write a part and commit it. Returns those of its rows that did not fit."""
-        before, new = len(batch.bad), None
-        if self._parquet and batch.rows and self._schema is None:
-            self._schema = _infer_schema([row for _, row in batch.rows], self._known)
+    def write(self, part: list[Ended], figures: dict[str, float]) -> None:
+        """Write a part and commit it. Rows that do not fit become bad ones."""
+        rows = [row for _, row in part if not isinstance(row, BadRow)]
+        bad = [row for _, row in part if isinstance(row, BadRow)]
+        new = None
+        if self._parquet and rows and self._schema is None:
+            self._schema = _infer_schema(rows, self._known)
             new = self._schema.serialize().to_pybytes()
-        data = self._fitting(batch)
+        try:
+            data = self._encoded(rows)
+        except Exception:  # a value may be anything
+            rows = []
+            for place, row in part:
+                if isinstance(row, BadRow):
+                    continue
+                try:
+                    self._encoded([row])
+                    rows.append(row)
+                except Exception as error:
+                    bad.append(self.bad_row(place, reason(error), row))
+                    self.misfits += 1
+            data = self._encoded(rows)
         number = self._journal.record.next_number
         files = {f"part-{number:05}.{'parquet' if self._parquet else 'jsonl'}": data}
-        files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(_bad_line(bad) for _, bad in batch.bad)
+        files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
         sizes = {name: len(data) for name, data in files.items() if data}
         for name in sizes:
             self._write(f"{self._folder}/{name}", files[name])
-        places = intervals(place for place, _ in (*batch.rows, *batch.bad))
-        self._journal.append(
-            Part(number, sizes, places, len(batch.rows), len(batch.bad), figures, new)
-        )
-        return [bad for _, bad in batch.bad[before:]]
-
-    def _fitting(self, batch: Batch) -> bytes:
-        """What is written of the rows; those that do not fit become bad ones."""
-        with contextlib.suppress(Exception):  # a value may be anything
-            return self._encoded([row for _, row in batch.rows])
-        rows, batch.rows = batch.rows, []
-        for place, row in rows:
-            try:
-                self._encoded([row])
-                batch.rows.append((place, row))
-            except Exception as error:
-                batch.bad.append((place, self.bad_row(place, reason(error), row)))
-        return self._encoded([row for _, row in batch.rows])
+        pieces = Ranges((file, row, row + 1) for (file, row), _ in part).pieces
+        self._journal.append(Part(number, sizes, pieces, len(rows), len(bad), figures, new))
 
     def _encoded(self, rows: list[Row]) -> bytes:
         """The bytes of a part. Raises whatever the values raise."""
@@ -179,68 +171,6 @@ class Output:
                 os.unlink(temporary)
             raise
         sync_folder(Path(folder))
-
-
-class Parts:
-    """Gathers rows into parts, for one thread; another one writes a part while the next fills."""
-
-    def __init__(self, job: Job, output: Output) -> None:
-        self.write_s = 0.0
-        self._job, self._output = job, output
-        self._held: dict[int, tuple[Place, Row | BadRow]] = {}
-        self._next = 0
-        self._batch, self._began = Batch(), 0.0
-        self._writer = ThreadPoolExecutor(1)
-        self._writing: Future[list[BadRow]] | None = None
-
-    def add(self, key: int, place: Place, ended: Row | BadRow) -> int:
-        """Take what became of a row. ``key`` counts from 0 in the order of the input. Returns how
-        many rows went into a part: none or several if their order is kept."""
-        if not self._job.ordered:
-            self._put(place, ended)
-            return 1
-        self._held[key] = place, ended
-        before = self._next
-        while self._next in self._held:
-            self._put(*self._held.pop(self._next))
-            self._next += 1
-        return self._next - before
-
-    def _put(self, place: Place, ended: Row | BadRow) -> None:
-        if not len(self._batch):
-            self._began = time.monotonic()
-        if isinstance(ended, BadRow):
-            self._batch.bad.append((place, ended))
-        else:
-            self._batch.rows.append((place, ended))
-
-    def commit(self, figures: Figures, *, all_rows: bool = False) -> list[BadRow]:
-        """Have the part written if it is full or old. Waits while the one before it is still being
-        written; returns those of its rows that did not fit. Raises what went wrong in writing."""
-        full = len(self._batch) >= self._job.part_rows
-        old = time.monotonic() - self._began >= self._job.part_seconds
-        due = len(self._batch) > 0 and (full or old or all_rows)
-        misfits: list[BadRow] = []
-        if self._writing is not None and (due or all_rows or self._writing.done()):
-            writing, self._writing = self._writing, None
-            misfits = writing.result()
-        if due:
-            self._writing = self._writer.submit(self._write, self._batch, figures())
-            self._batch = Batch()
-        return misfits
-
-    def _write(self, batch: Batch, figures: dict[str, float]) -> list[BadRow]:
-        began = time.monotonic()
-        misfits = self._output.write(batch, figures)
-        self.write_s += time.monotonic() - began
-        return misfits
-
-    def close(self, figures: Figures) -> list[BadRow]:
-        """Commit what is there, and end; as :meth:`commit`."""
-        try:
-            return self.commit(figures, all_rows=True) + self.commit(figures, all_rows=True)
-        finally:
-            self._writer.shutdown()
 
 
 def _line(row: Any) -> bytes:

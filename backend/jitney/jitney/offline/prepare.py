@@ -4,7 +4,6 @@ A task is made in every process from the same :class:`Context`. Preparing is whe
 decoding, templates, tokenizing. A chunk of rows is prepared at a time.
 """
 
-import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -15,21 +14,35 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 import pyarrow as pa
 
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney.offline.dataset import Chunk, Row, Storage, reason
+from jitney.offline.dataset import Chunk, Place, Row, Storage, reason
 from jitney.offline.generate import Encoder, Generate, GenerateOnServer, Language, OpenAiLines
 from jitney.offline.job import Job
 from jitney.offline.tensors import Tensors
 from jitney.standins.signature import Signature
 
-Prepared = tuple[list[tuple[int, Row | None, Any]], float]
-"""(number in the file, row, what the executor takes), and the seconds that it took. For a bad row
-the last is an InvalidArgumentError."""
+
+@dataclass
+class Item:
+    """A row on its way: with what was made of it for the executor, and then by the executor. For a
+    bad row that is an InvalidArgumentError."""
+
+    place: Place
+    row: Row | None
+    made: Any
+    key: int = 0
+    """Of this run; rows count from 0 in the order of the input."""
+    tries: int = 0
+
+
+Prepared = tuple[list[Item], float]
+"""And the seconds that it took."""
 Preparer = Callable[[Chunk], Prepared]
 
 
@@ -94,54 +107,35 @@ def make_preparer(context: Context) -> Preparer:
     task, storage = make_task(context), Storage(context.job)
 
     def prepare(chunk: Chunk) -> Prepared:
-        began = time.perf_counter()
-        made: list[tuple[int, Row | None, Any]] = []
-        for number, row in zip(chunk.rows, chunk.made(storage), strict=True):
-            if isinstance(row, Exception):
-                made.append((number, None, row))
-                continue
+        began, items = time.perf_counter(), []
+        for number, raw in zip(chunk.rows, chunk.items(), strict=True):
+            item = Item((chunk.file, number), None, None)
+            items.append(item)
             try:
-                made.append((number, row, task.prepare(row)))
+                item.row = chunk.row(raw, storage)
+                item.made = task.prepare(item.row)
             except UnavailableError:
                 raise
             except (Exception, SystemExit) as error:  # of a user's function or template
-                made.append((number, row, InvalidArgumentError(reason(error))))
-        return made, time.perf_counter() - began
+                item.made = InvalidArgumentError(reason(error))
+        return items, time.perf_counter() - began
 
     return prepare
 
 
-class Background:
-    """Threads that make calls in the order given. Unlike an executor's, one that hangs in a call
-    keeps neither :meth:`close` nor the process from ending."""
+def in_background(call: Callable[[], Any]) -> Future[Any]:
+    """Make a call in a thread of its own. Unlike an executor's, one that hangs keeps the process
+    from nothing."""
+    future: Future[Any] = Future()
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-        self._calls = queue.SimpleQueue()
-        for _ in range(count):
-            threading.Thread(target=self._work, daemon=True).start()
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """The call's result, to come."""
-        future: Future[Any] = Future()
-        self._calls.put((future, call))
-        return future
-
-    def _work(self) -> None:
-        for future, call in iter(self._calls.get, None):
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-
-    def close(self) -> None:
-        """Drop the calls that have not begun; a thread ends after its present one."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._calls.get_nowait()
-        for _ in range(self._count):
-            self._calls.put(None)
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 class Workers:
@@ -149,32 +143,31 @@ class Workers:
 
     def __init__(self, context: Context, count: int) -> None:
         self.beside = count > 0
-        self._threads = Background(max(1, count))
         self._processes = [_Process(context) for _ in range(count)]
         self._idle: queue.SimpleQueue[Preparer] = queue.SimpleQueue()
-        alone = [] if count else [make_preparer(context)]
-        for prepare in (*alone, *(process.prepare for process in self._processes)):
+        preparers: list[Preparer] = [*self._processes] or [make_preparer(context)]
+        for prepare in preparers:
             self._idle.put(prepare)
 
-    def submit(self, chunk: Chunk) -> "Future[Prepared]":
+    def submit(self, chunk: Chunk) -> Future[Prepared]:
         """The future raises UnavailableError if the storage failed."""
-        return self._threads.submit(lambda: self._prepare(chunk))
 
-    def _prepare(self, chunk: Chunk) -> Prepared:
-        prepare = self._idle.get()
-        try:
-            return _prepare_apart(prepare, chunk, alone=False)
-        finally:
-            self._idle.put(prepare)
+        def work() -> Prepared:
+            prepare = self._idle.get()
+            try:
+                return _prepare_apart(prepare, chunk)
+            finally:
+                self._idle.put(prepare)
+
+        return in_background(work)
 
     def close(self) -> None:
         """End the processes, whatever they do."""
-        self._threads.close()
         for process in self._processes:
             process.close()
 
 
-def _prepare_apart(prepare: Preparer, chunk: Chunk, alone: bool) -> Prepared:
+def _prepare_apart(prepare: Preparer, chunk: Chunk, alone: bool = False) -> Prepared:
     """If a chunk raises, or ends its process, each of its rows is prepared alone: the one that does
     so again is bad."""
     try:
@@ -183,13 +176,14 @@ def _prepare_apart(prepare: Preparer, chunk: Chunk, alone: bool) -> Prepared:
         raise
     except (Exception, SystemExit) as error:
         if alone:
-            return [(chunk.rows[0], None, InvalidArgumentError(reason(error)))], 0.0
+            bad = InvalidArgumentError(reason(error))
+            return [Item((chunk.file, chunk.rows[0]), None, bad)], 0.0
         made = [_prepare_apart(prepare, chunk.only(i), True) for i in range(len(chunk.rows))]
-        return [row for rows, _ in made for row in rows], sum(seconds for _, seconds in made)
+        return [item for items, _ in made for item in items], sum(seconds for _, seconds in made)
 
 
 class _Process:
-    """A worker process, started when it is needed. ``prepare`` is for one thread at a time."""
+    """A worker process, started when it is needed. Called by one thread at a time."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -198,7 +192,7 @@ class _Process:
         self._closed = False
         self._lock = threading.Lock()
 
-    def prepare(self, chunk: Chunk) -> Prepared:
+    def __call__(self, chunk: Chunk) -> Prepared:
         """Raises InvalidArgumentError if the process dies, and then starts another one."""
         try:
             if self._process is None:

@@ -17,31 +17,31 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jitney.errors import InstallationError, InvalidArgumentError, JitneyError, UnavailableError
-from jitney.offline.dataset import Chunk, Dataset, pause
+from jitney.errors import InstallationError, JitneyError, UnavailableError
+from jitney.offline.dataset import Chunk, Dataset
 from jitney.offline.executors import load
-from jitney.offline.gathering import Gathering, Item, may_pass
+from jitney.offline.feeding import Feeder
+from jitney.offline.gathering import Gathering
 from jitney.offline.job import Job
-from jitney.offline.journal import FileRows, Journal, Record
+from jitney.offline.journal import FileRows, JobJournal, Record
 from jitney.offline.output import Output
-from jitney.offline.prepare import Background, Context, Workers, make_task
+from jitney.offline.prepare import Context, Item, Workers, in_background, make_task
 
 try:
     import ray
     import ray.data as ray_data
-    from ray.data.block import BlockAccessor, BlockMetadata
 except ImportError:
     raise InstallationError(
         "a job on a cluster needs Ray: pip install 'triton-jitney[ray]'"
     ) from None
 
-Batch = dict[str, np.ndarray]
-"""One column of Python's objects: chunks, rows on their way, files that were read, counts."""
+Things = dict[str, np.ndarray]
+"""A batch of Ray's: one column of Python's objects, which are chunks, rows on their way, files that
+were read, and counts of an actor."""
 _COLUMN = "thing"
 _POLL_S = 0.2
 _CONNECT_S = 10.0
@@ -53,14 +53,6 @@ _BLOCK_BYTES = 1 << 17
 """Of things that travel together, and are done again together: some hundred prompts."""
 _SHARE = 0.2
 """CPUs that an actor asks Ray for. It takes what the node has, and finds a place on any node."""
-
-
-@dataclass
-class _Counts:
-    """An engine's figures, of an actor of that name."""
-
-    actor: str
-    figures: dict[str, float]
 
 
 class Cluster:
@@ -105,7 +97,7 @@ class RayPipeline(Gathering):
     """A run on a cluster."""
 
     def __init__(
-        self, job: Job, dataset: Dataset, journal: Journal, output: Output, cluster: Cluster
+        self, job: Job, dataset: Dataset, journal: JobJournal, output: Output, cluster: Cluster
     ) -> None:
         """Loads the model once, to know it. Raises what loading raises."""
         context = cluster.context(job)
@@ -114,12 +106,10 @@ class RayPipeline(Gathering):
         super().__init__(job, journal, output, task)
         self._sizes = dataset.sizes
         self._rows = _stream(job, dataset, journal.record, context, cluster)
-        self._puller = Background(1)
-        self._pulling: Future[Batch | None] | None = None
+        self._pulling: Future[Things | None] | None = None
         self._ended = False
         self._seen: dict[int, bytearray] = {}
         """File -> 1 for each of its rows that has come in this run."""
-        self._next_key = 0
         self._of_actors: dict[str, dict[str, float]] = {}
 
     @property
@@ -130,7 +120,7 @@ class RayPipeline(Gathering):
         """Take what the cluster has finished, or wait a moment."""
         began = time.monotonic()
         if self._pulling is None:
-            self._pulling = self._puller.submit(lambda: next(self._rows, None))
+            self._pulling = in_background(lambda: next(self._rows, None))
         wait([self._pulling], _POLL_S)
         self._counts["run_s"] += time.monotonic() - began
         if not self._pulling.done():
@@ -151,7 +141,7 @@ class RayPipeline(Gathering):
                 self._journal.append(thing)
                 self._counts["position"] += self._sizes[thing.file] / max(1, sum(self._sizes))
             else:
-                self._of_actors[thing.actor] = thing.figures
+                self._of_actors |= thing
 
     def _take(self, item: Item) -> None:
         file, row = item.place
@@ -160,10 +150,9 @@ class RayPipeline(Gathering):
         if seen[row]:
             return
         seen[row] = 1
-        key, self._next_key = self._next_key, self._next_key + 1
-        self._in_flight += 1
+        item.key = int(self._counts["taken"])
         self._counts["taken"] += 1
-        self._finish(key, item, item.made)
+        self._finish(item, item.made)
 
     def _check(self) -> None:
         """Raise UnavailableError if a row is missing, which Ray does not promise to notice."""
@@ -173,90 +162,54 @@ class RayPipeline(Gathering):
             there = f"{came:,.0f} of {record.total or 0:,} rows"
             raise UnavailableError(f"{there} came back from the cluster: resume the job")
 
-    def _close(self) -> None:
-        self._puller.close()
-
     def _figures(self) -> dict[str, float]:
         figures = super()._figures()
-        for name in {name for each in self._of_actors.values() for name in each}:
-            values = [each.get(name, 0.0) for each in self._of_actors.values()]
-            figures[name] = (
-                max(values) if name == "most_rows" else figures.get(name, 0) + sum(values)
-            )
+        for name, value in (each for one in self._of_actors.values() for each in one.items()):
+            before = figures.get(name, 0.0)
+            figures[name] = max(before, value) if name == "most_rows" else before + value
         return figures
 
 
 def _stream(
     job: Job, dataset: Dataset, record: Record, context: Context, cluster: Cluster
-) -> Iterator[Batch]:
+) -> Iterator[Things]:
     """Batches of what became of rows, files that were read to their end, and counts."""
     settings = ray_data.DataContext.get_current()
     settings.enable_progress_bars = False
     settings.execution_options.preserve_order = job.ordered
     settings.target_max_block_size = _BLOCK_BYTES
     settings.issue_detectors_config.detectors = []
-    engines = cluster.gpus or cluster.nodes
+    left, shared = [i for i in range(len(dataset.sizes)) if not record.is_done(i)], ray.put(record)
+    if not left:
+        return iter(())
+
+    def read(batch: Things) -> Iterator[Things]:
+        for chunk in dataset.chunks(ray.get(shared), _CHUNK_ROWS, batch["item"].tolist()):
+            yield _batch_of([chunk])
+
+    tasks = min(_READ_TASKS, len(left))
+    files = ray_data.from_items(left, override_num_blocks=tasks)
+    chunks = files.map_batches(
+        read, batch_size=None, num_cpus=_SHARE / 2, concurrency=cluster.nodes
+    )
     preparers = max(1, cluster.cpus // 2) if job.workers is None else max(1, job.workers)
-    files = _Files(dataset, record)
-    rows = ray_data.read_datasource(
-        files,
-        ray_remote_args={"num_cpus": _SHARE / 2},
-        concurrency=cluster.nodes,
-        override_num_blocks=len(files.tasks),
-    )
-    rows = rows.map_batches(
-        _Preparer,
-        fn_constructor_args=(context,),
-        batch_size=1,
-        batch_format="numpy",
-        compute=ray_data.ActorPoolStrategy(min_size=1, max_size=preparers),
-        num_cpus=_SHARE,
-        scheduling_strategy="SPREAD",
-    )
-    rows = rows.map_batches(
-        _Engine,
-        fn_constructor_args=(job,),
-        batch_size=_BATCH_ROWS,
-        batch_format="numpy",
-        compute=ray_data.ActorPoolStrategy(min_size=1, max_size=engines),
-        num_cpus=_SHARE,
-        num_gpus=min(1, cluster.gpus),
-        scheduling_strategy="SPREAD",
-    )
+    rows = _apply(chunks, _Preparer, context, size=1, most=preparers)
+    most, gpus = cluster.gpus or cluster.nodes, min(1, cluster.gpus)
+    rows = _apply(rows, _Engine, job, size=_BATCH_ROWS, most=most, num_gpus=gpus)
     return iter(rows.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1))
 
 
-class _Files(ray_data.Datasource):
-    """The input, file by file."""
-
-    def __init__(self, dataset: Dataset, record: Record) -> None:
-        super().__init__()
-        self._dataset = dataset
-        self._record = ray.put(record)
-        self._left = [i for i in range(len(dataset.sizes)) if not record.is_done(i)]
-
-    def estimate_inmemory_data_size(self) -> int | None:
-        return None
-
-    def get_read_tasks(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return self.tasks
-
-    @property
-    def tasks(self) -> list[Any]:
-        """At most so many, each with neighbouring files."""
-        size = max(1, -(-len(self._left) // _READ_TASKS))
-        starts = range(0, len(self._left), size)
-        return [self._task(self._left[start : start + size]) for start in starts]
-
-    def _task(self, files: list[int]) -> Any:
-        dataset, record = self._dataset, self._record
-
-        def read() -> Iterator[Any]:
-            for chunk in dataset.chunks(ray.get(record), _CHUNK_ROWS, files):
-                yield BlockAccessor.batch_to_block(_batch_of([chunk]))
-
-        unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-        return ray_data.ReadTask(read, unknown)
+def _apply(rows: Any, actor: type, argument: Any, *, size: int, most: int, **needs: Any) -> Any:
+    """Have a pool of at most so many actors work on ``rows``, in batches of that size."""
+    return rows.map_batches(
+        actor,
+        fn_constructor_args=(argument,),
+        batch_size=size,
+        compute=ray_data.ActorPoolStrategy(min_size=1, max_size=most),
+        num_cpus=_SHARE,
+        scheduling_strategy="SPREAD",
+        **needs,
+    )
 
 
 class _Preparer:
@@ -265,14 +218,11 @@ class _Preparer:
     def __init__(self, context: Context) -> None:
         self._workers = Workers(context, 1)
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Things) -> Things:
         things: list[Any] = []
         for thing in batch[_COLUMN]:
-            if isinstance(thing, Chunk):
-                made, _ = self._workers.submit(thing).result()
-                things += [Item((thing.file, number), row, ready) for number, row, ready in made]
-            else:
-                things.append(thing)
+            chunk = isinstance(thing, Chunk)
+            things += self._workers.submit(thing).result()[0] if chunk else [thing]
         return _batch_of(things)
 
 
@@ -280,51 +230,33 @@ class _Engine:
     """An actor that runs rows. Its batches come at the same time, so that the engine stays full."""
 
     def __init__(self, job: Job) -> None:
-        self._retries = job.retries
         self._executor, _ = load(job)
-        self._calls: queue.SimpleQueue[tuple[Any, Future[Any]]] = queue.SimpleQueue()
+        self._feeder = Feeder(self._executor, job.retries)
+        self._calls: queue.SimpleQueue[tuple[Item, Future[None]]] = queue.SimpleQueue()
         self._name = f"{ray.get_runtime_context().get_actor_id()}"
         threading.Thread(target=self._work, daemon=True).start()
 
-    async def __call__(self, batch: Batch) -> Batch:
+    async def __call__(self, batch: Things) -> Things:
         things = list(batch[_COLUMN])
-        items = [each for each in things if isinstance(each, Item)]
-        results = await asyncio.gather(*(self._run(item.made) for item in items))
-        for item, result in zip(items, results, strict=True):
-            item.made = result
+        calls = [(each, Future[None]()) for each in things if isinstance(each, Item)]
+        for call in calls:
+            self._calls.put(call)
+        await asyncio.gather(*(asyncio.wrap_future(future) for _, future in calls))
         figures = {**self._executor.figures, "cpu_s": time.process_time()}
-        return _batch_of([*things, _Counts(self._name, figures)])
-
-    async def _run(self, prepared: Any) -> Any:
-        if isinstance(prepared, JitneyError):
-            return prepared
-        result = await self._try(prepared)
-        for tries in range(self._retries):
-            if not may_pass(result):
-                break
-            await asyncio.sleep(pause(tries))
-            result = await self._try(prepared)
-        return result
-
-    async def _try(self, prepared: Any) -> Any:
-        future: Future[Any] = Future()
-        self._calls.put((prepared, future))
-        return await asyncio.wrap_future(future)
+        return _batch_of([*things, {self._name: figures}])
 
     def _work(self) -> None:
         """The executor's thread. If it fails, so do the rows that it has, and with them the job."""
-        executor, running = self._executor, dict[int, Future[Any]]()
+        running: dict[int, Future[None]] = {}
         try:
             for key in itertools.count():
-                if len(executor) and (len(executor) >= executor.capacity or self._calls.empty()):
-                    for ended, result in executor.step():
-                        running.pop(ended).set_result(result)
-                    continue
-                prepared, running[key] = self._calls.get()
-                try:
-                    executor.submit(key, prepared)
-                except InvalidArgumentError as error:
-                    running.pop(key).set_result(error)
+                while len(self._feeder) and self._calls.empty():
+                    for item, result in self._feeder.step(False):
+                        item.made = result
+                        running.pop(item.key).set_result(None)
+                item, running[key] = self._calls.get()
+                item.key = key
+                self._feeder.add(item)
         except Exception as error:
             for future in running.values():
                 future.set_exception(error)
@@ -337,7 +269,7 @@ def _context_of(job: Job) -> Context:
     return context
 
 
-def _batch_of(things: list[Any]) -> Batch:
+def _batch_of(things: list[Any]) -> Things:
     array = np.empty(len(things), object)
     for index, thing in enumerate(things):
         array[index] = thing

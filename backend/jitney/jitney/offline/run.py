@@ -12,7 +12,7 @@ from jitney.offline.deadline import Deadline, clock_text
 from jitney.offline.executors import Models
 from jitney.offline.gathering import Gathering
 from jitney.offline.job import Job
-from jitney.offline.journal import Journal, Part, Record
+from jitney.offline.journal import JobJournal, Part, Record
 from jitney.offline.output import Output
 from jitney.offline.pipeline import Pipeline
 from jitney.offline.prepare import Workers, make_task
@@ -36,7 +36,7 @@ def run_job(
     input or the output is away now; CancelledError as soon as the job is not ``wanted``."""
     with ExitStack() as closing:
         try:
-            journal = Journal(job)
+            journal = JobJournal(job)
             closing.callback(journal.close)
             dataset = Dataset(job)
             output = Output(job, dataset, journal)
@@ -70,7 +70,12 @@ def run_job(
 
 
 def _on_this_machine(
-    models: Models, job: Job, dataset: Dataset, journal: Journal, output: Output, closing: ExitStack
+    models: Models,
+    job: Job,
+    dataset: Dataset,
+    journal: JobJournal,
+    output: Output,
+    closing: ExitStack,
 ) -> Gathering:
     executor, context = models.load(job)
     task = make_task(context)
@@ -82,7 +87,7 @@ def _on_this_machine(
 
 
 def _on_cluster(
-    job: Job, dataset: Dataset, journal: Journal, output: Output, closing: ExitStack
+    job: Job, dataset: Dataset, journal: JobJournal, output: Output, closing: ExitStack
 ) -> Gathering:
     from jitney.offline.ray_data import Cluster, RayPipeline  # Ray may be missing
 
