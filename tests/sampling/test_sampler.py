@@ -193,7 +193,8 @@ def test_draw_equals_the_plain_statement(params: dict, noise: int, output: list[
     logits = logits_of(1, 60, noise)
     (got,) = sampled(logits, [(row, 2)])
     weights = reference_weights(reference_logits(logits[0].tolist(), row), row.params)
-    target = uniforms([row.params.seed], [2], [row.end])[0] * sum(weights)
+    # Of so few tokens all lie in one chunk, and the first number, which finds it, plays no part.
+    target = uniforms([row.params.seed], [2], [row.end])[0, 1] * sum(weights)
     running, near = 0.0, []
     for token, weight in enumerate(weights):
         if weight and running - 1e-5 * sum(weights) <= target <= running + weight * (1 + 1e-5):
@@ -205,7 +206,19 @@ def test_draw_equals_the_plain_statement(params: dict, noise: int, output: list[
 # ------------------------------------------------------------------------------- the draw
 
 
-@pytest.mark.parametrize("vocab", [7, 512, 513, 40_000])
+def test_rounding_changes_hardly_a_draw() -> None:
+    """Of 16,000 draws over 4,096 tokens, of logits that differ in their last bits."""
+    rows = [(make_row(seed=seed, temperature=1), 0) for seed in range(400)]
+    changed = 0
+    for turn in range(40):
+        logits = logits_of(len(rows), 4096, turn)
+        noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(turn)) * 1e-6
+        pair = (sampled(each, rows) for each in (logits, logits + noise * logits.abs()))
+        changed += sum(a.token_id != b.token_id for a, b in zip(*pair, strict=True))
+    assert changed <= 3
+
+
+@pytest.mark.parametrize("vocab", [7, 128, 129, 40_000])
 def test_batch_never_changes_a_draw(vocab: int) -> None:
     """The same rows alone, together, reversed and among other neighbours: the same tokens."""
     kinds: list[dict[str, object]] = [

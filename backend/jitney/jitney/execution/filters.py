@@ -19,7 +19,7 @@ from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 
 # Tokens per partial sum: 64-bit cumulative sums find the chunk, then the token in it.
-_CHUNK = 512
+_CHUNK = 128
 # How many of a row's largest logits are sorted for ``top_p`` before all of them are.
 _CANDIDATES = 1024
 
@@ -49,7 +49,7 @@ def choose_tokens(logits: Tensor, pairs: list[tuple[Row, int]]) -> Tensor:
 
 
 def _uniforms(pairs: list[tuple[Row, int]], device: torch.device) -> Tensor:
-    """[S] f64 in [0, 1), keyed by (seed, sequence index, position of the new token)."""
+    """[S, 2] f64 in [0, 1), keyed by (seed, sequence index, position of the new token)."""
     seeds = [row.params.seed for row, _ in pairs if row.params.seed is not None]
     assert len(seeds) == len(pairs), "a request gets its seed at submission"
     numbers = uniforms(seeds, [index for _, index in pairs], [row.end for row, _ in pairs])
@@ -138,18 +138,20 @@ def _nucleus_bound(largest: Tensor, bound: Tensor, share: Tensor) -> tuple[Tenso
 
 
 def _pick(parts: Tensor, numbers: Tensor) -> Tensor:
-    """Inverse cumulative distribution in vocabulary order: [S] ids.
+    """Inverse cumulative distribution in vocabulary order, of the chunks and then inside one: [S]
+    ids; none of weight 0 is ever picked.
 
-    ``parts`` [S, C, _CHUNK]; ``numbers`` [S] f64 in [0, 1). The first token whose cumulative weight
-    exceeds ``number × total``; one of weight 0 is never picked.
+    ``parts`` [S, C, _CHUNK]; ``numbers`` [S, 2] f64 in [0, 1). The first that exceeds ``number ×
+    total``. A number of its own for each of the two, because where weights are a little other, as
+    after a resumption that computes as a prompt what decodes had computed, every border of the
+    vocabulary would be a little elsewhere, and a draw between the two places another token. So
+    there are few borders: those of the chunks, and those inside one chunk.
     """
     sums = parts.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    target = numbers * sums[:, -1]
-    chunk = _first_above(sums, target)
+    chunk = _first_above(sums, numbers[:, 0] * sums[:, -1])
     every = torch.arange(parts.shape[0], device=parts.device)
-    before = torch.where(chunk > 0, sums[every, (chunk - 1).clamp(min=0)], 0.0)
     inside = parts[every, chunk].cumsum(dim=-1, dtype=torch.float64)
-    return chunk * _CHUNK + _first_above(inside, target - before)
+    return chunk * _CHUNK + _first_above(inside, numbers[:, 1] * inside[:, -1])
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:

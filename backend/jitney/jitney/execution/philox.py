@@ -36,14 +36,15 @@ def philox4x32(counter: Words, key: Words) -> Words:
 
 
 def uniforms(seeds: list[int], indices: list[int], positions: list[int]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits for each (seed, sequence index, position).
+    """Two numbers in [0, 1), of 53 random bits each, for each (seed, sequence index, position):
+    [S, 2].
 
     The seed (any 64-bit integer, signed or not) is the key; the counter is (position, index).
     """
     key = _split(seeds)
     counter = np.concatenate((_split(positions), _split(indices)), axis=1)
     words = philox4x32(counter, key)
-    bits = (words[:, 0] << _32) | words[:, 1]
+    bits = (words[:, ::2] << _32) | words[:, 1::2]
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
