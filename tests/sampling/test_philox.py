@@ -26,7 +26,7 @@ def test_known_answers(counter: tuple, key: tuple, expected: tuple) -> None:
 
 
 def test_uniform_over_positions_and_seeds() -> None:
-    """Mean, variance and correlation of 20,000 pairs along either axis: within five standard errors."""
+    """Mean, variance and correlation of 20,000 pairs along either axis, to five standard errors."""
     count = 20_000
     for numbers in (
         uniforms([7] * count, [0] * count, list(range(count))),
