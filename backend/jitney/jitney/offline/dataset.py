@@ -237,10 +237,11 @@ class Dataset:
             for first in range(0, len(self.files), size):
                 paths = [each.path for each in self.files[first : first + size]]
                 yield paths, (first + len(paths)) / len(self.files)
-        elif self.format == "parquet":
-            with self._fs.open_input_file(file.path) as source:
+            return
+        with self._fs.open_input_file(file.path) as raw:
+            if self.format == "parquet":
                 # Page by page: otherwise the whole of a row group would be held.
-                parquet = pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER)
+                parquet = pq.ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER)
                 first = 0
                 for group in range(parquet.num_row_groups):
                     rows = parquet.metadata.row_group(group).num_rows
@@ -249,23 +250,21 @@ class Dataset:
                     for batch in batches:
                         first += len(batch)
                         yield batch, first / parquet.metadata.num_rows
-        elif self.format == "arrow":
-            with self._fs.open_input_file(file.path) as source:
-                reader = pa.ipc.open_file(source)
-                for index in range(reader.num_record_batches):
-                    batch = reader.get_batch(index)
+            elif self.format == "arrow":
+                reader = pa.ipc.open_file(raw)
+                for number in range(reader.num_record_batches):
+                    batch = reader.get_batch(number)
                     for start in range(0, len(batch), size):
-                        yield batch.slice(start, size), (index + 1) / reader.num_record_batches
-        else:
-            with self._fs.open_input_file(file.path) as raw:
+                        yield batch.slice(start, size), (number + 1) / reader.num_record_batches
+            else:
                 codec = _COMPRESSED.get(posixpath.splitext(file.path.lower())[1])
                 source = pa.BufferedInputStream(raw, _BUFFER)
                 text = io.BufferedReader(
                     pa.CompressedInputStream(source, codec) if codec else source
                 )
                 of_csv = self.format == "csv"
-                rows = _records(text, file.path) if of_csv else filter(bytes.strip, text)
-                for data in iter(lambda: list(islice(rows, size)), []):
+                lines = _records(text, file.path) if of_csv else filter(bytes.strip, text)
+                for data in iter(lambda: list(islice(lines, size)), []):
                     yield data, 1.0 if raw.closed else raw.tell() / file.size
 
     def _partition(self, path: str) -> dict[str, str]:

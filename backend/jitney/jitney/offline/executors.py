@@ -167,23 +167,15 @@ class Sizes:
     """The size of a batch: each of a few in turn, then the fastest."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
-        self._left = list(sizes)
-        self._rates: dict[int, list[float]] = {}
-        self.now = self._left.pop(0)
+        self._rates: dict[int, list[float]] = {size: [] for size in sizes}
+        self.now = sizes[0]
 
     def note(self, rate: float) -> None:
         """A full batch of the present size ran at that rate."""
-        if not self._left and not self._rates:
-            return  # only one to choose from, or chosen
-        rates = self._rates.setdefault(self.now, [])
-        rates.append(rate)
-        if len(rates) < _MEASURED:
-            return
-        if self._left:
-            self.now = self._left.pop(0)
-        else:
-            self.now = max(self._rates, key=lambda size: max(self._rates[size]))
-            self._rates.clear()
+        if len(self._rates[self.now]) < _MEASURED:
+            self._rates[self.now].append(rate)
+            left = [size for size, rates in self._rates.items() if len(rates) < _MEASURED]
+            self.now = left[0] if left else max(self._rates, key=lambda at: max(self._rates[at]))
 
 
 def _size(row: Arrays) -> int:

@@ -190,7 +190,7 @@ class JobJournal:
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._locks.append(self._file)
         os.ftruncate(self._file, self.record.size)
-        sync_folder(self._path.parent)
+        sync(self._path.parent)
 
     def begin(self, job: Job, files: list[InputFile], whole: bool) -> None:
         """Write the first line, or check that the one that is there says the same. Raises
@@ -226,9 +226,9 @@ class JobJournal:
             os.close(descriptor)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make new names in a local folder survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a local file, or the names in a folder, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -237,8 +237,6 @@ def sync_folder(folder: Path) -> None:
 
 def _changed(before: list[InputFile], now: list[InputFile]) -> list[str]:
     """How the input differs from what it was."""
-    if before == now:
-        return []
     old, new = ({file.path: file for file in files} for files in (before, now))
     changes = [f"input {path} is gone" for path in old if path not in new]
     changes += [f"input {path} is new" for path in new if path not in old]

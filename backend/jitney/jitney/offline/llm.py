@@ -13,14 +13,15 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from jitney.config import EngineConfig, make_config
+from jitney.config import make_config
 from jitney.engine.engine import Engine
 from jitney.errors import (
     InternalError,
@@ -91,14 +92,22 @@ class LLM:
         ``options`` are those of ``model.json`` (``config.EngineConfig``). Raises a LoadError that
         says what is wrong with an option, a file or the architecture.
         """
-        self.config: EngineConfig = make_config({**options, "model": str(path)})
+        self.config = make_config({**options, "model": str(path)})
         self._engine: Engine | ProcessEngine
+        closing = ExitStack()
         if process:
             self._engine = ProcessEngine(self.config)
-            self.tokenizer, close = self._engine.tokenizer, self._engine.close
+            self.tokenizer = self._engine.tokenizer
+            closing.callback(self._engine.close)
         else:
-            self._engine, self.tokenizer, close = _load(self.config)
-        self._give_back = weakref.finalize(self, close)
+            from jitney.engine.assemble import load_runner, resolve_folder  # slow to import
+
+            self.tokenizer = Tokenizer.load(resolve_folder(self.config.model))
+            runner = load_runner(self.config)
+            closing.callback(runner.close)
+            self._engine = Engine(self.config, runner)
+            closing.callback(self._engine.abandon)
+        self._give_back = weakref.finalize(self, closing.close)
         self._give_back.atexit = process
         self._keys = itertools.count()
         self._open: dict[int, Completion] = {}
@@ -312,21 +321,6 @@ class LLM:
     def _check_open(self) -> None:
         if not self._give_back.alive:
             raise InvalidArgumentError("this LLM has been closed")
-
-
-def _load(config: EngineConfig) -> tuple[Engine, Tokenizer, Callable[[], None]]:
-    """An engine in this process, its tokenizer, and what gives the memory of both back."""
-    from jitney.engine.assemble import load_runner, resolve_folder  # slow to import
-
-    tokenizer = Tokenizer.load(resolve_folder(config.model))
-    runner = load_runner(config)
-    engine = Engine(config, runner)
-
-    def close() -> None:
-        engine.abandon()
-        runner.close()
-
-    return engine, tokenizer, close
 
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:

@@ -6,7 +6,6 @@ their own.
 """
 
 import contextlib
-import io
 import os
 import posixpath
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import pyarrow.parquet as pq
 from jitney.errors import InvalidArgumentError
 from jitney.offline.dataset import LINES, Dataset, Place, Row, file_system, reason
 from jitney.offline.job import Job
-from jitney.offline.journal import JobJournal, Part, Ranges, sync_folder
+from jitney.offline.journal import JobJournal, Part, Ranges, sync
 
 ERRORS = "_errors"
 """Folder of the bad rows: readers of data sets pass over names that begin so."""
@@ -149,28 +148,29 @@ class Output:
         """The bytes of a part. Raises whatever the values raise."""
         if self._schema is None or not rows:
             return b"".join(map(_line, rows))
-        sink = io.BytesIO()
-        pq.write_table(_table_of(rows, self._schema), sink, compression="zstd")
-        return sink.getvalue()
+        if extra := {name for row in rows for name in row} - set(self._schema.names):
+            bound = "in the output, whose columns the first part set"
+            raise InvalidArgumentError(f"column {min(extra, key=str)!r} is not {bound}")
+        sink = pa.BufferOutputStream()
+        table = pa.Table.from_pylist(rows, self._schema)
+        pq.write_table(table, sink, compression="zstd")
+        return sink.getvalue().to_pybytes()
 
     def _write(self, path: str, data: bytes) -> None:
-        if not isinstance(self._fs, pafs.LocalFileSystem):
-            with self._fs.open_output_stream(path) as sink:
-                sink.write(data)
-            return
         folder, name = posixpath.split(path)
-        temporary = f"{folder}/.{name}"
+        local = isinstance(self._fs, pafs.LocalFileSystem)
+        temporary = f"{folder}/.{name}" if local else path
         try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, path)
+            with self._fs.open_output_stream(temporary) as sink:
+                sink.write(data)
+            if local:
+                sync(Path(temporary))
+                os.rename(temporary, path)
+                sync(Path(folder))
         except OSError:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+            with contextlib.suppress(OSError):
+                self._fs.delete_file(temporary)
             raise
-        sync_folder(Path(folder))
 
 
 def _line(row: Any) -> bytes:
@@ -188,33 +188,13 @@ def _bad_line(bad: BadRow) -> bytes:
 def _infer_schema(rows: Sequence[Row], known: pa.Schema) -> pa.Schema:
     """``known``, and the columns that it lacks with the types of their values, or of the first that
     has one. A column without a value is of text; one without a proper name is left out."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    for name in names:
-        if name in known.names:
-            continue
-        values = [row.get(name) for row in rows]
-        kind = pa.null()
-        for some in (values, *([each] for each in values if each is not None)):
+    for name in dict.fromkeys(name for row in rows for name in row if name not in known.names):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        kind = pa.string()
+        for some in (values, *([each] for each in values)) if values else ():
             with contextlib.suppress(Exception):
                 kind = pa.array(some).type
                 break
         with contextlib.suppress(Exception):
-            known = known.append(pa.field(name, pa.string() if pa.types.is_null(kind) else kind))
+            known = known.append(pa.field(name, kind))
     return known
-
-
-def _table_of(rows: Sequence[Row], schema: pa.Schema) -> pa.Table:
-    """Raises InvalidArgumentError if a row does not fit into the schema."""
-    extra = {name for row in rows for name in row} - set(schema.names)
-    if extra:
-        first = min(extra, key=str)
-        bound = "in the output, whose columns the first part set"
-        raise InvalidArgumentError(f"column {first!r} is not {bound}")
-    columns = []
-    for field in schema:
-        try:
-            columns.append(pa.array([row.get(field.name) for row in rows], field.type))
-        except Exception as error:  # a value may be anything
-            bad = f"column {field.name!r} does not fit {field.type}: {error}"
-            raise InvalidArgumentError(bad) from None
-    return pa.Table.from_arrays(columns, schema=schema)

@@ -4,10 +4,10 @@ A task is made in every process from the same :class:`Context`. Preparing is whe
 decoding, templates, tokenizing. A chunk of rows is prepared at a time.
 """
 
-import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import pkgutil
 import queue
 import signal
 import threading
@@ -73,9 +73,8 @@ class Map:
     fields = None
 
     def __init__(self, name: str) -> None:
-        module, _, function = name.partition(":")
         try:
-            self.prepare: Callable[[Row], Any] = getattr(importlib.import_module(module), function)
+            self.prepare: Callable[[Row], Any] = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
             raise InvalidArgumentError(f"map {name!r} cannot be imported: {error}") from None
         if not callable(self.prepare):

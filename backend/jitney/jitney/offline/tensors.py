@@ -48,15 +48,14 @@ class Tensors:
     def prepare(self, row: Row) -> Arrays:
         if self._tokenizer is not None:
             return self._tokens(column_of(row, self._job.column))
-        if len(self._inputs) > 1:
-            return {
-                info.name: self._array(info, column_of(row, info.name)) for info in self._inputs
-            }
-        (info,) = self._inputs
         column = self._job.column
         if column not in row and "path" in row:
             column = "path"  # of a folder of images
-        return {info.name: self._array(info, column_of(row, column))}
+        one = len(self._inputs) == 1
+        return {
+            info.name: self._array(info, column_of(row, column if one else info.name))
+            for info in self._inputs
+        }
 
     def _tokens(self, text: Any) -> Arrays:
         if not isinstance(text, str):
