@@ -28,11 +28,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"core"},
     "server_log": set(),
     "standins": {"errors", "server_log"},
+    "access": {"errors"},
     "report": {"errors"},
     "server": {"errors"},
     "frontend": {"text", "engine", "server_log"},
-    "offline": {"text", "engine", "standins", "report"},
-    "measure": {"core", "server", "report"},
+    "offline": {"text", "engine", "standins", "report", "access"},
+    "measure": {"core", "server", "report", "access"},
     "cli": {"measure", "server", "offline", "frontend"},
 }
 # The one file that knows the rooms which run a model, and puts them together.

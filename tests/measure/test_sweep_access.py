@@ -9,10 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from jitney.access import Access
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney.measure import perf_analyzer
+from jitney.measure.perf_analyzer import access_arguments
 from jitney.measure.record import Load
-from jitney.measure.target import Access, RefusedError, Snapshot, Target, snapshot, stages
+from jitney.measure.target import RefusedError, Snapshot, Target, snapshot, stages
 
 from tests.measure.exports import MODEL, driver, script
 
@@ -155,10 +157,10 @@ def test_arguments_for_perf_analyzer() -> None:
     # The name in lower case: gRPC ends the process at any other.
     key = ["-H", f"authorization:Bearer {KEY}"]
     tls = ["--ssl-grpc-use-ssl", "true", "--ssl-grpc-root-certifications-file", "ca.pem"]
-    assert access.arguments("grpc") == [*tls, *key]
-    assert access.arguments("http") == ["--ssl-https-ca-certificates-file", "ca.pem", *key]
-    assert Access().arguments("grpc") == Access().arguments("http") == []
-    assert Access(True).arguments("grpc") == ["--ssl-grpc-use-ssl", "true"]
+    assert access_arguments(access, "grpc") == [*tls, *key]
+    assert access_arguments(access, "http") == ["--ssl-https-ca-certificates-file", "ca.pem", *key]
+    assert access_arguments(Access(), "grpc") == access_arguments(Access(), "http") == []
+    assert access_arguments(Access(True), "grpc") == ["--ssl-grpc-use-ssl", "true"]
     target = Target.of("proxy:8443", None, None, access)
     assert (target.http, target.metrics) == ("proxy:8443", None)
     assert target.address("grpc") == "proxy:8443"

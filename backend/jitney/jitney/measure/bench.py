@@ -70,11 +70,12 @@ def bench(
         jitney bench pylm --url example.net:8443 --tls --api-key-file key
         jitney bench --compare before/result.json after/result.json
     """
+    from jitney.access import Access
     from jitney.measure import record, slo
     from jitney.measure.inputs import Inputs
     from jitney.measure.perf_analyzer import Driver, PerfAnalyzer
     from jitney.measure.report import write_comparison, write_report
-    from jitney.measure.target import Access, Target
+    from jitney.measure.target import Target
 
     if compare is not None:
         first, second = map(record.read, compare)

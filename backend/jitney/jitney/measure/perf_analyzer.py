@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from jitney.access import Access
 from jitney.errors import InstallationError, InternalError
 from jitney.measure import slo
 from jitney.measure.inputs import Inputs
 from jitney.measure.options import Shared
 from jitney.measure.record import PERCENTS, Distribution, Load, Measurement, Point, Result
-from jitney.measure.target import Access, Model, Snapshot, Target, engine_work, snapshot, stages
+from jitney.measure.target import Model, Snapshot, Target, engine_work, snapshot, stages
 from jitney.report.text import printable
 
 _HOW = (
@@ -194,7 +195,19 @@ class Driver:
         # -s: a report even if its windows differ.
         words += ["--input-data", str(requests), "--request-count", str(count), "-s", "999"]
         words += ["--profile-export-file", str(export)]
-        return [*words, *target.access.arguments(protocol)]
+        return [*words, *access_arguments(target.access, protocol)]
+
+
+def access_arguments(access: Access, protocol: str) -> list[str]:
+    """Its -H works for gRPC too, although its help says otherwise."""
+    grpc = protocol == "grpc"
+    made = ["--ssl-grpc-use-ssl", "true"] if access.tls and grpc else []
+    if access.ca_file is not None:
+        file = "grpc-root-certifications" if grpc else "https-ca-certificates"
+        made += [f"--ssl-{file}-file", str(access.ca_file)]
+    for name, value in access.headers:
+        made += ["-H", f"{name}:{value}"]
+    return made
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,10 @@ Outcome = tuple[int, Any]
 _SIZES = (8, 16, 32, 64, 128)
 _MEASURED = 3
 """Full batches of each size whose best rate counts: the first ones allocate."""
-_OF_MODEL = ("task", "model", "server", "at_once", "engine", "result", "batch_size", "tokenizer")
+_OF_MODEL = (
+    *("task", "model", "engine", "result", "batch_size", "tokenizer"),
+    *("server", "tls", "ca_file", "api_key_file", "at_once"),
+)
 
 
 class Executor(Protocol):
@@ -261,7 +264,7 @@ def load(job: Job) -> tuple[Executor, Context]:
     if job.server is not None:
         from jitney.offline.remote import InServer  # tritonclient may be missing
 
-        server = InServer(job.server, job.model, job.at_once)
+        server = InServer(job)
         if server.language != (job.task == "generate"):
             raise InvalidArgumentError.of("task", job.task, "generate, for a language model alone")
         return server, Context(job, None, server.signature, job.tokenizer)

@@ -34,6 +34,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     output: str
     model: Annotated[Text, "Checkpoint (folder, or id in the local hub), or exported model."] = None
     server: Annotated[Text, "HOST:PORT of a Triton server's gRPC, which has that model."] = None
+    tls: Annotated[bool, "The server, or a proxy before it, speaks TLS."] = False
+    ca_file: Annotated[Text, "PEM file that its certificate is checked with; implies TLS."] = None
+    api_key_file: Annotated[Text, "File with the key for that proxy, as bench takes it."] = None
     at_once: Annotated[Count, "Requests under way to the server."] = 32
     ray: Annotated[Text, "Address of a Ray cluster (auto: of this node), or local."] = None
     task: Annotated[TaskName, "What is done with each row."] = "generate"
@@ -101,7 +104,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 _PACE = {
     *("part_rows", "part_seconds", "in_flight", "workers", "retries", "max_errors", "journal"),
-    *("batch_size", "at_once", "ray", "finish_by", "within"),
+    *("batch_size", "at_once", "ray", "finish_by", "within", "tls", "ca_file", "api_key_file"),
 }
 """Fields that a job may change on its way."""
 
@@ -127,7 +130,8 @@ def make_job(settings: dict[str, Any]) -> Job:
         name = field_at_fault(error)
         bound = str(error).partition(" - at")[0].replace("Expected", "expected")
         raise InvalidArgumentError(f"{name} is {show(settings[name])}: {bound}") from None
-    changes: dict[str, Any] = {name: _absolute(getattr(job, name)) for name in ("input", "output")}
+    places = {name: getattr(job, name) for name in ("input", "output", "ca_file", "api_key_file")}
+    changes: dict[str, Any] = {name: _absolute(each) for name, each in places.items() if each}
     if job.input_format == "openai":
         changes["keep"] = []  # the result is a whole line
     if job.model is not None and job.server is None and Path(job.model).exists():

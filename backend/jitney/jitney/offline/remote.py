@@ -7,9 +7,12 @@ import queue
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from jitney.access import Access
 from jitney.errors import InstallationError, JitneyError, UnavailableError, from_code
+from jitney.offline.job import Job
 from jitney.offline.tensors import Arrays
 from jitney.standins.signature import Signature, TensorInfo
 
@@ -28,19 +31,31 @@ _TIMEOUT_S = 600.0
 class InServer:
     """So many threads, each with a request of its own."""
 
-    def __init__(self, address: str, model: str, at_once: int) -> None:
-        """Raises UnavailableError if the server or the model is not there."""
-        self._address, self._model = address, model
-        self.capacity = 2 * at_once
-        self._client = grpc.InferenceServerClient(address)
-        self._threads = ThreadPoolExecutor(at_once)
+    def __init__(self, job: Job) -> None:
+        """Raises UnavailableError if the server or the model is not there, and
+        InvalidArgumentError for files that cannot be read."""
+        self._address, self._model = str(job.server), str(job.model)
+        self.capacity = 2 * job.at_once
+        ca_file, key = (Path(each) if each else None for each in (job.ca_file, job.api_key_file))
+        self._access = Access.of(job.tls, ca_file, key)
+        self._connect = partial(
+            grpc.InferenceServerClient,
+            self._address,
+            ssl=self._access.tls,
+            root_certificates=job.ca_file,
+        )
+        self._headers = dict(self._access.headers)
+        self._client = self._connect()
+        self._threads = ThreadPoolExecutor(job.at_once)
         self._running: dict[Future[Any], int] = {}
-        self._call = partial(self._client.infer, client_timeout=_TIMEOUT_S)
+        self._call = partial(self._client.infer, headers=self._headers, client_timeout=_TIMEOUT_S)
         self.figures: dict[str, float] = {}
         try:
-            config = self._client.get_model_config(model, as_json=True)["config"]
+            said = self._client.get_model_config(self._model, headers=self._headers, as_json=True)
         except InferenceServerException as error:
-            raise UnavailableError(f"model {model} on {address}: {error.message()}") from None
+            why = self._access.hide(str(error.message()))
+            raise UnavailableError(f"model {job.model} on {job.server}: {why}") from None
+        config = said["config"]
         self._batching = config.get("max_batch_size", 0) > 0
         self.language = config.get("model_transaction_policy", {}).get("decoupled", False)
         self.signature = Signature(
@@ -75,7 +90,7 @@ class InServer:
         try:
             result = self._stream(inputs) if self.language else self._call(self._model, inputs)
         except InferenceServerException as error:
-            return _error(error)
+            return self._error(error)
         except queue.Empty:
             return UnavailableError(f"{self._address} sent nothing for {_TIMEOUT_S:.0f} s")
         names = [output.name for output in result.get_response().outputs]
@@ -84,9 +99,11 @@ class InServer:
 
     def _stream(self, inputs: list[Any]) -> Any:
         """The only data response: a request that is not streamed has one."""
-        client = grpc.InferenceServerClient(self._address)
+        client = self._connect()
         events: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        client.start_stream(lambda result, error: events.put((result, error)))
+        client.start_stream(
+            lambda result, error: events.put((result, error)), headers=self._headers
+        )
         try:
             client.async_stream_infer(self._model, inputs)
             result, error = events.get(timeout=_TIMEOUT_S)
@@ -100,6 +117,12 @@ class InServer:
             raise error
         return result
 
+    def _error(self, error: Any) -> JitneyError:
+        """By its status, or by the code that opens the text of a stream's error."""
+        text = self._access.hide(str(error.message()))
+        code = str(error.status() or "").rpartition(".")[2] or text.partition(":")[0]
+        return from_code(code, text)
+
 
 def _tensors(declared: list[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
     return tuple(
@@ -107,10 +130,3 @@ def _tensors(declared: list[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
         for each in declared
         if not each.get("optional")
     )
-
-
-def _error(error: Any) -> JitneyError:
-    """By its status, or by the code that opens the text of a stream's error."""
-    text = str(error.message())
-    code = str(error.status() or "").rpartition(".")[2] or text.partition(":")[0]
-    return from_code(code, text)

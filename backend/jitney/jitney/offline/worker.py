@@ -20,7 +20,7 @@ from jitney.errors import InvalidArgumentError
 from jitney.offline.job import STOPPED, make_job, read_job
 
 _POLL_S = 1.0
-_FILES = ("model", "template", "labels", "tokenizer", "journal")
+_FILES = ("model", "template", "labels", "tokenizer", "journal", "ca_file", "api_key_file")
 _Folder = Annotated[Path, typer.Argument(help="The folder of job files.")]
 
 
