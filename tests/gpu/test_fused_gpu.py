@@ -40,7 +40,7 @@ def load(tmp_path, name: str, dtype: str, **more: Any) -> tuple[LoadedModel, Any
 
 
 def fuse(loaded: LoadedModel, config: Any):
-    from jitney.kernels.gpu.fuse import fuse_for_gpu
+    from jitney.kernels.gpu.layer_kernels import fuse_for_gpu
 
     return fuse_for_gpu(loaded.module, config, loaded.max_model_len)
 

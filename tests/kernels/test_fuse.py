@@ -13,10 +13,9 @@ from jitney.engine.assemble import load_model
 from jitney.execution import interface
 from jitney.kernels.cpu.accelerator import fuse_for_cpu
 from jitney.kernels.cpu.linear import can_pack, prepack_linears
-from jitney.kernels.fused.fuse import FuseReport
+from jitney.kernels.fused import layers
+from jitney.kernels.fused.fuse import FuseReport, known_activation
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
-from jitney.kernels.fused.parts import known_activation
-from jitney.kernels.fused.rotary import RotaryTable
 from jitney.kernels.fused.trial import relative_error
 from torch import nn
 
@@ -25,7 +24,7 @@ from tests.tiny_models import ARCHITECTURES, MAX_LENGTH, make_checkpoint
 pytest.importorskip("numba")
 pytest.importorskip("triton")
 
-from jitney.kernels.gpu.fuse import fuse_for_gpu
+from jitney.kernels.gpu.layer_kernels import fuse_for_gpu
 
 # Layers, gated MLPs, norms (the last two standing alone), whether the whole is fused.
 WHOLE = (2, 0, 1, True)
@@ -339,21 +338,29 @@ def rotary(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("half", [False, True])
 def test_rotary_table(half: bool) -> None:
-    table = RotaryTable(rotary, half, 100, torch.zeros(1))
-    assert table.table is not None
+    table = layers.rotary_table(rotary, half, 100, torch.zeros(1))
     positions = torch.tensor([0, 99, 7])
     right = [x[0] for x in rotary(torch.zeros(1), positions[None])]
-    for got, one in zip(table(positions), right, strict=True):
+    for got, one in zip(table[positions].unbind(1), right, strict=True):
         assert torch.equal(got, torch.cat((one, one), -1) if half else one)
 
 
-def test_no_table_where_the_longest_position_decides() -> None:
-    """As with forms of scaling that stretch with the context."""
+def test_no_table_where_the_longest_position_decides(tmp_path, device: str) -> None:
+    """As with forms of scaling that stretch with the context: such a model is fused by layers."""
+    module = load(tmp_path, "llama")
+    original = module.model.rotary_emb.forward
+    module.model.rotary_emb.forward = lambda x, position_ids: original(
+        x, position_ids * (1.0 if position_ids.max() < 40 else 0.5)
+    )
+    fused = fuse(module, device)
+    assert fused.counts == (2, 0, 1, False)
+    assert fused.report.reasons == {"model: its result without transformers' forward differs": 1}
+    assert fused.error < TOLERANCE["float32"]
 
-    def stretched(x, positions):
-        return rotary(x, positions * (1.0 if positions.max() < 20 else 0.5))
 
-    table = RotaryTable(stretched, False, 100, torch.zeros(1))
-    assert table.table is None
-    positions = torch.tensor([3, 4])
-    assert torch.equal(table(positions)[0], rotary(torch.zeros(1), positions[None])[0][0])
+def test_no_table_that_is_too_large(tmp_path, device: str, monkeypatch) -> None:
+    monkeypatch.setattr(layers, "_MOST_TABLE_BYTES", 1000)
+    fused = fuse(load(tmp_path, "llama"), device)
+    assert fused.counts == (2, 0, 1, False)
+    assert "the table of its rotary embedding would take" in str(fused.report.reasons)
+    assert fused.error < TOLERANCE["float32"]

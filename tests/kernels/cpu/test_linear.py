@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from jitney.kernels.cpu.linear import (
-    PACKED_DTYPES,
-    PackedLinear,
-    can_pack,
-    prepack_linears,
-)
+from jitney.kernels.cpu.linear import PackedLinear, can_pack, prepack_linears
 from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.trial import relative_error
 from torch import nn
@@ -32,7 +27,7 @@ def packable(dtype: torch.dtype):
     return pytest.param(dtype, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
 
 
-@pytest.mark.parametrize("dtype", [packable(each) for each in PACKED_DTYPES])
+@pytest.mark.parametrize("dtype", [packable(each) for each in TOLERANCE])
 @pytest.mark.parametrize("shape", [(64, 48), (33, 7), (256, 768)])
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize("with_bias", [True, False])

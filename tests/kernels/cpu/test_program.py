@@ -21,8 +21,8 @@ pytest.importorskip("numba")
 
 from jitney.kernels.cpu import tile_linear
 from jitney.kernels.cpu.accelerator import fuse_for_cpu
-from jitney.kernels.cpu.amx import host_has_amx
 from jitney.kernels.cpu.linear import can_pack
+from jitney.kernels.cpu.products import host_has_amx
 from jitney.kernels.cpu.program import LayerProgram
 from jitney.kernels.cpu.simd import BF16, ZERO, inner, load_one, store_f32
 

@@ -8,18 +8,17 @@ from torch.nn import functional
 pytest.importorskip("numba")
 
 from jitney.kernels.cpu.compiled import Kernel
-from jitney.kernels.cpu.tile_linear import TileLinear, can_use_tiles, compile_product
+from jitney.kernels.cpu.products import may_use_amx
+from jitney.kernels.cpu.tile_linear import TileLinear, compile_product
 
-pytestmark = pytest.mark.skipif(
-    not can_use_tiles(torch.bfloat16), reason="the processor has no tile unit"
-)
+pytestmark = pytest.mark.skipif(not may_use_amx(), reason="the processor has no tile unit")
 
 TOLERANCE = 4e-3
 
 
 @pytest.fixture(scope="module")
 def kernel() -> Kernel:
-    return compile_product()
+    return compile_product(torch.bfloat16)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 pytest.importorskip("triton")
 
 from jitney.engine.assemble import load_runner
-from jitney.kernels.gpu.fuse import fuse_for_gpu
+from jitney.kernels.gpu.layer_kernels import fuse_for_gpu
 from jitney.kernels.gpu.products import InvariantLinear
 from jitney.sampling_params import SamplingParams
 

@@ -10,8 +10,7 @@ import torch
 pytest.importorskip("triton")
 from jitney.execution.attention import AttentionMetadata, cache_shape
 from jitney.execution.interface import AttentionCall, LayerCache
-from jitney.kernels.fused.layers import NormForm
-from jitney.kernels.fused.rotary import RotaryTable
+from jitney.kernels.fused.layers import NormForm, rotary_table
 from jitney.kernels.gpu.attention import GpuAttention, HeadTransform
 from jitney.kernels.gpu.norm import add_norm, gate
 from jitney.kernels.gpu.products import InvariantLinear
@@ -54,7 +53,7 @@ class Layer:
             zeros = torch.zeros((1, positions.shape[1], rotary), dtype=torch.bfloat16)
             return zeros, zeros
 
-        self.angles = RotaryTable(angles, False, 10, torch.zeros(1))
+        self.angles = rotary_table(angles, False, 10, torch.zeros(1))
         shape = cache_shape(2, BLOCK, kv_heads, size)
         self.caches = [torch.zeros(shape, dtype=torch.bfloat16) for _ in "kv"]
         self.norm = NormForm(torch.ones(heads * size), 1e-5)
@@ -78,7 +77,7 @@ class Layer:
             max_context_len=context,
         )
         like = self.caches[0]
-        cos, sin = self.angles(self.slots[:tokens])
+        cos, sin = self.angles.index_select(0, self.slots[:tokens]).unbind(1)
         qkv = like.new_zeros((tokens, sum(self.heads), self.size)).split(self.heads, 1)
         transform = HeadTransform(cos, sin)
         call = AttentionCall(0, *qkv, scale=0.1, window=self.window)

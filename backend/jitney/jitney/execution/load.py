@@ -200,17 +200,16 @@ def refuse_gpu_options(config: EngineConfig) -> None:
     """Refuse options that only the GPU's kernels give a meaning, where those do not run. Raises
     ConfigError naming the first."""
     others = "without the attention kernels of a GPU"
-    refused: tuple[tuple[str, object, str], ...] = (
-        ("batch_invariant", True, "False"),
-        ("compile", True, "False"),
-        ("cuda_graphs", "load", "lazy or never"),
-        ("kv_cache_dtype", FLOAT8, "another one"),
+    refused: tuple[tuple[str, object, bool, str], ...] = (
+        ("batch_invariant", True, config.batch_invariant, "False"),
+        ("compile", True, config.compile, "False"),
+        ("cuda_graphs", "load", config.cuda_graphs == "load", "lazy or never"),
+        ("kv_cache_dtype", FLOAT8, config.kv_cache_dtype == FLOAT8, "another one"),
+        ("cuda_graph_sizes", sizes := config.cuda_graph_sizes, sizes is not None, "None"),
     )
-    for key, value, allowed in refused:
-        if getattr(config, key) == value:
+    for key, value, given, allowed in refused:
+        if given:
             raise ConfigError.of(key, value, f"{allowed} {others}")
-    if config.cuda_graph_sizes is not None:
-        raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, f"None {others}")
 
 
 def _cache_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:

@@ -1,4 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 """The kernel that quantizes activations to e4m3 on a GPU: one pass over a row instead of five.
 
 Imported only where such layers are made (``fp8``), because it needs the Triton language.

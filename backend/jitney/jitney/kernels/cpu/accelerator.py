@@ -34,8 +34,6 @@ class CpuAccelerator:
         """See :class:`Accelerator`."""
         if shape.device.type != "cpu":
             return f"the CPU kernel does not run on {shape.device.type}"
-        if shape.batch_invariant:
-            return "option batch_invariant needs the attention kernels of a GPU"
         try:
             from jitney.kernels.cpu.attention import TAGS, CpuAttention
         except ImportError as error:
@@ -78,10 +76,9 @@ def prepare_kernels() -> None:
     """Import what a load needs for kernels, if Numba is there: a second of work that a process does
     once, and those that are forked from it not again."""
     with suppress(ImportError):
-        from jitney.kernels.cpu import attention, layer_kernels  # noqa: F401
-        from jitney.kernels.cpu.compiled import import_compiler
+        from jitney.kernels.cpu import attention, compiled, layer_kernels  # noqa: F401
 
-        import_compiler()
+        compiled.import_compiler()
 
 
 def fuse_for_cpu(module: PreTrainedModel, rows: int, length: int) -> FuseReport:
@@ -89,8 +86,7 @@ def fuse_for_cpu(module: PreTrainedModel, rows: int, length: int) -> FuseReport:
 
     Run once, after loading and before ``linear.prepack_linears``, which takes the layers left over.
     """
-    report = FuseReport()
-    dtype = embedding_weight(module).dtype
+    report, dtype = FuseReport(), embedding_weight(module).dtype
     obstacle = can_pack(dtype)
     if obstacle is None:
         try:

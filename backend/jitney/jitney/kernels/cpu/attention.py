@@ -16,12 +16,10 @@ from torch import Tensor
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.cpu import layout
-from jitney.kernels.cpu.amx import may_use_amx
 from jitney.kernels.cpu.attention_kernel import attend_body
-from jitney.kernels.cpu.blocks import write_body
 from jitney.kernels.cpu.compiled import Kernel, source_version
-from jitney.kernels.cpu.layout import AttentionArguments
-from jitney.kernels.cpu.products import GROUP_TOKENS
+from jitney.kernels.cpu.layout import AttentionArguments, write_body
+from jitney.kernels.cpu.products import GROUP_TOKENS, may_use_amx
 from jitney.kernels.cpu.simd import BF16, F32
 
 _log = logging.getLogger(__name__)
@@ -108,7 +106,11 @@ class CpuAttention:
         decode, width = meta.max_query_len == 1, table.stride(0)
         rows = max(layout.TILE_ROWS, group)
         self._reserve_scratch(threads, rows, padded, width * block_size)
-        self._reserve_parts(parts * group * (padded + 2) * kv_heads, split_rows * kv_heads)
+        floats = parts * group * (padded + 2) * kv_heads
+        if self._parts.size < floats:
+            self._parts = np.empty(floats, np.float32)
+        if self._parts_done.size < split_rows * kv_heads:
+            self._parts_done = np.zeros(split_rows * kv_heads, np.int64)
         arguments = AttentionArguments(
             works=works.ctypes.data,
             scratch=self._areas.ctypes.data,
@@ -150,13 +152,6 @@ class CpuAttention:
         first = -(-self._scratch.ctypes.data // _PAGE) * _PAGE
         self._areas = first + stride * np.arange(threads)[:, None] + np.cumsum([0, *sizes[:-1]])
         self._scratch_for = (threads, rows, padded, longest)
-
-    def _reserve_parts(self, floats: int, counters: int) -> None:
-        """Room for the records of split rows and for their counters."""
-        if self._parts.size < floats:
-            self._parts = np.empty(floats, np.float32)
-        if self._parts_done.size < counters:
-            self._parts_done = np.zeros(counters, np.int64)
 
 
 def set_layer(

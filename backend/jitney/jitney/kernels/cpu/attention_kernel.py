@@ -1,8 +1,6 @@
-# mypy: disable-error-code="no-untyped-def"
-# Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """The paged attention kernel for the CPU, as Numba functions over raw addresses.
 
-``attention`` calls ``blocks.write_body``, unless all rows decode, and then :func:`attend_body` on
+``attention`` calls ``layout.write_body``, unless all rows decode, and then :func:`attend_body` on
 every thread of a team, with the address of ``layout.AttentionArguments``; the threads take items
 from a counter until none is left. ``tag`` is the element type of the cache (``simd``).
 
@@ -16,28 +14,32 @@ of a batch, and so neither does a row's result.
 
 import numpy as np
 
-from jitney.kernels.cpu.amx import MAX_ROWS_AMX, amx_end
-from jitney.kernels.cpu.blocks import copy_vector, find_groups, write_token
+from jitney.kernels.cpu.compiled import THREADS_OFFSET
 from jitney.kernels.cpu.layout import (
     SCRATCH_BYTES,
     SPAN_GROUPS,
     SPAN_TOKENS,
+    WORK_BYTES,
+    copy_vector,
+    find_groups,
     read_call,
     read_scratch,
     read_work,
+    write_token,
 )
 from jitney.kernels.cpu.products import (
     COLUMNS,
     GROUP_TOKENS,
     MAX_ROWS,
+    MAX_ROWS_AMX,
     PREFETCH_GROUPS,
     VECTOR_BYTES,
     amx_begin,
+    amx_end,
     score_tile,
     value_tile_narrow,
     value_tile_wide,
 )
-from jitney.kernels.cpu.records import THREADS_OFFSET
 from jitney.kernels.cpu.simd import (
     LANES,
     LOG2_E,
@@ -93,16 +95,13 @@ def attend_body(tag, arguments):
 def attend_item(tag, call, item, upcoming, at):
     """One tile of queries against all keys of its work."""
     kv_head = item % call.kv_heads
-    work = read_work(call, item // call.kv_heads)
+    work = read_work(call.works + item // call.kv_heads * WORK_BYTES)
+    following = read_work(call.works + upcoming // call.kv_heads * WORK_BYTES)
     rows = work.num_tokens * call.group
     if call.decode != 0 and work.part == work.num_parts - 1:
         write_token(tag, call, work.first_token, kv_head)
-    load_queries(tag, call, work, kv_head, rows, at)
-    begin_rows(call, work, kv_head, rows, at)
-    find_groups(
-        tag, call, work, kv_head,
-        read_work(call, upcoming // call.kv_heads), upcoming % call.kv_heads, at,
-    )  # fmt: skip
+    begin_rows(tag, call, work, kv_head, rows, at)
+    find_groups(tag, call, work, kv_head, following, upcoming % call.kv_heads, at)
     tiles = call.tiles != 0 and rows >= AMX_LEAST_ROWS
     slices = -(-rows // (MAX_ROWS_AMX if tiles else MAX_ROWS))
     for base in range(work.keys_begin, work.keys_end, SPAN_TOKENS):
@@ -137,29 +136,23 @@ def prefetch_span(tag, call, work, base, at):
 
 
 @inner
-def load_queries(tag, call, work, kv_head, rows, at):
-    """The tile's queries, zeros beyond the head and up to a multiple of 16 rows."""
-    size = element_bytes(tag)
+def begin_rows(tag, call, work, kv_head, rows, at):
+    """The tile's queries, zeros beyond the head and up to a multiple of 16 rows, and running
+    maximum, sum and output before the first key; a sink counts as a key of no value."""
+    size, all_rows = element_bytes(tag), -(-rows // LANES) * LANES
     stride = call.padded * size
     for r in range(rows):
         token, head = work.first_token + r // call.group, kv_head * call.group + r % call.group
         source = call.query + token * call.query_token_stride + head * call.query_head_stride
         copy_vector(tag, source, call.head_size, call.padded, at.queries + r * stride, size)
-    for r in range(rows, -(-rows // LANES) * LANES):
-        copy_vector(tag, at.queries, 0, call.padded, at.queries + r * stride, size)
-
-
-@inner
-def begin_rows(call, work, kv_head, rows, at):
-    """Running maximum, sum and output before the first key; a sink counts as a key of no value."""
-    for r in range(rows):
         maximum, total = LOWEST, ZERO
         if call.sinks != 0 and work.part == 0:
-            maximum = load_f32(call.sinks + 4 * (kv_head * call.group + r % call.group)) * LOG2_E
-            total = ONE
+            maximum, total = load_f32(call.sinks + 4 * head) * LOG2_E, ONE
         store_f32(at.maxima + 4 * r, maximum)
         store_f32(at.sums + 4 * r, total)
-    for i in range(0, -(-rows // LANES) * LANES * call.padded, LANES):
+    for r in range(rows, all_rows):
+        copy_vector(tag, at.queries, 0, call.padded, at.queries + r * stride, size)
+    for i in range(0, all_rows * call.padded, LANES):
         store(at.outputs + i * 4, splat(ZERO))
 
 

@@ -1,5 +1,9 @@
-"""Machine code of Numba kernels: compiled once, found in Numba's cache at the next load, and run on
-the threads that torch itself uses.
+"""Numba kernels: their arguments, described once, and their machine code, compiled once, found in
+Numba's cache at the next load, and run on the threads that torch itself uses.
+
+A record is a class of annotated fields: ``int`` (64 bits) or ``float`` (32 bits). The host makes
+one (``RowsCall(stride=64)``), sets its fields and passes its address (``ctypes.addressof``).
+Compiled code calls ``reader(RowsCall)`` with the address and gets a named tuple.
 
 A second thread pool would fight torch's, whose threads spin for a while after each operation, for
 the same cores; torch's own is already awake. OpenMP's ``GOMP_parallel`` is the call that compilers
@@ -12,17 +16,66 @@ Imported only where Numba is.
 import ctypes
 import hashlib
 import logging
+from collections import namedtuple
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from numba import cfunc, njit, types
+from numba.extending import intrinsic
+
+from jitney.kernels.cpu.simd import f32, i64, offset_by, pointer
 
 _log = logging.getLogger(__name__)
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "boundscheck": False}
+_Record = TypeVar("_Record", bound=type[ctypes.Structure])
+
+
+def record(cls: _Record) -> _Record:
+    """Decorates a ``ctypes.Structure``: its own annotations become fields, in their order."""
+    cls._fields_ = [
+        (name, ctypes.c_float if kind is float else ctypes.c_int64)
+        for name, kind in cls.__annotations__.items()
+    ]
+    return cls
+
+
+@record
+class Call(ctypes.Structure):
+    """What the arguments of every kernel of a ``program`` begin with."""
+
+    counter: int
+    """Items taken so far: 0 at the start."""
+    threads: int
+    """Threads that have begun, where each needs memory of its own: 0 at the start."""
+    count: int
+    """Of rows; of items, for attention and its writes."""
+
+
+THREADS_OFFSET = Call.threads.offset  # type: ignore[attr-defined]
+
+
+def reader(cls: type[ctypes.Structure]) -> Any:
+    """A Numba function from an address to a named tuple of the fields of the record there."""
+    fields = get_type_hints(cls)
+    kinds = tuple(types.float32 if kind is float else types.int64 for kind in fields.values())
+    result = types.NamedTuple(kinds, namedtuple(cls.__name__, fields))
+
+    @intrinsic
+    def read(typingctx, address):  # type: ignore[no-untyped-def]
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = []
+            for name, kind in fields.items():
+                where = offset_by(builder, args[0], getattr(cls, name).offset)
+                values.append(builder.load(pointer(builder, where, f32 if kind is float else i64)))
+            return context.make_tuple(builder, result, values)
+
+        return result(types.intp), emit
+
+    return read
 
 
 class Kernel:
@@ -82,26 +135,20 @@ def source_version() -> int:
 def _team_runner() -> Callable[[int, int, int], None]:
     """``run(body, argument, threads)`` calls ``void body(argument)`` on so many of torch's threads
     and waits for them; without the GIL. Where torch has no such library, one thread runs it."""
-    try:
-        parallel = _torch_library().GOMP_parallel
-    except (OSError, AttributeError) as error:
-        _log.warning("kernels run on one thread: torch's OpenMP was not found (%s)", error)
+    address = function_address("GOMP_parallel")
+    if address is None:
+        _log.warning("kernels run on one thread: torch's OpenMP was not found")
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         return lambda body, argument, threads: kind(body)(argument)
-    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    parallel.restype = None
+    pointers = ctypes.c_void_p, ctypes.c_void_p
+    parallel = ctypes.CFUNCTYPE(None, *pointers, ctypes.c_uint, ctypes.c_uint)(address)
     return lambda body, argument, threads: parallel(body, argument, threads, 0)
 
 
 def function_address(name: str) -> int | None:
     """Address of a C function of torch or of what it was linked with; None if there is none."""
     try:
-        function = _torch_library()[name]
+        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))[name]
     except (OSError, AttributeError):
         return None
     return ctypes.cast(function, ctypes.c_void_p).value
-
-
-def _torch_library() -> ctypes.CDLL:
-    """Symbols of the libraries that libtorch_cpu was linked with are found through it."""
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

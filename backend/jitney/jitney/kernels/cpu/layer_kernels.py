@@ -11,7 +11,7 @@ from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.linear import PackedLinear
 from jitney.kernels.cpu.program import LayerProgram
 from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm, rows_body
-from jitney.kernels.cpu.tile_linear import TileLinear, can_use_tiles, compile_product, fits_tiles
+from jitney.kernels.cpu.tile_linear import TileLinear, compile_product, fits_tiles
 from jitney.kernels.fused.layers import (
     Activation,
     AttentionForm,
@@ -20,8 +20,8 @@ from jitney.kernels.fused.layers import (
     FusedRMSNorm,
     Misfit,
     NormForm,
+    merged_linears,
 )
-from jitney.kernels.fused.parts import merged_linears
 
 
 class CpuLayerKernels:
@@ -32,7 +32,7 @@ class CpuLayerKernels:
         self._dtype, self._rows = dtype, rows
         tag, version = TAGS[dtype], source_version()
         self._kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
-        self._tiles = compile_product() if can_use_tiles(dtype) else None
+        self._tiles = compile_product(dtype)
 
     def norm(self, form: NormForm) -> RowNorm:
         """See :class:`fused.layers.LayerKernels`, here and below."""

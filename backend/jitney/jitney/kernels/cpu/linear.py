@@ -34,7 +34,6 @@ _ACTIVATIONS: dict[Activation, tuple[str, str]] = {
 
 # Relative to the norm of the right result: rounding of one product, with a wide margin.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-PACKED_DTYPES = tuple(_TOLERANCE)
 Product = Callable[..., Tensor]
 
 

@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
-# Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """Small matrix products with all accumulators in registers: the two inner loops of attention.
 
 Both compute ``out[m, n] += sum over u of a[m, u] . b_n[u]`` for a few rows m and COLUMNS vectors n
@@ -11,18 +9,23 @@ per lane and adds both products, which is one instruction on processors with AVX
 - ``value_tile_wide``, ``value_tile_narrow``: a = weights, u = tokens, lanes = 16 head elements of
   the values.
 
-Each takes ``tiles``: whether the tile unit (``amx``) computes it, of bfloat16 and always
+Each takes ``tiles``: whether the processor's tile unit (AMX) computes it, of bfloat16 and always
 MAX_ROWS_AMX rows, or vectors, of 1 to MAX_ROWS rows.
+
+A thread has eight tile registers of at most 16 rows of 64 bytes. Before it uses them it sets their
+shapes (:func:`emit_shapes`), and in the end it gives them back (:func:`amx_end`), so that nothing
+has to be saved at a context switch.
 """
 
-from collections.abc import Callable
+import ctypes
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
 
-from jitney.kernels.cpu.amx import emit_amx, emit_shapes, host_has_amx, move_tile
 from jitney.kernels.cpu.simd import (
     LANES,
     TAG,
@@ -46,6 +49,7 @@ from jitney.kernels.cpu.simd import (
 MAX_ROWS = 6
 """6 rows of 4 columns are 24 accumulators: with 4 vectors of b and a broadcast they fill the 32
 registers of AVX-512."""
+MAX_ROWS_AMX = 16
 COLUMNS = 4
 GROUP_TOKENS = LANES
 """Tokens in one group of the cache."""
@@ -58,6 +62,67 @@ PREFETCH_GROUPS = 8
 # bfloat16.
 _A, _B, _A_HALF, _B_HALF = 4, 5, 6, 7
 _TILE_ROWS, _TILE_ROW_BYTES = [16] * 7 + [8], [64] * 6 + [32, 64]
+
+i8 = ir.IntType(8)
+# Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), see its Documentation/arch/x86/xstate.
+_ARCH_PRCTL = 158
+_ARCH_REQ_XCOMP_PERM = 0x1023
+_XFEATURE_XTILEDATA = 18
+
+
+def host_has_amx() -> bool:
+    """Whether the processor that Numba compiles for has a tile unit for bfloat16."""
+    return host_has("amx-bf16")
+
+
+def may_use_amx() -> bool:
+    """Whether this process may use a tile unit: asks Linux for the right. Asking twice is fine."""
+    if not host_has_amx() or not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+
+
+def emit_amx(builder: Any, name: str, *args: Any) -> None:
+    """IR: an instruction of the tile unit, by LLVM's name, if there is one. Numbers are tiles."""
+    values = [ir.Constant(i8, a) if isinstance(a, int) else a for a in args]
+    if host_has_amx():
+        call_llvm(builder, f"llvm.x86.{name}", ir.VoidType(), values)
+
+
+def move_tile(builder: Any, name: str, tile: int, address: Any, stride: Any) -> None:
+    """IR: load or store a tile whose rows are ``stride`` bytes apart in memory."""
+    emit_amx(builder, name, tile, pointer(builder, address, i8), stride)
+
+
+def emit_shapes(builder: Any, rows: Sequence[Any], row_bytes: Sequence[int]) -> None:
+    """IR: set the shapes of this thread's eight tiles: ``rows`` are numbers or values of 8 bits."""
+    values = [1, *[0] * 63]  # the palette is 1
+    values[16:32:2], values[48:56] = row_bytes, rows
+    where = stack_memory(builder, 64)
+    for offset, value in enumerate(values):
+        byte = ir.Constant(i8, value) if isinstance(value, int) else value
+        builder.store(byte, pointer(builder, offset_by(builder, where, offset), i8))
+    emit_amx(builder, "ldtilecfg", pointer(builder, where, i8))
+
+
+def stack_memory(builder: Any, size: int) -> Any:
+    """IR: the address of so many bytes on the stack, in whole cache lines. Undefined at first."""
+    memory = cgutils.alloca_once(builder, ir.ArrayType(i8, size))
+    memory.align = 64
+    return builder.ptrtoint(memory, i64)
+
+
+@emitted(types.void)
+def amx_begin(builder):
+    """Set the shapes of this thread's tiles for the products of attention."""
+    emit_shapes(builder, _TILE_ROWS, _TILE_ROW_BYTES)
+
+
+@emitted(types.void)
+def amx_end(builder):
+    """Give the tile registers back."""
+    emit_amx(builder, "tilerelease")
 
 
 def _dot(builder: Any, tag: Any, acc: Any, a: Any, b: Any) -> Any:
@@ -72,31 +137,6 @@ def _dot(builder: Any, tag: Any, acc: Any, a: Any, b: Any) -> Any:
         a, b = (builder.and_(units, every(i32x, -65536)) for units in (a, b))
     last = builder.bitcast(a, f32x), builder.bitcast(b, f32x)
     return call_llvm(builder, "llvm.fma.v16f32", f32x, [*last, acc])
-
-
-def _for_each_kind(
-    builder: Any,
-    tag: Any,
-    tiles: Any,
-    rows: Any,
-    by_tiles: Callable[[], None],
-    by_vectors: Callable[[int], None],
-) -> None:
-    """IR: one of the two, as ``tiles`` says at run time, where the processor and the type allow;
-    by vectors, for the m from 1 to MAX_ROWS that ``rows`` holds."""
-    done = builder.append_basic_block("done")
-    if tag == types.uint16 and host_has_amx():
-        with builder.if_then(tiles):
-            by_tiles()
-            builder.branch(done)
-    switch = builder.switch(rows, done)
-    for m in range(1, MAX_ROWS + 1):
-        block = builder.append_basic_block(f"rows.{m}")
-        switch.add_case(ir.Constant(i64, m), block)
-        builder.position_at_end(block)
-        by_vectors(m)
-        builder.branch(done)
-    builder.position_at_end(done)
 
 
 def _make_tile(columns: int, *, across: bool) -> Any:
@@ -183,7 +223,19 @@ def _make_tile(columns: int, *, across: bool) -> Any:
             for n, where in enumerate(outs):
                 move_tile(builder, "tilestored64", n, where, out_stride)
 
-        _for_each_kind(builder, tag, tiles, rows, by_tiles, by_vectors)
+        done = builder.append_basic_block("done")
+        if tag == types.uint16 and host_has_amx():
+            with builder.if_then(tiles):
+                by_tiles()
+                builder.branch(done)
+        switch = builder.switch(rows, done)
+        for m in range(1, MAX_ROWS + 1):
+            block = builder.append_basic_block(f"rows.{m}")
+            switch.add_case(ir.Constant(i64, m), block)
+            builder.position_at_end(block)
+            by_vectors(m)
+            builder.branch(done)
+        builder.position_at_end(done)
 
     return tile
 
@@ -191,10 +243,3 @@ def _make_tile(columns: int, *, across: bool) -> Any:
 score_tile = _make_tile(COLUMNS, across=True)
 value_tile_wide = _make_tile(COLUMNS, across=False)
 value_tile_narrow = _make_tile(1, across=False)
-
-
-@emitted(types.void)
-def amx_begin(builder):
-    """Set the shapes of this thread's tiles."""
-    if host_has_amx():
-        emit_shapes(builder, _TILE_ROWS, _TILE_ROW_BYTES)

@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
-# Numba infers the types of what it compiles here.
 """All layers of a model in one native call per step.
 
 Between the products of a layer, Python takes as long as the products of a small model do. So a
@@ -17,7 +15,7 @@ One engine's thread calls it; activations are kept between calls. Imported only 
 
 import ctypes
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import llvmlite.ir as ir
 import numpy as np
@@ -27,10 +25,14 @@ from torch import Tensor, nn
 
 from jitney.execution.interface import AttentionCall, LayerCache, PagedFunction, PagedStep
 from jitney.kernels.cpu.attention import CpuAttention, set_layer
-from jitney.kernels.cpu.compiled import Kernel, function_address, source_version
+from jitney.kernels.cpu.compiled import (
+    Kernel,
+    function_address,
+    reader,
+    record,
+    source_version,
+)
 from jitney.kernels.cpu.layout import AttentionArguments
-from jitney.kernels.cpu.records import reader, record
-from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm
 from jitney.kernels.cpu.simd import emitted, fetch_add, i32, i64, inner, load_i64, pointer
 from jitney.kernels.cpu.tile_linear import ProductCall, TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP
@@ -140,46 +142,26 @@ class _Memory:
     """One layer's, and the indices of all layers whose attention takes the same of a step."""
 
 
-class _Layer(NamedTuple):
-    """The parts of a layer that a program can run."""
-
-    attention_norm: RowNorm
-    qkv: TileLinear
-    attention: CpuHeadAttention
-    output: TileLinear
-    mlp_norm: RowNorm
-    gated: TileLinear
-    down: TileLinear
-
-
-def _parts(layer: FusedDecoderLayer) -> _Layer | None:
-    """None if it has others."""
+def _can_run(layer: FusedDecoderLayer) -> bool:
+    """Whether a program can run all parts of the layer."""
     attention, mlp, norms = layer.self_attn, layer.mlp, layer.norms
     if norms.attention is None or norms.mlp is None or norms.attended or norms.mixed:
-        return None
+        return False
     if not isinstance(mlp, FusedMLP) or attention.form.sinks is not None:
-        return None
-    found: tuple[Any, ...] = (
-        norms.attention.kernel, attention.qkv, attention.kernel, attention.output,
-        norms.mlp.kernel, mlp.gated, mlp.down,
-    )  # fmt: skip
-    kinds = _Layer.__annotations__.values()
-    return _Layer(*found) if all(map(isinstance, found, kinds)) else None
+        return False
+    products = attention.qkv, attention.output, mlp.gated, mlp.down
+    return all(isinstance(each, TileLinear) for each in products)
 
 
 class LayerProgram:
     """The layers of one model, the embedding before them, the norm behind, and the head. All
     products are of :class:`TileLinear`; the head may be another."""
 
-    def __init__(
-        self, model: FusedForward, layers: list[_Layer], table: Tensor, call: ProgramCall
-    ) -> None:
+    def __init__(self, model: Any, call: ProgramCall) -> None:
         """See :meth:`of`."""
-        weight, norm = model.embed.weight, model.norm.kernel
-        assert isinstance(weight, Tensor)
-        assert isinstance(norm, RowNorm)
-        self._embedding, self._table, self._layers = weight.detach(), table, layers
-        self._norm, self._head, self._call = norm, model.head, call
+        self._embedding, self._table = model.embed.weight.detach(), model.tables[0]
+        self._layers, self._norm, self._head = model.layers, model.norm.kernel, model.head
+        self._call = call
         self._caches: list[LayerCache] = []
         self._memory: _Memory | None = None
         version = source_version()
@@ -188,14 +170,12 @@ class LayerProgram:
     @classmethod
     def of(cls, model: FusedForward) -> "LayerProgram | None":
         """A program of ``model``, if its parts are those that one can run."""
-        table = model.rotaries[0].table if len(model.rotaries) == 1 else None
-        layers = [parts for layer in model.layers if (parts := _parts(layer)) is not None]
         team_size, give_way = map(function_address, ("omp_get_num_threads", "sched_yield"))
-        if table is None or type(model.embed) is not nn.Embedding:
+        if len(model.tables) > 1 or type(model.embed) is not nn.Embedding:
             return None
-        if len(layers) < len(model.layers) or not (team_size and give_way):
+        if not all(map(_can_run, model.layers)) or not (team_size and give_way):
             return None
-        return cls(model, layers, table, ProgramCall(team_size=team_size, give_way=give_way))
+        return cls(model, ProgramCall(team_size=team_size, give_way=give_way))
 
     def fits(self, paged: PagedFunction) -> TypeGuard[PagedStep]:
         """Whether ``paged`` is a step over caches that our attention kernel reads and writes."""
@@ -229,7 +209,6 @@ class LayerProgram:
         if isinstance(self._head, TileLinear):
             out = torch.empty(count, self._head.out_features, dtype=out.dtype)
             memory.arguments[-1, _OUT] = out.data_ptr()
-        held = []  # what owns the memory that the arguments point to
         for call, cache, layers in memory.kinds:
             assert isinstance(cache.attend, CpuAttention)
             step = cache.attend.prepare(call, cache, meta)
@@ -237,57 +216,56 @@ class LayerProgram:
             fields = np.frombuffer(bytes(step.arguments), np.int64)[_OF_STEP]
             memory.attention[layers, :, _OF_STEP] = fields
             memory.attention[layers, :, _COUNT] = step.write_items, step.items
-            held.append(step)
         self._call.arrived = 0
         self._kernel.run(self._call, torch.get_num_threads())
-        del held
         return self._head(normed) if out is normed else out
 
     def _lay_out(self, tokens: int) -> _Memory:
         """Memory for steps of at most ``tokens`` rows, rounded up to a power of two."""
         tokens = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
         first, dtype, size = self._layers[0], self._embedding.dtype, self._embedding.shape[1]
-        widths = (size, size, size, first.qkv.out_features, first.output.in_features)
-        tensors = [torch.empty(tokens, w, dtype=dtype) for w in (*widths, first.down.in_features)]
+        attention, inner = first.self_attn, first.mlp.down.in_features
+        widths = size, size, size, attention.qkv.out_features, attention.output.in_features, inner
+        tensors = [torch.empty(tokens, width, dtype=dtype) for width in widths]
         indices = torch.empty(2, tokens, dtype=torch.int64)
         hidden, middle, normed, qkv, attended, inside = (each.data_ptr() for each in tensors)
         positions, rows = (each.data_ptr() for each in indices)
         cos, sin = self._table.unbind(1)
-        norm, product = self._norm.kernel.address, first.qkv.kernel.address
+        norm, product = self._norm.kernel.address, attention.qkv.kernel.address
         calls: list[tuple[int, ctypes.Structure]] = []
         kinds: dict[object, tuple[AttentionCall, LayerCache, list[int]]] = {}
         for number, layer in enumerate(self._layers):
-            form, cache = layer.attention.form, self._caches[layer.attention.form.layer]
-            attend, call = cache.attend, form.call(*form.split(tensors[3]))
+            attention, norms, mlp = layer.self_attn, layer.norms, layer.mlp
+            form, rotate = attention.form, attention.kernel
+            cache, call = self._caches[form.layer], form.call(*form.split(tensors[3]))
+            attend = cache.attend
             assert isinstance(attend, CpuAttention)
             arguments = AttentionArguments()
             set_layer(arguments, call.query, call.key, call.value, cache, attended)
             kind = (attend, cache.keys.shape, replace(form, layer=0, norms=None))
             kinds.setdefault(kind, (call, cache, []))[2].append(number)
-            rotation = layer.attention.call_for(tensors[3], cos, sin, positions)
             calls += [
-                (norm, layer.attention_norm.call_for(hidden, normed)),
-                (product, layer.qkv.call_for(normed, qkv)),
-                (layer.attention.kernel.address, rotation),
+                (norm, norms.attention.kernel.call_for(hidden, normed)),
+                (product, attention.qkv.call_for(normed, qkv)),
+                (rotate.kernel.address, rotate.call_for(tensors[3], cos, sin, positions)),
                 (attend.write.address, arguments),
                 (attend.attend.address, arguments),
-                (product, layer.output.call_for(attended, middle, hidden)),
-                (norm, layer.mlp_norm.call_for(middle, normed)),
-                (product, layer.gated.call_for(normed, inside)),
-                (product, layer.down.call_for(inside, hidden, middle)),
+                (product, attention.output.call_for(attended, middle, hidden)),
+                (norm, norms.mlp.kernel.call_for(middle, normed)),
+                (product, mlp.gated.call_for(normed, inside)),
+                (product, mlp.down.call_for(inside, hidden, middle)),
             ]
         calls.append((norm, self._norm.call_for(hidden, normed, rows)))
         if isinstance(self._head, TileLinear):
             calls.append((product, self._head.call_for(normed, 0)))
         table = np.zeros((len(calls), _WIDTH), np.int64)
-        for row, (_, each) in zip(table, calls, strict=True):
-            ctypes.memmove(row.ctypes.data, ctypes.addressof(each), ctypes.sizeof(each))
-        kernels = np.array(
-            [(body, row.ctypes.data) for row, (body, _) in zip(table, calls, strict=True)]
-        )
-        attention = table[: _KERNELS * len(self._layers)].reshape(-1, _KERNELS, _WIDTH)
+        kernels = np.zeros((len(calls), 2), np.int64)
+        for number, (body, each) in enumerate(calls):
+            kernels[number] = body, table[number].ctypes.data
+            ctypes.memmove(table[number].ctypes.data, ctypes.addressof(each), ctypes.sizeof(each))
+        of_layers = table[: _KERNELS * len(self._layers)].reshape(-1, _KERNELS, _WIDTH)
         of_kinds: list[tuple[AttentionCall, LayerCache, Any]] = list(kinds.values())
         if len(of_kinds) == 1:
             of_kinds = [(*of_kinds[0][:2], slice(None))]  # which numpy writes faster than a list
         self._call.count, self._call.kernels = len(calls), kernels.ctypes.data
-        return _Memory(tokens, tensors, indices, table, attention[:, _ATTENTION], kernels, of_kinds)
+        return _Memory(tokens, tensors, indices, table, of_layers[:, _ATTENTION], kernels, of_kinds)

@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
-# Numba infers the types of what it compiles here.
 """Norms and rotary embedding over the rows of a step: the kernel, and its calls on torch's threads.
 
 Its body takes the address of its record and takes items, some rows each, from a counter until none
@@ -12,8 +10,7 @@ import torch
 from torch import Tensor
 
 from jitney.execution.interface import PagedFunction
-from jitney.kernels.cpu.compiled import Kernel
-from jitney.kernels.cpu.records import Call, reader, record
+from jitney.kernels.cpu.compiled import Call, Kernel, reader, record
 from jitney.kernels.cpu.simd import (
     LANES,
     ONE,

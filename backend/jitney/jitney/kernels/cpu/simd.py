@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
-# Numba infers the types here, from LLVM intrinsics whose first argument Numba itself supplies.
 """Vectors of 16 float32 lanes and raw memory for Numba kernels, as LLVM's own vector types.
 
 Numba has no vector type and leaves vectorization to chance; here a lane is explicit, and LLVM maps
@@ -41,18 +39,10 @@ f32x, i32x, i16x = (ir.VectorType(t, LANES) for t in (f32, i32, i16))
 
 
 class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no class for."""
-
-    intrinsic_name = "bf16"
+    """LLVM's bfloat, which llvmlite has no class for. There is one object of it."""
 
     def _to_string(self) -> str:
         return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
 
 
 bf16 = _BFloat()

@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def"
-# Numba infers the types of what it compiles here.
 """Linear layers on the tile unit of the processor (AMX), for bfloat16, with what follows them.
 
 The product is our own kernel: at the few rows of a decode step it reads weights faster than
@@ -22,18 +20,16 @@ from numba import types
 from numba.core import cgutils
 from torch import Tensor, nn
 
-from jitney.kernels.cpu.amx import (
+from jitney.kernels.cpu.compiled import Call, Kernel, reader, record, source_version
+from jitney.kernels.cpu.products import (
     amx_end,
     emit_amx,
     emit_shapes,
-    host_has_amx,
     i8,
     may_use_amx,
     move_tile,
     stack_memory,
 )
-from jitney.kernels.cpu.compiled import Kernel, source_version
-from jitney.kernels.cpu.records import Call, reader, record
 from jitney.kernels.cpu.simd import (
     BF16,
     ONE,
@@ -100,8 +96,6 @@ def result_memory(builder):
 @emitted(types.void, *[types.int64] * 2)
 def set_shapes(builder, upper, lower):
     """Set this thread's tiles for 1 to 16 ``upper`` rows and as many ``lower`` ones of x."""
-    if not host_has_amx():
-        return
     upper, lower = (builder.trunc(rows, i8) for rows in (upper, lower))
     emit_shapes(builder, [upper, upper, lower, lower, upper, lower, 16, 16], [64] * 8)
 
@@ -112,8 +106,6 @@ def _make_multiply(with_lower: bool) -> Any:
 
     @emitted(types.void, *[types.int64] * 5)
     def multiply(builder, x, x_stride, column, steps, out):
-        if not host_has_amx():
-            return
         line = ir.Constant(i64, 64)
         second = offset_by(builder, column, steps, 1024)
         lower = offset_by(builder, x, 16, x_stride)
@@ -210,15 +202,13 @@ def product_body(arguments):
 # --------------------------------------------------------------------------- layers
 
 
-def compile_product() -> Kernel:
-    """The product, for :class:`TileLinear`."""
+def compile_product(dtype: torch.dtype) -> Kernel | None:
+    """The product, for :class:`TileLinear`; None if this process may use no tile unit for products
+    of ``dtype``."""
     version = source_version()
+    if dtype != torch.bfloat16 or not may_use_amx():
+        return None
     return Kernel(lambda address: product_body(address) if version else None)
-
-
-def can_use_tiles(dtype: torch.dtype) -> bool:
-    """Whether this process may use a tile unit for products of ``dtype``."""
-    return dtype == torch.bfloat16 and may_use_amx()
 
 
 def fits_tiles(linear: nn.Linear, activation: Activation | None = None) -> bool:
@@ -248,7 +238,8 @@ class TileLinear(nn.Module):
         self.out_features = outputs if activation is None else outputs // 2
         self.kernel = kernel
         gated = activation is not None
-        self._packed = _pack(weight.detach(), gated)
+        columns = weight.detach().view(outputs // 16, 16, self.in_features // 2, 2)
+        self._packed = _interleave(columns.permute(0, 2, 1, 3), gated)
         self._bias = None
         if bias is not None:
             self._bias = _interleave(bias.detach().float().view(-1, 16), gated)
@@ -286,13 +277,6 @@ class TileLinear(nn.Module):
         call.count = x.numel() // self.in_features
         self.kernel.run(call, torch.get_num_threads())
         return out
-
-
-def _pack(weight: Tensor, gated: bool) -> Tensor:
-    """[N, K] as columns [N / 16, K / 2, 16, 2]."""
-    outputs, inputs = weight.shape
-    columns = weight.view(outputs // 16, 16, inputs // 2, 2).permute(0, 2, 1, 3)
-    return _interleave(columns, gated)
 
 
 def _interleave(columns: Tensor, gated: bool) -> Tensor:

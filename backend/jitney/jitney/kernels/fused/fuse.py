@@ -1,16 +1,18 @@
 """The search of a loaded model for modules that fused ones can take the place of.
 
-Candidates are found by their parts (``parts``), a fused module is built from those, and both are
-run on the same random input (``trial``). Only what agrees is swapped; the rest stays as it was, and
-the report says why. The largest first: whole decoder layers, gated MLPs, RMS norms. If
-all layers of a causal model could be swapped, the whole of it is fused too (``FusedForward``).
+Candidates are told by the names and kinds of their children and never by a model's name. A fused
+module is built from those, and both are run on the same random input (``trial``). Only what agrees
+is swapped; the rest stays as it was, and the report says why. The largest first: whole decoder
+layers, gated MLPs, RMS norms. If all layers of a causal model could be swapped, the whole of it is
+fused too (``FusedForward``).
 """
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +20,10 @@ from transformers import PreTrainedModel
 
 from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
-from jitney.execution.quantized import coarse_layers, find_children
+from jitney.execution.quantized import QuantizedLinear, coarse_layers, find_children
 from jitney.kernels.fused.layers import (
+    ACTIVATIONS,
+    Activation,
     AttentionForm,
     FusedAttention,
     FusedDecoderLayer,
@@ -30,15 +34,8 @@ from jitney.kernels.fused.layers import (
     LayerNorms,
     Misfit,
     NormForm,
+    rotary_table,
 )
-from jitney.kernels.fused.parts import (
-    attention_parts,
-    is_norm,
-    known_activation,
-    layer_parts,
-    mlp_parts,
-)
-from jitney.kernels.fused.rotary import RotaryTable, is_half
 from jitney.kernels.fused.trial import (
     LAYER_SCALES,
     MODULE_SCALES,
@@ -54,6 +51,88 @@ _log = logging.getLogger(__name__)
 
 _SURPLUS = 64
 """Positions behind the longest sequence that a step launched before its end was known may have."""
+
+# The children that a module of each kind may have: products, norms and others, told by their names.
+# The last product is that of the output. "" stands where a layer has no norm in LayerNorms.
+_ATTENTIONS = tuple(
+    (*qkv, "o_proj", *norms)
+    for qkv in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+    for norms in ((), ("q_norm", "k_norm"))
+)
+_MLPS = tuple(
+    (*gate_up, "down_proj", activation)
+    for gate_up in (("gate_proj", "up_proj"), ("gate_up_proj",))
+    for activation in ("act_fn", "activation_fn")
+)
+_IN, _BETWEEN = "input_layernorm", "post_attention_layernorm"
+_MLP_IN, _OUT = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+_LAYERS = tuple(
+    ("self_attn", "mlp", *norms)
+    for norms in ((_IN, "", _BETWEEN, ""), (_IN, _BETWEEN, _MLP_IN, _OUT), ("", _BETWEEN, "", _OUT))
+)
+
+
+class Parts(NamedTuple):
+    """The children of a module of a known form."""
+
+    products: list[Any]
+    """Those of one input, which may be merged already, and the one of the output."""
+    norms: list[nn.Module | None]
+    """Of query and key, or of a layer."""
+    others: list[Any]
+
+
+def _parts(module: nn.Module, forms: Sequence[tuple[str, ...]]) -> Parts | None:
+    """The children that one of ``forms`` names, if they are of its kinds and all there is."""
+    idle = (nn.Dropout, nn.Identity)  # in service
+    parts = {name: part for name, part in module.named_children() if type(part) not in idle}
+    names = next((names for names in forms if set(parts) == set(names) - {""}), None)
+    if names is None or any(n != "sinks" for n, _ in module.named_parameters(recurse=False)):
+        return None
+    found = Parts([], [], [])
+    for name in names:
+        part = parts.get(name)
+        if name.endswith("_proj"):
+            if type(part) is not nn.Linear and not isinstance(part, QuantizedLinear):
+                return None
+            found.products.append(part)
+        elif name in ("self_attn", "mlp", "act_fn", "activation_fn"):
+            found.others.append(part)
+        elif part is None or is_norm(part):
+            found.norms.append(part)
+        else:
+            return None
+    return found
+
+
+attention_parts = partial(_parts, forms=_ATTENTIONS)
+"""Products, perhaps norms of query and key, perhaps sinks, and nothing else."""
+mlp_parts = partial(_parts, forms=_MLPS)
+"""Products of gate, up and down, and an activation."""
+
+
+def layer_parts(module: nn.Module) -> Parts | None:
+    """An attention of a known form, any MLP, and the norms in the order of LayerNorms."""
+    parts = _parts(module, _LAYERS)
+    return parts if parts and attention_parts(parts.others[0]) else None
+
+
+def is_norm(module: nn.Module | None) -> bool:
+    """One vector of weights and nothing else."""
+    if module is None:
+        return False
+    parameters = dict(module.named_parameters())
+    alone = list(parameters) == ["weight"] and not any(True for _ in module.buffers())
+    return alone and parameters["weight"].dim() == 1
+
+
+def known_activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
+    """Which activation ``function`` is, told by what it gives; None if it is none of ours."""
+    x = torch.linspace(-6.0, 6.0, 97)
+    for name, known in ACTIVATIONS.items():
+        if torch.allclose(function(x), known(x), rtol=1e-6, atol=1e-6):
+            return name
+    return None
 
 
 @dataclass
@@ -158,14 +237,12 @@ class _Fuser:
             raise Misfit("not all of its parts are fused")
         right = run_trial(module)
         keys = [(self._angles[x].rotary, x.self_attn.half_rotary) for x in layers]
-        tables = {
-            key: RotaryTable(*key, self._length + _SURPLUS, self._like)
-            for key in dict.fromkeys(keys)
-        }
+        kinds, length = list(dict.fromkeys(keys)), self._length + _SURPLUS
+        tables = [rotary_table(*kind, length, self._like) for kind in kinds]
         head = self._kernels.linear([old])
         softcap = vars(self._config).get("final_logit_softcapping")
-        rotaries = [tables[key] for key in keys]
-        fused = FusedForward(embed, layers, rotaries, norm, head, softcap, self._kernels)
+        of_layers = [kinds.index(key) for key in keys]
+        fused = FusedForward(embed, layers, tables, of_layers, norm, head, softcap, self._kernels)
         self._checker.same(
             "its result without transformers' forward", run_trial(module, fused), right
         )
@@ -245,7 +322,8 @@ class _Fuser:
         outputs = sum(each.out_features for each in qkv)
         if made.value.shape != made.key.shape or outputs != sum(form.qkv_heads) * size:
             raise Misfit("its projections do not give the heads alone")
-        half = is_half(cos)
+        # Else its second half is its first once more.
+        half = not torch.equal(*cos.tensor_split(2, -1))
         if cos.shape[-1] * (2 if half else 1) > size:
             raise Misfit("its rotary embedding is wider than a head")
         if parts.norms:

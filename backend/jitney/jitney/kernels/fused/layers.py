@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.interface import AttentionCall, PagedFunction
-from jitney.kernels.fused.rotary import RotaryTable, whole_rotary
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -29,8 +28,49 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A model's rotary module: (anything of its dtype and device, positions [1, T]) -> cos, sin."""
+_MOST_TABLE_BYTES = 256 << 20
+
+
 class Misfit(Exception):
     """A candidate lacks something, or computes something else. The text says what."""
+
+
+def whole_rotary(made: tuple[Tensor, Tensor], half: bool) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R], a column for each rotated value, of what a model's rotary module gives:
+    [1, T, R], or ``half`` as wide."""
+    cos, sin = made[0][0], made[1][0]
+    if half:
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    return cos, sin
+
+
+def rotary_table(rotary: Rotary, half: bool, length: int, like: Tensor) -> Tensor:
+    """cos and sin (Su et al. 2021) of positions 0 to ``length`` - 1: [length, 2, R]. ``half`` as in
+    :func:`whole_rotary`; ``like`` has the model's dtype and device. Raises Misfit if it is large.
+    """
+    positions = torch.arange(length, device=like.device).unsqueeze(0)
+    size = 2 * length * whole_rotary(rotary(like, positions[:, :1]), half)[0].nbytes
+    if size > _MOST_TABLE_BYTES:
+        raise Misfit(f"the table of its rotary embedding would take {size:,} bytes")
+    return torch.stack(whole_rotary(rotary(like, positions), half), 1)
+
+
+def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer that gives the results of all side by side, and owns its weight."""
+    if len(linears) == 1:
+        return linears[0]
+    weight = torch.cat([each.weight.detach() for each in linears])
+    result = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    result.weight = nn.Parameter(weight, requires_grad=False)
+    if any(each.bias is not None for each in linears):
+        zeros = weight.new_zeros(weight.shape[0])
+        biases: list[Tensor] = [
+            zeros[: x.out_features] if x.bias is None else x.bias for x in linears
+        ]
+        result.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
+    return result
 
 
 @dataclass(frozen=True)
@@ -162,8 +202,6 @@ class FusedMLP(nn.Module):
 class FusedAttention(nn.Module):
     """One product for query, key and value, attention, the output product."""
 
-    is_causal = True
-
     def __init__(
         self,
         form: AttentionForm,
@@ -266,20 +304,22 @@ class FusedForward:
         self,
         embed: nn.Module,
         layers: Sequence[FusedDecoderLayer],
-        rotaries: Sequence[RotaryTable],
+        tables: Sequence[Tensor],
+        kinds: Sequence[int],
         norm: FusedRMSNorm,
         head: nn.Module,
         softcap: float | None,
         kernels: LayerKernels,
     ) -> None:
-        """``rotaries``, one for each layer, are few objects; ``softcap`` is that of the logits."""
+        """``tables`` are those of :func:`rotary_table`, ``kinds`` the index of each layer's in
+        them, ``softcap`` is that of the logits."""
         self.embed, self.layers, self.norm, self.head = embed, layers, norm, head
-        self.rotaries, self._softcap = list(dict.fromkeys(rotaries)), softcap
+        self.tables, self._softcap = tables, softcap
         self._first_norm = layers[0].norms.attention
         norms = [*(layer.norms.attention for layer in layers[1:]), norm]
         self._layers = [
-            (layer.run, self.rotaries.index(rotary), layer.end_before(following))
-            for layer, rotary, following in zip(layers, rotaries, norms, strict=True)
+            (layer.run, kind, layer.end_before(following))
+            for layer, kind, following in zip(layers, kinds, norms, strict=True)
         ]
         self.program = kernels.program(self)
 
@@ -290,7 +330,12 @@ class FusedForward:
         """``ids`` and ``positions`` are [T], ``rows`` indices of T. Returns their logits."""
         logits = None if self.program is None else self.program(ids, rows, paged)
         if logits is None:
-            angles = [rotary(positions) for rotary in self.rotaries]
+            angles = []
+            for table in self.tables:
+                # Side by side for each token: where sin begins does not depend on how many there
+                # are, so the kernel that reads it is the same for every step.
+                cos, sin = table.index_select(0, positions).unbind(1)
+                angles.append((cos, sin))
             residual: Tensor = self.embed(ids)
             x = residual if self._first_norm is None else self._first_norm(residual)
             for run, index, end in self._layers[:-1]:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jitney.execution.interface import AttentionCall, StepFunction, forward
-from jitney.kernels.fused.layers import Misfit
-from jitney.kernels.fused.rotary import Rotary
+from jitney.kernels.fused.layers import Misfit, Rotary
 
 _TOKENS = 7
 # Relative to the norm of the right result.
@@ -67,10 +66,10 @@ def record_calls(
     def record(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[each] = {name: x for name, x in kwargs.items() if name != "hidden_states"}
 
-    inner = dict(module.named_children()).get("model")
     hooks: list[Any] = [
         each.register_forward_hook(_mark_angles, with_kwargs=True)
-        for each in (() if inner is None else inner.children())
+        for name, each in module.named_modules()
+        if name == "model.rotary_emb"
     ]
     for each in filter(fits, module.modules()):
         hooks.append(each.register_forward_pre_hook(record, with_kwargs=True))
@@ -83,9 +82,7 @@ def record_calls(
 
 
 def _mark_angles(made: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """A hook: pairs of tensors, as rotary modules give them, keep how they were made."""
-    if not isinstance(output, tuple) or [isinstance(x, Tensor) for x in output] != [True, True]:
-        return None
+    """A hook of a rotary module: what it gives keeps how it was made."""
     rest = args[2:]
     named = {k: v for k, v in kwargs.items() if k not in ("x", "position_ids")}
     angles = Angles(output)

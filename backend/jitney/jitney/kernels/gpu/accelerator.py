@@ -51,7 +51,23 @@ class GpuAccelerator:
 
     def attention(self, shape: AttentionShape) -> AttentionFunction | str:
         """See :class:`Accelerator`."""
-        return _gpu_attention(shape)
+        try:
+            import triton
+        except ImportError as error:
+            return (
+                "the GPU's kernels need the Triton language "
+                f"(pip install 'triton-jitney[gpu]'): {error}"
+            )
+        interpreted = shape.device.type == "cpu" and triton.knobs.runtime.interpret
+        if shape.device.type != "cuda" and not interpreted:
+            return f"the GPU's kernels need a CUDA device, not {shape.device.type}"
+        triton.knobs.runtime.jit_cache_hook = _say_compiled
+        from jitney.kernels.gpu.attention import GpuAttention
+        from jitney.kernels.gpu.tiles import why_not
+
+        return why_not(*shape[:-1]) or GpuAttention(
+            *shape[:-1], batch_invariant=shape.batch_invariant
+        )
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
         """Whether all layers attend through kernels of our own, which plan without looking at the
@@ -63,7 +79,7 @@ class GpuAccelerator:
         if self._config.compile:  # which fuses by itself, and cannot look into kernels
             compile_module(model.module)
             return model
-        from jitney.kernels.gpu.fuse import fuse_for_gpu
+        from jitney.kernels.gpu.layer_kernels import fuse_for_gpu
 
         return fuse_for_gpu(model.module, self._config, model.max_model_len).applied(model)
 
@@ -123,22 +139,3 @@ def _say_compiled(*, fn: Any, **_: object) -> None:
     """Before a kernel is compiled, or read from the disk: a log record is a sign of life, from
     which the watchdog counts anew."""
     _log.info("preparing the kernel %s", fn.name)
-
-
-def _gpu_attention(shape: AttentionShape) -> AttentionFunction | str:
-    """Kernels of our own, or why they cannot run."""
-    try:
-        import triton
-    except ImportError as error:
-        return (
-            "the GPU's kernels need the Triton language "
-            f"(pip install 'triton-jitney[gpu]'): {error}"
-        )
-    interpreted = shape.device.type == "cpu" and triton.knobs.runtime.interpret
-    if shape.device.type != "cuda" and not interpreted:
-        return f"the GPU's kernels need a CUDA device, not {shape.device.type}"
-    triton.knobs.runtime.jit_cache_hook = _say_compiled
-    from jitney.kernels.gpu.attention import GpuAttention
-    from jitney.kernels.gpu.tiles import why_not
-
-    return why_not(*shape[:-1]) or GpuAttention(*shape[:-1], batch_invariant=shape.batch_invariant)

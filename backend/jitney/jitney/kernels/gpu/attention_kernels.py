@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-# The compiler of the Triton language infers the types of what it compiles here.
 """The kernels in the Triton language of attention over the paged cache.
 
 Compiled at first use by ``attention.GpuAttention``, which alone launches them. Query heads,

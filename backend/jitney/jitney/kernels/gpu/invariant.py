@@ -60,13 +60,15 @@ def check_invariant(module: PreTrainedModel, step: StepFunction | None) -> None:
     the whole model, if that was fused."""
     names: list[str] = []
 
+    def enter(name: str, *_: object) -> None:
+        names.append(name)
+
     def leave(*_: object) -> None:
         names.pop()
 
     with contextlib.ExitStack() as hooks:
         for name, each in module.named_modules():
-            enter = partial(_append, names, name)
-            hooks.enter_context(each.register_forward_pre_hook(enter))
+            hooks.enter_context(each.register_forward_pre_hook(partial(enter, name)))
             hooks.enter_context(each.register_forward_hook(leave, always_call=True))
         with _Watch(names):
             run_trial(module, step)
@@ -105,10 +107,6 @@ def _is_harmless(func: Any, args: tuple[Any, ...]) -> bool:
         return True
     # A product of one summand: frequencies times positions.
     return name in _PRODUCTS and args[0].shape[-1] == 1
-
-
-def _append(names: list[str], name: str, *_: object) -> None:
-    names.append(name)
 
 
 def _product(linear: Any) -> InvariantLinear:

@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-# The compiler of the Triton language infers the types of what it compiles here.
 """What kernels in the Triton language share."""
 
 import triton

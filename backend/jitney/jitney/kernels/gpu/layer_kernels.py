@@ -1,13 +1,16 @@
-"""What a GPU computes fused layers with."""
+"""Fused layers on a GPU."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from jitney.config import EngineConfig
 from jitney.execution.interface import PagedFunction, PagedStep
 from jitney.execution.quantized import QuantizedLinear
+from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.kernels.fused.layers import (
     Activation,
     AttentionForm,
@@ -17,11 +20,35 @@ from jitney.kernels.fused.layers import (
     Misfit,
     NormForm,
     NormKernel,
+    merged_linears,
 )
-from jitney.kernels.fused.parts import merged_linears
 from jitney.kernels.gpu.attention import GpuAttention, HeadTransform
+from jitney.kernels.gpu.invariant import check_invariant, make_invariant
 from jitney.kernels.gpu.norm import MOST_WIDTH, add_norm, gate, norm_in_place, rms_norm
 from jitney.kernels.gpu.products import InvariantLinear
+
+
+def fuse_for_gpu(module: PreTrainedModel, config: EngineConfig, length: int) -> FuseReport:
+    """See :func:`fused.fuse.fuse`. Run once, after loading and quantization.
+
+    With option ``batch_invariant``, products and norms that depend on the batch are replaced as
+    well, whatever could be fused (``invariant``). Raises ConfigError if that cannot be.
+    """
+    for each in module.modules():
+        if isinstance(each, PreTrainedModel):
+            # It looks for padding among the ids, which makes the host wait for the device. There is
+            # none here.
+            vars(each)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
+    report = FuseReport()
+    if config.fuse or config.batch_invariant:
+        kernels = GpuLayerKernels(batch_invariant=config.batch_invariant)
+        report = fuse(module, kernels, length, norms_alone=not config.fuse)
+    if config.batch_invariant:
+        make_invariant(module, config, report)
+        check_invariant(module, report.forward)
+    if module.device.type == "cuda":
+        torch.cuda.empty_cache()  # unmerged weights have left gaps that nothing else fits into
+    return report
 
 
 class GpuLayerKernels:

@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-# The compiler of the Triton language infers the types of what it compiles here.
 """Norms, residual sums and gated activations on a GPU, each one kernel over the rows it is given.
 
 One program computes a row of a norm, so that its result does not depend on the rows beside it; sums
@@ -89,24 +87,18 @@ def _launch(
     assert residual is None or residual.stride(1) == 1
     assert width <= MOST_WIDTH
     block = triton.next_power_of_2(width)
+    branch_scale, branch_epsilon = _scale_and_epsilon(branch_norm)
+    scale, epsilon = _scale_and_epsilon(norm)
     add_norm_kernel[(rows,)](
-        out,
-        sums,
-        branch,
-        residual,
-        None if indices is None else indices.contiguous(),
-        None if branch_norm is None else branch_norm.scale,
-        None if norm is None else norm.scale,
-        bias,
-        out.stride(0),
-        branch.stride(0),
-        0 if residual is None else residual.stride(0),
-        0.0 if branch_norm is None else branch_norm.epsilon,
-        0.0 if norm is None else norm.epsilon,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=warps(block),
-    )
+        out, sums, branch, residual, None if indices is None else indices.contiguous(),
+        branch_scale, scale, bias,
+        out.stride(0), branch.stride(0), 0 if residual is None else residual.stride(0),
+        branch_epsilon, epsilon, WIDTH=width, BLOCK=block, num_warps=warps(block),
+    )  # fmt: skip
+
+
+def _scale_and_epsilon(norm: NormForm | None) -> tuple[Tensor | None, float]:
+    return (None, 0.0) if norm is None else (norm.scale, norm.epsilon)
 
 
 def gate(x: Tensor, activation: Activation) -> Tensor:

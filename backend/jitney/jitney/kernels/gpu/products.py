@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-# The compiler of the Triton language infers the types of what it compiles here.
 """Linear layers whose result for a row is bitwise the same whatever rows there are beside it.
 
 cuBLAS chooses tiles, and how the sum is split, by the number of rows. Here both are fixed by the

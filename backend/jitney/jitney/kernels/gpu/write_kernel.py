@@ -1,5 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-# The compiler of the Triton language infers the types of what it compiles here.
 """The kernel in the Triton language that writes a step's K and V to their slots.
 
 On the way it can normalize each head of Q and K (RMS norm) and apply rotary embedding, and it
