@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frontend": {"text", "engine", "server_log"},
     "offline": {"text", "engine", "standins", "report", "access"},
     "measure": {"core", "server", "report", "access"},
-    "cli": {"measure", "server", "offline", "frontend"},
+    "gateway": {"offline"},
+    "cli": {"measure", "gateway", "server", "offline", "frontend"},
 }
 # The one file that knows the rooms which run a model, and puts them together.
 ASSEMBLY = "engine.assemble"

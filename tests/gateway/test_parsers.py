@@ -1,0 +1,349 @@
+"""Tool calls and reasoning in a model's text: what the parser makes of it, however it is cut."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jitney.gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect, reasoning_markers
+from jitney.gateway.parsers import Parser
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "parameters": {
+                "properties": {
+                    "n": {"type": "integer"},
+                    "ratio": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+                    "deep": {"type": "boolean"},
+                    "where": {"type": ["object", "array"]},
+                    "zip": {"type": "string"},
+                    "unit": {"enum": ["1", 2]},
+                    "any": True,
+                }
+            },
+        },
+    }
+]
+
+
+class Read(NamedTuple):
+    """The deltas of an answer, joined."""
+
+    content: str = ""
+    calls: tuple[tuple[str, Any], ...] = ()
+    reasoning: str = ""
+
+
+def read(tool_format: str | None, reasoning_format: str | None, pieces: Iterable[str]) -> Read:
+    parser = Parser(tool_format, reasoning_format, TOOLS)
+    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
+    calls: list[list[str]] = []
+    for call in (call for delta in deltas for call in delta.calls):
+        if call.index == len(calls):
+            assert call.name
+            calls.append([call.name, ""])
+        calls[call.index][1] += call.arguments
+    return Read(
+        "".join(delta.content for delta in deltas),
+        tuple((name, json.loads(arguments)) for name, arguments in calls),
+        "".join(delta.reasoning for delta in deltas),
+    )
+
+
+FIND = "find"
+NESTED = {"q": 'say "hi" {[(\\ </tool_call> 😀 é', "where": {"deep": [{}, [1.5, None, True], "]}"]}}
+NESTED_JSON = json.dumps(NESTED, ensure_ascii=False)
+CALL = '<tool_call>\n{"name": "find", "arguments": {"n": 1}}\n</tool_call>'
+XML = "<tool_call>\n<function=find>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>"
+V3 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{"n": 1}\n```'
+    f"<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{NESTED_JSON}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+V31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{"n": 1}<｜tool▁call▁end｜>'
+    f"<｜tool▁call▁begin｜>g<｜tool▁sep｜>{NESTED_JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+ONE, BOTH = ((FIND, {"n": 1}),), ((FIND, {"n": 1}), ("g", NESTED))
+
+READ = {  # tool format, reasoning format, text, what it says
+    "plain": (None, None, f"<think> {CALL}", Read(f"<think> {CALL}")),
+    "hermes": ("hermes", None, f"Let me see.\n\n{CALL}\n", Read("Let me see.", ONE)),
+    "hermes, two": (
+        *("hermes", None),
+        f'a{CALL}\n<tool_call>{{"arguments": {NESTED_JSON}, "name": "g"}}</tool_call> b',
+        Read("a b", BOTH),
+    ),
+    "hermes, no last tag": ("hermes", None, CALL[:-12], Read("", ONE)),
+    "hermes, after a broken one": (
+        *("hermes", None),
+        f'<tool_call>{{"name": "find", "arguments": {{"n: 1}}}}</tool_call>{CALL}',
+        Read('<tool_call>{"name": "find", "arguments": {"n: 1}}</tool_call>', ONE),
+    ),
+    "hermes, arguments as a string": (
+        *("hermes", None),
+        '<tool_call>{"name": "find", "arguments": "{\\"n\\": 1}"}</tool_call>',
+        Read("", ONE),
+    ),
+    "hermes, a tag that is text": (
+        *("hermes", None, f"The tag <tool_call> opens.{CALL}"),
+        Read("The tag <tool_call> opens.", ONE),
+    ),
+    "llama": ("llama3_json", None, '\n{"name": "find", "parameters": {"n": 1}}', Read("", ONE)),
+    "llama, two": (
+        *("llama3_json", None),
+        'So:<|python_tag|>{"name": "find", "parameters": {"n": 1}}; '
+        f'{{"type": "function", "name": "g", "parameters": {NESTED_JSON}}}',
+        Read("So:", BOTH),
+    ),
+    "llama, text": (
+        *("llama3_json", None, ' {"n": 1} and {"name": "find", "parameters": {}}'),
+        Read(' {"n": 1} and {"name": "find", "parameters": {}}'),
+    ),
+    "mistral": (
+        "mistral",
+        None,
+        'Hm.[TOOL_CALLS] [{"name": "find", "arguments": {"n": 1}}, '
+        f'{{"name": "g", "arguments": {NESTED_JSON}, "id": "x"}}]',
+        Read("Hm.", BOTH),
+    ),
+    "mistral, newer": (
+        *("mistral_args", "mistral"),
+        '[THINK]no [TOOL_CALLS] yet[/THINK][TOOL_CALLS]find[ARGS]{"n": 1}'
+        f"[TOOL_CALLS]g[CALL_ID]a1[ARGS]{NESTED_JSON}",
+        Read("", BOTH, "no [TOOL_CALLS] yet"),
+    ),
+    "deepseek V3": (
+        "deepseek",
+        "think_opened",
+        f"\nhm\n</think>\n\nSo{V3}",
+        Read("So", BOTH, "hm"),
+    ),
+    "deepseek V3.1": ("deepseek_v31", "think", f"So {V31} x", Read("So x", BOTH, "")),
+    "xml": ("qwen_xml", None, f"See:\n{XML}\n{XML} so", Read("See: so", ONE + ONE)),
+    "xml, typed": (
+        *("qwen_xml", None),
+        "<function=find>"
+        + "".join(
+            f"<parameter={key}>\n{value}\n</parameter>\n"
+            for key, value in [
+                *(("n", "x"), ("ratio", "null"), ("deep", "True"), ("where", '{"a": [1]}')),
+                *(("zip", "01 \n"), ("unit", "1"), ("any", "2"), ("other", "</function> é")),
+            ]
+        )
+        + "</function>",
+        Read(
+            "",
+            (
+                (
+                    FIND,
+                    {
+                        "n": "x",
+                        "ratio": None,
+                        "deep": True,
+                        "where": {"a": [1]},
+                        "zip": "01 \n",
+                        "unit": "1",
+                        "any": "2",
+                        "other": "</function> é",
+                    },
+                ),
+            ),
+        ),
+    ),
+    "python": (
+        *("pythonic", None),
+        """[find(n=1), g(q='say "hi" {[(\\\\ </tool_call> 😀 é', """
+        """where={"deep": [{}, [1.5, None, true], ']}']})]""",
+        Read("", BOTH),
+    ),
+    "python, marked": (
+        *("pythonic", None, "So <|python_start|>[a.find(n=-1)]<|python_end|> [find(n=1)]"),
+        Read("So", (("a.find", {"n": -1}), (FIND, {"n": 1}))),
+    ),
+    "think": (
+        "hermes",
+        "think",
+        f"\n<think>\na {CALL}\n</think>\n\nb{CALL}",
+        Read("b", ONE, f"a {CALL}"),
+    ),
+    "think, later": (None, "think", "Use <think> and </think>.", Read("Use <think> and </think>.")),
+    "think, opened twice": (
+        None,
+        "think_opened",
+        "<think>\na</thinks></think>b",
+        Read("b", (), "a</thinks>"),
+    ),
+    "think, unfinished": (None, "cohere_opened", "a<|END_THIN", Read("", (), "a<|END_THIN")),
+}
+LOST = [  # what is no call, or none yet
+    ("hermes", '<tool_call>\n{"name": "find", "arguments": {"n": 1'),
+    ("hermes", '<tool_call>{"name": "find", "arguments": [1]}</tool_call> so'),
+    ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "find", "arguments": {"n": NaN}}</tool_call>'),
+    ("hermes", f"<tool_call>{{{'[' * 9000}"),
+    ("hermes", f'<tool_call>{{"name": "find", "arguments": {{"n": {"[" * 9000}{"]" * 9000}}}}}'),
+    ("hermes", "a < b <tool_call"),
+    ("hermes", "Space stays  \n "),
+    ("llama3_json", '{"name": "Ann", "age": 3'),
+    ("llama3_json", '<|python_tag|>search.call(query="x")'),
+    ("mistral", '[TOOL_CALLS] [{"name": "find", "arguments": {"n": 1}}, {"nam'),
+    ("mistral", "[TOOL_CALLS]find[ARGS][1]"),
+    ("deepseek", V3[: V3.index("1}")]),
+    ("qwen_xml", XML[:-14]),
+    ("qwen_xml", "<function=f>\n<parameter=n>\n1\n</parameter> text </function>"),
+    ("qwen_xml", "Write <function=find> first."),
+    ("pythonic", "[find(n=1), g("),
+    ("pythonic", "[find(1)]"),
+    ("pythonic", "[find(n=x)]"),
+    ("pythonic", "[find(**{})]"),
+    ("pythonic", "[find(n={**{}})]"),
+    ("pythonic", "[find(n=1e999)]"),
+    ("pythonic", "[find(n={1, 2})]"),
+    ("pythonic", "[find(n=b'')]"),
+    ("pythonic", "[find(n=1) for x in y]"),
+    ("pythonic", "[find(n='\\ud800')]"),
+    ("pythonic", "[find(n=1) g]"),
+    ("pythonic", "[find(n=1), 1]"),
+    ("pythonic", f"[find(n={'-' * 9000}1)]"),
+    ("pythonic", f"[find(n={'[' * 300}1{']' * 300})]"),
+]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_an_answer_reads_the_same_however_it_is_cut(name: str) -> None:
+    tool_format, reasoning_format, text, expected = READ[name]
+    assert read(tool_format, reasoning_format, [text]) == expected
+    assert read(tool_format, reasoning_format, text) == expected
+    for cut in range(1, len(text)):
+        assert read(tool_format, reasoning_format, [text[:cut], text[cut:]]) == expected, cut
+
+
+@pytest.mark.parametrize(("tool_format", "text"), LOST)
+def test_what_is_no_call_is_content_to_the_letter(tool_format: str, text: str) -> None:
+    for pieces in ([text], text, [text[: len(text) // 2], text[len(text) // 2 :]]):
+        assert read(tool_format, "think", pieces) == Read(text)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_every_beginning_of_an_answer_reads_the_same_however_it_is_cut(name: str) -> None:
+    """Cut off anywhere: nothing raises, and calls that were complete stay."""
+    tool_format, reasoning_format, text, expected = READ[name]
+    for end in range(0, len(text), 3):
+        found = read(tool_format, reasoning_format, text[:end])
+        assert found == read(tool_format, reasoning_format, [text[:end]]), end
+        assert found.calls == expected.calls[: len(found.calls)]
+
+
+FRAGMENTS = sorted(
+    {"<", "{", "[", "]", "}", '"', "\\", "\n", " ", "find", "a", ",", ":", "(", "=", "1", "'", ";"}
+    | {
+        '{"name": "find", "arguments": {"n": 1}}',
+        '{"n": 1}',
+        "find(n=1)",
+        "[find(n=1)]",
+        "find[ARGS]",
+    }
+    | {"[TOOL_CALLS]", "<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"}
+    | {
+        "<function=find>",
+        "</function>",
+        "<parameter=n>",
+        "</parameter>",
+        *V3[:70].partition("function"),
+    }
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(sorted(TOOL_FORMATS)),
+    st.sampled_from(["none", "think", "think_opened"]),
+    st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3)), max_size=25),
+)
+def test_any_text_reads_the_same_however_it_is_cut(
+    tool_format: str, reasoning_format: str, pieces: list[str]
+) -> None:
+    whole = read(tool_format, reasoning_format, ["".join(pieces)])
+    assert read(tool_format, reasoning_format, pieces) == whole
+    assert read(tool_format, reasoning_format, "".join(pieces)) == whole
+
+
+def test_only_what_may_be_a_marker_is_held_back() -> None:
+    parser = Parser("hermes", "think_opened")
+    sent = []
+    for text in ("a", " <", "b>", "</think", "> ", "c", "<", "tool_call> ", "x", '<tool_call>{"n'):
+        deltas = parser.push(text)
+        sent.append("".join(delta.reasoning or delta.content for delta in deltas))
+    assert sent == ["a", "", " <b>", "", "", "c", "", "", "<tool_call> x", ""]
+    assert [delta.content for delta in parser.finish()] == ['<tool_call>{"n']
+
+
+TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+HYBRID = (
+    "{% if add_generation_prompt %}{% if enable_thinking is defined and not enable_thinking %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% else %}{{ '<think>\\n' }}{% endif %}{% endif %}"
+)
+TEMPLATES = {  # as checkpoints of these families write it, shortened
+    "qwen 2.5": (
+        r"""{{ "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}" }}""",
+        *("hermes", None),
+    ),
+    "qwen 3": (
+        """{{ '<tool_call>{"name": "' + n + '", "arguments": ' }}{{ c.split('</think>')[-1] }}""",
+        *("hermes", "think"),
+    ),
+    "qwen 3 coder": (
+        r"{{ '<tool_call>\n<function=f>\n<parameter=p>\nvalue_1\n</parameter>' }}",
+        *("qwen_xml", None),
+    ),
+    "qwen 3.5": (
+        "{{ '<tool_call><function=f><parameter=p>' }}" + HYBRID,
+        "qwen_xml",
+        "think_opened",
+    ),
+    "glm": ("<tool_call>{function-name}\n<arg_key>{{ '<think></think>' }}", None, "think"),
+    "llama 3.1": (
+        """{{ 'Respond in the format {"name": function name, "parameters": dictionary of' }}""",
+        *("llama3_json", None),
+    ),
+    "llama 4": ("Use [func_name1(param1=value1), func_name2(...)]", "pythonic", None),
+    "mistral": ("{{ '[TOOL_CALLS] [' }}", "mistral", None),
+    "magistral": ("{{ '[TOOL_CALLS]' + n + '[ARGS]' }}{{ '[/THINK]' }}", "mistral_args", "mistral"),
+    "deepseek v3": (
+        r"{{ '<｜tool▁call▁begin｜>' + t + '<｜tool▁sep｜>' + n + '\n```json\n' }}",
+        *("deepseek", None),
+    ),
+    "deepseek v3.1": (
+        "{% if t %}{{ '<｜tool▁call▁begin｜>' + n }}{% endif %}" + HYBRID,
+        "deepseek_v31",
+        "think_opened",
+    ),
+    "wants more": ("{{ raise_exception('no system message') }}</think>", None, "think"),
+    "plain": (PROMPT, None, None),
+}
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_chat_template_tells_the_formats(family: str) -> None:
+    template, tool_format, reasoning_format = TEMPLATES[family]
+    assert detect(TURN + template) == (tool_format, reasoning_format)
+
+
+def test_whether_the_prompt_opens_the_reasoning_hangs_on_the_request() -> None:
+    assert detect(TURN + HYBRID, {"enable_thinking": True}) == (None, "think_opened")
+    assert detect(TURN + HYBRID, {"enable_thinking": False}) == (None, "think")
+
+
+def test_every_reasoning_format_is_read() -> None:
+    for name in REASONING_FORMATS:
+        begin, end = reasoning_markers(name) or ("", "")
+        opened = name.endswith("_opened")
+        text = f"{'' if opened else begin}a{end}b"
+        assert read(None, name, text) == (Read("b", (), "a") if end else Read("ab")), name
