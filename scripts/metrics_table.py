@@ -1,4 +1,5 @@
-"""Write docs/metrics.md from the tables in frontend/metrics.py, so that the two cannot differ.
+"""Write docs/metrics.md from the tables in frontend/metrics.py and offline/metrics.py, so that they
+cannot differ.
 
     python scripts/metrics_table.py
 
@@ -38,6 +39,15 @@ from the family of this name, whichever backend sends it. The server in the `nvi
 
 """
 
+JOBS = """
+## Of a job
+
+`jitney batch` serves or pushes these ([jobs](jobs.md#metrics)). Every sample has the label `name`,
+the job's. Rows count in all runs of a job, seconds and tokens in the present one. A metric is
+absent while nothing is known of it.
+
+"""
+
 KINDS = {
     "used": "Blocks that a live sequence refers to",
     "free": "All other blocks, those of the prefix cache too, which can be evicted",
@@ -65,8 +75,8 @@ sum(jitney_kv_used_blocks)
 """
 
 
-def make_page(metrics: Any) -> str:
-    """The whole page, from the module ``jitney.frontend.metrics``."""
+def make_page(metrics: Any, of_jobs: Any) -> str:
+    """The whole page, from the modules ``metrics`` of ``jitney.frontend`` and of jobs."""
     outcomes = ", ".join(f"`{outcome}`" for outcome in metrics.OUTCOMES)
     requests = f"Requests by how they ended, in the label `outcome`: {outcomes}"
     causes = ", ".join(f"`{cause}`" for cause in metrics.CAUSES)
@@ -76,6 +86,7 @@ def make_page(metrics: Any) -> str:
         name: f"{text}. Bounds: {', '.join(f'{bound:g}' for bound in bounds)}"
         for name, (text, bounds) in metrics.HISTOGRAMS.items()
     }
+    jobs = {f"jitney_job_{name}": text for name, (text, _) in of_jobs.FAMILIES.items()}
     return "".join(
         [
             INTRODUCTION,
@@ -85,6 +96,7 @@ def make_page(metrics: Any) -> str:
             "\n## Histograms\n" + HISTOGRAMS + _table("metric", buckets),
             f"\n## Load headers: `{metrics.ORCA}`\n" + ORCA,
             _table("`kv_cache_block_type`", KINDS),
+            JOBS + _table("metric", jobs),
             QUERIES,
         ]
     )
@@ -101,8 +113,9 @@ def main() -> int:
     name = "triton_python_backend_utils"
     sys.modules.setdefault(name, types.ModuleType(name))
     from jitney.frontend import metrics
+    from jitney.offline import metrics as of_jobs
 
-    TARGET.write_text(make_page(metrics), encoding="utf-8")
+    TARGET.write_text(make_page(metrics, of_jobs), encoding="utf-8")
     return 0
 
 

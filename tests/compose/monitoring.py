@@ -27,11 +27,15 @@ FIRED_BY_LOAD = {
     "ServerQueueGrowing": "slow",
 }
 FIRED_BY_A_KILL = {"ServerDown", "NotReady", "Restarted"}
+_NO_JOB = "tests/offline serves and pushes a job's metrics; no job runs beside this server"
 _NO_ENGINE_DIES = "tests/server kills and stops engines; nothing here reaches into a stub"
 NOT_FIRED = {
     "EngineDown": _NO_ENGINE_DIES,
     "EngineRestarted": _NO_ENGINE_DIES,
     "StepHung": _NO_ENGINE_DIES,
+    "JobLate": _NO_JOB,
+    "JobRowsBad": _NO_JOB,
+    "JobStuck": _NO_JOB,
     "GpuMemoryFull": "the server has no such metric where there is no GPU",
     "RequestsFailing": "counts failures that are the server's own, which no client can bring about",
 }

@@ -38,9 +38,12 @@ def test_every_family_stands_at_the_server_from_the_start(pb: Any) -> None:
 def test_the_page_about_them_is_current(pb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
     import metrics_table
+    from jitney.offline import metrics as of_jobs
 
     written = metrics_table.TARGET.read_text(encoding="utf-8")
-    assert written == metrics_table.make_page(module), "run: python scripts/metrics_table.py"
+    assert written == metrics_table.make_page(module, of_jobs), (
+        "run: python scripts/metrics_table.py"
+    )
     module.Metrics(LABELS, INFO)
     kinds = {
         dict(labels)["kv_cache_block_type"]

@@ -29,7 +29,7 @@ from jitney.errors import InternalError, InvalidArgumentError, JitneyError, Unav
 from jitney.offline import dataset, executors, feeding
 from jitney.offline.job import make_job
 from jitney.offline.journal import JobJournal, Part, Ranges, Record
-from jitney.offline.progress import Progress
+from jitney.offline.progress import Progress, State
 from jitney.offline.run import read_record
 from typer.testing import CliRunner
 
@@ -576,7 +576,7 @@ def test_a_line_of_progress() -> None:
     figures = {"seconds": 50.0, "done": 200.0, "bad": 3.0, "position": 0.25, "taken": 300.0}
     figures |= {"tokens": 5000.0, "steps": 10.0, "rows_in_steps": 40.0, "most_rows": 8.0}
     line = "300 rows, 4.0 rows/s, 100 tokens/s, batch 50% full, 0:05:25 left, 3 bad"
-    assert Progress(100).line(figures) == line
+    assert Progress().line(State(figures, 100)) == line
 
 
 # ------------------------------------------------------------------ settings and commands

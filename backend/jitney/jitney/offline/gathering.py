@@ -32,7 +32,7 @@ class Gathering(ABC):
     """One run of a job."""
 
     def __init__(self, job: Job, journal: JobJournal, output: Output, task: Task) -> None:
-        self._counts = dict.fromkeys((*_SECONDS, *_COUNTS), 0.0)
+        self._counts = {**dict.fromkeys((*_SECONDS, *_COUNTS), 0.0), "moved_at": time.time()}
         self._began, self._cpu = time.monotonic(), time.process_time()
         self._run = journal.record.next_number
         self._job, self._journal, self._output, self._task = job, journal, output, task
@@ -51,8 +51,9 @@ class Gathering(ABC):
 
     def run(self, show: Callable[[dict[str, float]], None]) -> bool:
         """Work until every row is in a committed part, or until SIGINT or SIGTERM; what is finished
-        by then is committed. Returns whether the job is complete. ``show`` is called often. Raises
-        InvalidArgumentError if too many rows are bad, UnavailableError if input or model are away.
+        by then is committed. Returns whether the job is complete. ``show`` is called often, and at
+        the end. Raises InvalidArgumentError if too many rows are bad, UnavailableError if input or
+        model are away.
         """
         signals = (signal.SIGINT, signal.SIGTERM)
         main = threading.current_thread() is threading.main_thread()
@@ -79,6 +80,7 @@ class Gathering(ABC):
             return False
         self._judge()
         self._journal.append(End(time.time()))
+        show(self._figures())
         return True
 
     @property
@@ -104,6 +106,7 @@ class Gathering(ABC):
             ended = self._output.bad_row(item.place, reason(error), item.row)
             self._counts["bad"] += 1
         self._counts["done"] += 1
+        self._counts["moved_at"] = time.time()
         self._held[item.key] = item.place, ended
         key = self._next_key if self._job.ordered else item.key
         while key in self._held:

@@ -18,6 +18,7 @@ STOPPED, LATE = 130, 4
 be."""
 Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Text = str | None
 Texts = list[str]
@@ -73,6 +74,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     finish_by: Annotated[str | int | None, "Clock time, 06:00, after which the job is late."] = None
     within: Annotated[Text, "Time, 4h or 1h30m, after which the job is late."] = None
+    metrics_port: Annotated[Port | None, "Serve metrics there while it runs; 0: any port."] = None
+    metrics_host: Annotated[str, "Address for that; 0.0.0.0 for all networks."] = "127.0.0.1"
+    push_gateway: Annotated[Text, "URL of a Prometheus push gateway that gets the metrics."] = None
+    name: Annotated[Text, "The job's name in its metrics. Default: the output folder's."] = None
 
     @property
     def essential(self) -> dict[str, Any]:
@@ -105,6 +110,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 _PACE = {
     *("part_rows", "part_seconds", "in_flight", "workers", "retries", "max_errors", "journal"),
     *("batch_size", "at_once", "ray", "finish_by", "within", "tls", "ca_file", "api_key_file"),
+    *("metrics_port", "metrics_host", "push_gateway", "name"),
 }
 """Fields that a job may change on its way."""
 

@@ -32,7 +32,7 @@ from jitney.errors import (
 )
 from jitney.messages import Cancel, Failed, Finished, Logprob, ModelInfo, Submit, Timing
 from jitney.offline.process_engine import ProcessEngine
-from jitney.offline.progress import Progress
+from jitney.offline.progress import Progress, State
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
 from jitney.text.completion import Completion, SequenceDelta
@@ -238,7 +238,8 @@ class LLM:
                     done[key] = completed
                     figures["bad"] += completed.error is not None
                 seconds = time.monotonic() - began
-                display.show({**self.figures, **figures, "done": len(done), "seconds": seconds})
+                now = {**self.figures, **figures, "done": len(done), "seconds": seconds}
+                display.show(State(now))
         finally:
             display.close()
             self._abort([submit.key for submit in submits])

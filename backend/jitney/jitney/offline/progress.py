@@ -2,54 +2,92 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.live import Live
 
 
-def seconds_left(figures: Mapping[str, float], done_before: int) -> float | None:
-    """At the rate so far; None while nothing tells. How many rows there are follows from those
-    ``taken`` and the share of the input read, ``position``."""
-    done = figures["done"]
-    if not done or not figures["position"]:
-        return None
-    total = (done_before + figures["taken"]) / figures["position"]
-    return max(0.0, total - done_before - done) * figures["seconds"] / done
+@dataclass(frozen=True)
+class State:
+    """Where a job or a call of LLM stands: what is shown of it, wherever. Times are seconds since
+    1970."""
+
+    figures: Mapping[str, float]
+    """Of this run: ``gathering.py``."""
+    done_before: int = 0
+    """Rows that had ended before it, and the bad ones of them."""
+    bad_before: int = 0
+    due: float | None = None
+    late: bool = False
+    complete: bool = False
+
+    @property
+    def done(self) -> float:
+        """Rows that have ended."""
+        return self.done_before + self.figures.get("done", 0.0)
+
+    @property
+    def bad(self) -> float:
+        return self.bad_before + self.figures.get("bad", 0.0)
+
+    @property
+    def total(self) -> float | None:
+        """Rows of the input, by those ``taken`` and the share of it that is read, ``position``."""
+        read = self.figures.get("position")
+        return (self.done_before + self.figures["taken"]) / read if read else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Until the end, at the rate of this run; None while nothing tells."""
+        done = self.figures.get("done")
+        if not done or self.total is None:
+            return None
+        return max(0.0, self.total - self.done) * self.figures["seconds"] / done
+
+    @property
+    def end_at(self) -> float | None:
+        """When it will end at that rate, or has."""
+        return None if self.left_s is None else self.figures["at"] + self.left_s
+
+    @property
+    def filled(self) -> float | None:
+        """Share of the batch, in the mean of this run's steps; None without any."""
+        room = self.figures.get("steps", 0.0) * self.figures.get("most_rows", 0.0)
+        return self.figures["rows_in_steps"] / room if room else None
 
 
 class Progress:
-    """Shows the figures of a run, ``done_before`` rows apart. Writes to stderr. Call :meth:`close`
-    at the end."""
+    """Shows states on stderr. Call :meth:`close` at the end."""
 
-    def __init__(self, done_before: int = 0, rows: str = "rows", shown: bool = True) -> None:
+    def __init__(self, rows: str = "rows", shown: bool = True) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True)
-        self._done_before, self._rows, self._visible = done_before, rows, shown
+        self._rows, self._visible = rows, shown
         self._shown = time.monotonic()
         if shown and self._console.is_terminal:
             self._live.start()
 
-    def show(self, figures: Mapping[str, float]) -> None:
+    def show(self, state: State) -> None:
         """Cheap if nothing is due."""
         now, live = time.monotonic(), self._console.is_terminal
         if self._visible and now - self._shown >= (0.25 if live else 10.0):
             self._shown = now
-            (self._live.update if live else self._console.print)(self.line(figures))
+            (self._live.update if live else self._console.print)(self.line(state))
 
-    def line(self, figures: Mapping[str, float]) -> str:
+    def line(self, state: State) -> str:
         """One line: rows, rates, time left, occupancy of the batch, errors."""
+        figures, rows = state.figures, self._rows
         seconds = max(1e-9, figures["seconds"])
-        done = figures["done"] + self._done_before
-        parts = [f"{done:,.0f} {self._rows}, {figures['done'] / seconds:,.1f} {self._rows}/s"]
+        parts = [f"{state.done:,.0f} {rows}, {figures['done'] / seconds:,.1f} {rows}/s"]
         if figures.get("tokens"):
             parts.append(f"{figures['tokens'] / seconds:,.0f} tokens/s")
-        if figures.get("steps"):
-            share = figures["rows_in_steps"] / figures["steps"] / figures["most_rows"]
-            parts.append(f"batch {share:.0%} full")
-        if (left := seconds_left(figures, self._done_before)) is not None:
-            minutes, rest = divmod(round(left), 60)
+        if state.filled is not None:
+            parts.append(f"batch {state.filled:.0%} full")
+        if state.left_s is not None:
+            minutes, rest = divmod(round(state.left_s), 60)
             parts.append(f"{minutes // 60}:{minutes % 60:02}:{rest:02} left")
-        return ", ".join([*parts, f"{figures['bad']:,.0f} bad"])
+        return ", ".join([*parts, f"{state.bad:,.0f} bad"])
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -1,8 +1,10 @@
 """A job from its settings to its end, and what is said of it afterwards: status and report."""
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +15,11 @@ from jitney.offline.executors import Models
 from jitney.offline.gathering import Gathering
 from jitney.offline.job import Job
 from jitney.offline.journal import JobJournal, Part, Record
+from jitney.offline.metrics import Metrics
 from jitney.offline.output import Output
 from jitney.offline.pipeline import Pipeline
 from jitney.offline.prepare import Workers, make_task
-from jitney.offline.progress import Progress, seconds_left
+from jitney.offline.progress import Progress, State
 
 _STAGES = {
     "read_s": "read: the reader's thread at work",
@@ -44,22 +47,24 @@ def run_job(
             output.recover()
             if journal.record.ended:
                 return True
+            begun = _state(journal.record, job, {"moved_at": time.time()})
+            metrics = Metrics(job, begun, closing)
             if models is None:
                 models = Models()
                 closing.callback(models.close)
             make = _on_cluster if job.ray else partial(_on_this_machine, models)
             pipeline = make(job, dataset, journal, output, closing)
-            before = journal.record.written + journal.record.failed
-            progress, deadline = Progress(before), Deadline(journal.record.due(job))
+            progress, deadline = Progress(), Deadline(begun.due)
             closing.callback(progress.close)
 
             def show(figures: dict[str, float]) -> None:
                 if not wanted():
                     raise CancelledError("it was cancelled")
-                progress.show(figures)
-                left = seconds_left(figures, before)
-                if said := deadline.judge(figures["at"], figures["seconds"], left):
+                state = replace(begun, figures=figures, complete=journal.record.ended is not None)
+                if said := deadline.judge(figures["at"], figures["seconds"], state.left_s):
                     progress.say(said)
+                progress.show(state)
+                metrics.state = replace(state, late=deadline.late)
 
             return pipeline.run(show)
         except OSError as error:
@@ -105,23 +110,35 @@ def read_record(output: str, journal: str | None) -> Record:
     return record
 
 
+def _state(record: Record, job: Job, figures: dict[str, float]) -> State:
+    """Where a job stands, by its journal and the figures of a run."""
+    before = [part for part in record.parts if part.figures["run"] != figures.get("run")]
+    bad = sum(part.failed for part in before)
+    done = bad + sum(part.written for part in before)
+    ended = record.ended is not None
+    return State(figures, done, bad, record.due(job), record.late(job), ended)
+
+
 def status_of(record: Record) -> str:
     """A few lines on where a job stands."""
     assert record.begin is not None
     files, written, failed = record.begin.files, record.written, record.failed
+    figures = record.parts[-1].figures if record.parts else {}
+    state = _state(record, record.begin.job, figures)
     total = "" if record.total is None else f" of {record.total:,}"
     text = [
-        f"{record.begin.job.output}: {'complete' if record.ended else 'not complete'}",
+        f"{record.begin.job.output}: {'complete' if state.complete else 'not complete'}",
         f"input   {len(files):,} files, {sum(file.size for file in files):,} bytes",
         f"rows    {written + failed:,}{total}: {written:,} written, {failed:,} bad",
         f"parts   {len(record.parts):,}",
     ]
-    if record.parts:
-        text.append(f"last    {clock_text(record.parts[-1].figures['at'])}")
+    if figures:
+        text.append(f"last    {clock_text(figures['at'])}")
         text.append(f"cost    {_rate(record)}; {_cost(record)}")
-    job = record.begin.job
-    if (due := record.due(job)) is not None:
-        text.append(f"due     {clock_text(due)}{', late' if record.late(job) else ''}")
+    if state.end_at and not state.complete:
+        text.append(f"end     {clock_text(state.end_at)}, if it goes on at that rate")
+    if state.due is not None:
+        text.append(f"due     {clock_text(state.due)}{', late' if state.late else ''}")
     return "\n".join(text)
 
 

@@ -63,6 +63,9 @@ def worker(
     until_empty: Annotated[bool, typer.Option(help="End when no job waits.")] = False,
     tries: Annotated[int, typer.Option(help="Tries of a job that fails.", min=1)] = 3,
     backoff: Annotated[float, typer.Option(help="Seconds after the first; then doubled.")] = 30.0,
+    metrics_port: Annotated[int | None, typer.Option(help="Of jobs that name none.")] = None,
+    metrics_host: Annotated[str, typer.Option(help="Likewise.")] = "127.0.0.1",
+    push_gateway: Annotated[str | None, typer.Option(help="Likewise.")] = None,
 ) -> None:
     """Run the job files of a folder one after another. The status is 1 if any of them failed."""
     from jitney.offline.dataset import reason
@@ -71,6 +74,8 @@ def worker(
 
     sys.path.insert(0, os.getcwd())  # functions of the user's, which processes import too
     models, failed = Models(), 0
+    telling = {"metrics_port": metrics_port, "metrics_host": metrics_host}
+    telling["push_gateway"] = push_gateway
     while (claimed := _claim(folder)) or not until_empty:
         if claimed is None:
             time.sleep(_POLL_S)
@@ -82,7 +87,8 @@ def worker(
                 break
             time.sleep(backoff * 2 ** (number - 1) if number else 0.0)
             try:
-                state = "done" if run_job(make_job(read_job(path)), models, held) else ""
+                job = make_job({**telling, **read_job(path)})
+                state = "done" if run_job(job, models, held) else ""
                 break
             except Exception as error:  # the job's or a user's function's; the next may do well
                 models.close()
