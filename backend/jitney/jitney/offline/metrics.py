@@ -14,7 +14,7 @@ try:
     from prometheus_client import CollectorRegistry, Metric, push_to_gateway, start_http_server
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 except ImportError:
-    missing = "jobs need prometheus_client: pip install 'triton-jitney[jobs]'"
+    missing = "metrics of jobs need prometheus_client: pip install 'triton-jitney[jobs]'"
     raise InstallationError(missing) from None
 
 _PUSH_S, _TIMEOUT_S = 15.0, 10.0
@@ -39,13 +39,12 @@ FAMILIES: dict[str, tuple[str, Callable[[State], float | None]]] = {
 
 
 class Metrics:
-    """Of one run, until ``closing`` closes. Threads of its own read :attr:`state`."""
+    """Of one run, until ``closing`` closes. Threads of its own read the last state."""
 
     def __init__(self, job: Job, state: State, closing: ExitStack) -> None:
         """Raises UnavailableError if the port cannot be had."""
         self._name = job.name or Path(job.output).name
-        self.state = state
-        """The job's thread replaces it."""
+        self._state = state
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._closed = threading.Event()
@@ -64,12 +63,16 @@ class Metrics:
             closing.callback(pusher.join)
             closing.callback(self._closed.set)
 
+    def show(self, state: State) -> None:
+        """For the job's thread."""
+        self._state = state
+
     def collect(self) -> Iterator[Metric]:
         """For prometheus_client."""
         for name, (text, value_of) in FAMILIES.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             made = family(f"jitney_job_{name}", text, labels=["name"])
-            if (value := value_of(self.state)) is not None:
+            if (value := value_of(self._state)) is not None:
                 made.add_metric([self._name], value)
             yield made
 

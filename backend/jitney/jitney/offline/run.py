@@ -15,7 +15,6 @@ from jitney.offline.executors import Models
 from jitney.offline.gathering import Gathering
 from jitney.offline.job import Job
 from jitney.offline.journal import JobJournal, Part, Record
-from jitney.offline.metrics import Metrics
 from jitney.offline.output import Output
 from jitney.offline.pipeline import Pipeline
 from jitney.offline.prepare import Workers, make_task
@@ -48,7 +47,7 @@ def run_job(
             if journal.record.ended:
                 return True
             begun = _state(journal.record, job, {"moved_at": time.time()})
-            metrics = Metrics(job, begun, closing)
+            publish = _publisher(job, begun, closing)
             if models is None:
                 models = Models()
                 closing.callback(models.close)
@@ -64,7 +63,7 @@ def run_job(
                 if said := deadline.judge(figures["at"], figures["seconds"], state.left_s):
                     progress.say(said)
                 progress.show(state)
-                metrics.state = replace(state, late=deadline.late)
+                publish(replace(state, late=deadline.late))
 
             return pipeline.run(show)
         except OSError as error:
@@ -72,6 +71,15 @@ def run_job(
                 f"output {job.output} cannot be written: {error}; when it can be, `jitney "
                 "batch resume` goes on"
             ) from error
+
+
+def _publisher(job: Job, begun: State, closing: ExitStack) -> Callable[[State], None]:
+    """What takes the job's states for Prometheus, if it is to be told."""
+    if job.metrics_port is None and job.push_gateway is None:
+        return lambda state: None
+    from jitney.offline.metrics import Metrics  # prometheus_client may be missing
+
+    return Metrics(job, begun, closing).show
 
 
 def _on_this_machine(
