@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -55,57 +56,27 @@ _SHARE = 0.2
 """CPUs that an actor asks Ray for. It takes what the node has, and finds a place on any node."""
 
 
-class Cluster:
-    """A connection to a Ray cluster, ``local`` for one on this machine alone."""
-
-    def __init__(self, address: str) -> None:
-        """Raises UnavailableError if it is not there."""
-        logging.getLogger("ray.data").setLevel(logging.WARNING)
-        host, _, port = address.removeprefix("ray://").rpartition(":")
-        try:
-            if host:  # Ray would try for minutes
-                socket.create_connection((host, int(port)), _CONNECT_S).close()
-            ray.init(
-                address,
-                ignore_reinit_error=True,
-                include_dashboard=False if address == "local" else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UnavailableError(f"Ray is not at {address}: {error}") from None
-        resources = ray.cluster_resources()
-        self.gpus = int(resources.get("GPU", 0))
-        self.cpus = max(1, int(resources.get("CPU", 1)))
-        self.nodes = sum(node["Alive"] for node in ray.nodes())
-
-    def context(self, job: Job) -> Context:
-        """What tasks must know of the model, which a node loads for that. Raises what loading
-        raises."""
-        made = ray.remote(num_cpus=_SHARE, num_gpus=min(1, self.gpus))(_context_of).remote(job)
-        try:
-            return ray.get(made)
-        except ray.exceptions.RayTaskError as error:
-            raise _cause(error) from None
-
-    def close(self) -> None:
-        """Leave it; a local one ends."""
-        ray.shutdown()
-
-
 class RayPipeline(Gathering):
     """A run on a cluster."""
 
     def __init__(
-        self, job: Job, dataset: Dataset, journal: JobJournal, output: Output, cluster: Cluster
+        self, job: Job, dataset: Dataset, journal: JobJournal, output: Output, closing: ExitStack
     ) -> None:
-        """Loads the model once, to know it. Raises what loading raises."""
-        context = cluster.context(job)
+        """Join the cluster, which loads the model once, to know it. Raises UnavailableError if it
+        is not there, and what loading raises."""
+        _connect(str(job.ray))
+        closing.callback(ray.shutdown)  # one on this machine alone ends
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        load_once = ray.remote(num_cpus=_SHARE, num_gpus=min(1, gpus))(_context_of)
+        try:
+            context = ray.get(load_once.remote(job))
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from None
         task = make_task(context)
         output.expect(task.fields)
         super().__init__(job, journal, output, task)
         self._sizes = dataset.sizes
-        self._rows = _stream(job, dataset, journal.record, context, cluster)
+        self._rows = _stream(job, dataset, journal.record, context, gpus)
         self._pulling: Future[Things | None] | None = None
         self._ended = False
         self._seen: dict[int, bytearray] = {}
@@ -170,8 +141,26 @@ class RayPipeline(Gathering):
         return figures
 
 
+def _connect(address: str) -> None:
+    """Join a Ray cluster, ``local`` for one on this machine alone. Raises UnavailableError."""
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if host:  # Ray would try for minutes
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
+        ray.init(
+            address,
+            ignore_reinit_error=True,
+            include_dashboard=False if address == "local" else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UnavailableError(f"Ray is not at {address}: {error}") from None
+
+
 def _stream(
-    job: Job, dataset: Dataset, record: Record, context: Context, cluster: Cluster
+    job: Job, dataset: Dataset, record: Record, context: Context, gpus: int
 ) -> Iterator[Things]:
     """Batches of what became of rows, files that were read to their end, and counts."""
     settings = ray_data.DataContext.get_current()
@@ -187,15 +176,14 @@ def _stream(
         for chunk in dataset.chunks(ray.get(shared), _CHUNK_ROWS, batch["item"].tolist()):
             yield _batch_of([chunk])
 
+    nodes = sum(node["Alive"] for node in ray.nodes())
     tasks = min(_READ_TASKS, len(left))
     files = ray_data.from_items(left, override_num_blocks=tasks)
-    chunks = files.map_batches(
-        read, batch_size=None, num_cpus=_SHARE / 2, concurrency=cluster.nodes
-    )
-    preparers = max(1, cluster.cpus // 2) if job.workers is None else max(1, job.workers)
+    chunks = files.map_batches(read, batch_size=None, num_cpus=_SHARE / 2, concurrency=nodes)
+    cores = int(ray.cluster_resources().get("CPU", 1))
+    preparers = max(1, cores // 2 if job.workers is None else job.workers)
     rows = _apply(chunks, _Preparer, context, size=1, most=preparers)
-    most, gpus = cluster.gpus or cluster.nodes, min(1, cluster.gpus)
-    rows = _apply(rows, _Engine, job, size=_BATCH_ROWS, most=most, num_gpus=gpus)
+    rows = _apply(rows, _Engine, job, size=_BATCH_ROWS, most=gpus or nodes, num_gpus=min(1, gpus))
     return iter(rows.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1))
 
 
@@ -264,6 +252,7 @@ class _Engine:
 
 
 def _context_of(job: Job) -> Context:
+    """What tasks must know of the model."""
     executor, context = load(job)
     executor.close()
     return context

@@ -102,11 +102,9 @@ def _on_this_machine(
 def _on_cluster(
     job: Job, dataset: Dataset, journal: JobJournal, output: Output, closing: ExitStack
 ) -> Gathering:
-    from jitney.offline.ray_data import Cluster, RayPipeline  # Ray may be missing
+    from jitney.offline.ray_data import RayPipeline  # Ray may be missing
 
-    cluster = Cluster(str(job.ray))
-    closing.callback(cluster.close)
-    return RayPipeline(job, dataset, journal, output, cluster)
+    return RayPipeline(job, dataset, journal, output, closing)
 
 
 def read_record(output: str, journal: str | None) -> Record:
