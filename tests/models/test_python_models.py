@@ -1,6 +1,7 @@
 """What the repository's Python models compute and refuse, without a server."""
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -202,3 +203,28 @@ def test_one_inner_request_for_a_batch_of_sequences(
     (late,) = model.execute([stream_request(1, 4.0)])
     assert late.error is not None
     assert "start it again" in late.error.text
+
+
+def test_the_gauge_goes_with_finalize(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real stub ends by SIGSEGV where a metric outlives it."""
+
+    class Family:
+        GAUGE = 1
+
+        def __init__(self, **described: Any) -> None:
+            pass
+
+        def Metric(self, labels: dict[str, str]) -> "Family":
+            return Family()
+
+        def set(self, value: float) -> None:
+            pass
+
+    module = load("digit_stream")
+    monkeypatch.setattr(module.pb_utils, "MetricFamily", Family, raising=False)
+    model = module.TritonPythonModel()
+    config = {"sequence_batching": {"max_sequence_idle_microseconds": "1000"}}
+    model.initialize({"model_config": json.dumps(config), "model_name": "digit_stream"})
+    left = [weakref.ref(model._family), weakref.ref(model._gauge)]
+    model.finalize()
+    assert [each() for each in left] == [None, None]
