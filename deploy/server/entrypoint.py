@@ -7,9 +7,9 @@ Owns the server's command line, its signals and the container's exit status. Eve
 server and its models print goes to standard output, which the container engine rotates.
 
 SIGTERM: the models get it first (ours refuse new requests, and end running ones with an error after
-their option ``drain_s``), and the server gets it once they have nothing in flight. By itself the
+their option ``drain_s``) and are unloaded, and the server gets it once they are. By itself the
 server would cut streams, and would not end while a stream or a connection is open. The status is 0
-if no request of ours was cut off; requests of other models over gRPC are not known here.
+if no request was cut off.
 
 A model whose process ends is loaded again, and a server that ends or stays not ready is started
 again, with growing pauses. After ``--most-repairs`` of those within ten minutes this process ends
@@ -30,23 +30,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 from health import remember
 from jitney.errors import LoadError
-from jitney.server.admin import NO_ANSWER, Admin
+from jitney.server.admin import Admin
 from jitney.server.installation import backend_folder, find_installation, link_backends
 from jitney.server.launch import launch, restrict
 from jitney.server.server import LOAD_THREADS
 from jitney.server.serving import NOT_UNLOADED
-from jitney.server.signals import interruptible
-from jitney.server.stopping import children, hang_up, requests_in_flight
+from jitney.server.stopping import interruptible, stop
 from jitney.server.supervision import LOAD_S, Supervisor
 
 _POLL_S = 1.0
-# How long the metrics must show no request: they are 0.25 s late, responses less.
-_QUIET_S = 0.6
-# What a stop may take beyond the time for requests, if that was used up.
-_UNLOAD_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--drain-s", type=float, default=30.0, help="seconds that requests in flight get at a stop"
     )
     parser.add_argument(
-        "--exit-timeout-s", type=int, default=10, help="then, seconds for the server to unload"
+        "--exit-timeout-s", type=int, default=10, help="the server's own: for one told by others"
     )
     parser.add_argument(
         "--most-repairs", type=int, default=5, help="within ten minutes; then a new container"
@@ -186,46 +180,18 @@ class Server:
             say("stopping while models load: nothing was taken yet")
             return 0  # `kill` follows; the server itself would first load them all
         say(f"stopping; requests in flight get up to {self.options.drain_s:.0f} s")
-        for child in children(self.process.pid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(signal.SIGTERM)  # to our model; the stub itself ignores it
-        deadline = time.monotonic() + self.options.drain_s
-        quiet = self.wait_until_quiet(deadline)
-        if quiet:
-            # The server would wait for idle connections as for busy ones. Those of gRPC first: an
-            # open stream keeps its model loaded.
-            hang_up(self.process.pid, [self.options.grpc_port, self.options.metrics_port])
-        self.process.send_signal(signal.SIGTERM)
-        most = max(deadline - time.monotonic(), 0) + _UNLOAD_S
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(min(self.options.exit_timeout_s + 2, most))
+        unclean, lost = stop(self.admin, self.process, self.options.drain_s)
         say(
             "the server did not end in time and was killed"
             if self.status is None
             else f"the server ended with status {self.status}"
         )
-        if not quiet:
+        if unclean:
+            say(unclean)
+        if lost:
             say("not every request had ended")
             return 1
-        return 0 if self.status == 0 else NOT_UNLOADED
-
-    def wait_until_quiet(self, deadline: float) -> bool:
-        """Whether our models had nothing in flight before ``deadline``.
-
-        The server itself waits for the requests of other models when it stops.
-        """
-        quiet_since = time.monotonic()
-        while (now := time.monotonic()) < deadline and self.is_alive():
-            try:
-                metrics = self.admin.metrics()
-            except NO_ANSWER:
-                return False  # without an answer, its requests are unknown
-            if any(requests_in_flight(metrics).values()):
-                quiet_since = now
-            elif now - quiet_since > _QUIET_S:
-                return True
-            time.sleep(0.1)
-        return False
+        return 0 if self.status == 0 and not unclean else NOT_UNLOADED
 
     def kill(self) -> None:
         """Kill what is left of the server and its models, and remove what they left. Idempotent."""

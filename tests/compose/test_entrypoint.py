@@ -44,7 +44,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         closed = [each for each in sys.argv if each.startswith("--http-restricted-api=")]
         said, action = (200 if self.headers["jitney-key"] in closed[0] else 403), self.path[-6:]
         if action == "unload":
-            state = "UNAVAILABLE"
+            state = "UNLOADING"
         elif action == "t/load":
             if (folder / "refuse").exists():
                 said = 400
@@ -54,6 +54,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             print(self.path, said, file=calls)
         self.send_response(said)
         self.end_headers()
+        if state == "UNLOADING" and (folder / "in_flight").read_text() == "0":
+            state = "UNAVAILABLE"
         self.wfile.write(f'[{{{{"name": "chat", "state": "{{state}}"}}}}]'.encode())
     def log_message(self, *rest): pass
 stubs = []

@@ -15,7 +15,7 @@ from jitney import __version__, cli
 from jitney.errors import InvalidArgumentError
 from jitney.server.admin import Admin
 from jitney.server.doctor import Finding
-from jitney.server.signals import interruptible
+from jitney.server.stopping import interruptible
 from typer.testing import CliRunner
 
 from tests.server.client import wait_until

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from jitney.measure import options
 from jitney.report.text import printable
-from jitney.server.signals import interruptible
+from jitney.server.stopping import interruptible
 
 if TYPE_CHECKING:
     from jitney.measure.perf_analyzer import Driver

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jitney.errors import InvalidArgumentError
 from jitney.measure import options
-from jitney.server.signals import interruptible
+from jitney.server.stopping import interruptible
 
 if TYPE_CHECKING:
     from jitney.measure.axes import Axes, Setting

@@ -23,14 +23,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from jitney.errors import InstallationError, InvalidArgumentError, LoadError
 from jitney.server.admin import Admin
 from jitney.server.installation import backend_folder, find_installation, link_backends
 from jitney.server.launch import launch, restrict
 from jitney.server.log import explain_failure
-from jitney.server.stopping import children, hang_up, unload_all
+from jitney.server.stopping import stop
 from jitney.server.supervision import LOAD_S
 
 EXIT_TIMEOUT_S = 10
@@ -39,8 +37,6 @@ EXIT_TIMEOUT_S = 10
 LOAD_THREADS = 16
 """Models that load at a time. Each loses a second at least in which the server only waits."""
 _PORT_ATTEMPTS = 3
-# After the models are unloaded, seconds for the process to end by itself.
-_LINGER_S = 2.0
 
 
 class TritonServer:
@@ -169,31 +165,15 @@ class TritonServer:
                     raise
 
     def stop(self, grace_s: float | None = None) -> bool:
-        """Stop the server. Returns whether that was clean: every request in flight had ended and
-        every model was unloaded. True too if the server was not running.
-
-        The models are told and unloaded first, which refuses new requests and gives those in flight
-        up to ``grace_s`` seconds (default: the exit timeout; after its option ``drain_s`` a model
-        of ours ends them with an error); then connections are closed, and the process gets
-        SIGTERM; what is left of its group soon after is killed.
+        """Stop the server as :func:`jitney.server.stopping.stop` does, and kill what is left of it.
+        Requests in flight have ``grace_s`` seconds; default: the exit timeout. Returns whether that
+        was clean: every request had ended and every model was unloaded. True too if the server was
+        not running.
         """
         self.unclean, self.lost = "", False
-        process = self._process
-        if process is None:
-            return True
-        for stub in children(process.pid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                stub.send_signal(signal.SIGTERM)  # to our models; the stub itself ignores it
-        if process.poll() is None:
+        if self._process is not None:
             grace_s = float(self._exit_timeout_s) if grace_s is None else grace_s
-            self.unclean, self.lost = unload_all(self.admin, process.pid, grace_s)
-            hang_up(process.pid, self.admin.ports)  # the server would wait for idle ones
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LINGER_S)
-        else:
-            self.unclean = f"the server had ended before, with status {process.poll()}"
-            self.lost = True
+            self.unclean, self.lost = stop(self.admin, self._process, grace_s)
         self._end(keep_log=bool(self.unclean))
         return not self.unclean
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from jitney.errors import JitneyError
 from jitney.server.log import failed_models
 from jitney.server.server import TritonServer
-from jitney.server.signals import interruptible
+from jitney.server.stopping import interruptible
 from jitney.server.supervision import Supervisor
 
 _OUT = Console(highlight=False)

@@ -1,4 +1,5 @@
-"""What a stop of the embedded server needs beyond the server's own interface. ``server`` calls it.
+"""How a server is stopped, and how a command on the terminal is asked to: ``jitney serve``, the
+containers' process 1 and ``jitney tune`` use it.
 
 This server (2.51) keeps a model loaded while any client holds a gRPC stream open that has ever
 carried a request to it, however idle, and waits for idle HTTP connections until its exit timeout.
@@ -12,9 +13,12 @@ import ctypes
 import logging
 import os
 import re
+import signal
 import socket
+import subprocess
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import psutil
 
@@ -38,10 +42,57 @@ _UNLOAD_S = 30.0
 # The same if one of them still shows its metrics, which it withdraws when it ends: this server has
 # lost count of its requests, and will not end it (docs/troubleshooting.md).
 _STUCK_S = 3.0
+# After the models are unloaded, seconds for the process to end by itself.
+_LINGER_S = 2.0
 
 _IN_FLIGHT = re.compile(
     r'^jitney_(?:running|waiting)_requests{.*?\bmodel="([^"]*)".*} (\S+)$', re.M
 )
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """SIGINT, SIGTERM and the closing of the terminal set the event and raise KeyboardInterrupt in
+    the main thread, until the block ends. A signal that the caller ignores (``nohup``) stays
+    ignored."""
+    asked = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        asked.set()
+        raise KeyboardInterrupt
+
+    before = {
+        number: signal.signal(number, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stop(admin: Admin, process: "subprocess.Popen[bytes]", grace_s: float) -> tuple[str, bool]:
+    """Stop a server. Returns why that was not clean, empty if it was, and whether requests may have
+    been cut off.
+
+    The models are told and unloaded first, which refuses new requests and gives those in flight up
+    to ``grace_s`` seconds (after its option ``drain_s`` a model of ours ends them with an error);
+    then connections are closed, and the process gets SIGTERM. If it has not ended soon after, the
+    caller kills it with its group.
+    """
+    for stub in children(process.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            stub.send_signal(signal.SIGTERM)  # to our models; the stub itself ignores it
+    if process.poll() is not None:
+        return f"the server had ended before, with status {process.poll()}", True
+    left = unload_all(admin, process.pid, grace_s)
+    hang_up(process.pid, admin.ports)  # the server would wait for idle ones
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LINGER_S)
+    return left
 
 
 def children(pid: int | None) -> list[psutil.Process]:
@@ -69,19 +120,17 @@ def unload_all(admin: Admin, pid: int, grace_s: float) -> tuple[str, bool]:
     said: dict[str, str] = {}  # why the server refused to unload a model
     requests: dict[str, float] = {}
     try:
-        while True:
-            states = {name: state for name, (state, _) in admin.model_states().items() if state}
+        while live := {
+            name: one[0] for name, one in admin.model_states().items() if one[0] in _LIVE
+        }:
             now = time.monotonic()
-            for name, state in sorted(states.items()):
+            for name, state in live.items():
                 if name not in asked or (state == "READY" and now > asked[name] + _ASK_AGAIN_S):
                     asked[name], said[name] = now, ""
                     try:
                         admin.unload(name)
                     except InternalError as error:
                         said[name] = f" ({error})"
-            live = {name: state for name, state in sorted(states.items()) if state in _LIVE}
-            if not live:
-                return "", False
             try:
                 shown = requests_in_flight(admin.metrics())
                 # A model that was shown before and is not now has ended its last request: it takes
@@ -93,17 +142,15 @@ def unload_all(admin: Admin, pid: int, grace_s: float) -> tuple[str, bool]:
             stuck = any(live[name] == "UNLOADING" for name in live.keys() & shown.keys())
             longer = 0.0 if not quiet else _STUCK_S if stuck else _UNLOAD_S
             if now > began + grace_s + longer:
-                left = []
-                for name, state in live.items():
-                    count = requests.get(name)
-                    busy = "" if count is None else f" with {count:.0f} requests in flight"
-                    left.append(f"{name} is {state}{busy}{said[name]}")
+                busy = {name: f" with {n:.0f} requests in flight" for name, n in requests.items()}
+                left = [f"{k} is {live[k]}{busy.get(k, '')}{said[k]}" for k in sorted(live)]
                 return f"after {now - began:.1f} s {', '.join(left)}", not quiet
             if not quiet:
                 quiet_since = now
             elif now - quiet_since > _QUIET_S:
                 hang_up(pid, [admin.grpc_port])
             time.sleep(0.05)
+        return "", False
     except NO_ANSWER as error:
         # The signals must do.
         return f"the server does not answer: {error}", True
