@@ -33,15 +33,6 @@ class Emitted(msgspec.Struct, array_like=True):
     ended: bool = False
 
 
-class Resume(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a request had come in an engine that has ended since."""
-
-    sequences: list[Emitted]
-    """One for each of its ``n`` sequences; empty if it had emitted nothing."""
-    first_token: float | None
-    """When it emitted its first token."""
-
-
 class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="submit"):
     """One checked request. ``key`` is the front's, unique for the engine's life; client ids never
     serve as keys."""
@@ -57,8 +48,11 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="su
     """``bad_words`` as token sequences: the last id of one may not follow the ids before it."""
     arrival: float
     deadline: float | None = None
-    resume: Resume | None = None
-    """Set if the request was accepted before: it goes on like a preempted one."""
+    emitted: list[Emitted] = []
+    """Set if an engine that has ended had accepted it, one for each of its ``n`` sequences: it goes
+    on like a preempted one."""
+    first_token: float | None = None
+    """When it emitted its first token, if it has."""
     request_id: str = ""
     """The client's, for the log: it need not be unique."""
 

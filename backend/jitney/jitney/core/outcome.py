@@ -1,11 +1,12 @@
 """What a step's output does to the live requests: new tokens, ends, full blocks, forks.
 
-The second half of the scheduler: :func:`apply_output` is called by ``Scheduler.update`` alone.
+The second half of the scheduler: :func:`apply_output` is called by ``Scheduler.update`` alone,
+:func:`final_event` also by the engine's journal.
 """
 
 from jitney.core.live import LiveRequests
 from jitney.core.request import Request, Sequence
-from jitney.messages import Event, FinishReason, PromptLogprobs, Row, RowOutput, Tokens
+from jitney.messages import Event, FinishReason, PromptLogprobs, Row, RowOutput, Submit, Tokens
 
 
 def apply_output(
@@ -41,15 +42,16 @@ def apply_output(
     return events
 
 
-def final_event(sequence: Sequence, reason: FinishReason) -> Tokens:
-    """The end of a sequence for a reason other than a token: none comes with it."""
-    logprobs = sequence.request.message.params.logprobs is not None
+def final_event(of: Submit, index: int, cumulative: float, reason: FinishReason) -> Tokens:
+    """The end of a sequence for a reason other than a token: none comes with it. ``cumulative`` is
+    the logprob of what it has."""
+    asked = of.params.logprobs is not None
     return Tokens(
-        key=sequence.request.message.key,
-        index=sequence.index,
+        key=of.key,
+        index=index,
         ids=[],
-        logprobs=[] if logprobs else None,
-        cumulative_logprob=sequence.cumulative_logprob if logprobs else None,
+        logprobs=[] if asked else None,
+        cumulative_logprob=cumulative if asked else None,
         finish_reason=reason,
     )
 

@@ -8,7 +8,7 @@ its own.
 import enum
 
 from jitney.core.kv_cache import block_hash, root_hash
-from jitney.messages import Logprob, Resume, Submit, Timing
+from jitney.messages import Logprob, Submit, Timing
 
 
 class State(enum.Enum):
@@ -64,15 +64,15 @@ class Request:
         self.computed_prompt_tokens = 0
         self.preemptions = 0
         self.sequences = [Sequence(self, 0)]
-        if message.resume is not None and message.resume.sequences:
-            self._resume(message.resume)
+        if message.first_token is not None:
+            self._resume(message)
 
-    def _resume(self, resume: Resume) -> None:
+    def _resume(self, message: Submit) -> None:
         """Take over what the sequences had emitted, and its prompt's logprobs with it."""
-        self.first_token = resume.first_token
-        self.prompt_logprobs = [None] * len(self.message.prompt)
-        self.sequences = [Sequence(self, index) for index in range(self.message.params.n)]
-        for sequence, emitted in zip(self.sequences, resume.sequences, strict=True):
+        self.first_token = message.first_token
+        self.prompt_logprobs = [None] * len(message.prompt)
+        self.sequences = [Sequence(self, index) for index in range(message.params.n)]
+        for sequence, emitted in zip(self.sequences, message.emitted, strict=True):
             sequence.output = list(emitted.ids)
             sequence.num_tokens += len(emitted.ids)
             sequence.cumulative_logprob = emitted.cumulative_logprob

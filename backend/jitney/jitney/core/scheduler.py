@@ -124,14 +124,14 @@ class Scheduler:
                 num_blocks=self.kv.num_blocks,
                 max_model_len=self.max_model_len,
             )
-            if message.resume is None:
+            if not message.emitted:
                 self._check_queue()
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
         reserved_blocks = 0 if self._preempts else needs.request_blocks
         aged = message.params.priority * self.config.aging_s + message.arrival
         request = Request(message, needs.max_output, reserved_blocks, aged)
-        if message.resume is not None and message.resume.sequences and not self._preempts:
+        if message.first_token is not None and not self._preempts:
             # Each computes the prompt on its own, so each reserves all of its blocks.
             request.reserved_blocks = 0
             for sequence in request.sequences:
@@ -149,7 +149,8 @@ class Scheduler:
         if sequence.state is State.ENDED or not sequence.output:
             return []
         self.live.end(sequence)
-        events: list[Event] = [final_event(sequence, "stop")]
+        logprob = sequence.cumulative_logprob
+        events: list[Event] = [final_event(request.message, index, logprob, "stop")]
         if not request.live:
             events.append(self.live.finish(request, now))
         return events
@@ -184,7 +185,9 @@ class Scheduler:
             for sequence in request.sequences:
                 if sequence.state is not State.ENDED:
                     self.live.end(sequence)
-                    events.append(final_event(sequence, "deadline"))
+                    logprob = sequence.cumulative_logprob
+                    message, index = request.message, sequence.index
+                    events.append(final_event(message, index, logprob, "deadline"))
             events.append(self.live.finish(request, now))
         return events
 

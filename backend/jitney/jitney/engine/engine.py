@@ -49,6 +49,7 @@ IDLE_CHECK_S = 0.25
 """Idle for so long, the engine checks its integrity: not between two requests of a busy client."""
 _CHECK_PAUSE_S = 0.001
 """Between two slices of that check, each of which takes about as long."""
+_UNLOADED = "the model is being unloaded"
 
 
 class Runner(Protocol):
@@ -126,9 +127,8 @@ class Engine:
         self._out_of_memory = 0  # steps, within one call of step()
         self._open: set[int] = set()  # keys whose terminal event has not been reported
         self._woken = threading.Condition()
-        self._inbox: list[Message] = []  # this and the two below: under _woken
-        self._stopping = False
-        self._closed = False
+        self._inbox: list[Message] = []  # this and the next: under _woken
+        self._stopped = False
 
     @property
     def info(self) -> ModelInfo:
@@ -140,20 +140,20 @@ class Engine:
     def send(self, message: Message) -> None:
         """Put a message into the inbox and wake the loop.
 
-        Once :meth:`run` has ended, raises UnavailableError for a Submit and drops the others.
+        After :meth:`stop`, and once :meth:`run` has ended, raises UnavailableError for a Submit and
+        drops the others.
         """
         with self._woken:
-            if self._closed:
-                if isinstance(message, Submit):
-                    raise UnavailableError("the model is being unloaded")
-                return
-            self._inbox.append(message)
-            self._woken.notify()
+            if not self._stopped:
+                self._inbox.append(message)
+                self._woken.notify()
+            elif isinstance(message, Submit):
+                raise UnavailableError(_UNLOADED)
 
     def stop(self) -> None:
         """Make :meth:`run` return after the current step. Requests that are open then fail."""
         with self._woken:
-            self._stopping = True
+            self._stopped = True
             self._woken.notify()
 
     # ------------------------------------------------------------------ the engine's thread
@@ -215,21 +215,18 @@ class Engine:
         caller to end or to resume in another engine.
         """
         try:
-            while not self._stopping:
+            while not self._stopped:
                 report = self._step_or_recover()
                 if report is not None:
                     outbox.put(report)
                 else:
                     self._wait()
         finally:
+            self.stop()
             self.abandon()
-            with self._woken:
-                self._closed = True
-                left = [one.key for one in self._inbox if isinstance(one, Submit)]
-                self._inbox.clear()
-            self._open.update(left)
+            self._open.update(one.key for one in self._inbox if isinstance(one, Submit))
         if self._open:
-            outbox.put(self._fail_open(UnavailableError("the model is being unloaded")))
+            outbox.put(self._fail_open(UnavailableError(_UNLOADED)))
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -355,7 +352,7 @@ class Engine:
 
     def _wait_for_message(self, timeout: float | None) -> bool:
         with self._woken:
-            return self._woken.wait_for(lambda: bool(self._inbox) or self._stopping, timeout)
+            return self._woken.wait_for(lambda: bool(self._inbox) or self._stopped, timeout)
 
     def _make_scheduler(self) -> Scheduler:
         info = self.runner.info

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from jitney.core.outcome import final_event
 from jitney.engine.wire import Span
 from jitney.errors import DeadlineExceededError, InternalError, JitneyError
 from jitney.messages import (
@@ -26,7 +27,6 @@ from jitney.messages import (
     Finish,
     Finished,
     Message,
-    Resume,
     StepReport,
     Submit,
     Timing,
@@ -57,33 +57,23 @@ class _Entry:
 
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
-        begun = self.first_token is not None
-        resume = Resume(sequences=self.sequences if begun else [], first_token=self.first_token)
-        return [msgspec.structs.replace(self.submit, resume=resume), *self.later]
+        far = {"emitted": self.sequences, "first_token": self.first_token}
+        return [msgspec.structs.replace(self.submit, **far), *self.later]
 
     def end_by_deadline(self, first_token: float, now: float) -> list[Event]:
         """The events that end it with what it has."""
-        logprobs = self.submit.params.logprobs is not None
-        events: list[Event] = [
-            Tokens(
-                key=self.submit.key,
-                index=index,
-                ids=[],
-                logprobs=[] if logprobs else None,
-                cumulative_logprob=sequence.cumulative_logprob if logprobs else None,
-                finish_reason="deadline",
-            )
-            for index, sequence in enumerate(self.sequences)
-            if not sequence.ended
-        ]
-        arrival = self.submit.arrival
+        submit, events = self.submit, list[Event]()
+        for index, sequence in enumerate(self.sequences):
+            if not sequence.ended:
+                logprob = sequence.cumulative_logprob
+                events.append(final_event(submit, index, logprob, "deadline"))
         timing = Timing(
             queue_s=None,
-            first_token_s=first_token - arrival,
-            total_s=now - arrival,
-            computed_prompt_tokens=len(self.submit.prompt),
+            first_token_s=first_token - submit.arrival,
+            total_s=now - submit.arrival,
+            computed_prompt_tokens=len(submit.prompt),
         )
-        return [*events, Finished(self.submit.key, timing)]
+        return [*events, Finished(submit.key, timing)]
 
 
 class Journal:

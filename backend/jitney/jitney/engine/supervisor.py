@@ -13,6 +13,7 @@ as UNAVAILABLE; further ones are refused until a later attempt has succeeded.
 import contextlib
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -66,11 +67,10 @@ class EngineProcess:
         self._journal = Journal()
         self._connection: EngineConnection | None = None
         self._refusal: str | None = None
-        self._stop_by: float | None = None
+        self._stop_by = math.inf  # once it is stopped
         self._outbox: Outbox = queue.SimpleQueue()  # the caller's, once it runs
         self._rows: list[Span] = []  # of the step that the engine is in
         self._stats = StepStats()
-        self._busy_since = 0.0  # when the journal's first request came
         self._heard = 0.0  # when the engine last gave a sign of life, or had nothing to do
         self._idle_deaths: list[float] = []  # of engines that had completed no step since the last
 
@@ -116,13 +116,13 @@ class EngineProcess:
             if isinstance(message, Submit) and waiting >= most + self.config.max_num_seqs:
                 raise UnavailableError.of_queue(waiting, most)
             if not self._journal:
-                self._busy_since = self._clock()
+                self._heard = self._clock()
             self._journal.take(message)
             self._send_due()
 
     def _send_due(self) -> None:
-        """Under the lock."""
-        if self._connection is not None:
+        """Under the lock. An engine that was told to stop takes nothing more."""
+        if self._connection is not None and not self._stopped.is_set():
             for message in self._journal.due():
                 self._connection.send(message)
 
@@ -131,9 +131,9 @@ class EngineProcess:
         with self._lock:
             self._refusal = "the model is being unloaded"
             self._stop_by = self._clock() + _STOP_S
+            self._stopped.set()
             if self._connection is not None:
                 self._connection.send(Stop())
-        self._stopped.set()
 
     # ------------------------------------------------------------------ the supervisor's thread
 
@@ -142,7 +142,10 @@ class EngineProcess:
         :meth:`stop`. On return every submitted request has had its terminal event."""
         self._outbox = outbox
         try:
-            while (cause := self._read()) is not None:
+            while self._connection is not None:
+                cause = self._read(self._connection)
+                if self._stopped.is_set():
+                    break
                 self._replace(cause)
         finally:
             try:
@@ -151,28 +154,24 @@ class EngineProcess:
             finally:
                 self.kill()
 
-    def _read(self) -> str | None:
-        """Hand reports on until the engine ends. Its cause; None if it was told to stop."""
-        connection = self._connection
-        if connection is None:
-            return None
+    def _read(self, connection: EngineConnection) -> str:
+        """Hand reports on until the engine ends. Why it did: one of ``CAUSES``."""
         self._heard = self._clock()
-        killed = hung = False
+        killed = ""
         with contextlib.suppress(EOFError):
             while (message := self._receive(connection)) is not None or not killed:
                 now = self._clock()
-                late = self._silent_s(now) > self.config.watchdog_s
-                if late or (self._stop_by is not None and now > self._stop_by):
-                    killed, hung = True, late
+                hung = now - self._heard > self.config.watchdog_s
+                if hung or now > self._stop_by:
+                    killed = "hung" if hung else "killed"
                     connection.kill()
                 if isinstance(message, StepBegun):
                     self._rows = message.rows
                 elif isinstance(message, StepReport):
                     self._take_report(message)
         status = connection.close()
-        if self._stop_by is not None:
-            return None
-        return "hung" if hung else _cause(status)
+        ended = "device_lost" if status == DEVICE_LOST else "failed"
+        return killed or ("killed" if status < 0 else ended)
 
     def _receive(self, connection: EngineConnection) -> Up | None:
         """The next message, None after a while without one. Log records are logged. Meanwhile what
@@ -181,7 +180,7 @@ class EngineProcess:
         now = self._clock()
         if message is not None or not self._journal:
             self._heard = now
-        silent = self._silent_s(now) > _SILENT_S
+        silent = now - self._heard > _SILENT_S
         with self._lock:
             events = self._journal.expire(now, silent)
         if silent:
@@ -191,10 +190,6 @@ class EngineProcess:
         if isinstance(message, Logged):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         return message
-
-    def _silent_s(self, now: float) -> float:
-        """For how long the engine has given no sign of life, although work waits."""
-        return now - max(self._heard, self._busy_since)
 
     def _take_report(self, report: StepReport) -> None:
         if report.stats.batch_sequences:
@@ -262,13 +257,13 @@ class EngineProcess:
         with self._lock:
             self._connection = connection
             self.health.up = True
-            if self._stop_by is None:
-                self._refusal = None
             self.health.replayed_requests += len(self._journal)
             self.health.replayed_tokens += self._journal.num_emitted()
             self._send_due()
-            if self._stop_by is not None:
+            if self._stopped.is_set():
                 connection.send(Stop())
+            else:
+                self._refusal = None
         return ready
 
     def _wait_until_loaded(self, connection: EngineConnection) -> Ready:
@@ -277,21 +272,12 @@ class EngineProcess:
                 message = self._receive(connection)
             except EOFError:
                 status = connection.close()
+                how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
                 raise LoadError(
-                    f"the engine's process ended while it loaded the model ({_describe(status)})"
+                    f"the engine's process ended while it loaded the model ({how})"
                 ) from None
             if isinstance(message, Ready):
                 return message
             if isinstance(message, Refused):
                 raise getattr(errors, message.kind)(message.message)
         raise LoadError("the model is being unloaded")
-
-
-def _cause(status: int) -> str:
-    if status < 0:
-        return "killed"
-    return "device_lost" if status == DEVICE_LOST else "failed"
-
-
-def _describe(status: int) -> str:
-    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"

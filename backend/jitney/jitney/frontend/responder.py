@@ -182,11 +182,12 @@ class Responder:
     def abort(self, error: JitneyError, key: int | None = None) -> None:
         """End request ``key``, or every request added so far, with ``error``; the engine is told
         to cancel them. A key that has ended, though its end is not sent yet, is ignored."""
+        ended = {
+            key for key, reply in self._replies.items() if reply.completion.terminal is not None
+        }
         for arrival in self._open():
-            reply = self._replies.get(arrival.key)
-            ended = reply is not None and reply.completion.terminal is not None
-            if not ended and (key is None or arrival.key == key):
-                self._give_up(arrival, error)
+            if arrival.key not in ended and key in (None, arrival.key):
+                self._end(arrival, error)
 
     def stop(self) -> None:
         """End the thread after what is in the inbox now."""
@@ -344,26 +345,23 @@ class Responder:
             holder.pop(key, None)
 
     def _end(self, arrival: Arrival, error: JitneyError) -> None:
-        self._forget(arrival.key)
-        self._metrics.failed(error)
-        arrival.channel.fail(error)
+        """End a request that is open with ``error``; the engine is told to cancel it."""
+        if arrival.key in self._replies or arrival.key in self._encoding:
+            self._forget(arrival.key)
+            self._metrics.failed(error)
+            arrival.channel.fail(error)
+            self._send_message(Cancel(arrival.key))
 
     def _guard(self, reply: Reply, work: Callable[[Reply], None]) -> None:
         """What fails for one request must not end the others: a send (CancelledError if the client
         has gone, else InternalError), an engine that takes no request any more, our own bug."""
         try:
             work(reply)
-        except (CancelledError, UnavailableError) as error:
-            self._give_up(reply.arrival, error)
-        except InternalError as error:
-            self._metrics.count("jitney_send_failures_total")
-            self._give_up(reply.arrival, error)
+        except (CancelledError, UnavailableError, InternalError) as error:
+            if isinstance(error, InternalError):
+                self._metrics.count("jitney_send_failures_total")
+            self._end(reply.arrival, error)
         except Exception:
             _LOG.exception("request %d could not be answered", reply.key)
             self._metrics.count("jitney_thread_errors_total")
-            self._give_up(reply.arrival, InternalError("the request could not be answered"))
-
-    def _give_up(self, arrival: Arrival, error: JitneyError) -> None:
-        if arrival.key in self._replies or arrival.key in self._encoding:
-            self._end(arrival, error)
-            self._send_message(Cancel(arrival.key))
+            self._end(reply.arrival, InternalError("the request could not be answered"))

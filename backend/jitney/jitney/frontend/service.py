@@ -94,15 +94,18 @@ class Service:
             if self._closed is not None:
                 raise UnavailableError(self._closed)
             self._admit(parse_request(request), channel, now)
-        except JitneyError as error:
-            self._refuse(channel, error)
-        except Exception:
-            _LOG.exception("a request could not be taken in")
-            self._refuse(channel, InternalError("the request could not be taken in"))
+        except Exception as error:
+            said = self._shown(error)
+            self._metrics.failed(said)
+            channel.fail(said)
 
-    def _refuse(self, channel: Channel, error: JitneyError) -> None:
-        self._metrics.failed(error)
-        channel.fail(error)
+    def _shown(self, error: Exception) -> JitneyError:
+        """What a client is told of ``error``: all of one that was raised on purpose."""
+        if isinstance(error, JitneyError):
+            return error
+        _LOG.error("a request could not be taken in", exc_info=error)
+        self.count_error()
+        return InternalError("the request could not be taken in")
 
     def _admit(self, request: ClientRequest, channel: Channel, now: float) -> None:
         """Refuse what can be refused without encoding the prompt; else have it encoded."""
@@ -139,12 +142,8 @@ class Service:
             else:
                 made = perform(request, self._tokenizer, self._config, self._info)
                 self._responder.post(self._responder.answer, arrival, made)
-        except JitneyError as error:
-            self._abort(error, arrival.key)
-        except Exception:
-            _LOG.exception("a prompt could not be encoded")
-            self.count_error()
-            self._abort(InternalError("the request could not be taken in"), arrival.key)
+        except Exception as error:
+            self._abort(self._shown(error), arrival.key)
         finally:
             with self._counting:
                 self._encoding -= 1
