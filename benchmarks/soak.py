@@ -47,6 +47,9 @@ class Sample:
 
     minute: float
     front_mb: float
+    """Its own memory: without :attr:`libraries_mb`."""
+    libraries_mb: float
+    """The front's share of the files that it maps: it changes with who else maps them."""
     engine_mb: float
     """Nursery and engine, memory that they share counted once; with weights and cache."""
     threads: int
@@ -155,6 +158,7 @@ class Soak:
         assert self.server.pid is not None
         (stub,) = psutil.Process(self.server.pid).children()
         below = stub.children(recursive=True)
+        libraries = _share_mb(stub, "Pss_File")
         threads = handles = 0
         for one in (stub, *below):
             threads += one.num_threads()
@@ -162,8 +166,9 @@ class Soak:
         regions = Path("/dev/shm").glob("triton_python_backend_shm_region_*")
         return Sample(
             minute=(time.monotonic() - self._began) / 60,
-            front_mb=_resident_mb(stub),
-            engine_mb=sum(map(_resident_mb, below)),
+            front_mb=_share_mb(stub) - libraries,
+            libraries_mb=libraries,
+            engine_mb=sum(map(_share_mb, below)),
             threads=threads,
             handles=handles,
             shared_mb=sum(region.stat().st_size for region in regions) / 1e6,
@@ -179,16 +184,21 @@ class Soak:
         return sum(float(x.split()[-1]) for x in lines if x.startswith("jitney_kv_used_blocks{"))
 
 
-def _resident_mb(process: psutil.Process) -> float:
-    """Its proportional share of the memory that it has."""
-    return process.memory_full_info().pss / 1e6
+def _share_mb(process: psutil.Process, kind: str = "Pss") -> float:
+    """Its proportional share of the memory of that kind that it has."""
+    try:
+        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")
+    except OSError:
+        raise psutil.NoSuchProcess(process.pid) from None
+    return next(int(x.split()[1]) for x in text.splitlines() if x.startswith(f"{kind}:")) / 976.6
 
 
 def grown(first: Sample, last: Sample) -> Iterator[str]:
     """What the end has more of than minute five. Memory may differ by a twentieth."""
     for name, before in asdict(first).items():
         after = getattr(last, name)
-        if name != "minute" and after > before * (1.05 if name.endswith("_mb") else 1):
+        most = before * (1.05 if name.endswith("_mb") else 1)
+        if name not in ("minute", "libraries_mb") and after > most:
             yield f"{name}: {before:,.0f} at minute five, {after:,.0f} at the end"
 
 
@@ -199,7 +209,7 @@ def plot(samples: list[Sample], file: Path) -> None:
 
     minutes = [sample.minute for sample in samples]
     figure, (memory, counts) = plt.subplots(2, 1, sharex=True, figsize=(8, 5), layout="tight")
-    for name in ("front_mb", "engine_mb", "shared_mb"):
+    for name in ("front_mb", "libraries_mb", "engine_mb", "shared_mb"):
         values = [getattr(sample, name) for sample in samples]
         memory.plot(minutes, values, label=name.removesuffix("_mb"))
     memory.set_ylabel("MB")
@@ -236,7 +246,9 @@ def main() -> int:
         values = " | ".join(f"{getattr(sample, name):,.0f}" for name in names)
         print(f"| minute {sample.minute:.0f} | {values} |")
     beside = (
-        max(one.front_mb + one.engine_mb for one in soak.samples) - CACHE_MB * 1.048 - WEIGHTS_MB
+        max(one.front_mb + one.libraries_mb + one.engine_mb for one in soak.samples)
+        - CACHE_MB * 1.048
+        - WEIGHTS_MB
     )
     print(f"\nAt most {beside:,.0f} MB beside weights and cache; {soak.kills} kills. Requests:")
     for end, count in soak.ends.most_common():

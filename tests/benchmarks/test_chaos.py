@@ -1,14 +1,12 @@
 """The engine killed under load: a short form of the benchmark of that name."""
 
+import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from jitney.execution.filters import choose_tokens
-from jitney.execution.logits_processors import process_logits
-from jitney.messages import Row
-from jitney.sampling_params import SamplingParams
 
 from benchmarks import chaos
 
@@ -36,27 +34,36 @@ def test_nobody_notices_ten_kills_but_by_a_pause(
 PROMPT, OUTPUT = [20, 30, 40], [50, 60]
 
 
-def test_the_gap_of_a_greedy_choice() -> None:
-    logits = chaos._reference()(torch.tensor([PROMPT + OUTPUT])).logits[0, -1]
-    best, second, third = logits.topk(3).indices.tolist()
-    for pair in ((best, third), (third, second)):
-        gap = chaos.gap_of(pair, PROMPT, OUTPUT, 0, {"temperature": 0})
-        assert gap == pytest.approx(float(logits[best] - logits[third]))
+def test_a_choice_is_a_tie_only_if_noise_decides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal logits far above all others, or one a little above the other."""
+    above = 0.0
+
+    class Model:
+        def __call__(self, ids: torch.Tensor) -> Any:
+            logits = torch.zeros(1, ids.shape[1], 64)
+            logits[0, -1, 7], logits[0, -1, 9] = 40 + above, 40
+            return SimpleNamespace(logits=logits)
+
+    monkeypatch.setattr(chaos, "_reference", Model)
+    for params in ({"temperature": 0}, {"temperature": 0, "presence_penalty": 0.5}):
+        above = 0.0
+        assert chaos.gap_of((7, 9), PROMPT, OUTPUT, 0, params) == chaos.NOISES[0]
+        above = 2e-4
+        gap = chaos.gap_of((7, 9), PROMPT, OUTPUT, 0, params)
+        assert chaos.TIE["float32"] <= gap <= 3e-4
+        assert chaos.gap_of((7, 8), PROMPT, OUTPUT, 0, params) == math.inf
 
 
-@pytest.mark.parametrize("params", [{}, {"presence_penalty": 0.5, "repetition_penalty": 1.1}])
-def test_the_gap_of_a_random_choice(params: dict[str, Any]) -> None:
-    """None to the token that the sampler chooses; to another, what lies between."""
-    params = {"seed": 5, "temperature": 1, **params}
-    logits = chaos._reference()(torch.tensor([PROMPT + OUTPUT])).logits[:, -1].detach()
-    sampled = SamplingParams(**params)
-    row = Row(0, 2, [0], 4, [], (2,), sampled, PROMPT, OUTPUT, frozenset(), [])
-    process_logits(logits, [row])
-    shares = torch.softmax(logits[0], -1)
-    chosen = choose_tokens(logits, [(row, 2)]).item()
-    assert chaos.gap_of((chosen, chosen), PROMPT, OUTPUT, 2, params) == 0
-    other = next(t for t in range(chosen + 1, len(shares)) if shares[chosen + 1 : t].sum() > 1e-3)
-    assert chaos.gap_of((chosen, other), PROMPT, OUTPUT, 2, params) > 1e-3
+def test_the_tokens_of_a_random_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal shares, the chosen one's alone is taken however small the noise is."""
+    shares = torch.zeros(1, len(PROMPT + OUTPUT), 64)
+    model = lambda ids: SimpleNamespace(logits=shares.clone())  # noqa: E731
+    monkeypatch.setattr(chaos, "_reference", lambda: model)
+    params = {"seed": 5, "temperature": 1}
+    gaps = [chaos.gap_of((token, token), PROMPT, OUTPUT, 2, params) for token in range(64)]
+    assert gaps.count(chaos.NOISES[0]) == 1
+    chosen = gaps.index(chaos.NOISES[0])
+    assert chaos.gap_of((chosen, (chosen + 32) % 64), PROMPT, OUTPUT, 2, params) == math.inf
 
 
 def answer(*ids: int, logprob: float = -1.0, **more: Any) -> chaos.Answer:

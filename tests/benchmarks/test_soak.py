@@ -4,13 +4,13 @@ from pathlib import Path
 
 from benchmarks.soak import Sample, grown, plot
 
-BEFORE = Sample(5.0, 30.0, 500.0, 20, 16, 1.0, 0.0)
+BEFORE = Sample(5.0, 30.0, 2.0, 500.0, 20, 16, 1.0, 0.0)
 
 
 def test_memory_may_differ_by_a_twentieth_and_nothing_else_at_all() -> None:
-    fine = Sample(60.0, 31.0, 520.0, 20, 15, 1.0, 0.0)
+    fine = Sample(60.0, 31.0, 26.0, 520.0, 20, 15, 1.0, 0.0)
     assert not list(grown(BEFORE, fine))
-    worse = Sample(60.0, 32.0, 526.0, 21, 17, 1.06, 1.0)
+    worse = Sample(60.0, 32.0, 2.0, 526.0, 21, 17, 1.06, 1.0)
     assert [each.split(":")[0] for each in grown(BEFORE, worse)] == [
         "front_mb", "engine_mb", "threads", "handles", "shared_mb", "used_blocks",
     ]  # fmt: skip
