@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12")
 # Extras of the demo, the build backend of the editable installation, and what every torch needs.
-DEMO = ("server", "cpu", "export", "jobs")
+DEMO = ("server", "gateway", "cpu", "export", "jobs")
 BESIDE = ("hatchling", "editables", "setuptools", "networkx", "sympy", "fsspec", "filelock")
 REST = ("ray", "gpu", "quantization", "bench", "docs", "dev")
 USERS_OWN = "torch"

@@ -56,7 +56,9 @@ CONFINED = {
     "triton_python_backend_utils": {"frontend"},
     "onnxruntime": {"standins"},
     "tensorrt": {"standins"},
-    "tritonclient": {"measure", "offline"},  # its schema of config.pbtxt; jobs on a server
+    "tritonclient": {"measure", "offline", "gateway"},  # measure: its schema of config.pbtxt
+    "fastapi": {"gateway"},
+    "uvicorn": {"gateway"},
     "pytriton": set(),
     "typer": {"cli", "measure", "offline"},
     "matplotlib": {"measure", "report"},

@@ -34,6 +34,12 @@ def test_nothing_heavy_is_imported(module: str) -> None:
     assert not loaded & set(HEAVY)
 
 
+def test_the_gateway_needs_no_torch() -> None:
+    loaded = modules_after("import jitney.gateway.command")
+    assert "uvicorn" in loaded
+    assert not loaded & {"torch", "transformers", "numba", "tokenizers"}
+
+
 def test_logging_is_left_alone() -> None:
     loaded = modules_after("import jitney, logging\nassert not logging.getLogger().handlers")
     assert {"jitney", "logging"} <= loaded, "the child ended with status 0 and said so"

@@ -1,5 +1,5 @@
-"""The ``jitney`` command: ``serve``, ``generate``, ``batch``, ``doctor``, ``bench`` and
-``tune``.
+"""The ``jitney`` command: ``serve``, ``gateway``, ``generate``, ``batch``, ``doctor``, ``bench``
+and ``tune``.
 
 Holds options and their help; what a command does is one function of another room, imported when
 the command runs, so that ``--help`` is quick. Every error that Jitney raises on purpose becomes one
@@ -205,6 +205,32 @@ def doctor(
 
     if not run_doctor([http_port, grpc_port, metrics_port], start=start):
         raise typer.Exit(1)
+
+
+@app.command()
+def gateway(
+    server: Annotated[str, typer.Option(help="The server's gRPC address.")] = "127.0.0.1:8001",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0 opens it to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 9000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Lines NAME:KEY: clients must send one of the keys. Default: none do."),
+    ] = None,
+) -> None:
+    """Serve the models of a running server to clients of OpenAI's API.
+
+    A process of its own without state: several may stand before one server, behind one proxy.
+
+    Examples:
+
+        jitney gateway
+        jitney gateway --server 10.0.0.5:8001 --port 9000 --api-key-file api_keys
+    """
+    from jitney.gateway.command import run_gateway
+
+    run_gateway(server, host, port, api_key_file)
 
 
 app.command()(bench)

@@ -1,0 +1,330 @@
+"""The gateway's endpoints: bodies in, answers and streams out, errors as OpenAI's objects.
+
+Stateless but for what it counts and, for half a minute, what it knows of a model: several gateways
+may stand before one server, and one may be ended at any time.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from jitney.errors import CancelledError, JitneyError, UnavailableError
+from jitney.gateway.answers import Answer, Body, Choice
+from jitney.gateway.ask import (
+    Ask,
+    Description,
+    ask_chat,
+    ask_completions,
+    ask_tokens,
+)
+from jitney.gateway.backend import Backend, Step, UnknownModelError
+from jitney.gateway.figures import Figures, Watch
+from jitney.gateway.refusals import StatusError, describe
+from jitney.gateway.wire import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+    body_schemas,
+    decode,
+)
+
+_LOG = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 << 20
+RETRY_AFTER_S = 1
+_OPEN = ("/health", "/metrics")
+"""Endpoints that need no key."""
+_FORWARDED = ("traceparent", "tracestate")
+"""Headers that go to the server as they are."""
+
+T = TypeVar("T")
+Handler = Callable[..., Awaitable[Response]]
+
+
+def make_app(backend: Backend, keys: Mapping[str, str]) -> FastAPI:
+    """``keys``: API key -> name of its owner; none: every client is welcome."""
+    gateway = Gateway(backend, keys)
+
+    @contextlib.asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await backend.close()
+
+    app = FastAPI(title="Jitney", lifespan=life, docs_url=None, redoc_url=None)
+    bodies: dict[str, tuple[Handler, type[msgspec.Struct]]] = {
+        "/v1/chat/completions": (gateway.chat, ChatRequest),
+        "/v1/completions": (gateway.completions, CompletionRequest),
+        "/tokenize": (gateway.tokenize, TokenizeRequest),
+        "/detokenize": (gateway.detokenize, DetokenizeRequest),
+    }
+    schemas, components = body_schemas([type_ for _, type_ in bodies.values()])
+    for (path, (answer, type_)), schema in zip(bodies.items(), schemas, strict=True):
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        serve = partial(gateway.serve, path, partial(_read, answer, type_))
+        extra = {"requestBody": body}
+        app.add_api_route(path, serve, methods=["POST"], name=path, openapi_extra=extra)
+    pages: dict[str, Handler] = {
+        "/v1/models": gateway.models,
+        "/v1/models/{name:path}": gateway.model,
+        "/health": gateway.health,
+        "/metrics": gateway.metrics,
+    }
+    for path, answer in pages.items():
+        app.add_api_route(path, partial(gateway.serve, path, answer), methods=["GET"], name=path)
+    app.openapi()["components"] = {"schemas": components}
+    app.add_exception_handler(HTTPException, _no_such_page)
+    return app
+
+
+async def _no_such_page(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return refusal(StatusError(error.status_code, f"{request.url.path}: {error.detail}"))
+
+
+async def _read(answer: Handler, type_: type[Any], request: Request) -> Response:
+    """Decode the body of a request, and answer it."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
+    return await answer(request, decode(bytes(data), type_))
+
+
+class Gateway:
+    """What the endpoints share."""
+
+    def __init__(self, backend: Backend, keys: Mapping[str, str]) -> None:
+        self._backend = backend
+        self._keys = {key.encode(): name for key, name in keys.items()}
+        self._figures = Figures()
+
+    async def serve(self, path: str, answer: Handler, request: Request) -> Response:
+        """Check the key, answer, count; every error becomes an object."""
+        state, given = request.state, request.headers.get("x-request-id", "")
+        state.model, state.key, state.id = "", "", secrets.token_hex(12)
+        if 0 < len(given) <= 40 and given.isascii() and given.isprintable():
+            state.id = given
+        try:
+            if path not in _OPEN:
+                state.key = self._owner(request.headers.get("authorization", ""))
+            response = await answer(request)
+        except JitneyError as error:
+            response = refusal(error)
+        except Exception:
+            _LOG.exception("request %s could not be answered", state.id)
+            response = refusal(JitneyError("the request could not be answered"))
+        response.headers["x-request-id"] = state.id
+        self._figures.request(path, state.model, response.status_code)
+        return response
+
+    def _owner(self, authorization: str) -> str:
+        scheme, _, key = authorization.partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        for known, name in self._keys.items():
+            if hmac.compare_digest(known, key.encode()):
+                return name
+        if self._keys:
+            raise StatusError(401, "the header Authorization must be: Bearer, and a known API key")
+        return ""
+
+    # ------------------------------------------------------------------ language models
+
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        """Continue a chat."""
+        known = await self._model(request, body.model)
+        ask = ask_chat(body, known, request.state.id)
+        choices = [Choice() for _ in range(body.n or 1)]
+        answer = Answer(body, f"chatcmpl-{request.state.id}", choices)
+        return await self._generate(request, body, answer, [ask])
+
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        """Continue texts."""
+        known = await self._model(request, body.model)
+        asks = ask_completions(body, known, request.state.id)
+        echoes = [await self._text(ask) if body.echo else "" for ask in asks]
+        n = range(body.n or 1)
+        choices = [Choice(echo) for echo in echoes for _ in n]
+        answer = Answer(body, f"cmpl-{request.state.id}", choices)
+        return await self._generate(request, body, answer, asks)
+
+    async def _text(self, ask: Ask) -> str:
+        text = ask.inputs.get("text_input")
+        if isinstance(text, bytes):
+            return text.decode()
+        inputs = {"input_ids": ask.inputs["input_ids"], "task": b"detokenize"}
+        arrays = await self._backend.perform(Ask(model=ask.model, inputs=inputs))
+        return arrays["text_output"][0].decode()
+
+    async def _generate(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        answer: Answer,
+        asks: Sequence[Ask],
+    ) -> Response:
+        headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+        watch = Watch(self._figures, body.model, request.state.key, bool(body.stream))
+        steps = self._backend.generate(asks, headers)
+        chunks = _chunks(steps, answer, watch)
+        if body.stream:
+            options = body.stream_options or StreamOptions()
+            first = await _unless_gone(request.receive, anext(chunks))
+            return _Events(_events(first, chunks, answer, options), media_type="text/event-stream")
+        await _unless_gone(request.receive, _read_all(chunks))
+        return _json(answer.whole())
+
+    async def _model(self, request: Request, name: str) -> Description:
+        known = await self._backend.language_model(name)
+        request.state.model = name
+        return known
+
+    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+        """The ids of a text or a chat."""
+        known = await self._model(request, body.model)
+        ids = (await self._backend.perform(ask_tokens(body)))["output_ids"].tolist()
+        count, most = len(ids), known.max_model_len
+        return _json({"count": count, "max_model_len": most, "tokens": ids})
+
+    async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
+        """The text of ids."""
+        await self._model(request, body.model)
+        inputs: dict[str, Any] = {"input_ids": body.tokens, "task": b"detokenize"}
+        return _json({"prompt": await self._text(Ask(model=body.model, inputs=inputs))})
+
+    # ------------------------------------------------------------------ the gateway itself
+
+    async def models(self, request: Request) -> Response:
+        """All that serve one of the endpoints."""
+        found = [await self._entry(name) for name in await self._backend.names()]
+        return _json({"object": "list", "data": [each for each in found if each]})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        entry = await self._entry(request.path_params["name"])
+        if entry is None:
+            raise UnknownModelError("this model serves none of the gateway's endpoints")
+        return _json(entry)
+
+    async def _entry(self, name: str) -> dict[str, Any] | None:
+        model = await self._backend.look(name)
+        if model.description is None and not model.endpoint:
+            return None
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "jitney"}
+        if model.description is not None:
+            entry["max_model_len"] = model.description.max_model_len
+        return entry
+
+    async def health(self, request: Request) -> Response:
+        """Whether the server is ready."""
+        if not await self._backend.is_ready():
+            raise UnavailableError("the server is not ready")
+        return Response()
+
+    async def metrics(self, request: Request) -> Response:
+        """What Prometheus reads."""
+        return Response(self._figures.page(), media_type="text/plain; version=0.0.4")
+
+
+async def _chunks(
+    steps: AsyncGenerator[Step], answer: Answer, watch: Watch
+) -> AsyncGenerator[list[Body]]:
+    """What each step adds to the answer; counted."""
+    try:
+        async for step in steps:
+            watch.note(step)
+            yield list(answer.feed(step))
+    finally:
+        await steps.aclose()
+        watch.end(answer.usage.prompt, answer.usage.completion)
+
+
+async def _read_all(chunks: AsyncGenerator[list[Body]]) -> None:
+    async for _ in chunks:
+        pass
+
+
+async def _events(
+    chunks: list[Body], more: AsyncGenerator[list[Body]], answer: Answer, options: StreamOptions
+) -> AsyncGenerator[bytes]:
+    """Server-sent events, those of one step in one piece."""
+    try:
+        while True:
+            if options.continuous_usage_stats:
+                chunks = [{**chunk, "usage": answer.usage.body()} for chunk in chunks]
+            if chunks:
+                yield b"".join(map(_event, chunks))
+            chunks = await anext(more)
+    except StopAsyncIteration:
+        if options.include_usage:
+            yield _event(answer.usage_chunk())
+    except JitneyError as error:
+        yield _event(describe(error)[1])
+    finally:
+        await more.aclose()
+    yield b"data: [DONE]\n\n"
+
+
+def _event(body: Body) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class _Events(StreamingResponse):
+    """Leaves the model's stream at once when its client has gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; CancelledError if the client leaves first, and ``work`` is ended."""
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    gone, task = asyncio.create_task(leave()), asyncio.create_task(work)
+    try:
+        await asyncio.wait((gone, task), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CancelledError("the client has gone")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(gone, task, return_exceptions=True)
+
+
+def refusal(error: JitneyError) -> Response:
+    """An error's response."""
+    status, body = describe(error)
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    return _json(body, status, headers)
+
+
+def _json(body: Body, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")

@@ -1,0 +1,56 @@
+"""``jitney gateway``: serves the endpoints of ``app`` until it is told to stop."""
+
+import re
+import signal
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from jitney.errors import ConfigError
+from jitney.gateway.app import make_app
+from jitney.gateway.backend import Backend
+
+GRACE_S = 10
+"""Seconds that streams get when the gateway stops."""
+_KEY = re.compile(r"([\w.-]+):([\w.~+/=-]{24,})")
+
+
+def run_gateway(server: str, host: str, port: int, api_key_file: Path | None) -> None:
+    """Print the address and serve until SIGINT or SIGTERM; port 0 is a free one. Raises ConfigError
+    for a key file or an address that cannot be used."""
+    keys = {} if api_key_file is None else read_keys(api_key_file)
+    try:
+        listener = socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    config = uvicorn.Config(
+        lambda: make_app(Backend(server), keys),
+        factory=True,
+        access_log=False,
+        log_level="warning",
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    print(f"OpenAI   http://{host}:{listener.getsockname()[1]}/v1", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn sends them on once it has stopped
+        signal.signal(number, lambda number, frame: None)
+    uvicorn.Server(config).run([listener])
+
+
+def read_keys(file: Path) -> dict[str, str]:
+    """Key -> name, of lines NAME:KEY, as the proxy takes them. Raises ConfigError."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    keys: dict[str, str] = {}
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if line and not line.startswith("#"):
+            match = _KEY.fullmatch(line)
+            if match is None:
+                bound = "NAME:KEY, the key at least 24 characters long"
+                raise ConfigError(f"{file}, line {number}: must be {bound}")
+            keys[match[2]] = match[1]
+    if not keys:
+        raise ConfigError(f"{file}: there is no key in it")
+    return keys

@@ -1,0 +1,62 @@
+"""The gateway's own errors, and every error as a status and OpenAI's error object."""
+
+import re
+from typing import Any
+
+from jitney.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    JitneyError,
+    UnavailableError,
+)
+
+
+class FieldError(InvalidArgumentError):
+    """A field of a body is at fault."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(text)
+        self.field = field
+
+
+class UnknownModelError(JitneyError):
+    """No such model is ready on the server, or not for this use."""
+
+    code = "NOT_FOUND"
+
+
+class StatusError(JitneyError):
+    """A refusal with a status of its own."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+_STATUS: tuple[tuple[type[JitneyError], int, str], ...] = (
+    (UnknownModelError, 404, "model_not_found"),
+    (InvalidArgumentError, 400, "invalid_value"),
+    (DeadlineExceededError, 504, "deadline_exceeded"),
+    (UnavailableError, 503, "unavailable"),
+    (CancelledError, 499, "cancelled"),
+    (JitneyError, 500, "internal_error"),
+)
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "not_allowed", 413: "too_large"}
+
+
+def describe(error: JitneyError) -> tuple[int, dict[str, Any]]:
+    """Status and body. The text of a model's refusal opens with the name of the field."""
+    status, code = next(found[1:] for found in _STATUS if isinstance(error, found[0]))
+    text, field = str(error), None
+    if isinstance(error, StatusError):
+        status, code = error.status, _CODES.get(error.status, "refused")
+    elif isinstance(error, FieldError):
+        field = error.field or None
+    elif status == 400:
+        named = re.match(r"([a-z_]+)\S* (?:is|has|holds) ", text)
+        field = named[1] if named else None
+    elif status == 503 and "queue is full" in text:
+        status, code = 429, "queue_full"
+    kind = "invalid_request_error" if status < 429 else "server_error"
+    return status, {"error": {"message": text, "type": kind, "param": field, "code": code}}

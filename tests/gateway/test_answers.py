@@ -1,0 +1,128 @@
+"""Chunks and whole answers are made of the same steps and say the same."""
+
+import json
+from typing import Any
+
+import pytest
+from jitney.gateway.answers import Answer, Choice
+from jitney.gateway.backend import Step, translated
+from jitney.gateway.refusals import describe
+from jitney.gateway.wire import ChatRequest, CompletionRequest, decode
+
+
+def step(*texts: str, prompt: int = 0, end: str | None = None, logprobs: Any = None) -> Step:
+    return Step(
+        prompt=prompt,
+        texts=list(texts),
+        finish_reasons=[end] * len(texts),
+        num_tokens=[len(text) for text in texts],
+        num_prompt_tokens=3,
+        logprobs=logprobs,
+        timing={} if end is None else {"cached_prompt_tokens": 1},
+    )
+
+
+def chat(n: int, **more: Any) -> Answer:
+    messages = [{"role": "user", "content": "a"}]
+    data = json.dumps({"model": "m", "messages": messages, "n": n, **more}).encode()
+    return Answer(decode(data, ChatRequest), "id", [Choice() for _ in range(n)])
+
+
+def completion(prompts: int, echo: str = "", **more: Any) -> Answer:
+    body = decode(json.dumps({"model": "m", "prompt": "a", **more}).encode(), CompletionRequest)
+    number = prompts * (body.n or 1)
+    return Answer(body, "id", [Choice(echo) for _ in range(number)])
+
+
+def test_the_deltas_of_a_chat_make_the_whole() -> None:
+    answer = chat(2)
+    chunks = [*answer.feed(step("He", "x")), *answer.feed(step("llo", "yz", end="stop"))]
+    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+    for index, choice in enumerate(answer.whole()["choices"]):
+        said = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
+        assert [one["delta"].get("role") for one in said] == ["assistant", None]
+        text = "".join(one["delta"]["content"] for one in said)
+        assert text == choice["message"]["content"] == ["Hello", "xyz"][index]
+        assert said[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+
+
+def test_usage_counts_every_prompt_once() -> None:
+    answer = completion(2, n=2)
+    for prompt in (0, 1):
+        list(answer.feed(step("ab", "c", prompt=prompt)))
+        list(answer.feed(step("d", "e", prompt=prompt, end="length")))
+    assert answer.whole()["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 10,
+        "total_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert answer.usage_chunk()["choices"] == []
+    texts = [choice["text"] for choice in answer.whole()["choices"]]
+    assert texts == ["abd", "ce", "abd", "ce"]
+
+
+def position(*entries: tuple[int, str, float, int]) -> dict[str, dict[str, Any]]:
+    return {
+        str(id_): {"decoded_token": text, "logprob": logprob, "rank": rank}
+        for id_, text, logprob, rank in entries
+    }
+
+
+def test_logprobs_of_a_chat() -> None:
+    answer = chat(1, logprobs=True, top_logprobs=2)
+    chosen_last = position((7, "x", -3.0, 9), (1, "é", -0.1, 1), (2, "\ufffd", -0.2, 2))
+    (chunk,) = answer.feed(step("x", logprobs=[[chosen_last]], end="stop"))
+    (token,) = chunk["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["logprob"], token["bytes"]) == ("x", -3.0, [120])
+    assert [(each["token"], each["bytes"]) for each in token["top_logprobs"]] == [
+        ("é", [195, 169]), ("\ufffd", None),
+    ]  # fmt: skip
+    assert answer.whole()["choices"][0]["logprobs"] == {"content": [token]}
+
+
+def test_logprobs_of_completions() -> None:
+    answer = completion(1, logprobs=1)
+    best = position((1, "ab", -0.1, 1))
+    chunks = [*answer.feed(step("ab", logprobs=[[best]]))]
+    chunks += answer.feed(step("ab", logprobs=[[best]], end="stop"))
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [2]]
+    assert answer.whole()["choices"][0]["logprobs"] == {
+        "tokens": ["ab", "ab"],
+        "token_logprobs": [-0.1, -0.1],
+        "top_logprobs": [{"ab": -0.1}] * 2,
+        "text_offset": [0, 2],
+    }
+
+
+def test_an_echo_comes_before_each_text() -> None:
+    answer = completion(1, echo="the bus ", n=2)
+    chunks = list(answer.feed(step("a", "b", end="stop")))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["the bus a", "the bus b"]
+    assert [each["text"] for each in answer.whole()["choices"]] == ["the bus a", "the bus b"]
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "wanted", "param"),
+    [
+        ("", "INVALID_ARGUMENT: temperature is -1, but must be at least 0", 400, "temperature"),
+        ("", "INVALID_ARGUMENT: messages[0].content is missing", 400, "messages"),
+        ("", "INVALID_ARGUMENT: the prompt has 9 tokens and …", 400, None),
+        ("", "UNAVAILABLE: the queue is full: 2 requests wait", 429, None),
+        ("", "UNAVAILABLE: the model is being unloaded", 503, None),
+        ("", "DEADLINE_EXCEEDED: the deadline passed", 504, None),
+        ("", "INTERNAL: the engine has stopped", 500, None),
+        ("", "Request for unknown model: 'm' is not found", 404, None),
+        ("StatusCode.UNAVAILABLE", "failed to connect to all addresses", 503, None),
+        ("StatusCode.NOT_FOUND", "no such thing", 404, None),
+        ("StatusCode.INTERNAL", "something", 500, None),
+    ],
+)
+def test_errors_of_a_model_have_a_status(
+    status: str, text: str, wanted: int, param: str | None
+) -> None:
+    found, body = describe(translated("m", status, text))
+    assert found == wanted
+    assert body["error"]["param"] == param
+    assert "INVALID" not in body["error"]["message"]
+    assert body["error"].keys() == {"message", "type", "param", "code"}

@@ -1,0 +1,239 @@
+"""Every field of a body changes what the model is asked, or is refused by its name."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from jitney.gateway.ask import Ask, Description, ask_chat, ask_completions, ask_tokens
+from jitney.gateway.refusals import FieldError, describe
+from jitney.gateway.wire import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    TokenizeRequest,
+    decode,
+)
+from jitney.sampling_params import NAMES
+
+KNOWN = Description(
+    max_model_len=100,
+    max_n=4,
+    sampling_parameters=frozenset([*NAMES, "structured_outputs"]),
+)
+TOOL = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "hi"}
+CHAT = {"model": "m", "messages": [USER]}
+TEXT = {"model": "m", "prompt": "hi"}
+SCHEMA = {"type": "object"}
+
+PARAMS: dict[str, Any] = {
+    "max_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1,
+    "seed": 1, "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.5,
+    "stop": "x", "stop_token_ids": [1], "include_stop_str_in_output": True, "bad_words": ["x"],
+    "ignore_eos": True, "logit_bias": {"1": 5.0}, "allowed_token_ids": [1],
+    "skip_special_tokens": True, "priority": 1, "deadline_ms": 5.0, "cache_salt": "x",
+}  # fmt: skip
+COMMON: dict[str, Any] = {
+    **PARAMS,
+    "model": "other", "n": 2, "stream": True, "user": "someone",
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"},
+    "guided_json": SCHEMA, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "g",
+}  # fmt: skip
+ONLY_CHAT: dict[str, Any] = {
+    "messages": [{**USER, "content": "ho"}], "max_completion_tokens": 3, "logprobs": True,
+    "chat_template_kwargs": {"a": 1},
+    "add_generation_prompt": False, "reasoning_effort": "low", "verbosity": "low",
+    "safety_identifier": "someone", "service_tier": "flex", "prompt_cache_key": "k",
+}  # fmt: skip
+# Fields whose effect is on the answer (tests/server/test_openai.py, test_answers.py), that go with
+# another one, or whose only value is what is done anyway.
+ELSEWHERE = {"stream_options", "top_logprobs", "store", "modalities", "echo"}
+NOT_YET: dict[str, Any] = {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True}
+
+
+def ask(body: dict[str, Any]) -> list[Ask]:
+    data = json.dumps(body).encode()
+    if "prompt" in body:
+        return ask_completions(decode(data, CompletionRequest), KNOWN, "id")
+    return [ask_chat(decode(data, ChatRequest), KNOWN, "id")]
+
+
+def params_of(body: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(ask(body)[0].inputs["sampling_parameters"])  # type: ignore[arg-type]
+
+
+def refused(body: dict[str, Any]) -> tuple[Any, str]:
+    """The error object's field and text."""
+    with pytest.raises(FieldError) as caught:
+        ask(body)
+    status, said = describe(caught.value)
+    assert status == 400
+    assert said["error"]["type"] == "invalid_request_error"
+    return said["error"]["param"], said["error"]["message"]
+
+
+def test_no_field_is_forgotten() -> None:
+    own = {*Generation.__struct_fields__} - {"params"}
+    tried = {*COMMON, *ELSEWHERE}
+    chat = tried | ONLY_CHAT.keys() | NOT_YET.keys()
+    assert {*ChatRequest.__struct_fields__} - {"params"} <= chat
+    assert {*CompletionRequest.__struct_fields__} - {"params"} <= tried | {"prompt", "logprobs"}
+    assert {*NAMES} - own <= {*PARAMS, "logprobs", "prompt_logprobs"}
+
+
+@pytest.mark.parametrize("name", COMMON | ONLY_CHAT)
+def test_each_field_of_a_chat_changes_the_request(name: str) -> None:
+    assert ask(CHAT | {name: (COMMON | ONLY_CHAT)[name]}) != ask(CHAT)
+
+
+@pytest.mark.parametrize("name", {**COMMON, "prompt": "ho", "logprobs": 2})
+def test_each_field_of_a_completion_changes_the_request(name: str) -> None:
+    value = {**COMMON, "prompt": "ho", "logprobs": 2}[name]
+    assert ask(TEXT | {name: value}) != ask(TEXT)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_sampling_parameters_go_on_as_they_are(name: str) -> None:
+    for base in (CHAT, TEXT):
+        assert params_of(base | {name: PARAMS[name]})[name] == PARAMS[name]
+        old = msgspec.structs.replace(KNOWN, sampling_parameters=frozenset(["max_tokens"]))
+        body = decode(json.dumps(CHAT | {name: PARAMS[name]}).encode(), ChatRequest)
+        if name != "max_tokens":
+            with pytest.raises(FieldError, match=f"^{name} is not supported by model 'm'"):
+                ask_chat(body, old, "id")
+
+
+CHECKED = {*COMMON, *ONLY_CHAT, *ELSEWHERE} - PARAMS.keys()
+"""Here; the ranges and types of the others are the model's to check."""
+
+
+@pytest.mark.parametrize("name", sorted(CHECKED | {"foo", "audio", "functions", "suffix"}))
+def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
+    field, message = refused(CHAT | {name: 1.5})
+    assert field == name
+    assert name in message
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "said"),
+    [
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"messages": [{"role": "bus"}]}, "messages[0].role", "'bus'"),
+        ({"messages": [USER, {**USER, "contents": ""}]}, "messages[1].contents", "unknown"),
+        ({"messages": [USER | {"content": [{"type": "image_url", "image_url": {}}]}]},
+         "messages[0].content[0]", "'image_url'"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"type": "function", "function": {"name": "a", "arguments": "{"}}]}]},
+         "messages[0].tool_calls[0].function.arguments", "not a JSON object"),
+        ({"messages": [USER] * 4097}, "messages", "4096"),
+        ({"tools": [TOOL] * 129}, "tools", "128"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
+        ({"top_logprobs": 2}, "top_logprobs", "goes with logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
+        ({"n": 5}, "n", "at most 4"),
+        ({"store": True}, "store", "store"),
+        ({"service_tier": "scale"}, "service_tier", "'scale'"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+        ({"params": {}}, "params", "unknown"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused(more: dict[str, Any], field: str, said: str) -> None:
+    assert refused(CHAT | more)[0] == field
+    assert said in refused(CHAT | more)[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "structured"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_schema", "json_schema": {
+            "name": "a", "description": "b", "schema": SCHEMA}}},
+         {"json": {"title": "a", "description": "b", **SCHEMA}}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_grammar": "g"}, {"grammar": "g"}),
+    ],
+)  # fmt: skip
+def test_structured_output_has_one_form(more: dict[str, Any], structured: Any) -> None:
+    assert params_of(CHAT | more).get("structured_outputs") == structured
+    if structured is not None:
+        body = decode(json.dumps(CHAT | more).encode(), ChatRequest)
+        known = msgspec.structs.replace(KNOWN, sampling_parameters=frozenset(PARAMS))
+        with pytest.raises(FieldError, match="is not supported by model 'm'") as caught:
+            ask_chat(body, known, "id")
+        assert caught.value.field == next(iter(more)), "by the client's name"
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_tools_are_refused(name: str) -> None:
+    assert refused(CHAT | {name: NOT_YET[name]})[0] == name
+
+
+def test_messages_are_what_chat_templates_expect() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "stop", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None,
+         "annotations": []},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]  # fmt: skip
+    sent = json.loads(ask(CHAT | {"messages": messages})[0].inputs["messages"])  # type: ignore
+    called = {**call, "function": {"name": "stop", "arguments": {"a": 1}}}
+    assert sent == {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "a\nb"},
+            {"role": "assistant", "content": "", "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "1", "content": "done"},
+        ],
+    }
+
+
+def test_a_chat_without_a_limit_gets_what_the_context_holds() -> None:
+    assert params_of(CHAT)["max_tokens"] == -1
+    assert "max_tokens" not in params_of(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inputs"),
+    [
+        ("a", [{"text_input": b"a"}]),
+        (["a", "b"], [{"text_input": b"a"}, {"text_input": b"b"}]),
+        ([1, 2], [{"input_ids": [1, 2]}]),
+        ([[1], [2, 3]], [{"input_ids": [1]}, {"input_ids": [2, 3]}]),
+    ],
+)
+def test_prompts_of_completions(prompt: Any, inputs: list[dict[str, Any]]) -> None:
+    asked = ask(TEXT | {"prompt": prompt})
+    assert [each.inputs | want for each, want in zip(asked, inputs, strict=True)] == [
+        each.inputs for each in asked
+    ]
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", 1], [[1], "a"], ["a"] * 257])
+def test_prompts_that_are_refused(prompt: Any) -> None:
+    assert refused(TEXT | {"prompt": prompt})[0] == "prompt"
+
+
+def test_bodies_that_are_no_objects_are_refused() -> None:
+    for data in (b"", b"{", b"[]", b"\xff", b'{"model": "\xff"}', b"[" * 100_000):
+        with pytest.raises(FieldError):
+            decode(data, ChatRequest)
+
+
+def test_tokenize_takes_a_prompt_or_a_chat() -> None:
+    def asked(**body: Any) -> Ask:
+        return ask_tokens(decode(json.dumps({"model": "m", **body}).encode(), TokenizeRequest))
+
+    assert asked(prompt="a").inputs == {"text_input": b"a", "task": b"tokenize"}
+    chat = asked(messages=[USER], tools=[TOOL], add_generation_prompt=False)
+    assert json.loads(chat.inputs["messages"])["tools"] == [TOOL]  # type: ignore[arg-type]
+    for body in ({}, {"prompt": "a", "messages": [USER]}, {"prompt": "a", "tools": [TOOL]}):
+        with pytest.raises(FieldError):
+            asked(**body)
