@@ -48,6 +48,7 @@ def test_a_model_describes_itself(pb: Any, make_house: Callable[..., House]) -> 
     assert said["max_n"] == 7
     assert said["tool_format"] == "hermes"
     assert said["reasoning_format"] is None
+    assert said["added_tokens"] == {"<pad>": 0, "<s>": 1, "</s>": 2}
     assert said["sampling_parameters"] == list(NAMES)
     assert "add_generation_prompt" in said["chat_template"]
     assert "enable_thinking" in said["chat_template_parameters"]

@@ -4,10 +4,14 @@ import json
 from typing import Any
 
 import pytest
-from jitney.gateway.answers import Answer, Choice
+from jitney.gateway.answers import Answer, Body, Choice
 from jitney.gateway.backend import Step, translated
+from jitney.gateway.parsers import Parser
 from jitney.gateway.refusals import describe
 from jitney.gateway.wire import ChatRequest, CompletionRequest, decode
+
+TOOL = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
+CALLING = 'So: <tool_call>\n{"name": "stop", "arguments": {"at": "é"}}\n</tool_call>' * 2
 
 
 def step(*texts: str, prompt: int = 0, end: str | None = None, logprobs: Any = None) -> Step:
@@ -22,28 +26,70 @@ def step(*texts: str, prompt: int = 0, end: str | None = None, logprobs: Any = N
     )
 
 
-def chat(n: int, **more: Any) -> Answer:
+def chat(parsers: list[Parser], **more: Any) -> Answer:
     messages = [{"role": "user", "content": "a"}]
-    data = json.dumps({"model": "m", "messages": messages, "n": n, **more}).encode()
-    return Answer(decode(data, ChatRequest), "id", [Choice() for _ in range(n)])
+    data = json.dumps({"model": "m", "messages": messages, "n": len(parsers), **more}).encode()
+    body = decode(data, ChatRequest)
+    most = 1 if body.parallel_tool_calls is False else None
+    return Answer(body, "id", [Choice(parser, most) for parser in parsers])
 
 
 def completion(prompts: int, echo: str = "", **more: Any) -> Answer:
     body = decode(json.dumps({"model": "m", "prompt": "a", **more}).encode(), CompletionRequest)
     number = prompts * (body.n or 1)
-    return Answer(body, "id", [Choice(echo) for _ in range(number)])
+    return Answer(body, "id", [Choice(Parser(None, None), echo=echo) for _ in range(number)])
 
 
-def test_the_deltas_of_a_chat_make_the_whole() -> None:
-    answer = chat(2)
-    chunks = [*answer.feed(step("He", "x")), *answer.feed(step("llo", "yz", end="stop"))]
+def joined(chunks: list[Body], index: int) -> Body:
+    """The message that a client makes of a stream's deltas."""
+    message: Body = {"calls": {}}
+    for choice in (one for chunk in chunks for one in chunk["choices"] if one["index"] == index):
+        for name in ("role", "content", "reasoning", "reasoning_content"):
+            if name in choice["delta"]:
+                message[name] = message.get(name, "") + choice["delta"][name]
+        for call in choice["delta"].get("tool_calls", []):
+            whole = message["calls"].setdefault(call["index"], {"arguments": ""} | call)
+            whole["arguments"] += call["function"]["arguments"]
+        message["finish_reason"] = choice["finish_reason"]
+    return message
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+@pytest.mark.parametrize("text", ["Hello, wörld", CALLING, "<think>Hm.</think>\n\nYes."])
+def test_the_deltas_of_a_chat_make_the_whole(text: str, size: int) -> None:
+    answer = chat([Parser("hermes", "think", [TOOL]) for _ in range(2)])
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    chunks = []
+    for number, piece in enumerate(pieces):
+        end = "stop" if number == len(pieces) - 1 else None
+        chunks += list(answer.feed(step(piece, piece[::-1], end=end)))
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
     for index, choice in enumerate(answer.whole()["choices"]):
-        said = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
-        assert [one["delta"].get("role") for one in said] == ["assistant", None]
-        text = "".join(one["delta"]["content"] for one in said)
-        assert text == choice["message"]["content"] == ["Hello", "xyz"][index]
-        assert said[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+        streamed, message = joined(chunks, index), choice["message"]
+        assert streamed["role"] == "assistant"
+        assert streamed["content"] == (message["content"] or "")
+        assert streamed.get("reasoning") == message.get("reasoning")
+        assert streamed.get("reasoning_content") == message.get("reasoning_content")
+        calls = message.get("tool_calls", [])
+        assert [
+            (each["id"], each["function"]["name"], each["arguments"])
+            for each in streamed["calls"].values()
+        ] == [
+            (each["id"], each["function"]["name"], each["function"]["arguments"]) for each in calls
+        ]
+        assert streamed["finish_reason"] == choice["finish_reason"]
+    first = answer.whole()["choices"][0]
+    assert first["finish_reason"] == ("tool_calls" if text == CALLING else "stop")
+    if text == CALLING:
+        calls = first["message"]["tool_calls"]
+        assert [json.loads(each["function"]["arguments"]) for each in calls] == [{"at": "é"}] * 2
+
+
+def test_without_parallel_calls_there_is_one() -> None:
+    answer = chat([Parser("hermes", None, [TOOL])], parallel_tool_calls=False)
+    chunks = list(answer.feed(step(CALLING, end="stop")))
+    assert len(joined(chunks, 0)["calls"]) == 1
+    assert len(answer.whole()["choices"][0]["message"]["tool_calls"]) == 1
 
 
 def test_usage_counts_every_prompt_once() -> None:
@@ -70,7 +116,7 @@ def position(*entries: tuple[int, str, float, int]) -> dict[str, dict[str, Any]]
 
 
 def test_logprobs_of_a_chat() -> None:
-    answer = chat(1, logprobs=True, top_logprobs=2)
+    answer = chat([Parser(None, None)], logprobs=True, top_logprobs=2)
     chosen_last = position((7, "x", -3.0, 9), (1, "é", -0.1, 1), (2, "\ufffd", -0.2, 2))
     (chunk,) = answer.feed(step("x", logprobs=[[chosen_last]], end="stop"))
     (token,) = chunk["choices"][0]["logprobs"]["content"]

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from jitney.errors import InvalidArgumentError
 from jitney.gateway.ask import Ask, Description, ask_chat, ask_completions, ask_tokens
 from jitney.gateway.refusals import FieldError, describe
 from jitney.gateway.wire import (
@@ -20,10 +21,11 @@ KNOWN = Description(
     max_model_len=100,
     max_n=4,
     sampling_parameters=frozenset([*NAMES, "structured_outputs"]),
+    tool_format="hermes",
 )
 TOOL = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "hi"}
-CHAT = {"model": "m", "messages": [USER]}
+CHAT = {"model": "m", "messages": [USER], "tools": [TOOL]}
 TEXT = {"model": "m", "prompt": "hi"}
 SCHEMA = {"type": "object"}
 
@@ -42,14 +44,13 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 ONLY_CHAT: dict[str, Any] = {
     "messages": [{**USER, "content": "ho"}], "max_completion_tokens": 3, "logprobs": True,
-    "chat_template_kwargs": {"a": 1},
+    "tools": [TOOL, TOOL], "tool_choice": "none", "chat_template_kwargs": {"a": 1},
     "add_generation_prompt": False, "reasoning_effort": "low", "verbosity": "low",
     "safety_identifier": "someone", "service_tier": "flex", "prompt_cache_key": "k",
 }  # fmt: skip
 # Fields whose effect is on the answer (tests/server/test_openai.py, test_answers.py), that go with
 # another one, or whose only value is what is done anyway.
-ELSEWHERE = {"stream_options", "top_logprobs", "store", "modalities", "echo"}
-NOT_YET: dict[str, Any] = {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": True}
+ELSEWHERE = {"stream_options", "top_logprobs", "parallel_tool_calls", "store", "modalities", "echo"}
 
 
 def ask(body: dict[str, Any]) -> list[Ask]:
@@ -76,8 +77,7 @@ def refused(body: dict[str, Any]) -> tuple[Any, str]:
 def test_no_field_is_forgotten() -> None:
     own = {*Generation.__struct_fields__} - {"params"}
     tried = {*COMMON, *ELSEWHERE}
-    chat = tried | ONLY_CHAT.keys() | NOT_YET.keys()
-    assert {*ChatRequest.__struct_fields__} - {"params"} <= chat
+    assert {*ChatRequest.__struct_fields__} - {"params"} <= tried | ONLY_CHAT.keys()
     assert {*CompletionRequest.__struct_fields__} - {"params"} <= tried | {"prompt", "logprobs"}
     assert {*NAMES} - own <= {*PARAMS, "logprobs", "prompt_logprobs"}
 
@@ -100,7 +100,7 @@ def test_sampling_parameters_go_on_as_they_are(name: str) -> None:
         old = msgspec.structs.replace(KNOWN, sampling_parameters=frozenset(["max_tokens"]))
         body = decode(json.dumps(CHAT | {name: PARAMS[name]}).encode(), ChatRequest)
         if name != "max_tokens":
-            with pytest.raises(FieldError, match=f"^{name} is not supported by model 'm'"):
+            with pytest.raises(FieldError, match=f"{name} is not supported by model 'm'"):
                 ask_chat(body, old, "id")
 
 
@@ -128,6 +128,7 @@ def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
          "messages[0].tool_calls[0].function.arguments", "not a JSON object"),
         ({"messages": [USER] * 4097}, "messages", "4096"),
         ({"tools": [TOOL] * 129}, "tools", "128"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "goes with tools"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
         ({"top_logprobs": 2}, "top_logprobs", "goes with logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "goes with stream"),
@@ -169,9 +170,40 @@ def test_structured_output_has_one_form(more: dict[str, Any], structured: Any) -
         assert caught.value.field == next(iter(more)), "by the client's name"
 
 
-@pytest.mark.parametrize("name", NOT_YET)
-def test_tools_are_refused(name: str) -> None:
-    assert refused(CHAT | {name: NOT_YET[name]})[0] == name
+def test_tools_need_a_known_format() -> None:
+    body = decode(json.dumps(CHAT).encode(), ChatRequest)
+    with pytest.raises(FieldError, match="tool_format") as caught:
+        ask_chat(body, msgspec.structs.replace(KNOWN, tool_format=None), "id")
+    assert caught.value.field == "tools"
+
+
+def test_a_tool_that_must_be_called_is_a_grammar() -> None:
+    named = {"type": "function", "function": {"name": "stop"}}
+    for choice in ("required", named):
+        grammar = params_of(CHAT | {"tool_choice": choice})["structured_outputs"]["grammar"]
+        assert "stop" in grammar
+    assert "structured_outputs" not in params_of(CHAT | {"tool_choice": "auto"})
+    other = {"type": "function", "function": {"name": "go"}}
+    with pytest.raises(InvalidArgumentError, match="tool_choice is"):
+        ask(CHAT | {"tool_choice": other})
+    both = {"tool_choice": "required", "guided_regex": "a"}
+    assert refused(CHAT | both) == (
+        "tool_choice",
+        "tool_choice and guided_regex exclude one another",
+    )
+    known = msgspec.structs.replace(KNOWN, sampling_parameters=frozenset(PARAMS))
+    body = decode(json.dumps(CHAT | {"tool_choice": "required"}).encode(), ChatRequest)
+    with pytest.raises(FieldError, match="tool_choice is not supported"):
+        ask_chat(body, known, "id")
+
+
+def test_a_model_that_reasons_is_bound_only_afterwards() -> None:
+    ids = {"</think>": 7}
+    known = msgspec.structs.replace(KNOWN, reasoning_format="think", added_tokens=ids)
+    body = decode(json.dumps(CHAT | {"guided_regex": "a"}).encode(), ChatRequest)
+    params = json.loads(ask_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
+    assert "<[7]>" in params["structured_outputs"]["grammar"]
+    assert params["skip_special_tokens"] is False, "the marker must be in the text"
 
 
 def test_messages_are_what_chat_templates_expect() -> None:
@@ -192,6 +224,7 @@ def test_messages_are_what_chat_templates_expect() -> None:
             {"role": "assistant", "content": "", "tool_calls": [called]},
             {"role": "tool", "tool_call_id": "1", "content": "done"},
         ],
+        "tools": [TOOL],
     }
 
 

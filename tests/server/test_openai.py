@@ -229,22 +229,22 @@ def test_a_full_queue_says_when_to_come_again(client: openai.OpenAI, server: Tri
 def test_who_leaves_is_cancelled(address: str, server: TritonServer, streamed: bool) -> None:
     def cancelled() -> float:
         url = server.metrics_url
-        return metric(url, "jitney_requests_total", model="narrow", outcome="cancelled")
+        return metric(url, "jitney_requests_total", model="busy", outcome="cancelled")
 
     before = settled(cancelled)
-    body = {"model": "narrow", "messages": USER, "stream": streamed, "ignore_eos": True}
-    body |= {"max_tokens": 300}
+    body = {"model": "busy", "messages": USER, "stream": streamed, "ignore_eos": True}
+    body |= {"max_tokens": CONTEXT - 64}
     connection = http.client.HTTPConnection(address, timeout=60)
     headers = {"Authorization": f"Bearer {KEY}"}
     connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-    wait_until(lambda: used_blocks(server, "narrow") > 0)
+    wait_until(lambda: used_blocks(server, "busy") > 0)
     if streamed:
         assert connection.getresponse().readline().startswith(b"data: ")
     assert connection.sock is not None
     connection.sock.close()
     connection.close()
     wait_until(lambda: cancelled() == before + 1)
-    wait_until(lambda: used_blocks(server, "narrow") == 0)
+    wait_until(lambda: used_blocks(server, "busy") == 0)
 
 
 def test_a_traceparent_is_no_sampling_parameter(address: str) -> None:

@@ -35,10 +35,10 @@ def perform(
 
 def _describe(tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo) -> bytes:
     """JSON: limits, the sampling parameters and template parameters that are taken, the chat
-    template, and the names of the formats that parsers of its output need."""
+    template, the names of the formats that parsers of its output need, and added tokens."""
     said: dict[str, object] = {"max_model_len": info.max_model_len, "vocab_size": info.vocab_size}
     said |= {name: getattr(config, name) for name in ("max_n", "max_logprobs", "max_queued")}
-    template = {"chat_template": tokenizer.data.chat_template, "sampling_parameters": NAMES}
+    said |= {"chat_template": tokenizer.data.chat_template, "sampling_parameters": NAMES}
     for name in ("chat_template_parameters", "tool_format", "reasoning_format"):
-        template[name] = getattr(config, name)
-    return msgspec.json.encode(said | template)
+        said[name] = getattr(config, name)
+    return msgspec.json.encode(said | {"added_tokens": tokenizer.added_tokens})

@@ -4,11 +4,13 @@ An answer is fed every step and gives the chunks that it makes; at the end it gi
 the same deltas.
 """
 
+import secrets
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from jitney.gateway.backend import Step
+from jitney.gateway.parsers import CallDelta, Parser
 from jitney.gateway.wire import ChatRequest, CompletionRequest
 
 Body = dict[str, Any]
@@ -44,22 +46,56 @@ class Usage:
 class Choice:
     """One sequence: what it has said so far, in pieces."""
 
-    def __init__(self, echo: str = "") -> None:
-        """``echo`` goes before its text."""
+    def __init__(self, parser: Parser, most_calls: int | None = None, echo: str = "") -> None:
+        """``echo`` goes before its text; calls beyond ``most_calls`` are left out."""
+        self._parser = parser
+        self._most_calls = most_calls
         self._echo = echo
         self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[Body] = []
         self.finish_reason: str | None = None
 
     def take(self, text: str, finish_reason: str | None) -> Body:
         """The delta of the next text; ``finish_reason`` ends the sequence."""
-        content, self._echo = self._echo + text, ""
+        deltas = self._parser.push(self._echo + text)
+        self._echo = ""
+        if finish_reason is not None:
+            deltas += self._parser.finish()
+        content = "".join(delta.content for delta in deltas)
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        calls = [call for delta in deltas for call in delta.calls[: self._most_calls]]
+        calls = [call for call in calls if call.index != self._most_calls]
         self.content.append(content)
-        self.finish_reason = finish_reason
-        return {"content": content} if content else {}
+        self.reasoning.append(reasoning)
+        said: Body = {"content": content} if content else {}
+        if reasoning:
+            said |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if calls:
+            said["tool_calls"] = [self._call(call) for call in calls]
+        called = finish_reason == "stop" and self.calls
+        self.finish_reason = "tool_calls" if called else finish_reason
+        return said
+
+    def _call(self, delta: CallDelta) -> Body:
+        function = {"arguments": delta.arguments}
+        if delta.index == len(self.calls):
+            function = {"name": str(delta.name), **function}
+            id_ = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            self.calls.append({**id_, "function": function})
+            return {"index": delta.index, **id_, "function": dict(function)}
+        self.calls[delta.index]["function"]["arguments"] += delta.arguments
+        return {"index": delta.index, "function": function}
 
     def message(self) -> Body:
         """The whole, of a chat."""
-        return {"role": "assistant", "content": "".join(self.content), "refusal": None}
+        content, reasoning = "".join(self.content), "".join(self.reasoning)
+        message: Body = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if self.calls:
+            message |= {"content": content or None, "tool_calls": self.calls}
+        return message
 
 
 class Answer:

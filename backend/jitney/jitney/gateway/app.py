@@ -35,9 +35,11 @@ from jitney.gateway.ask import (
     ask_chat,
     ask_completions,
     ask_tokens,
+    formats,
 )
 from jitney.gateway.backend import Backend, Step, UnknownModelError
 from jitney.gateway.figures import Figures, Watch
+from jitney.gateway.parsers import Parser
 from jitney.gateway.refusals import StatusError, describe
 from jitney.gateway.wire import (
     ChatRequest,
@@ -155,7 +157,9 @@ class Gateway:
         """Continue a chat."""
         known = await self._model(request, body.model)
         ask = ask_chat(body, known, request.state.id)
-        choices = [Choice() for _ in range(body.n or 1)]
+        most = 1 if body.parallel_tool_calls is False else None
+        parser = partial(Parser, *formats(body, known), msgspec.to_builtins(body.tools or []))
+        choices = [Choice(parser(), most) for _ in range(body.n or 1)]
         answer = Answer(body, f"chatcmpl-{request.state.id}", choices)
         return await self._generate(request, body, answer, [ask])
 
@@ -165,7 +169,7 @@ class Gateway:
         asks = ask_completions(body, known, request.state.id)
         echoes = [await self._text(ask) if body.echo else "" for ask in asks]
         n = range(body.n or 1)
-        choices = [Choice(echo) for echo in echoes for _ in n]
+        choices = [Choice(Parser(None, None), echo=echo) for echo in echoes for _ in n]
         answer = Answer(body, f"cmpl-{request.state.id}", choices)
         return await self._generate(request, body, answer, asks)
 

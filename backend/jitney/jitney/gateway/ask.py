@@ -3,11 +3,14 @@ docs/contract.md. Pure: no network, no tokenizer. What the model cannot do is re
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
+from jitney.gateway.formats import detect
 from jitney.gateway.refusals import FieldError
+from jitney.gateway.tool_grammar import after_reasoning, schema_of
 from jitney.gateway.wire import (
     MAX_PROMPTS,
     ChatRequest,
@@ -20,6 +23,8 @@ from jitney.gateway.wire import (
 
 Tensor = bytes | list[int] | bool
 """Text or JSON, token ids, a flag."""
+Structured = tuple[str, Mapping[str, Any]]
+"""The field that asks for it, and the sampling parameter ``structured_outputs``."""
 _TIERS = {"flex": 10, "priority": -10}
 """Service tier -> priority; lower goes first."""
 
@@ -33,6 +38,7 @@ class Description(msgspec.Struct):
     chat_template: str | None = None
     tool_format: str | None = None
     reasoning_format: str | None = None
+    added_tokens: dict[str, int] = {}
 
 
 class Ask(msgspec.Struct, kw_only=True):
@@ -62,17 +68,47 @@ def ask_chat(body: ChatRequest, known: Description, request_id: str) -> Ask:
         params.setdefault("priority", _TIERS[body.service_tier])
     prompt = chat_prompt(
         body.messages,
-        body.tools,
+        None if body.tool_choice == "none" else body.tools,
         body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
         reasoning_effort=body.reasoning_effort,
         verbosity=body.verbosity,
     )
-    for name in ("tools", "tool_choice", "parallel_tool_calls"):
-        if getattr(body, name) is not None:
-            raise FieldError(name, f"{name} is not supported yet")
+    tool_format, reasoning_format = formats(body, known)
+    if tool_format or reasoning_format:
+        params.setdefault("skip_special_tokens", False)  # a parser's markers may be among them
+    structured, ids = _structured(body), known.added_tokens
+    if tool_format is not None:
+        tools, choice = (msgspec.to_builtins(each) for each in (body.tools, body.tool_choice))
+        forced = schema_of(tools, choice, body.parallel_tool_calls is not False, tool_format, ids)
+        if forced and structured:
+            raise FieldError("tool_choice", f"tool_choice and {structured[0]} exclude one another")
+        structured = ("tool_choice", forced) if forced else structured
+    if structured:
+        structured = structured[0], after_reasoning(structured[1], reasoning_format, ids)
     request_id = " ".join(filter(None, (request_id, body.user, body.safety_identifier)))
-    return _ask(body, {"messages": prompt}, params, known, request_id)
+    return _ask(body, {"messages": prompt}, params, known, request_id, structured)
+
+
+def formats(body: ChatRequest, known: Description) -> tuple[str | None, str | None]:
+    """How the answer writes calls of tools, if there may be any, and reasoning. Raises FieldError
+    if there may be calls and their format is not known."""
+    kwargs = msgspec.json.encode(body.chat_template_kwargs or {})
+    tool_format, reasoning_format = _detected(known.chat_template or "", kwargs)
+    tool_format = known.tool_format or tool_format
+    if not body.tools or body.tool_choice == "none":
+        if body.tool_choice not in (None, "none", "auto"):
+            raise FieldError("tool_choice", "tool_choice goes with tools")
+        tool_format = None
+    elif tool_format is None:
+        said = "its chat template tells no format of calls, nor does its option tool_format"
+        raise FieldError("tools", f"tools cannot be used with model {body.model!r}: {said}")
+    return tool_format, known.reasoning_format or reasoning_format
+
+
+@lru_cache(256)
+def _detected(chat_template: str, kwargs: bytes) -> tuple[str | None, str | None]:
+    return detect(chat_template, msgspec.json.decode(kwargs))
 
 
 def ask_completions(body: CompletionRequest, known: Description, request_id: str) -> list[Ask]:
@@ -83,7 +119,8 @@ def ask_completions(body: CompletionRequest, known: Description, request_id: str
         if body.echo:
             raise FieldError("echo", "echo with logprobs is not supported")
     request_id = " ".join(filter(None, (request_id, body.user)))
-    return [_ask(body, prompt, params, known, request_id) for prompt in _prompts(body)]
+    structured = _structured(body)
+    return [_ask(body, each, params, known, request_id, structured) for each in _prompts(body)]
 
 
 def _ask(
@@ -92,6 +129,7 @@ def _ask(
     params: dict[str, Any],
     known: Description,
     request_id: str,
+    structured: Structured | None,
 ) -> Ask:
     if body.stream_options is not None and not body.stream:
         raise FieldError("stream_options", "stream_options goes with stream true")
@@ -99,7 +137,6 @@ def _ask(
         if body.n > known.max_n:
             raise FieldError("n", f"n is {body.n}, but must be at most {known.max_n}")
         params["n"] = body.n
-    structured = _structured(body)
     if structured is not None:
         params["structured_outputs"] = structured[1]
     for name in params:
@@ -118,7 +155,7 @@ def _ask(
     return Ask(model=body.model, inputs=inputs, request_id=request_id)
 
 
-def _structured(body: Generation) -> tuple[str, dict[str, Any]] | None:
+def _structured(body: Generation) -> Structured | None:
     """The field that asks for structured output, and the sampling parameter that it stands for."""
     found: dict[str, dict[str, Any]] = {}
     wanted = body.response_format

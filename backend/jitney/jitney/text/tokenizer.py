@@ -91,6 +91,11 @@ class Tokenizer:
         """Every token, added ones included, and its id."""
         return self._backend.get_vocab(with_added_tokens=True)
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Those that text is never split into, special ones among them, and their ids."""
+        return {t.content: id_ for id_, t in self._backend.get_added_tokens_decoder().items()}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``, by default with what the tokenizer puts around a prompt.
 
