@@ -120,26 +120,31 @@ def save_tokenizer(model: Path) -> None:
 def _serve(model: Path, workload: Workload, threads: int, streams: int, dtype: str) -> Served:
     """Start a server with the model, warm it up, run the workload through it, stop it."""
     with tempfile.TemporaryDirectory(prefix="jitney-served-") as folder:
-        version = Path(folder) / MODEL / "1"
-        version.mkdir(parents=True)
-        options = {
-            "model": str(model.resolve()),
-            "dtype": dtype,
-            "threads": threads,
-            "max_num_seqs": MAX_NUM_SEQS,
-            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-            "kv_cache_bytes": 1 << 30,
-        }
-        (version / "model.json").write_text(json.dumps(options), encoding="utf-8")
-        (version.parent / "config.pbtxt").write_text(
-            'backend: "jitney"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n', encoding="utf-8"
-        )
+        write_model(Path(folder), model, threads, dtype)
         with TritonServer(Path(folder)) as server:
             asyncio.run(run_streams(server.grpc_url, MODEL, warm_up(), streams))
             before_s = _front_cpu_s(server)
             served = asyncio.run(run_streams(server.grpc_url, MODEL, workload, streams))
             served.front_cpu_s = _front_cpu_s(server) - before_s
             return served
+
+
+def write_model(repository: Path, model: Path, threads: int, dtype: str) -> None:
+    """The folder of MODEL in a repository: one instance of the checkpoint ``model`` on the CPU."""
+    version = repository / MODEL / "1"
+    version.mkdir(parents=True)
+    options = {
+        "model": str(model.resolve()),
+        "dtype": dtype,
+        "threads": threads,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "kv_cache_bytes": 1 << 30,
+    }
+    (version / "model.json").write_text(json.dumps(options), encoding="utf-8")
+    (version.parent / "config.pbtxt").write_text(
+        'backend: "jitney"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n', encoding="utf-8"
+    )
 
 
 def _front_cpu_s(server: TritonServer) -> float:

@@ -2,7 +2,8 @@
 
 Starts the embedded Triton server over model_repository/, streams one completion to the terminal,
 then sends twelve prompts of different lengths over gRPC and HTTP, a tenth of a second apart, shows
-how they join and leave the batch, and prints the figures. Then, if `make models` has built them,
+how they join and leave the batch, and prints the figures. It asks one question by curl through
+the OpenAI API. Then, if `make models` has built them,
 the other models: the nearest sentence, a drawn digit, dynamic batching; it stops the server, and
 runs a job without one. The exit status is not 0 if anything failed: a request, the batching itself,
 the stop, or the job.
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import demo_job
 import demo_models
+import demo_openai
 from demo_picture import most_running, picture
 from demo_requests import MODEL, DemoRequest, make_requests, send, send_grpc
 from jitney.errors import JitneyError
@@ -79,7 +81,8 @@ def run(console: Console, live: bool, log_file: Path | None) -> None:
         )
         show_one(console, server)
         requests = show_many(console, server, live)
-        problems = [] if left_out else demo_models.show(console, server.grpc_url)
+        problems = demo_openai.show(console, server)
+        problems += [] if left_out else demo_models.show(console, server.grpc_url)
     finally:
         begin = time.monotonic()
         clean = server.stop()

@@ -250,3 +250,38 @@ def test_a_signal_during_the_start_stops_it(repository: Path, tmp_path: Path) ->
         assert process.wait(60) == 0
     finally:
         process.kill()
+
+
+@pytest.mark.server
+def test_a_gateway_beside_comes_back_and_stops_too(repository: Path, tmp_path: Path) -> None:
+    import psutil
+
+    output = tmp_path / "output"
+    process = start(repository, output, "--openai-port=0")
+    try:
+        address = wait_for(r"OpenAI +(http://\S+)/v1", output, process)
+
+        def is_healthy() -> bool:
+            try:
+                return urllib.request.urlopen(f"{address}/health", timeout=60).status == 200
+            except OSError:
+                return False
+
+        def gateway() -> psutil.Process | None:
+            children = psutil.Process(process.pid).children()
+            found = [each for each in children if "gateway" in each.cmdline()]
+            return found[0] if found else None
+
+        wait_until(is_healthy)
+        first = gateway()
+        assert first is not None
+        first.kill()
+        wait_for(r"(the gateway ended by itself)", output, process)
+        wait_until(is_healthy)
+        second = gateway()
+        assert second is not None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, output.read_text(encoding="utf-8")
+        assert not second.is_running()
+    finally:
+        process.kill()

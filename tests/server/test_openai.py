@@ -192,8 +192,8 @@ def test_refusals_are_the_clients_own_exceptions(client: openai.OpenAI, address:
         create(model="tiny", messages=USER, temperature=-1, stream=True)
     with pytest.raises(openai.BadRequestError, match="audio is unknown or not supported"):
         create(model="tiny", messages=USER, extra_body={"audio": {}})
-    with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
-        create(model="tiny", messages=USER, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="only these are allowed"):
+        create(model="tiny", messages=USER, reasoning_effort="low")
     with pytest.raises(openai.BadRequestError, match=f"{CONTEXT}"):
         create(model="tiny", messages=USER, max_tokens=CONTEXT)
     with pytest.raises(openai.InternalServerError, match="deadline") as late:

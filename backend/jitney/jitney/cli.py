@@ -73,6 +73,13 @@ def serve(
     http_port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 8001,
     metrics_port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 8002,
+    openai_port: Annotated[
+        int | None,
+        typer.Option(help="Also run `jitney gateway` there. 0 picks a free one.", min=0, max=65535),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Of the gateway: lines NAME:KEY, one of which clients send.")
+    ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Serve what loads, even if a model fails.")
     ] = False,
@@ -125,7 +132,8 @@ def serve(
         extra_args=server_arg or (),
         exit_timeout_s=grace,
     )
-    raise typer.Exit(serve_until_stopped(server, start_timeout, grace))
+    status = serve_until_stopped(server, start_timeout, grace, openai_port, api_key_file)
+    raise typer.Exit(status)
 
 
 @app.command()

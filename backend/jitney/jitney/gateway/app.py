@@ -40,11 +40,15 @@ from jitney.gateway.ask import (
 from jitney.gateway.backend import Backend, Step, UnknownModelError
 from jitney.gateway.figures import Figures, Watch
 from jitney.gateway.parsers import Parser
+from jitney.gateway.pooling import classify, embed, rerank
 from jitney.gateway.refusals import StatusError, describe
 from jitney.gateway.wire import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
     StreamOptions,
     TokenizeRequest,
     body_schemas,
@@ -77,6 +81,9 @@ def make_app(backend: Backend, keys: Mapping[str, str]) -> FastAPI:
     bodies: dict[str, tuple[Handler, type[msgspec.Struct]]] = {
         "/v1/chat/completions": (gateway.chat, ChatRequest),
         "/v1/completions": (gateway.completions, CompletionRequest),
+        "/v1/embeddings": (partial(gateway.pool, embed), EmbeddingRequest),
+        "/v1/classify": (partial(gateway.pool, classify), ClassifyRequest),
+        "/v1/rerank": (partial(gateway.pool, rerank), RerankRequest),
         "/tokenize": (gateway.tokenize, TokenizeRequest),
         "/detokenize": (gateway.detokenize, DetokenizeRequest),
     }
@@ -203,6 +210,16 @@ class Gateway:
         known = await self._backend.language_model(name)
         request.state.model = name
         return known
+
+    async def pool(
+        self, answer: Callable[..., Awaitable[Body]], request: Request, body: Any
+    ) -> Response:
+        """Embed, classify or rank."""
+        model = await self._backend.look(body.model)
+        if model.endpoint != request.url.path.rpartition("/")[2]:
+            raise UnknownModelError(f"model {body.model!r} does not serve {request.url.path}")
+        request.state.model = body.model
+        return _json(await answer(self._backend, model, body))
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """The ids of a text or a chat."""

@@ -22,8 +22,11 @@ MAX_PROMPTS = 256
 
 _UNSEEN = ("prompt_logprobs",)
 """Sampling parameters that no answer here could show."""
+MAX_TEXTS = 2048
+"""Of one request to embed, classify or rank."""
 T = TypeVar("T")
 _Ids = list[int]
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -188,6 +191,31 @@ class DetokenizeRequest(_Record):
 
     model: str
     tokens: _Ids
+
+
+class EmbeddingRequest(_Record):
+    """The body of ``/v1/embeddings``."""
+
+    model: str
+    input: str | Texts
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class ClassifyRequest(_Record):
+    """The body of ``/v1/classify``, in vLLM's form."""
+
+    model: str
+    input: str | Texts
+
+
+class RerankRequest(_Record):
+    """The body of ``/v1/rerank``, in Jina's form."""
+
+    model: str
+    query: str
+    documents: Texts
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool | None = None
 
 
 def decode(data: bytes, type_: type[T]) -> T:

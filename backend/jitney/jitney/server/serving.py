@@ -1,8 +1,11 @@
 """``jitney serve``: runs a server until it is told to stop, prints where it is, and repairs it."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,7 +13,7 @@ from rich.table import Table
 
 from jitney.errors import JitneyError
 from jitney.server.log import failed_models
-from jitney.server.server import TritonServer
+from jitney.server.server import TritonServer, choose_ports
 from jitney.server.stopping import interruptible
 from jitney.server.supervision import Supervisor
 
@@ -22,24 +25,65 @@ NOT_UNLOADED = 3
 """Exit status if the server had to be killed at the stop though no request was left."""
 
 
-def serve_until_stopped(server: TritonServer, start_timeout_s: float, grace_s: int) -> int:
+def serve_until_stopped(
+    server: TritonServer,
+    start_timeout_s: float,
+    grace_s: int,
+    openai_port: int | None = None,
+    api_key_file: Path | None = None,
+) -> int:
     """Start ``server``, print where it is, keep it going until a signal comes, and stop it. Returns
-    the exit status: 0 or NOT_UNLOADED.
+    the exit status: 0 or NOT_UNLOADED. With ``openai_port`` a gateway runs
+    beside it; 0 is a free one.
 
     Raises JitneyError if it does not start, or if the stop may have cut requests off.
     """
     what = ", ".join(server.models or ()) or f"all of {server.model_repository.name}"
+    beside: subprocess.Popen[bytes] | None = None
     with interruptible() as asked_to_stop:
         try:
             with _ERR.status(f"Loading {what} …"):
                 server.start(start_timeout_s)
             supervisor = Supervisor(server, _say)
             _print_welcome(server)
+            if openai_port is not None:
+                (openai_port,) = choose_ports(server.host, [openai_port])
+                beside = _start_gateway(server, openai_port, api_key_file)
             while not asked_to_stop.wait(_TURN_S):
                 supervisor.turn()
+                if openai_port is not None and beside is not None and beside.poll() is not None:
+                    _say(f"the gateway ended by itself, with status {beside.poll()}")
+                    beside = _start_gateway(server, openai_port, api_key_file)
         except KeyboardInterrupt:
             pass
-        return _stop(server, grace_s)
+        except JitneyError:
+            server.stop()
+            raise
+        finally:
+            if beside is not None:
+                beside.terminate()  # it takes nothing new; streams go on while the server drains
+        status = _stop(server, grace_s)
+        if beside is not None:
+            beside.kill()
+            beside.wait()
+        return status
+
+
+def _start_gateway(
+    server: TritonServer, port: int, api_key_file: Path | None
+) -> "subprocess.Popen[bytes]":
+    """Returns when it listens. Raises JitneyError if it ends at once; it has said why."""
+    command = [sys.executable, "-m", "jitney.cli", "gateway", "--server", server.grpc_url]
+    command += ["--host", server.host, f"--port={port}"]
+    command += [] if api_key_file is None else ["--api-key-file", str(api_key_file)]
+    # A group of its own: Ctrl-C is ours to pass on.
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    assert started.stdout is not None
+    address = started.stdout.readline().decode().strip()
+    if not address:
+        raise JitneyError(f"the gateway ended at once, with status {started.wait()}")
+    _OUT.print(address)
+    return started
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,151 @@
+"""What the OpenAI API costs: W1 through `jitney gateway` against plain gRPC; 1, 8 and 32 streams.
+
+    python -m benchmarks.gateway
+
+One server, one gateway and the clients share the machine's cores. For each number of streams, runs
+over gRPC and through the gateway take turns; the table shows medians. A client reads raw bytes and
+counts events: what a library would parse is its own affair. Latencies are as in benchmarks.served.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import psutil
+from jitney.server.server import TritonServer
+
+from benchmarks.engine import ROOT
+from benchmarks.served import MODEL, Served, run_streams, save_tokenizer, write_model
+from benchmarks.workloads import Workload, save_m100, w1, warm_up
+
+
+def main() -> None:
+    """Run both in turn and print the table."""
+    arguments = _parse()
+    folder = arguments.work_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    model = save_m100(folder / "m100")
+    save_tokenizer(model)
+    threads = arguments.threads or len(os.sched_getaffinity(0))
+    print("| streams | way | output tokens/s | of gRPC | TTFT p50, ms | TTFT p95, ms "
+          "| responses per token | gateway's CPU, ms per token |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(prefix="jitney-gateway-") as repository:
+        write_model(Path(repository), model, threads, arguments.dtype)
+        with TritonServer(Path(repository)) as server, _gateway(server) as (process, url):
+            asyncio.run(run_streams(server.grpc_url, MODEL, warm_up(), 32))
+            asyncio.run(run_events(url, warm_up(), 32))
+            for streams in arguments.streams:
+                workload = w1().head(arguments.requests or min(64, 8 * streams))
+                runs: dict[str, list[Served]] = {"gRPC": [], "gateway": []}
+                for _ in range(arguments.repeats):
+                    plain = asyncio.run(run_streams(server.grpc_url, MODEL, workload, streams))
+                    runs["gRPC"].append(plain)
+                    before_s = sum(process.cpu_times()[:2])
+                    through = asyncio.run(run_events(url, workload, streams))
+                    through.front_cpu_s = sum(process.cpu_times()[:2]) - before_s
+                    runs["gateway"].append(through)
+                _print_rows(streams, runs)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--requests", type=int, help="of W1; default: 8 a stream, at most 64")
+    parser.add_argument("--threads", type=int, help="of the engine; default: all cores")
+    parser.add_argument("--dtype", default="auto", help="of the engine")
+    parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
+    return parser.parse_args()
+
+
+@contextmanager
+def _gateway(server: TritonServer) -> Iterator[tuple[psutil.Process, str]]:
+    """A gateway before ``server``: its process and its address."""
+    command = [sys.executable, "-m", "jitney.cli", "gateway", "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--server", server.grpc_url], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        yield psutil.Process(process.pid), process.stdout.readline().split()[-1]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def run_events(url: str, workload: Workload, streams: int) -> Served:
+    """``streams`` workers, each with one request at a time, share the workload's requests."""
+    served = Served()
+    waiting = list(zip(workload.prompts, workload.output_lengths, strict=True))[::-1]
+
+    async def work() -> None:
+        async with aiohttp.ClientSession() as client:
+            while waiting:
+                await _request(client, url, *waiting.pop(), served)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(streams)))
+    served.seconds = time.perf_counter() - began
+    if served.tokens != workload.output_tokens:
+        raise RuntimeError(f"{served.tokens} tokens came instead of {workload.output_tokens}")
+    return served
+
+
+async def _request(
+    client: aiohttp.ClientSession, url: str, prompt: list[int], length: int, served: Served
+) -> None:
+    """One request, read to its end."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": length, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    last = began = time.perf_counter()
+    usage = b""
+    async with client.post(f"{url}/completions", json=body) as response:
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            now = time.perf_counter()
+            if b'"choices":[]' in line:
+                usage = line.removeprefix(b"data: ")
+                continue
+            served.responses += 1
+            if last == began:
+                served.first_s.append(now - began)
+            else:
+                served.gaps_s.append(now - last)
+            last = now
+    served.tokens += json.loads(usage)["usage"]["completion_tokens"]
+
+
+def _print_rows(streams: int, runs: dict[str, list[Served]]) -> None:
+    rates = {
+        way: statistics.median(r.tokens / r.seconds for r in each) for way, each in runs.items()
+    }
+    for way, each in runs.items():
+        first = sorted(1000 * one for run in each for one in run.first_s)
+        tokens = sum(run.tokens for run in each)
+        per_token = sum(run.responses for run in each) / tokens
+        share = "" if way == "gRPC" else f"{rates[way] / rates['gRPC']:.2f}"
+        spent = "" if way == "gRPC" else f"{1000 * sum(r.front_cpu_s for r in each) / tokens:.2f}"
+        p95 = first[int(0.95 * (len(first) - 1))]
+        print(
+            f"| {streams} | {way} | {rates[way]:.0f} | {share} | {statistics.median(first):.1f} "
+            f"| {p95:.1f} | {per_token:.2f} | {spent} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
