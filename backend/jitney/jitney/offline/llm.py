@@ -199,8 +199,7 @@ class LLM:
             raise InvalidArgumentError(
                 f"params has {len(params)} entries, but there are {len(prompts)} prompts"
             )
-        model: dict[str, Any]
-        model = {"tokenizer": self.tokenizer, "info": self.info, "config": self.config}
+        model = dict[str, Any](tokenizer=self.tokenizer, info=self.info, config=self.config)
         return [
             make_submit(key=key, prompt_ids=ids, params=each, now=time.monotonic(), **model)
             for key, ids, each in zip(self._keys, prompts, params, strict=False)
@@ -209,8 +208,7 @@ class LLM:
     def start(self, submit: Submit) -> Completion:
         """Hand a request to the engine. Its times count from now, not from its check."""
         now = time.monotonic()
-        late = now - submit.arrival
-        deadline = None if submit.deadline is None else submit.deadline + late
+        deadline = None if submit.deadline is None else submit.deadline + now - submit.arrival
         completion = Completion(submit, self.tokenizer)
         try:
             self._engine.send(msgspec.structs.replace(submit, arrival=now, deadline=deadline))
