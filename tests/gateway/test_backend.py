@@ -1,0 +1,131 @@
+"""Streams of a server, as the gateway reads them: in the middle they are cancelled, at their end
+they are not, and who reads slowly holds nobody up."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from jitney.errors import CancelledError, InvalidArgumentError
+from jitney.gateway import backend as module
+from jitney.gateway.ask import Ask
+from jitney.gateway.backend import Backend, Step
+from tritonclient.utils import InferenceServerException
+
+STEPS = 5
+
+
+class FakeStream:
+    """So many responses, one a turn of the loop, and the end; ``ends`` False: no last one comes."""
+
+    def __init__(self, steps: int = STEPS, ends: bool = True, error: str = "") -> None:
+        self._steps, self._ends, self._error = steps, ends, error
+        self.sent = 0
+        self.state = "open"
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._read()
+
+    async def _read(self) -> AsyncIterator[Any]:
+        while self.state == "open":
+            await asyncio.sleep(0)
+            if self.sent == self._steps and not self._ends:
+                await asyncio.Event().wait()
+            if self.sent == self._steps:
+                self.state = "read to its end"
+                return
+            self.sent += 1
+            if self._error:
+                yield None, InferenceServerException(self._error)
+            else:
+                yield result(self.sent == self._steps and self._ends), None
+
+    def cancel(self) -> None:
+        self.state = "cancelled"
+
+
+def result(final: bool) -> Any:
+    texts = {"text_output": ["a"], "finish_reason": ["length" if final else "None"]}
+    if final:
+        texts["timing"] = [json.dumps({"total_s": 1.0})]
+    arrays: dict[str, Any] = {
+        name: np.array([text.encode() for text in value], np.object_)
+        for name, value in texts.items()
+    }
+    arrays |= {name: np.array([1], np.uint32) for name in ("num_input_tokens", "num_output_tokens")}
+    outputs = [SimpleNamespace(name=name) for name in arrays]
+    return SimpleNamespace(
+        get_response=lambda: SimpleNamespace(outputs=outputs), as_numpy=arrays.__getitem__
+    )
+
+
+def backend_of(monkeypatch: pytest.MonkeyPatch, *streams: FakeStream) -> Backend:
+    waiting = list(streams)
+
+    class FakeClient:
+        def __init__(self, address: str) -> None:
+            pass
+
+        def stream_infer(self, requests: Any, headers: dict[str, str]) -> FakeStream:
+            return waiting.pop(0)
+
+    monkeypatch.setattr(module.aio, "InferenceServerClient", FakeClient)
+    return Backend("nowhere")
+
+
+async def read(backend: Backend, count: int, asks: int = 1) -> list[Step]:
+    """The first ``count`` steps; then the reader leaves, and everybody else has a turn."""
+    made: list[Step] = []
+    steps = backend.generate([Ask(model="m", inputs={})] * asks)
+    try:
+        while len(made) < count:
+            made.append(await anext(steps))
+    finally:
+        await steps.aclose()
+        for _ in range(2 * STEPS):
+            await asyncio.sleep(0)
+    return made
+
+
+def test_a_stream_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = FakeStream()
+    made = asyncio.run(read(backend_of(monkeypatch, stream), STEPS))
+    assert [step.finish_reasons for step in made] == [[None]] * (STEPS - 1) + [["length"]]
+    assert made[-1].timing == {"total_s": 1.0}
+    assert stream.state == "read to its end", "a cancel at the final response harms the server"
+
+
+def test_who_leaves_in_the_middle_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = FakeStream(ends=False)
+    asyncio.run(read(backend_of(monkeypatch, stream), 2))
+    assert stream.state == "cancelled"
+
+
+def test_an_error_of_one_prompt_cancels_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = FakeStream(ends=False), FakeStream(error="INVALID_ARGUMENT: n is 9, but …")
+    with pytest.raises(InvalidArgumentError, match="n is 9"):
+        asyncio.run(read(backend_of(monkeypatch, good, bad), 2 * STEPS, asks=2))
+    assert good.state == "cancelled"
+    assert bad.state == "read to its end"
+
+
+def test_a_slow_reader_is_cancelled_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    slow, quick = FakeStream(3 * STEPS), FakeStream()
+    backend = backend_of(monkeypatch, slow, quick)
+
+    async def both() -> list[Step]:
+        steps = backend.generate([Ask(model="m", inputs={})])
+        first = await anext(steps)
+        assert len(await read(backend, STEPS)) == STEPS
+        rest = [first, *[await anext(steps) for _ in range(3)]]
+        with pytest.raises(CancelledError, match="3 responses wait"):
+            await anext(steps)
+        return rest
+
+    assert len(asyncio.run(both())) == 4, "what waited is still given"
+    assert slow.state == "cancelled"
+    assert quick.state == "read to its end"
