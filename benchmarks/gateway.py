@@ -43,19 +43,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="jitney-gateway-") as repository:
         write_model(Path(repository), model, threads, arguments.dtype)
         with TritonServer(Path(repository)) as server, _gateway(server) as (process, url):
-            asyncio.run(run_streams(server.grpc_url, MODEL, warm_up(), 32))
-            asyncio.run(run_events(url, warm_up(), 32))
-            for streams in arguments.streams:
-                workload = w1().head(arguments.requests or min(64, 8 * streams))
-                runs: dict[str, list[Served]] = {"gRPC": [], "gateway": []}
-                for _ in range(arguments.repeats):
-                    plain = asyncio.run(run_streams(server.grpc_url, MODEL, workload, streams))
-                    runs["gRPC"].append(plain)
-                    before_s = sum(process.cpu_times()[:2])
-                    through = asyncio.run(run_events(url, workload, streams))
-                    through.front_cpu_s = sum(process.cpu_times()[:2]) - before_s
-                    runs["gateway"].append(through)
-                _print_rows(streams, runs)
+            asyncio.run(_measure(arguments, server.grpc_url, url, process))
+
+
+async def _measure(
+    arguments: argparse.Namespace, grpc_url: str, url: str, gateway: psutil.Process
+) -> None:
+    """In one event loop: gRPC's client does not go from one to the next."""
+    await run_streams(grpc_url, MODEL, warm_up(), 32)
+    await run_events(url, warm_up(), 32)
+    for streams in arguments.streams:
+        workload = w1().head(arguments.requests or min(64, 8 * streams))
+        runs: dict[str, list[Served]] = {"gRPC": [], "gateway": []}
+        for _ in range(arguments.repeats):
+            runs["gRPC"].append(await run_streams(grpc_url, MODEL, workload, streams))
+            before_s = sum(gateway.cpu_times()[:2])
+            through = await run_events(url, workload, streams)
+            through.front_cpu_s = sum(gateway.cpu_times()[:2]) - before_s
+            runs["gateway"].append(through)
+        _print_rows(streams, runs)
 
 
 def _parse() -> argparse.Namespace:

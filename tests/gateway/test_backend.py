@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jitney.errors import CancelledError, InvalidArgumentError
+from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney.gateway import backend as module
 from jitney.gateway.ask import Ask
 from jitney.gateway.backend import Backend, Step
@@ -66,7 +66,7 @@ def backend_of(monkeypatch: pytest.MonkeyPatch, *streams: FakeStream) -> Backend
     waiting = list(streams)
 
     class FakeClient:
-        def __init__(self, address: str) -> None:
+        def __init__(self, address: str, channel_args: Any) -> None:
             pass
 
         def stream_infer(self, requests: Any, headers: dict[str, str]) -> FakeStream:
@@ -129,3 +129,16 @@ def test_a_slow_reader_is_cancelled_and_holds_nobody_up(monkeypatch: pytest.Monk
     assert len(asyncio.run(both())) == 4, "what waited is still given"
     assert slow.state == "cancelled"
     assert quick.state == "read to its end"
+
+
+def test_a_server_that_is_away_is_unavailable() -> None:
+    async def ask() -> None:
+        backend = Backend("127.0.0.1:1")
+        assert not await backend.is_ready()
+        with pytest.raises(UnavailableError, match="the server does not answer"):
+            await backend.language_model("m")
+        with pytest.raises(UnavailableError, match="the server does not answer"):
+            await anext(backend.generate([Ask(model="m", inputs={})]))
+        await backend.close()
+
+    asyncio.run(ask())

@@ -27,6 +27,11 @@ MAX_WAITING = 4096
 _FRESH_S = 30.0
 """Seconds for which what is known of a model is taken to be true."""
 _CODES = ("INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
+_CHANNEL = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", 1000),  # a server that was started again is found soon
+)
 _KINDS = {"U": "BYTES", "O": "BYTES", "b": "BOOL", "i": "INT32"}
 
 
@@ -64,7 +69,7 @@ class Backend:
     """One server. Raises UnavailableError where it does not answer."""
 
     def __init__(self, address: str) -> None:
-        self._client = aio.InferenceServerClient(address)
+        self._client = aio.InferenceServerClient(address, channel_args=_CHANNEL)
         self._models: dict[str, Model] = {}
         self._ending: set[asyncio.Task[None]] = set()  # streams that are read to their end
 
