@@ -57,6 +57,52 @@ def candidates(token: int, position: int, vocab_size: int) -> list[Logprob]:
     return [Logprob(token, -1.0 - token / vocab_size - position / 1024, 1 + token)]
 
 
+class FakeGrammar:
+    """Made of a text ``"first,…:length"``: allows ids of which the remainder by 7 is one of the
+    first after an even sum of the output, and all others after an odd one; complete after that many
+    tokens. So every token of the output matters, and a state that missed one allows others."""
+
+    def __init__(self, text: str) -> None:
+        remainders, _, length = text.partition(":")
+        self.remainders = {int(each) for each in remainders.split(",")}
+        self.length = int(length)
+
+    def begin(self, may_end: bool) -> "FakeState":
+        return FakeState(self)
+
+
+class FakeState:
+    """See ``messages.GrammarState``."""
+
+    def __init__(self, grammar: FakeGrammar) -> None:
+        self.error: str | None = None
+        self.accepted: list[int] = []
+        self._grammar = grammar
+
+    @property
+    def ended(self) -> bool:
+        return len(self.accepted) == self._grammar.length
+
+    def accept(self, token_ids: list[int]) -> None:
+        for token in token_ids:
+            assert not self.ended, "a complete output goes on"
+            assert token in self.allowed(VOCAB_SIZE), "a token that is not allowed"
+            self.accepted.append(token)
+
+    def allowed(self, vocab_size: int) -> list[int]:
+        odd = sum(self.accepted) % 2
+        return [id for id in range(vocab_size) if (id % 7 in self._grammar.remainders) != bool(odd)]
+
+    def mask(self) -> bytes:
+        bits = sum(1 << id for id in self.allowed(VOCAB_SIZE))
+        return bits.to_bytes(-(-VOCAB_SIZE // 8), "little")
+
+
+def _ids(mask: bytes) -> list[int]:
+    bits = int.from_bytes(mask, "little")
+    return [id for id in range(8 * len(mask)) if bits >> id & 1]
+
+
 def solo_stream(
     submit: Submit, index: int = 0, *, max_model_len: int = 1 << 30, vocab_size: int = VOCAB_SIZE
 ) -> list[int]:
@@ -64,13 +110,19 @@ def solo_stream(
     params = submit.params
     most = min(params.max_tokens, max_model_len - len(submit.prompt))
     output: list[int] = []
+    grammar = FakeGrammar(submit.grammar).begin(True) if submit.grammar else None
     while len(output) < most:
         history = [sorted(output)] if _penalizes(params) or submit.bad_words_ids else []
         slots = context(submit.prompt + output)
-        token = _pick(slots, params, index, *history) % vocab_size
+        allowed = range(vocab_size) if grammar is None else grammar.allowed(vocab_size)
+        token = allowed[_pick(slots, params, index, *history) % len(allowed)]
         output.append(token)
         if token in submit.stop_ids and len(output) > params.min_tokens:
             break
+        if grammar is not None:
+            grammar.accept([token])
+            if grammar.ended:
+                break
     return output
 
 
@@ -301,12 +353,16 @@ class FakeRunner:
         if row.sample:
             slots = [self.memory[self._slot(row, position)] for position in range(row.end)]
             history = self._history(row)
+            allowed: Sequence[int] = range(vocab_size)
+            if row.grammar is not None:
+                self._check(row.carried is None, "a row with a grammar carries its last token")
+                allowed = _ids(row.grammar.mask())
             for index in row.sample:
                 if self._choose is not None:
                     tokens.append(self._choose(row, index))
                 else:
                     picked = _pick(slots, row.params, index, *history)  # type: ignore[arg-type]
-                    tokens.append(picked % vocab_size)
+                    tokens.append(allowed[picked % len(allowed)])
         output = RowOutput(tokens)
         if row.params.logprobs is not None:
             output.logprobs = [candidates(token, row.end, vocab_size) for token in tokens]

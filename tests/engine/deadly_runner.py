@@ -10,11 +10,12 @@ import time
 import msgspec
 import PIL  # noqa: F401  # which a nursery hides at first: so it imports this once more, without
 from jitney.config import EngineConfig
+from jitney.engine.grammars import Compile
 from jitney.engine.process import Load
 from jitney.errors import CheckpointError, DeviceLostError
 from jitney.messages import Batch, Row
 
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import FakeGrammar, FakeRunner
 
 KILLS, HANGS, LOSES_THE_DEVICE, COMPILES = 49, 48, 47, 46
 """Tokens of a prompt, and what becomes of the engine that computes them. Others are below 46."""
@@ -28,7 +29,7 @@ def loader() -> Load:
     return load
 
 
-def load(config: EngineConfig, with_tokenizer: bool) -> tuple[FakeRunner, bytes]:
+def load(config: EngineConfig, tokenizer: bytes) -> tuple[FakeRunner, bytes, Compile]:
     """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``,
     ``garbage``: refused with what the collector does, or ``measures``: each process finds room for
     another number of blocks, of a byte each."""
@@ -46,7 +47,7 @@ def load(config: EngineConfig, with_tokenizer: bool) -> tuple[FakeRunner, bytes]
     num_blocks = config.kv_cache_bytes or free
     runner = FakeRunner(faults=_faults, num_blocks=num_blocks, step_seconds=STEP_S)
     runner.info = msgspec.structs.replace(runner.info, kv_cache_bytes=num_blocks)
-    return runner, b"words" if with_tokenizer else b""
+    return runner, b"" if tokenizer else b"words", FakeGrammar
 
 
 def _faults(batch: Batch, written: bool) -> None:

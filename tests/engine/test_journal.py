@@ -25,7 +25,7 @@ from jitney.messages import (
 )
 from jitney.sampling_params import SamplingParams
 
-from tests.fake_runner import FakeRunner, candidates, solo_stream
+from tests.fake_runner import FakeGrammar, FakeRunner, candidates, solo_stream
 
 BLOCK = 4
 
@@ -48,7 +48,7 @@ class Mortal:
 
     def make(self) -> Engine:
         runner = FakeRunner(num_blocks=self.num_blocks, block_size=BLOCK)
-        return Engine(self.config, runner, lambda: self.now, self.note)
+        return Engine(self.config, runner, lambda: self.now, self.note, FakeGrammar)
 
     def note(self, batches: list[Batch]) -> None:
         self.spans = [
@@ -119,7 +119,10 @@ def random_request(key: int, rng: random.Random) -> Submit:
     )
     prompt = [rng.randrange(40) for _ in range(rng.randint(1, 40))]
     stop = frozenset(rng.sample(range(50), 2)) if rng.random() < 0.3 else frozenset()
-    return Submit(key=key, prompt=prompt, params=params, stop_ids=stop, arrival=0.0)
+    grammar = rng.choice(("", "", "0,2,5:9", "1,3:30"))
+    return Submit(
+        key=key, prompt=prompt, params=params, stop_ids=stop, arrival=0.0, grammar=grammar
+    )
 
 
 @pytest.mark.parametrize("eviction", ["preempt", "never"])
@@ -156,7 +159,8 @@ def test_tokens_survive_random_deaths(eviction: str, caching: bool, seed: int) -
         for index in range(submit.params.n):
             wanted = solo_stream(submit, index)
             assert house.streams[submit.key, index] == wanted
-            ended = "stop" if wanted[-1] in submit.stop_ids else "length"
+            complete = submit.grammar and len(wanted) == FakeGrammar(submit.grammar).length
+            ended = "stop" if complete or wanted[-1] in submit.stop_ids else "length"
             assert house.reasons[submit.key, index] == ended
             if submit.params.logprobs is not None:
                 size = len(submit.prompt)

@@ -53,6 +53,7 @@ CONFINED = {
     },  # offline: to silence it
     "numba": {"kernels"},
     "triton": {"kernels", "quantization"},
+    "llguidance": {"text"},
     "triton_python_backend_utils": {"frontend"},
     "onnxruntime": {"standins"},
     "tensorrt": {"standins"},

@@ -2,6 +2,7 @@
 of its own."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from jitney.errors import (
     InternalError,
     InvalidArgumentError,
 )
+from jitney.sampling_params import StructuredOutputs
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import make_checkpoint
@@ -310,3 +312,37 @@ def test_a_script_that_closes_nothing_leaves_no_process(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     engine = int(done.stdout.split()[-1])
     assert not psutil.pid_exists(engine) or psutil.Process(engine).status() == "zombie"
+
+
+def test_structured_outputs(llm: LLM) -> None:
+    """Of a model that writes anything: every complete output fits, and every refusal is named."""
+    schema = {
+        "type": "object",
+        "properties": {"stop": {"enum": ["north", "south"]}, "seats": {"type": "integer"}},
+        "required": ["stop", "seats"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(
+        n=3, max_tokens=60, seed=5, structured_outputs=StructuredOutputs(json=schema)
+    )
+    ends = set()
+    for result in llm.generate(PROMPTS, params, progress=False):
+        for sequence in result.sequences:
+            ends.add(sequence.finish_reason)
+            if sequence.finish_reason == "stop":
+                read = json.loads(sequence.text)
+                assert list(read) == ["stop", "seats"]
+                assert read["stop"] in ("north", "south")
+                assert isinstance(read["seats"], int)
+            else:
+                assert len(sequence.ids) == 60
+    assert "stop" in ends
+    forbidden = SamplingParams(
+        structured_outputs=StructuredOutputs(choice=("yes",)), allowed_token_ids=(5,)
+    )
+    (result,) = llm.generate("the bus", forbidden, progress=False)
+    assert "structured_outputs" in str(result.error)
+    for refused, named in (({"regex": "a("}, "regex"), ({"json": {"not": {}}}, "#/not")):
+        params = SamplingParams(structured_outputs=StructuredOutputs(**refused))
+        with pytest.raises(InvalidArgumentError, match=named):
+            llm.generate("the bus", params)

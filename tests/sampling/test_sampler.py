@@ -1,5 +1,6 @@
 """The sampler against a plain statement of vLLM's semantics, one row at a time."""
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -53,6 +54,44 @@ def test_broken_logits_fail_their_row_alone(value: float, temperature: float) ->
     assert "not finite" in str(got[1].error)
     assert got[0] == expected[0]
     assert got[2] == expected[2]
+
+
+class Allows:
+    """A grammar's state that allows these ids."""
+
+    error = None
+
+    def __init__(self, *ids: int) -> None:
+        self.ids = ids
+
+    def mask(self) -> bytes:
+        return sum(1 << token for token in self.ids).to_bytes(10, "little")  # more than there are
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_allows_tokens_in_its_rows_alone(temperature: float) -> None:
+    logits = logits_of(4, 70)
+    plain = make_row(temperature=temperature)
+    (expected,) = sampled(logits[:1], [(plain, 0)])
+    masked = [
+        dataclasses.replace(plain, grammar=Allows(*ids)) for ids in ((3, 68), (9,), (75,), ())
+    ]
+    got = sampled(logits[[0, 1, 2, 3]], [(plain, 0), *((row, 0) for row in masked[:3])])
+    assert got[0] == expected
+    assert got[1].token_id in (3, 68)
+    assert got[2].token_id == 9
+    assert "structured_outputs" in str(got[3].error)  # its one id is none of the model's
+    together = sampled(logits[[1, 2, 3, 3]], [(row, 0) for row in masked])
+    assert [one.token_id for one in together[:2]] == [got[1].token_id, 9]
+    assert together[0].logprobs is None
+
+
+def test_a_grammar_leaves_logprobs_as_they_are() -> None:
+    row = dataclasses.replace(make_row(temperature=0, logprobs=2), grammar=Allows(5))
+    logits = logits_of(1, 70)
+    (got,) = sampled(logits, [(row, 0)])
+    assert got.logprobs[0].token_id == 5
+    assert math.isclose(got.logprobs[0].logprob, logits[0].log_softmax(-1)[5].item(), abs_tol=1e-5)
 
 
 def test_everything_forbidden_is_an_error_of_the_row() -> None:

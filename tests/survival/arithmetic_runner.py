@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 from jitney.config import EngineConfig
+from jitney.engine.grammars import Compile, refuse
 from jitney.engine.process import Load
 from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput
 from jitney.text.tokenizer import TokenizerData
@@ -27,11 +28,11 @@ def loader() -> Load:
     return load
 
 
-def load(config: EngineConfig, with_tokenizer: bool) -> tuple["ArithmeticRunner", bytes]:
+def load(config: EngineConfig, tokenizer: bytes) -> tuple["ArithmeticRunner", bytes, Compile]:
     """``model`` of the options is the folder of a ``tokenizer.json``. It is read in any case."""
     text = Path(config.model, "tokenizer.json").read_text(encoding="utf-8")
     data = TokenizerData(text, eos_id=None, chat_template=None, special_tokens={})
-    return ArithmeticRunner(config), msgspec.msgpack.encode(data)
+    return ArithmeticRunner(config), msgspec.msgpack.encode(data), refuse
 
 
 def token_of(row: Row, index: int) -> int:

@@ -7,7 +7,7 @@ import pytest
 from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError
 from jitney.messages import ModelInfo, Submit
-from jitney.sampling_params import SamplingParams
+from jitney.sampling_params import SamplingParams, StructuredOutputs
 from jitney.text.chat import make_chat, parse_chat
 from jitney.text.intake import decode_prompt_text, encode_chat, encode_prompt, make_submit
 from jitney.text.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ def submit(tokenizer: Tokenizer, prompt: list[int] | None = None, **params: obje
         info=INFO,
         config=CONFIG,
         now=1000.0,
+        check_grammar=lambda structured: f"checked {structured.regex}",
     )
 
 
@@ -93,6 +94,7 @@ def test_an_answer_that_is_not_streamed_is_bounded(
             info=INFO,
             config=config,
             now=0.0,
+            check_grammar=str,
             **how,
         )
 
@@ -103,6 +105,12 @@ def test_an_answer_that_is_not_streamed_is_bounded(
         make(entries - 1, stream=False)
     for part in (named, f"is {entries:,}", f"at most {entries - 1:,}", "max_answer_entries"):
         assert part in str(caught.value)
+
+
+def test_what_the_output_must_be_is_checked(tokenizer: Tokenizer) -> None:
+    made = submit(tokenizer, structured_outputs=StructuredOutputs(regex="a*"))
+    assert (made.grammar, made.params.structured_outputs) == ("checked a*", None)
+    assert submit(tokenizer).grammar == ""
 
 
 def test_a_missing_seed_is_drawn(tokenizer: Tokenizer) -> None:

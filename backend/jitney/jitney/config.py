@@ -102,6 +102,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Characters of one stop string."""
     max_list_ids: Annotated[int, Meta(ge=0)] = 8192
     """Ids in any one list of a request (stop_token_ids, logit_bias, …)."""
+    max_grammar_bytes: Annotated[int, Meta(ge=1, le=1 << 24)] = 1_000_000
+    """Largest schema, regex, list of choices or grammar of ``structured_outputs``."""
+    max_grammar_depth: Annotated[int, Meta(ge=1, le=100)] = 64
+    """Deepest nesting of its objects and lists, or of its brackets."""
+    grammar_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
+    """Seconds that its check may take. It runs in a process of its own, which then ends."""
+    grammar_cache: Annotated[int, Meta(ge=1)] = 64
+    """Grammars that are kept, checked in front and compiled in the engine: those used last."""
     max_prompt_bytes: Annotated[int, Meta(ge=1)] | None = None
     """Longest prompt, in bytes, checked before tokenizing. None: 32 per token of
     ``max_model_len``, at least 65,536."""

@@ -12,7 +12,7 @@ Every submitted request ends in exactly one terminal event: :class:`Finished`, :
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -55,6 +55,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="su
     """When it emitted its first token, if it has."""
     request_id: str = ""
     """The client's, for the log: it need not be unique."""
+    grammar: str = ""
+    """What ``structured_outputs`` became, checked; empty if there was none."""
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
@@ -204,6 +206,31 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 # --------------------------------------------------------------------------- scheduler <-> runner
 
 
+class GrammarState(Protocol):
+    """Where one sequence is in its grammar. A function of its output alone, so that a sequence that
+    goes on elsewhere comes to the same state by accepting its tokens again."""
+
+    error: str | None
+    """Why it can go on no more, such as a limit that was reached. Its mask allows nothing then."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow, the end of the sequence excepted."""
+
+    def accept(self, token_ids: list[int]) -> None:
+        """Go on by these tokens of the output."""
+
+    def mask(self) -> bytes:
+        """A bit for each id, the lowest of a byte first: whether it may be next."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar. Sequences share it."""
+
+    def begin(self, may_end: bool) -> GrammarState:
+        """The state of an empty output. Without ``may_end`` no mask has the ends of sequence."""
+
+
 @dataclass(slots=True)
 class Row:
     """One sequence's share of a step: the tokens at positions [start, start + len(token_ids)).
@@ -233,6 +260,9 @@ class Row:
     """Set if the row's one token is still being sampled by the step before, which is in flight: its
     index among that step's samples, numbered through its rows and, within a row, its ``sample``.
     ``token_ids`` is ``[0]`` then, to be replaced on the device, and ``output`` lacks the token."""
+    grammar: GrammarState | None = None
+    """Its mask holds for every token that the row samples. As ``output``, it is read only during
+    ``execute`` or ``launch``."""
 
     @property
     def end(self) -> int:

@@ -7,6 +7,7 @@ the result as given.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,20 @@ from jitney.config import EngineConfig, describe_type, field_at_fault
 from jitney.errors import InvalidArgumentError, nearest
 
 MAX_JSON_BYTES = 1 << 20
-MAX_JSON_DEPTH = 16
+MAX_JSON_DEPTH = 128
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the output must be, by exactly one of vLLM's names."""
+
+    json: dict[str, Any] | str | None = None
+    """A JSON schema, as an object or as text."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    """Rules in Lark's notation; the output is a ``start``."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
     priority: int = 0
     """Ours: lower first."""
     deadline_ms: float | None = None
@@ -96,14 +111,50 @@ def parse_sampling_params(raw: Mapping[str, object]) -> SamplingParams:
     for name in _LISTED:
         if isinstance(fields.get(name), str):
             fields[name] = [fields[name]]
+    structured = fields.pop("structured_outputs", None)
     try:
-        return msgspec.convert(fields, SamplingParams, strict=False)
+        params = msgspec.convert(fields, SamplingParams, strict=False)
     except msgspec.ValidationError as error:
         name = field_at_fault(error)
         bound = describe_type(SamplingParams, name)
         if name in _LISTED:
             bound = f"a string or {bound}"
         raise InvalidArgumentError.of(name, fields[name], bound) from None
+    if structured is None:
+        return params
+    return msgspec.structs.replace(params, structured_outputs=_parse_structured(structured))
+
+
+def _parse_structured(raw: object) -> StructuredOutputs:
+    """Raises InvalidArgumentError for unknown names, wrong types, and all but exactly one name."""
+    field, names = "structured_outputs", StructuredOutputs.__struct_fields__
+    if isinstance(raw, StructuredOutputs):
+        raw = msgspec.structs.asdict(raw)
+    if not isinstance(raw, dict):
+        raise InvalidArgumentError.of(field, raw, "an object")
+    for name in raw:
+        if name not in names:
+            known = nearest(str(name)[:64], names)
+            raise InvalidArgumentError(f"{field}.{str(name)[:64]} is unknown{known}")
+    given = {name: value for name, value in raw.items() if value is not None}
+    if len(given) != 1:
+        named = " and ".join(given) or "nothing"
+        raise InvalidArgumentError(
+            f"{field} has {named}, but must have exactly one of {', '.join(names)}"
+        )
+    ((name, value),) = given.items()
+    try:
+        structured = msgspec.convert(given, StructuredOutputs, strict=False)
+    except msgspec.ValidationError:
+        bound = "an object or a string"
+        if name != "json":
+            bound = describe_type(StructuredOutputs, name)
+        raise InvalidArgumentError.of(f"{field}.{name}", value, bound) from None
+    if structured.json_object is False:
+        raise InvalidArgumentError.of(f"{field}.json_object", value, "true, or left out")
+    if structured.choice is not None and not all(structured.choice or [""]):
+        raise InvalidArgumentError.of(f"{field}.choice", value, "a list of strings, none empty")
+    return structured
 
 
 def decode_sampling_json(text: str | bytes) -> dict[str, object]:

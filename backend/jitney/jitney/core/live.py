@@ -112,6 +112,7 @@ class LiveRequests:
             self.waiting.discard(sequence)
         self._give_up_table(sequence)
         sequence.state = State.ENDED
+        sequence.grammar = None
         sequence.request.live -= 1
 
     def close(self, request: Request) -> None:

@@ -6,7 +6,16 @@ The second half of the scheduler: :func:`apply_output` is called by ``Scheduler.
 
 from jitney.core.live import LiveRequests
 from jitney.core.request import Request, Sequence
-from jitney.messages import Event, FinishReason, PromptLogprobs, Row, RowOutput, Submit, Tokens
+from jitney.messages import (
+    Event,
+    FinishReason,
+    GrammarState,
+    PromptLogprobs,
+    Row,
+    RowOutput,
+    Submit,
+    Tokens,
+)
 
 
 def apply_output(
@@ -130,6 +139,8 @@ def _append(sequence: Sequence, result: RowOutput, position: int) -> Tokens:
     stop_id = None
     if token in message.stop_ids and num_output > message.params.min_tokens:
         reason, stop_id = "stop", token
+    elif sequence.grammar is not None and _completes(sequence.grammar, token):
+        reason = "stop"
     elif num_output >= request.max_output:
         reason = "length"
     logprobs = cumulative = None
@@ -147,3 +158,9 @@ def _append(sequence: Sequence, result: RowOutput, position: int) -> Tokens:
         finish_reason=reason,
         stop_id=stop_id,
     )
+
+
+def _completes(grammar: GrammarState, token: int) -> bool:
+    """Whether the output is complete by ``token``: nothing may follow it."""
+    grammar.accept([token])
+    return grammar.ended

@@ -186,6 +186,7 @@ class Planner:
                 message.stop_ids,
                 message.bad_words_ids,
                 carried,
+                sequence.grammar,
             )
         )
         sequence.num_planned += count

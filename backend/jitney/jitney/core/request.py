@@ -8,7 +8,7 @@ its own.
 import enum
 
 from jitney.core.kv_cache import block_hash, root_hash
-from jitney.messages import Logprob, Submit, Timing
+from jitney.messages import Grammar, GrammarState, Logprob, Submit, Timing
 
 
 class State(enum.Enum):
@@ -28,6 +28,7 @@ class Request:
         "computed_prompt_tokens",
         "first_scheduled",
         "first_token",
+        "grammar",
         "live",
         "max_output",
         "message",
@@ -41,9 +42,15 @@ class Request:
     )
 
     def __init__(
-        self, message: Submit, max_output: int, reserved_blocks: int, aged_arrival: float
+        self,
+        message: Submit,
+        max_output: int,
+        reserved_blocks: int,
+        aged_arrival: float,
+        grammar: Grammar | None = None,
     ) -> None:
         self.message = message
+        self.grammar = grammar
         self.aged_arrival = aged_arrival
         """Arrival, shifted by priority: what its sequences are ranked by."""
         self.max_output = max_output
@@ -79,6 +86,8 @@ class Request:
             if emitted.ended:
                 sequence.state = State.ENDED
                 self.live -= 1
+            elif sequence.grammar is not None:
+                sequence.grammar.accept(sequence.output)
 
     @property
     def forks_due(self) -> int:
@@ -114,6 +123,7 @@ def _reads_output(message: Submit) -> bool:
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
         or message.bad_words_ids
+        or message.grammar
     )
 
 
@@ -131,6 +141,7 @@ class Sequence:
 
     __slots__ = (
         "cumulative_logprob",
+        "grammar",
         "hashes",
         "index",
         "limit",
@@ -153,6 +164,11 @@ class Sequence:
         self.index = index
         self.prompt = request.message.prompt
         self.output: list[int] = []
+        self.grammar: GrammarState | None = None
+        """The state after ``output``."""
+        if request.grammar is not None:
+            ignores = request.message.params.ignore_eos
+            self.grammar = request.grammar.begin(may_end=not ignores)
         self.table: list[int] = []
         """Blocks of positions 0, block_size, 2·block_size, …; empty unless RUNNING."""
         self.hashes: list[bytes] = []

@@ -27,7 +27,17 @@ from jitney.core.plan import Planner
 from jitney.core.request import Request, State
 from jitney.core.step_in_flight import Counts, StepInFlight
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
-from jitney.messages import Batch, Cancelled, Event, Failed, Row, StepOutput, StepStats, Submit
+from jitney.messages import (
+    Batch,
+    Cancelled,
+    Event,
+    Failed,
+    Grammar,
+    Row,
+    StepOutput,
+    StepStats,
+    Submit,
+)
 
 
 class Scheduler:
@@ -109,7 +119,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ messages
 
-    def submit(self, message: Submit, now: float) -> list[Event]:
+    def submit(self, message: Submit, now: float, grammar: Grammar | None = None) -> list[Event]:
         """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
         could not hold it, Failed UNAVAILABLE if the queue is full. A resumed one was accepted
         before, so the queue's limit is not asked; its sequences go on like preempted ones."""
@@ -130,7 +140,7 @@ class Scheduler:
             return [Failed(message.key, refusal.code, str(refusal))]
         reserved_blocks = 0 if self._preempts else needs.request_blocks
         aged = message.params.priority * self.config.aging_s + message.arrival
-        request = Request(message, needs.max_output, reserved_blocks, aged)
+        request = Request(message, needs.max_output, reserved_blocks, aged, grammar)
         if message.first_token is not None and not self._preempts:
             # Each computes the prompt on its own, so each reserves all of its blocks.
             request.reserved_blocks = 0
@@ -222,7 +232,10 @@ class Scheduler:
             if sequence is None:
                 continue  # surplus
             if result.error is not None:
-                events += self.fail(row.key, result.error)
+                grammar, error = sequence.grammar, result.error
+                if grammar is not None and grammar.error is not None:
+                    error = InvalidArgumentError(f"structured_outputs: {grammar.error}")
+                events += self.fail(row.key, error)
                 continue
             events += apply_output(live, sequence, row, result, now, caching)
             counts.generated_tokens += len(row.sample)

@@ -2,12 +2,14 @@
 quantization. Called by the front ends.
 """
 
+import logging
 from collections.abc import Callable
 
 import msgspec
 import torch
 
 from jitney.config import EngineConfig
+from jitney.engine.grammars import Compile, refuse
 from jitney.execution import load
 from jitney.execution.accelerator import Accelerator, DeviceRunner
 from jitney.execution.checkpoint import resolve_folder
@@ -15,10 +17,21 @@ from jitney.execution.interface import LoadedModel
 from jitney.execution.machine import resolve_device
 from jitney.kernels.cpu.accelerator import CpuAccelerator, prepare_kernels
 from jitney.kernels.gpu.accelerator import GpuAccelerator
+from jitney.messages import ModelInfo
 from jitney.quantization.checkpoint import weight_format
-from jitney.text.tokenizer import read_tokenizer
+from jitney.text.grammar import GrammarCompiler
+from jitney.text.tokenizer import TokenizerData, read_tokenizer
 
-__all__ = ["accelerator_for", "load_model", "load_runner", "prepare", "resolve_folder"]
+_log = logging.getLogger(__name__)
+
+__all__ = [
+    "accelerator_for",
+    "grammar_compiler",
+    "load_model",
+    "load_runner",
+    "prepare",
+    "resolve_folder",
+]
 
 
 def load_runner(config: EngineConfig) -> DeviceRunner:
@@ -27,7 +40,7 @@ def load_runner(config: EngineConfig) -> DeviceRunner:
     return load.load_runner(config, accelerator, weight_format)
 
 
-def prepare() -> Callable[[EngineConfig, bool], tuple[DeviceRunner, bytes]]:
+def prepare() -> Callable[[EngineConfig, bytes], tuple[DeviceRunner, bytes, Compile]]:
     """Do what every load on this machine needs, without touching a device; gives what loads."""
     load.import_models()
     if not torch.backends.cuda.is_built():
@@ -35,12 +48,24 @@ def prepare() -> Callable[[EngineConfig, bool], tuple[DeviceRunner, bytes]]:
     return _load_for_front
 
 
-def _load_for_front(config: EngineConfig, with_tokenizer: bool) -> tuple[DeviceRunner, bytes]:
-    """A runner and, if wanted, the tokenizer's data for a front that imports no transformers."""
-    tokenizer = b""
-    if with_tokenizer:
-        tokenizer = msgspec.msgpack.encode(read_tokenizer(resolve_folder(config.model)))
-    return load_runner(config), tokenizer
+def _load_for_front(config: EngineConfig, tokenizer: bytes) -> tuple[DeviceRunner, bytes, Compile]:
+    """See ``process.Load``. The data are for a front that imports no transformers."""
+    if tokenizer:
+        data = msgspec.msgpack.decode(tokenizer, type=TokenizerData)
+    else:
+        data = read_tokenizer(resolve_folder(config.model))
+    runner = load_runner(config)
+    unknown = b"" if tokenizer else msgspec.msgpack.encode(data)
+    return runner, unknown, grammar_compiler(data, runner.info)
+
+
+def grammar_compiler(data: TokenizerData, info: ModelInfo) -> Compile:
+    """What compiles grammars for a model, or refuses them all if its tokenizer cannot be used."""
+    try:
+        return GrammarCompiler(data, info)
+    except ValueError as error:
+        _log.warning("structured_outputs is refused, because of the tokenizer: %s", error)
+        return refuse
 
 
 def load_model(config: EngineConfig) -> LoadedModel:

@@ -26,6 +26,7 @@ from typing import Protocol, TypeVar, cast
 
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
+from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
 from jitney.messages import (
     TERMINAL,
@@ -113,8 +114,10 @@ class Engine:
         runner: Runner,
         clock: Callable[[], float] = time.monotonic,
         before_step: Callable[[list[Batch]], None] = lambda batches: None,
+        compile_grammar: Compile = refuse,
     ) -> None:
-        """``before_step`` is told what is about to be computed, steps in flight included."""
+        """``before_step`` is told what is about to be computed, steps in flight included;
+        ``compile_grammar`` is called in a thread of its own."""
         self.config = config
         self.runner = runner
         self.health = Health()
@@ -127,7 +130,9 @@ class Engine:
         self._out_of_memory = 0  # steps, within one call of step()
         self._open: set[int] = set()  # keys whose terminal event has not been reported
         self._woken = threading.Condition()
-        self._inbox: list[Message] = []  # this and the next: under _woken
+        self._inbox: list[Message] = []  # this and the two below: under _woken
+        most = config.grammar_cache
+        self._grammars = Grammars(compile_grammar, most, self._woken, self._inbox)
         self._stopped = False
 
     @property
@@ -144,11 +149,12 @@ class Engine:
         drops the others.
         """
         with self._woken:
-            if not self._stopped:
+            if self._stopped:
+                if isinstance(message, Submit):
+                    raise UnavailableError(_UNLOADED)
+            elif not self._grammars.hold(message):
                 self._inbox.append(message)
                 self._woken.notify()
-            elif isinstance(message, Submit):
-                raise UnavailableError(_UNLOADED)
 
     def stop(self) -> None:
         """Make :meth:`run` return after the current step. Requests that are open then fail."""
@@ -161,10 +167,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would find anything to do. For the engine's thread."""
-        return self.scheduler.has_work or bool(self._in_flight or self._inbox)
+        waits = self._inbox or self._grammars.waiting
+        return self.scheduler.has_work or bool(self._in_flight or waits)
 
     def step(self) -> StepReport | None:
-        """Make one step. None: there was nothing to do, and nothing is in flight.
+        """Make one step. None: there was nothing to do, and nothing is in flight. If all that is
+        to be done waits for a grammar, the step waits for it too.
 
         With overlap the events are those of the step before, so the first step has none.
         ``step_seconds`` is the time of this call: in steady state what a step on the device takes,
@@ -175,7 +183,9 @@ class Engine:
         self._out_of_memory = 0
         events = self._read_inbox(now) + self.scheduler.expire(now)
         if not (events or self.scheduler.has_work or self._in_flight):
-            return None
+            if not (self._grammars.waiting or self._inbox):  # in this order: it may just be ready
+                return None
+            self._wait_for_message(None)
         if self._launcher is not None:
             events += self._step_overlapped(self._launcher, now)
         elif self.scheduler.has_work:
@@ -204,6 +214,7 @@ class Engine:
         self.abandon()
         with self._woken:
             self._inbox.clear()
+            self._grammars.forget()
         self._open.clear()
         self.scheduler = self._make_scheduler()
 
@@ -224,7 +235,10 @@ class Engine:
         finally:
             self.stop()
             self.abandon()
-            self._open.update(one.key for one in self._inbox if isinstance(one, Submit))
+            with self._woken:
+                self._open.update(one.key for one in self._inbox if isinstance(one, Submit))
+                self._open.update(self._grammars.waiting)
+                self._grammars.forget()
         if self._open:
             outbox.put(self._fail_open(UnavailableError(_UNLOADED)))
 
@@ -233,18 +247,26 @@ class Engine:
     def _read_inbox(self, now: float) -> list[Event]:
         """Take all messages that have come, in order."""
         with self._woken:
-            messages, self._inbox = self._inbox, []
+            messages = self._inbox.copy()
+            self._inbox.clear()
         self._open.update(one.key for one in messages if isinstance(one, Submit))
         events: list[Event] = []
         for message in messages:
             if isinstance(message, Submit):
-                events += self.scheduler.submit(message, now)
+                events += self._submit(message, now)
             elif isinstance(message, Finish):
                 events += self.scheduler.finish(message.key, message.index, now)
             else:
                 assert isinstance(message, Cancel)
                 events += self.scheduler.cancel(message.key)
         return events
+
+    def _submit(self, message: Submit, now: float) -> list[Event]:
+        try:
+            grammar = self._grammars.take(message)
+        except JitneyError as error:
+            return [Failed(message.key, error.code, str(error))]
+        return self.scheduler.submit(message, now, grammar)
 
     def _step_overlapped(self, runner: OverlappingRunner, now: float) -> list[Event]:
         """Schedule and launch a step, then wait for the one before it and update: that one runs

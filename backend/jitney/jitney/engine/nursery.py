@@ -74,8 +74,7 @@ class Nursery:
             self._process = self._starter.submit(self._spawn, theirs.fileno()).result()
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment = child_environment()
         # Else asking torch whether there is a GPU would begin to use it, which no fork survives.
         environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         # oneDNN, and torch's use of it, keep what they prepared for products of each number of
@@ -86,7 +85,15 @@ class Nursery:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         module = "jitney.engine.process"
         return subprocess.Popen(
-            [_python(), "-X", "faulthandler", "-m", module, str(descriptor), self._loader],
+            [
+                python_executable(),
+                "-X",
+                "faulthandler",
+                "-m",
+                module,
+                str(descriptor),
+                self._loader,
+            ],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -146,7 +153,12 @@ class EngineConnection:
                 self.frames.send_packed(frame)
 
 
-def _python() -> str:
+def child_environment() -> dict[str, str]:
+    """This process's, with the folders that it imports from."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def python_executable() -> str:
     """The interpreter of this environment. The server's stub embeds one, so that
     ``sys.executable`` need not be it."""
     for path in (Path(sys.prefix, "bin", "python3"), Path(sys.executable)):

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from jitney.config import EngineConfig
 from jitney.engine.engine import Engine, Runner
+from jitney.engine.grammars import Compile
 from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
 from jitney.errors import DeviceLostError, JitneyError, LoadError
@@ -35,8 +36,9 @@ from jitney.messages import Batch, Cancel, Finish, Submit
 
 _log = logging.getLogger(__name__)
 
-Load = Callable[[EngineConfig, bool], tuple[Runner, bytes]]
-"""Loads a model: its runner and, if it is wanted, the tokenizer's data for the front."""
+Load = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile]]
+"""Loads a model, whose tokenizer's data may be given: its runner, the data for the front if they
+were not, and what compiles grammars."""
 Loader = Callable[[], Load]
 """Called once in the nursery: does what every load needs, and gives what loads."""
 
@@ -108,7 +110,7 @@ def serve(descriptor: int, load: Load) -> int:
     start = frames.receive()
     assert isinstance(start, Start)
     try:
-        runner, tokenizer = load(start.config, start.with_tokenizer)
+        runner, tokenizer, compile_grammar = load(start.config, start.tokenizer)
     except (JitneyError, MemoryError) as error:
         full = LoadError("the model does not fit into memory")
         said = error if isinstance(error, JitneyError) else full
@@ -121,7 +123,7 @@ def serve(descriptor: int, load: Load) -> int:
         )
         frames.send(StepBegun(list(spans)))
 
-    engine = Engine(start.config, runner, before_step=tell)
+    engine = Engine(start.config, runner, before_step=tell, compile_grammar=compile_grammar)
     frames.send(Ready(runner.info, tokenizer))
     threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()
     try:

@@ -60,6 +60,7 @@ class EngineProcess:
     ) -> None:
         self.config = config
         self.health = Health(up=False)
+        self._tokenizer = b""  # until the first engine has given it
         self._stopped = threading.Event()
         self._nursery = Nursery(loader, self._stopped)
         self._clock = clock
@@ -80,7 +81,7 @@ class EngineProcess:
         """Start the first engine and load the model. Returns the tokenizer's data. Raises a
         LoadError if that fails."""
         try:
-            ready = self._connect(Start(self.config, with_tokenizer=True))
+            ready = self._connect(Start(self.config, self._tokenizer))
         except BaseException:
             self.kill()
             raise
@@ -89,6 +90,7 @@ class EngineProcess:
         self.config = msgspec.structs.replace(
             self.config, kv_cache_bytes=self.info.kv_cache_bytes, kv_cache_fraction=None
         )
+        self._tokenizer = ready.tokenizer
         return ready.tokenizer
 
     def kill(self) -> None:
@@ -226,7 +228,7 @@ class EngineProcess:
                 if self._stopped.wait(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]):
                     return
             try:
-                self._connect(Start(self.config, with_tokenizer=False))
+                self._connect(Start(self.config, self._tokenizer))
             except Exception as error:
                 if self._stopped.is_set():
                     return

@@ -25,8 +25,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     """The first message down: load this."""
 
     config: EngineConfig
-    with_tokenizer: bool
-    """Whether the front lacks the tokenizer's data."""
+    tokenizer: bytes
+    """Its data, as the first engine gave it; empty for that one."""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

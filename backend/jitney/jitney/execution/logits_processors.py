@@ -1,9 +1,9 @@
 """What a request forbids, prefers or penalizes: changes to its logits before the temperature.
 
-Called by the sampler only, in vLLM's order: allowed ids, bad words, ids that would end the sequence
-too early, bias, then repetition, frequency and presence penalties. Each processor touches only the
-few (row, token) pairs that it changes, so its cost does not grow with the vocabulary; only
-``allowed_token_ids`` masks whole rows.
+Called by the sampler only, in vLLM's order: what a grammar allows, allowed ids, bad words, ids that
+would end the sequence too early, bias, then repetition, frequency and presence penalties. Each
+processor touches only the few (row, token) pairs that it changes, so its cost does not grow with
+the vocabulary; only grammars and ``allowed_token_ids`` mask whole rows.
 """
 
 import math
@@ -19,13 +19,15 @@ from jitney.execution.machine import to_device
 from jitney.messages import Row
 
 _FORBIDDEN = -math.inf
+_BITS_OF_A_BYTE = np.left_shift(1, np.arange(8)).astype(np.uint8)
 
 
 def needs_processing(row: Row) -> bool:
     """Whether :func:`process_logits` would change this row's logits."""
     params = row.params
     return bool(
-        params.allowed_token_ids is not None
+        row.grammar is not None
+        or params.allowed_token_ids is not None
         or row.bad_words_ids
         or params.logit_bias
         or _ends_too_early(row)
@@ -36,6 +38,9 @@ def needs_processing(row: Row) -> bool:
 
 def process_logits(logits: Tensor, rows: list[Row]) -> None:
     """Change ``logits`` [S, V] (f32) in place; ``rows`` are parallel to its first dimension."""
+    masks = {i: row.grammar.mask() for i, row in enumerate(rows) if row.grammar is not None}
+    if masks:
+        _apply_masks(logits, masks)
     forbidden, bias, repeated, counted = _Pairs(), _Pairs(), _Pairs(), _Pairs()
     for index, row in enumerate(rows):
         params = row.params
@@ -67,6 +72,19 @@ def process_logits(logits: Tensor, rows: list[Row]) -> None:
         logits[pairs] = torch.where(values > 0, values / factor, values * factor)
     if counted:  # over the output alone: subtracts once, and for each occurrence
         logits[counted.on(logits)] -= counted.values(logits)
+
+
+def _apply_masks(logits: Tensor, masks: dict[int, bytes]) -> None:
+    """Forbid what the mask of a row's grammar, of V bits or more, leaves out."""
+    packed = np.frombuffer(bytearray().join(masks.values()), np.uint8)
+    packed = packed.reshape(len(masks), -1, 1)
+    bits = to_device(packed, logits.device) & to_device(_BITS_OF_A_BYTE, logits.device)
+    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    if len(masks) == len(logits):
+        logits.masked_fill_(forbidden, _FORBIDDEN)
+    else:
+        index = to_device(list(masks), logits.device)
+        logits[index] = logits[index].masked_fill_(forbidden, _FORBIDDEN)
 
 
 def _ends_too_early(row: Row) -> bool:

@@ -101,7 +101,7 @@ class Samples:
             error = (
                 InvalidArgumentError(
                     "the sampling parameters forbid every token: see allowed_token_ids, bad_words, "
-                    "logit_bias, min_tokens"
+                    "logit_bias, min_tokens, structured_outputs"
                 )
                 if finite[i]
                 else InternalError("the model's logits are not finite numbers")

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from jitney.engine.engine import Engine
+from jitney.engine.grammar_check import GrammarChecker
 from jitney.engine.supervisor import EngineProcess
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.frontend.channel import Channel, sweep
@@ -63,6 +64,9 @@ class Service:
         self._logprobs = LogprobsEncoder(tokenizer.token_text)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
+        # One grammar's check can take seconds: it holds up other new grammars alone.
+        self._new_grammars = ThreadPoolExecutor(1, "jitney-encode-grammar")
+        self._grammars = GrammarChecker(config)
         self._counting = threading.Lock()
         self._encoding = 0  # requests whose prompt is not encoded yet; changed under the lock
         self._metrics = Metrics(labels, info)
@@ -129,6 +133,9 @@ class Service:
         with self._counting:
             self._encoding += 1
         lane = self._long if size > SHORT_PROMPT else self._short
+        structured = params.structured_outputs
+        if structured is not None and not self._grammars.knows(structured):
+            lane = self._new_grammars
         lane.submit(self._encode, request, arrival)
 
     # ------------------------------------------------------------------ threads that encode
@@ -167,6 +174,7 @@ class Service:
             info=self._info,
             config=self._config,
             now=arrival.at,
+            check_grammar=self._grammars.check,
             stream=request.stream,
             request_id=request.request_id,
         )
@@ -195,8 +203,9 @@ class Service:
     def close(self) -> None:
         """End every thread in bounded time. Requests that are still open end with an error."""
         self._closed = "the model is being unloaded"
-        for lane in (self._short, self._long):
+        for lane in (self._short, self._long, self._new_grammars):
             lane.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
         stop = partial(self._responder.post, self._responder.stop)
         ends: dict[str, Callable[[], None]] = {"engine": self._engine.stop, "responder": stop}
         for name, worker in self._workers.items():

@@ -23,6 +23,7 @@ import msgspec
 
 from jitney.config import make_config
 from jitney.engine.engine import Engine
+from jitney.engine.grammar_check import GrammarChecker
 from jitney.errors import (
     InternalError,
     InvalidArgumentError,
@@ -100,13 +101,16 @@ class LLM:
             self.tokenizer = self._engine.tokenizer
             closing.callback(self._engine.close)
         else:
-            from jitney.engine.assemble import load_runner, resolve_folder  # slow to import
+            from jitney.engine import assemble  # slow to import
 
-            self.tokenizer = Tokenizer.load(resolve_folder(self.config.model))
-            runner = load_runner(self.config)
+            self.tokenizer = Tokenizer.load(assemble.resolve_folder(self.config.model))
+            runner = assemble.load_runner(self.config)
             closing.callback(runner.close)
-            self._engine = Engine(self.config, runner)
+            compiler = assemble.grammar_compiler(self.tokenizer.data, runner.info)
+            self._engine = Engine(self.config, runner, compile_grammar=compiler)
             closing.callback(self._engine.abandon)
+        self._grammars = GrammarChecker(self.config)
+        closing.callback(self._grammars.close)
         self._give_back = weakref.finalize(self, closing.close)
         self._give_back.atexit = process
         self._keys = itertools.count()
@@ -200,6 +204,7 @@ class LLM:
                 f"params has {len(params)} entries, but there are {len(prompts)} prompts"
             )
         model = dict[str, Any](tokenizer=self.tokenizer, info=self.info, config=self.config)
+        model["check_grammar"] = self._grammars.check
         return [
             make_submit(key=key, prompt_ids=ids, params=each, now=time.monotonic(), **model)
             for key, ids, each in zip(self._keys, prompts, params, strict=False)

@@ -6,13 +6,19 @@ that names the field, the value and the bound.
 """
 
 import secrets
+from collections.abc import Callable
 
 import msgspec
 
 from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError
 from jitney.messages import ModelInfo, Submit
-from jitney.sampling_params import SamplingParams, check_sampling_params, check_token_ids
+from jitney.sampling_params import (
+    SamplingParams,
+    StructuredOutputs,
+    check_sampling_params,
+    check_token_ids,
+)
 from jitney.text.chat import Chat, check_text, parse_chat
 from jitney.text.tokenizer import Tokenizer
 
@@ -84,15 +90,17 @@ def make_submit(
     info: ModelInfo,
     config: EngineConfig,
     now: float,
+    check_grammar: Callable[[StructuredOutputs], str],
     stream: bool = True,
     request_id: str = "",
 ) -> Submit:
     """Check a request against its model and complete it. Without ``stream`` the server holds the
     answer until it is whole, and so its size is bounded.
 
-    Draws a missing seed, gathers the ids that end a sequence, encodes bad words, and turns
-    ``deadline_ms`` into a time of the monotonic clock, whose present is ``now``. ``max_tokens`` -1
-    becomes what context, cache and that bound leave.
+    Draws a missing seed, gathers the ids that end a sequence, encodes bad words, puts what
+    ``check_grammar`` makes of ``structured_outputs`` in their place, and turns ``deadline_ms`` into
+    a time of the monotonic clock, whose present is ``now``. ``max_tokens`` -1 becomes what context,
+    cache and that bound leave.
     """
     if params.max_tokens == -1:
         room = min(info.max_model_len, info.num_blocks * info.block_size) - len(prompt_ids)
@@ -113,6 +121,10 @@ def make_submit(
     _check_satisfiable(params, stop_ids)
     if params.seed is None or params.seed == -1:  # vLLM's clients send -1 for none
         params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+    structured, grammar = params.structured_outputs, ""
+    if structured is not None:
+        grammar = check_grammar(structured)
+        params = msgspec.structs.replace(params, structured_outputs=None)
     deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
     return Submit(
         key=key,
@@ -123,6 +135,7 @@ def make_submit(
         arrival=now,
         deadline=deadline,
         request_id=request_id,
+        grammar=grammar,
     )
 
 

@@ -1,0 +1,107 @@
+"""Checks what requests ask for by ``structured_outputs``, in a process of its own.
+
+Owned by a front; called by the threads that encode. A check may take any time and memory, or crash:
+then the process is killed, that grammar is refused, and the next one gets another process.
+"""
+
+import contextlib
+import os
+import select
+import subprocess
+import threading
+from collections import OrderedDict
+
+import msgspec
+
+from jitney.config import EngineConfig
+from jitney.engine.nursery import child_environment, python_executable
+from jitney.errors import InternalError, InvalidArgumentError
+from jitney.sampling_params import StructuredOutputs
+
+_MODULE = "jitney.text.grammar_process"
+_START_S = 60.0
+
+
+class GrammarChecker:
+    """Starts its process for the first check, and keeps the grammars that were asked for last."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._checked: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()  # the process
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def knows(self, structured: StructuredOutputs) -> bool:
+        """Whether :meth:`check` would return at once."""
+        return msgspec.json.encode(structured) in self._checked
+
+    def check(self, structured: StructuredOutputs) -> str:
+        """The grammar for ``Submit.grammar``. Raises InvalidArgumentError, which names what is
+        wrong with it, within ``grammar_timeout_s`` once the checks before it are over."""
+        asked = msgspec.json.encode(structured)
+        if (known := self._checked.get(asked)) is not None:
+            return known
+        with self._lock:
+            grammar = self._ask(asked)
+            self._checked[asked] = grammar
+            while len(self._checked) > self._config.grammar_cache:
+                self._checked.popitem(last=False)
+        return grammar
+
+    def close(self) -> None:
+        """End the process. Another check would start another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _ask(self, asked: bytes) -> str:
+        """Under the lock."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start()
+        answer = _exchange(process, asked + b"\n", self._config.grammar_timeout_s)
+        if answer is None:
+            self.close()
+            raise InvalidArgumentError(
+                "structured_outputs is too complex: its check took more than "
+                f"{self._config.grammar_timeout_s:g} s (grammar_timeout_s), or too much memory"
+            )
+        verdict = msgspec.json.decode(answer, type=dict[str, str])
+        if verdict["refusal"]:
+            raise InvalidArgumentError(verdict["refusal"])
+        return verdict["grammar"]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        config = self._config
+        limits = (config.grammar_timeout_s, config.max_grammar_bytes, config.max_grammar_depth)
+        self.close()
+        self._process = subprocess.Popen(
+            [python_executable(), "-m", _MODULE, *map(str, limits)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(),
+        )
+        if _exchange(self._process, b"", _START_S) is None:
+            self.close()
+            raise InternalError("the process that checks grammars does not start")
+        return self._process
+
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes | None:
+    """Send a line and wait for one. None if none comes in time, or the process ends."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line)
+        process.stdin.flush()
+        poll, answer = select.poll(), b""
+        poll.register(process.stdout, select.POLLIN)
+        while poll.poll(1000 * timeout_s):
+            data = os.read(process.stdout.fileno(), 1 << 20)
+            answer += data
+            if answer.endswith(b"\n"):
+                return answer
+            if not data:
+                return None
+    return None

@@ -1,0 +1,129 @@
+"""The process that checks grammars, and the engine's thread that compiles them."""
+
+import os
+import signal
+import threading
+
+import pytest
+from jitney.config import make_config
+from jitney.engine.engine import Engine
+from jitney.engine.grammar_check import GrammarChecker
+from jitney.errors import InvalidArgumentError
+from jitney.messages import Cancel, Cancelled, Failed, Finished, Submit, Tokens
+from jitney.sampling_params import SamplingParams, StructuredOutputs
+
+from tests.fake_runner import FakeGrammar, FakeRunner, solo_stream
+
+ENDLESS = StructuredOutputs(json={"type": "integer", "multipleOf": 99_999_989})
+
+
+def checker(**options: object) -> GrammarChecker:
+    return GrammarChecker(make_config({"model": "m", **options}))
+
+
+def test_verdicts_are_kept_and_bounded() -> None:
+    one = checker(grammar_cache=2)
+    wanted = [StructuredOutputs(regex=text) for text in ("a", "b", "c")]
+    assert [one.check(each) for each in wanted] == [one.check(each) for each in wanted]
+    assert [one.knows(each) for each in wanted] == [False, True, True]
+    with pytest.raises(InvalidArgumentError, match=r"structured_outputs\.regex allows no text"):
+        one.check(StructuredOutputs(regex=""))
+    with pytest.raises(InvalidArgumentError, match="malformed"):
+        one.check(StructuredOutputs(json={"type": "object", "required": 5}))
+    one.close()
+
+
+def test_a_check_that_takes_too_long_ends_its_process() -> None:
+    one = checker(grammar_timeout_s=0.5)
+    one.check(StructuredOutputs(regex="a"))
+    first = one._process
+    with pytest.raises(InvalidArgumentError, match=r"more than 0\.5 s \(grammar_timeout_s\)"):
+        one.check(ENDLESS)
+    assert first.poll() == -signal.SIGKILL
+    one.close()
+
+
+def test_a_process_that_has_died_is_replaced() -> None:
+    one = checker()
+    one.check(StructuredOutputs(regex="a"))
+    os.kill(one._process.pid, signal.SIGKILL)
+    one._process.wait()
+    assert one.check(StructuredOutputs(regex="b"))
+    last = one._process
+    one.close()
+    assert last.poll() is not None
+
+
+class Slow:
+    """Compiles once it may."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+        self.compiled: list[str] = []
+
+    def __call__(self, text: str) -> FakeGrammar:
+        assert self.may.wait(60)
+        self.compiled.append(text)
+        if text == "bad":
+            raise InvalidArgumentError("structured_outputs: bad")
+        return FakeGrammar(text)
+
+
+def submit(key: int, grammar: str = "") -> Submit:
+    params = SamplingParams(max_tokens=9, seed=key)
+    return Submit(key=key, prompt=[1, 2, 3], params=params, arrival=0.0, grammar=grammar)
+
+
+def make_engine(**options: object) -> tuple[Engine, Slow]:
+    compile_grammar = Slow()
+    config = make_config({"model": "m", "block_size": 4, **options})
+    return Engine(
+        config, FakeRunner(), lambda: 0.0, compile_grammar=compile_grammar
+    ), compile_grammar
+
+
+def drain(engine: Engine) -> dict[int, list]:
+    events: dict[int, list] = {}
+    while engine.has_work:
+        report = engine.step()
+        for event in report.events if report is not None else ():
+            events.setdefault(event.key, []).append(event)
+    return events
+
+
+def test_others_go_on_while_a_grammar_is_compiled() -> None:
+    engine, slow = make_engine(grammar_cache=2)
+    for message in (submit(0, "0,2:4"), submit(1), submit(2, "bad"), submit(3, "0,2:4"), Cancel(3)):
+        engine.send(message)
+    seen = []
+    while not any(isinstance(event, Finished) for event in seen):
+        seen += engine.step().events
+    assert {event.key for event in seen} == {1}
+    assert engine.has_work
+    slow.may.set()
+    events = drain(engine)
+    made = [token for event in events[0] if isinstance(event, Tokens) for token in event.ids]
+    assert made == solo_stream(submit(0, "0,2:4"))
+    assert len(made) == 4
+    assert events[2] == [Failed(2, "INVALID_ARGUMENT", "structured_outputs: bad")]
+    assert events[3] == [Cancelled(3)]
+    assert slow.compiled == ["0,2:4", "bad"]
+
+
+def test_compiled_grammars_are_kept_and_bounded() -> None:
+    engine, slow = make_engine(grammar_cache=2)
+    slow.may.set()
+    for key, text in enumerate(["1:1", "2:1", "1:1", "3:1", "1:1", "2:1"]):
+        engine.send(submit(key, text))
+        drain(engine)
+    assert slow.compiled == ["1:1", "2:1", "3:1", "2:1"]
+
+
+def test_an_engine_that_stops_ends_what_waits() -> None:
+    engine, slow = make_engine()
+    reports: list = []
+    engine.send(submit(0, "1:1"))
+    engine.stop()
+    engine.run(type("Outbox", (), {"put": lambda _, report: reports.append(report)})())
+    slow.may.set()
+    assert [type(event) for report in reports for event in report.events] == [Failed]

@@ -1,0 +1,171 @@
+"""What ``structured_outputs`` may be: what is refused, and which texts are allowed."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from jitney.errors import InvalidArgumentError
+from jitney.messages import GrammarState, ModelInfo
+from jitney.sampling_params import StructuredOutputs
+from jitney.text.grammar import GrammarCompiler, prove_grammar
+from jitney.text.tokenizer import Tokenizer, TokenizerData
+
+from tests.text.test_intake import INFO
+from tests.text.tiny_tokenizers import save, tiny
+
+MAX_BYTES, MAX_DEPTH = 10_000, 20
+NEST = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
+def prove(**given: object) -> str:
+    return prove_grammar(StructuredOutputs(**given), MAX_BYTES, MAX_DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"json": "["}, ".json is not JSON"),
+        ({"json": "[1]"}, ".json is '[1]', but must be a JSON schema that is an object"),
+        ({"json": {"uniqueItems": True}}, ".json: #/uniqueItems is not supported"),
+        (
+            {"json": {"properties": {"a/b": {"items": {"not": {}}}}}},
+            "#/properties/a~1b/items/not is not supported",
+        ),
+        ({"json": {"anyOf": [True, {"if": {}}]}}, "#/anyOf/1/if is not supported"),
+        ({"json": {"minimun": 1}}, "#/minimun is not supported (did you mean 'minimum'?)"),
+        ({"json": {"x-guidance": {"lenient": True}}}, "#/x-guidance is not supported"),
+        ({"json": {"items": [{}]}}, "#/items is no schema"),
+        ({"json": {"properties": []}}, "#/properties must be an object"),
+        ({"json": {"format": "regex"}}, "#/format is 'regex', but must be one of date-time"),
+        ({"json": {"type": "object", "minProperties": 2}}, "#/minProperties above 1 is not"),
+        ({"json": {"$ref": "http://a/b"}}, "#/$ref is 'http://a/b', but must point into"),
+        ({"json": {"$ref": "#/$defs/a"}}, "#/$ref is '#/$defs/a', but must point into"),
+        ({"json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"json": {"pattern": "(?=a)"}}, "look-ahead"),
+        ({"json": {"minItems": 3, "maxItems": 2, "type": "array"}}, "greater than maxItems"),
+        ({"json": {"enum": []}}, "anyOf is empty"),
+        ({"json": NEST}, "no finite JSON fits the schema"),
+        ({"json": {"anyOf": [{"$ref": "#"}]}}, "no finite JSON fits the schema"),
+        ({"json": {"type": "array", "minItems": 1, "items": {"$ref": "#"}}}, "no finite JSON"),
+        ({"json": {"const": "x" * MAX_BYTES}}, ".json has 10,013 characters, but at most 10,000"),
+        ({"regex": "(" * 21 + ")" * 21}, ".regex is nested deeper than 20 levels"),
+        ({"regex": "a("}, ".regex: at 1(8): invalid regex"),
+        ({"regex": ""}, ".regex allows no text"),
+        ({"regex": "[^\\x00-\\x{10FFFF}]"}, ".regex allows no text"),
+        ({"regex": "x?a{1000000}"}, ".regex is too complex"),
+        ({"grammar": "start: word"}, 'unknown name: "word"'),
+        ({"grammar": 'word: "a"'}, "no start rule"),
+        ({"grammar": 'start: "a" start'}, "no finite text fits the rule start"),
+        ({"grammar": 'start: "a" b\nb: "b" [start] b+'}, "no finite text fits the rule start"),
+        ({"grammar": 'start: ("a" | "b") (start)  // | "c"'}, "no finite text fits"),
+        ({"grammar": 'start: "ab" B\nB: /[a]/ & /[b]/'}, "allows nothing after the first 2 bytes"),
+    ],
+)
+def test_refused(given: dict, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        prove(**given)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"structured_outputs.{next(iter(given))}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    return Tokenizer.load(save("byte_level", folder))
+
+
+def begin(tokenizer: Tokenizer, may_end: bool = True, **given: object) -> GrammarState:
+    return GrammarCompiler(tokenizer.data, INFO)(prove(**given)).begin(may_end)
+
+
+def allowed(state: GrammarState) -> list[int]:
+    bits = int.from_bytes(state.mask(), "little")
+    return [token for token in range(INFO.vocab_size) if bits >> token & 1]
+
+
+def fits(tokenizer: Tokenizer, text: str, **given: object) -> bool:
+    """Whether the text may be made token by token, and may end then."""
+    state = begin(tokenizer, **given)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if state.ended or token not in allowed(state):
+            return False
+        state.accept([token])
+    return state.ended or bool(INFO.eos_ids & set(allowed(state)))
+
+
+TREE = 'start: "(" start* ")"'
+KINDS = [
+    {"properties": {"kind": {"const": kind}, kind: {"type": "integer"}}, "required": ["kind", kind]}
+    for kind in ("a", "b")
+]
+ONE_OF = {"oneOf": [{"type": "object", "additionalProperties": False, **each} for each in KINDS]}
+
+
+@pytest.mark.parametrize(
+    ("given", "good", "bad"),
+    [
+        ({"regex": "[ab]{2,3}"}, ["ab", "aba"], ["a", "abab", "ac", "Ab"]),
+        ({"choice": ("yes", 'n"o\n', "yes or no")}, ["yes", 'n"o\n', "yes or no"], ["no", "yes "]),
+        ({"grammar": TREE}, ["()", "(()(()))"], ["(", "())", ""]),
+        ({"grammar": 'start: A+\nA: "ü" | /[0-9]/'}, ["ü1ü"], ["e", "٣"]),
+        ({"json_object": True}, ["{}", '{"a": [1, null]}'], ["[]", '{"a"}', '{"a": 1', "{} "]),
+        ({"json": {"type": "string"}}, ['"Zürich \\n"'], ["Zürich", '"a\n"', '"a', '"\\x"']),
+        ({"json": ONE_OF}, ['{"kind": "a", "a": 1}'], ['{"kind": "b", "a": 1}', '{"a": 1}']),
+        ({"json": '{"type": "array", "items": {"$ref": "#"}}'}, ["[]", "[[], [[]]]"], ["[1]"]),
+    ],
+)
+def test_texts(tokenizer: Tokenizer, given: dict, good: list[str], bad: list[str]) -> None:
+    assert [text for text in good if not fits(tokenizer, text, **given)] == []
+    assert [text for text in bad if fits(tokenizer, text, **given)] == []
+
+
+def test_the_state_follows_from_the_tokens_alone(tokenizer: Tokenizer) -> None:
+    """Whether masks were made on the way or not, and however many tokens come at once."""
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    stepwise = begin(tokenizer, json=schema)
+    made: list[int] = []
+    for choice in range(40):
+        at_once = begin(tokenizer, json=schema)
+        at_once.accept(made)
+        options = allowed(stepwise)
+        assert options == allowed(at_once)
+        token = options[choice % len(options)]
+        if token in INFO.eos_ids:
+            break
+        stepwise.accept([token])
+        made.append(token)
+        assert not stepwise.ended
+    assert len(made) > 10
+
+
+def test_an_output_that_may_end_or_go_on(tokenizer: Tokenizer) -> None:
+    for may_end in (True, False):
+        state = begin(tokenizer, may_end, regex="a+")
+        state.accept(tokenizer.encode("a", add_special_tokens=False))
+        assert not state.ended
+        assert bool(INFO.eos_ids & set(allowed(state))) == may_end
+
+
+def test_a_limit_within_the_output(tokenizer: Tokenizer) -> None:
+    """It ends the request, and nothing else."""
+    state = GrammarCompiler(tokenizer.data, INFO)("start: /x?a{1000000}/").begin(True)
+    state.accept(tokenizer.encode("x", add_special_tokens=False))
+    for _ in range(3):
+        if state.error is None:
+            state.accept(allowed(state)[:1])
+    assert allowed(state) == []
+    assert "too many" in (state.error or "")
+    assert not state.ended
+
+
+def test_tokenizers_that_cannot_be_used() -> None:
+    backend = tiny("wordpiece").to_str()
+    data = TokenizerData(backend, eos_id=None, chat_template=None, special_tokens={})
+    with pytest.raises(ValueError, match="decoder"):
+        GrammarCompiler(data, INFO)
+
+
+def test_a_model_of_fewer_tokens_than_its_tokenizer(tokenizer: Tokenizer) -> None:
+    info: ModelInfo = msgspec.structs.replace(INFO, vocab_size=300, eos_ids=frozenset({1}))
+    state = GrammarCompiler(tokenizer.data, info)("start: /a+/").begin(True)
+    assert len(state.mask()) * 8 >= info.vocab_size
