@@ -49,7 +49,7 @@ def main() -> None:
 async def _measure(
     arguments: argparse.Namespace, grpc_url: str, url: str, gateway: psutil.Process
 ) -> None:
-    """In one event loop: gRPC's client does not go from one to the next."""
+    """Both ways in turn, for each number of streams."""
     await run_streams(grpc_url, MODEL, warm_up(), 32)
     await run_events(url, warm_up(), 32)
     for streams in arguments.streams:

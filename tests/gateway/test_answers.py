@@ -153,6 +153,8 @@ def test_an_echo_comes_before_each_text() -> None:
     [
         ("", "INVALID_ARGUMENT: temperature is -1, but must be at least 0", 400, "temperature"),
         ("", "INVALID_ARGUMENT: messages[0].content is missing", 400, "messages"),
+        ("", "INVALID_ARGUMENT: structured_outputs.regex: at 1(8): …", 400, "structured_outputs"),
+        ("", "INVALID_ARGUMENT: messages do not fit the model's …", 400, "messages"),
         ("", "INVALID_ARGUMENT: the prompt has 9 tokens and …", 400, None),
         ("", "UNAVAILABLE: the queue is full: 2 requests wait", 429, None),
         ("", "UNAVAILABLE: the model is being unloaded", 503, None),

@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from jitney.sampling_params import NAMES
 from jitney.server.server import TritonServer
 
 from tests.server.client import Stream, metric, settled, stream, wait_until
@@ -172,6 +173,28 @@ def test_sampling_fields_change_the_output(client: openai.OpenAI) -> None:
     assert base
     half = base[: len(base) // 2]
     assert text(stop=[base[len(half)]]) == base[: base.index(base[len(half)])]
+
+
+@pytest.mark.skipif("structured_outputs" not in NAMES, reason="the engine has no grammars")
+def test_structured_output_by_each_of_its_names(client: openai.OpenAI) -> None:
+    def text(**fields: Any) -> str:
+        create = client.chat.completions.create
+        answer = create(model="tiny", messages=USER, max_tokens=100, seed=3, **fields)
+        return answer.choices[0].message.content or ""
+
+    properties = {"a": {"enum": ["x", "y"]}, "n": {"type": "boolean"}}
+    schema: Any = {"type": "object", "properties": properties, "required": ["a", "n"]}
+    schema["additionalProperties"] = False
+    named: Any = {"type": "json_schema", "json_schema": {"name": "t", "schema": schema}}
+    for fields in ({"response_format": named}, {"extra_body": {"guided_json": schema}}):
+        made = json.loads(text(**fields))
+        assert made["a"] in ("x", "y")
+        assert isinstance(made["n"], bool)
+    assert text(extra_body={"structured_outputs": {"choice": ["yes", "no"]}}) in ("yes", "no")
+    assert text(extra_body={"guided_regex": "[ab]{3}"}).strip("ab") == ""
+    with pytest.raises(openai.BadRequestError) as caught:
+        text(extra_body={"guided_regex": "("})
+    assert caught.value.param == "structured_outputs"
 
 
 def test_models(client: openai.OpenAI) -> None:

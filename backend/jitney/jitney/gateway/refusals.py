@@ -54,7 +54,7 @@ def describe(error: JitneyError) -> tuple[int, dict[str, Any]]:
     elif isinstance(error, FieldError):
         field = error.field or None
     elif status == 400:
-        named = re.match(r"([a-z_]+)\S* (?:is|has|holds) ", text)
+        named = re.match(r"([a-z_]+)[^\s:]*(?:: | (?:is|has|holds|do) )", text)
         field = named[1] if named else None
     elif status == 503 and "queue is full" in text:
         status, code = 429, "queue_full"
