@@ -1,4 +1,6 @@
-"""The demo's question through the OpenAI API: a gateway before the server, asked by curl."""
+"""The demo's question through the OpenAI API: a gateway before the server, asked by curl for JSON
+that fits a schema.
+"""
 
 import json
 import shutil
@@ -11,7 +13,14 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-PROMPT = 'def read_lines(path):\n    """'
+PROMPT = "function = "
+NAME = {"type": "string", "pattern": "^[a-z_]{3,12}$"}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": NAME, "static": {"type": "boolean"}},
+    "required": ["name", "static"],
+    "additionalProperties": False,
+}
 CURL = "curl --silent --show-error --fail-with-body"
 
 
@@ -35,7 +44,8 @@ def show(console: Console, server: TritonServer) -> list[str]:
 
 
 def _ask(console: Console, url: str) -> list[str]:
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 48, "temperature": 0, "stop": "\ndef "}
+    wanted = {"type": "json_schema", "json_schema": {"name": "function", "schema": SCHEMA}}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 64, "response_format": wanted}
     console.print(Text(f"$ {CURL} {url}/completions -d '{json.dumps(body)}'", "dim"))
     asked = subprocess.run(
         [*CURL.split(), f"{url}/completions", "-d", json.dumps(body)],
@@ -45,7 +55,9 @@ def _ask(console: Console, url: str) -> list[str]:
         return [f"curl ended with status {asked.returncode}: {asked.stderr} {asked.stdout}"]
     answer = json.loads(asked.stdout)
     (choice,) = answer["choices"]
-    console.print(Text.assemble((PROMPT, "dim"), choice["text"].rstrip()))
+    console.print(Text.assemble((PROMPT, "dim"), choice["text"]))
     used = answer["usage"]
     console.print(f"{used['prompt_tokens']} tokens in, {used['completion_tokens']} out")
-    return [] if used["completion_tokens"] else ["the gateway brought no token"]
+    said = json.loads(choice["text"])
+    fits = said.keys() == {"name", "static"} and isinstance(said["static"], bool)
+    return [] if fits else [f"the answer does not fit the schema: {said}"]

@@ -11,7 +11,6 @@ from typing import Any
 
 import openai
 import pytest
-from jitney.sampling_params import NAMES
 from jitney.server.server import TritonServer
 
 from tests.server.client import Stream, metric, settled, stream, wait_until
@@ -175,7 +174,6 @@ def test_sampling_fields_change_the_output(client: openai.OpenAI) -> None:
     assert text(stop=[base[len(half)]]) == base[: base.index(base[len(half)])]
 
 
-@pytest.mark.skipif("structured_outputs" not in NAMES, reason="the engine has no grammars")
 def test_structured_output_by_each_of_its_names(client: openai.OpenAI) -> None:
     def text(**fields: Any) -> str:
         create = client.chat.completions.create
