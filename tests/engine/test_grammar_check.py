@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 
+import msgspec
 import pytest
 from jitney.config import make_config
 from jitney.engine.engine import Engine
@@ -11,14 +12,20 @@ from jitney.engine.grammar_check import GrammarChecker
 from jitney.errors import InvalidArgumentError
 from jitney.messages import Cancel, Cancelled, Failed, Finished, Submit, Tokens
 from jitney.sampling_params import SamplingParams, StructuredOutputs
+from jitney.text.grammar_process import setup
+from jitney.text.tokenizer import TokenizerData
 
 from tests.fake_runner import FakeGrammar, FakeRunner, solo_stream
+from tests.text.tiny_tokenizers import tiny
 
 ENDLESS = StructuredOutputs(json={"type": "integer", "multipleOf": 99_999_989})
 
 
 def checker(**options: object) -> GrammarChecker:
-    return GrammarChecker(make_config({"model": "m", **options}))
+    config = make_config({"model": "m", **options})
+    data = TokenizerData(tiny("byte_level").to_str(), 1, None, {})
+    info = msgspec.structs.replace(FakeRunner().info, vocab_size=500)
+    return GrammarChecker(config, setup(data, info, config))
 
 
 def test_verdicts_are_kept_and_bounded() -> None:

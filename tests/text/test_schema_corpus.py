@@ -58,8 +58,8 @@ def allowed(mask: bytes) -> list[int]:
     return [token for token in range(8 * len(mask)) if bits >> token & 1]
 
 
-def prove(schema: dict) -> str:
-    return prove_grammar(StructuredOutputs(json=json.dumps(schema)), 1_000_000, 64)
+def prove(schema: dict, compiler: GrammarCompiler) -> str:
+    return prove_grammar(StructuredOutputs(json=json.dumps(schema)), compiler, 1_000_000, 64)
 
 
 @pytest.mark.parametrize("case", cases(refused=False))
@@ -67,7 +67,7 @@ def test_kept_exactly(case: dict, tokenizer: Tokenizer, compiler: GrammarCompile
     validator = Draft202012Validator(
         case["schema"], format_checker=Draft202012Validator.FORMAT_CHECKER
     )
-    compiled = compiler(prove(case["schema"]))
+    compiled = compiler(prove(case["schema"], compiler))
     for test in case["tests"]:
         assert validator.is_valid(test["data"]) == test["valid"], test
         state = compiled.begin(True)
@@ -100,11 +100,11 @@ def test_kept_exactly(case: dict, tokenizer: Tokenizer, compiler: GrammarCompile
 
 
 @pytest.mark.parametrize("case", cases(refused=True))
-def test_refused_by_name(case: dict) -> None:
+def test_refused_by_name(case: dict, compiler: GrammarCompiler) -> None:
     validator = Draft202012Validator(case["schema"])
     assert all(validator.is_valid(test["data"]) == test["valid"] for test in case["tests"])
     with pytest.raises(InvalidArgumentError, match=r"structured_outputs\.json") as caught:
-        prove(case["schema"])
+        prove(case["schema"], compiler)
     assert case["description"] in str(caught.value)
 
 

@@ -25,8 +25,10 @@ _START_S = 60.0
 class GrammarChecker:
     """Starts its process for the first check, and keeps the grammars that were asked for last."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, setup: bytes) -> None:
+        """``setup``: the first line for the process."""
         self._config = config
+        self._setup = setup
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()  # the process
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,16 +75,14 @@ class GrammarChecker:
         return verdict["grammar"]
 
     def _start(self) -> subprocess.Popen[bytes]:
-        config = self._config
-        limits = (config.grammar_timeout_s, config.max_grammar_bytes, config.max_grammar_depth)
         self.close()
         self._process = subprocess.Popen(
-            [python_executable(), "-m", _MODULE, *map(str, limits)],
+            [python_executable(), "-m", _MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=child_environment(),
         )
-        if _exchange(self._process, b"", _START_S) is None:
+        if _exchange(self._process, self._setup, _START_S) is None:
             self.close()
             raise InternalError("the process that checks grammars does not start")
         return self._process

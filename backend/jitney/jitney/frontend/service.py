@@ -33,6 +33,7 @@ from jitney.frontend.worker import Worker
 from jitney.messages import Submit
 from jitney.sampling_params import check_sampling_params
 from jitney.text.completion import Completion
+from jitney.text.grammar_process import setup
 from jitney.text.intake import check_prompt_size, encode_input, make_submit
 from jitney.text.logprobs import LogprobsEncoder
 from jitney.text.tokenizer import Tokenizer
@@ -66,7 +67,7 @@ class Service:
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
         # One grammar's check can take seconds: it holds up other new grammars alone.
         self._new_grammars = ThreadPoolExecutor(1, "jitney-encode-grammar")
-        self._grammars = GrammarChecker(config)
+        self._grammars = GrammarChecker(config, setup(tokenizer.data, info, config))
         self._counting = threading.Lock()
         self._encoding = 0  # requests whose prompt is not encoded yet; changed under the lock
         self._metrics = Metrics(labels, info)

@@ -37,6 +37,7 @@ from jitney.offline.progress import Progress, State
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
 from jitney.text.completion import Completion, SequenceDelta
+from jitney.text.grammar_process import setup
 from jitney.text.intake import encode_chat, encode_prompt, make_submit
 from jitney.text.tokenizer import Tokenizer
 
@@ -109,7 +110,8 @@ class LLM:
             compiler = assemble.grammar_compiler(self.tokenizer.data, runner.info)
             self._engine = Engine(self.config, runner, compile_grammar=compiler)
             closing.callback(self._engine.abandon)
-        self._grammars = GrammarChecker(self.config)
+        first_line = setup(self.tokenizer.data, self.info, self.config)
+        self._grammars = GrammarChecker(self.config, first_line)
         closing.callback(self._grammars.close)
         self._give_back = weakref.finalize(self, closing.close)
         self._give_back.atexit = process

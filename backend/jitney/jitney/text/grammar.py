@@ -11,9 +11,10 @@ import re
 from typing import Any
 
 import msgspec
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, show
 from jitney.messages import ModelInfo
 from jitney.sampling_params import StructuredOutputs
 from jitney.text.json_schema import check_schema
@@ -22,12 +23,14 @@ from jitney.text.tokenizer import TokenizerData
 
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """Of memory and of the time that a mask takes: an unusual grammar needs some 10 ms."""
-_PROOF_STEPS = 256
-"""Random bytes by which a grammar is tried: a limit or dead end shows soon, if it shows."""
+_PROOF_STEPS = 128
+"""Random tokens by which a grammar is tried: a limit or dead end shows soon, if it shows."""
 
 
-def prove_grammar(structured: StructuredOutputs, max_bytes: int, max_depth: int) -> str:
-    """What :class:`GrammarCompiler` compiles for ``structured``.
+def prove_grammar(
+    structured: StructuredOutputs, compiler: "GrammarCompiler", max_bytes: int, max_depth: int
+) -> str:
+    """What ``compiler`` is to compile for ``structured``.
 
     Raises InvalidArgumentError, naming field and reason, for what is too large, cannot be enforced,
     allows no text, or has no finite sentence.
@@ -43,12 +46,10 @@ def prove_grammar(structured: StructuredOutputs, max_bytes: int, max_depth: int)
         deep = f"is nested deeper than {max_depth} levels (max_grammar_depth)"
         raise InvalidArgumentError(f"{field} {deep}")
     grammar = _grammar(name, value, field)
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=_LIMITS)
-    if matcher.is_error():
-        raise InvalidArgumentError(f"{field}: {_first_lines(matcher)}")
+    matcher = compiler.match(grammar, field)
     if name == "grammar" and not has_finite_sentence(value):
         raise InvalidArgumentError(f"{field}: no finite text fits the rule start")
-    _try_out(matcher, field)
+    _try_out(matcher, compiler, field)
     return grammar
 
 
@@ -77,7 +78,22 @@ def _grammar(name: str, value: Any, field: str) -> str:
         case "choice":
             choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
             return LLMatcher.grammar_from_lark(f"start: {choices}")
-    return LLMatcher.grammar_from_lark(value)
+    return LLMatcher.grammar_from_lark(_with_checked_schemas(value))
+
+
+def _with_checked_schemas(rules: str) -> str:
+    """Lark with its ``%json`` schemas checked as others are; their ``x-guidance`` stays."""
+    first, *others = re.split(r"(?<=%json)\s*(?=\{)", rules)
+    parts = [first]
+    for each in others:
+        try:
+            schema, end = json.JSONDecoder().raw_decode(each)
+        except ValueError as error:
+            raise InvalidArgumentError(f"structured_outputs.grammar: %json: {error}") from None
+        style = {"x-guidance": schema.pop("x-guidance")} if "x-guidance" in schema else {}
+        check_schema(schema)
+        parts.append(f" {json.dumps(style | schema)}{each[end:]}")
+    return "".join(parts)
 
 
 def _depth(text: str) -> int:
@@ -89,22 +105,24 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _try_out(matcher: LLMatcher, field: str) -> None:
-    """Follow the grammar by random bytes. Raises InvalidArgumentError for a dead end."""
+def _try_out(matcher: LLMatcher, compiler: "GrammarCompiler", field: str) -> None:
+    """Follow the grammar by random tokens. Raises InvalidArgumentError for a dead end."""
     chance = random.Random(0)
-    for step in range(_PROOF_STEPS):
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        matcher.compute_ff_bytes()  # which is all the work in a long run of one choice
-        allowed = [byte for byte in range(256) if mask >> byte & 1]
+    made: list[int] = []
+    while len(made) < _PROOF_STEPS:
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.setdiff1d(np.unpackbits(mask, bitorder="little").nonzero(), compiler.ends)
         error = matcher.get_error()
         if error and "NoExtension" not in error:
             raise InvalidArgumentError(f"{field} is too complex: {_first_lines(matcher)}")
-        if not allowed and not (step and matcher.is_accepting()):
-            where = f"nothing after the first {step} bytes of some text" if step else "no text"
+        if not len(allowed) and not (made and matcher.is_accepting()):
+            text = compiler.tokenizer.decode_str(made)
+            where = f"nothing after {show(text)}" if made else "no text"
             raise InvalidArgumentError(f"{field} allows {where}")
-        if not allowed:
+        if not len(allowed):
             return
-        matcher.consume_token(chance.choice(allowed))
+        made.append(int(chance.choice(allowed)))
+        matcher.consume_token(made[-1])
 
 
 def _first_lines(matcher: LLMatcher) -> str:
@@ -118,22 +136,26 @@ class GrammarCompiler:
         """Takes 10 µs a token, and as long no other thread of Python runs. Raises ValueError for a
         tokenizer that llguidance cannot read."""
         ends = info.eos_ids if data.eos_id is None else info.eos_ids | {data.eos_id}
-        self._ends, size = sorted(ends), info.vocab_size
+        self.ends, size = sorted(ends), info.vocab_size
         try:
-            self._tokenizer = LLTokenizer(data.backend, n_vocab=size, eos_token=self._ends or None)
+            self.tokenizer = LLTokenizer(data.backend, n_vocab=size, eos_token=self.ends or None)
         except ValueError:  # model and tokenizer have other ids, perhaps
             known = LLTokenizer(data.backend).vocab_size
-            self._ends = [each for each in self._ends if each < known]
-            self._tokenizer = LLTokenizer(
-                data.backend, n_vocab=max(size, known), eos_token=self._ends or None
+            self.ends = [each for each in self.ends if each < known]
+            self.tokenizer = LLTokenizer(
+                data.backend, n_vocab=max(size, known), eos_token=self.ends or None
             )
 
     def __call__(self, grammar: str) -> "CompiledGrammar":
         """Compile what :func:`prove_grammar` has returned. Raises InvalidArgumentError."""
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        return CompiledGrammar(self.match(grammar, "structured_outputs"), self.ends)
+
+    def match(self, grammar: str, field: str) -> LLMatcher:
+        """llguidance's own state of an empty output. Raises InvalidArgumentError."""
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InvalidArgumentError(f"structured_outputs: {_first_lines(matcher)}")
-        return CompiledGrammar(matcher, self._ends)
+            raise InvalidArgumentError(f"{field}: {_first_lines(matcher)}")
+        return matcher
 
 
 class CompiledGrammar:
