@@ -1,6 +1,7 @@
 """Every field of a body changes what the model is asked, or is refused by its name."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -204,6 +205,14 @@ def test_a_model_that_reasons_is_bound_only_afterwards() -> None:
     params = json.loads(ask_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
     assert "<[7]>" in params["structured_outputs"]["grammar"]
     assert params["skip_special_tokens"] is False, "the marker must be in the text"
+
+
+def test_only_markers_are_named_as_tokens() -> None:
+    ids = {"<tool_call>": 7, "name": 8, "\n": 9}
+    known = msgspec.structs.replace(KNOWN, tool_format="hermes", added_tokens=ids)
+    body = decode(json.dumps(CHAT | {"tool_choice": "required"}).encode(), ChatRequest)
+    params = json.loads(ask_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
+    assert set(re.findall(r"<\[\d+]>", params["structured_outputs"]["grammar"])) == {"<[7]>"}
 
 
 def test_messages_are_what_chat_templates_expect() -> None:

@@ -181,3 +181,13 @@ def test_a_model_reasons_before_what_is_forced(
     assert accepts(free, tokens, fits)
     assert not accepts(free, tokens, f"a</think>{fits}")
     assert after_reasoning(constraint, None) == constraint
+
+
+def test_json_after_reasoning_is_written_as_without() -> None:
+    for constraint in ({"json": {"type": "object"}}, {"json": "{}"}, {"json_object": True}):
+        rules = after_reasoning(constraint, "think")
+        assert accepts(rules, tokenizer([]), '{"a": 1, "b": [2, 3]}'), constraint
+        assert not accepts(rules, tokenizer([]), '{"a": 1,\n"b": [2, 3]}'), constraint
+    for text in ("[1]", "[", "[" * 100_000):
+        with pytest.raises(InvalidArgumentError, match=r"structured_outputs.json is "):
+            after_reasoning({"json": text}, "think")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jitney.gateway.formats import detect
+from jitney.gateway.formats import detect, special_markers
 from jitney.gateway.refusals import FieldError
 from jitney.gateway.tool_grammar import after_reasoning, schema_of
 from jitney.gateway.wire import (
@@ -77,7 +77,8 @@ def ask_chat(body: ChatRequest, known: Description, request_id: str) -> Ask:
     tool_format, reasoning_format = formats(body, known)
     if tool_format or reasoning_format:
         params.setdefault("skip_special_tokens", False)  # a parser's markers may be among them
-    structured, ids = _structured(body), known.added_tokens
+    structured, added = _structured(body), known.added_tokens
+    ids = {m: added[m] for m in special_markers(tool_format, reasoning_format) if m in added}
     if tool_format is not None:
         tools, choice = (msgspec.to_builtins(each) for each in (body.tools, body.tool_choice))
         forced = schema_of(tools, choice, body.parallel_tool_calls is not False, tool_format, ids)

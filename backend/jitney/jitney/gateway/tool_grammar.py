@@ -4,6 +4,7 @@ with arguments that follow the tool's JSON schema. Written in llguidance's diale
 ``token_ids`` are ids of markers that are single tokens of the model; other markers are spelt.
 """
 
+import contextlib
 import json
 import keyword
 import re
@@ -61,8 +62,8 @@ def after_reasoning(
         return constraint
     ((kind, value),) = constraint.items()
     answers = {
-        "json": lambda: f"%json {value if isinstance(value, str) else json.dumps(value)}",
-        "json_object": lambda: '%json {"type": "object"}',
+        "json": lambda: _whole(value),
+        "json_object": lambda: _whole({"type": "object"}),
         "regex": lambda: "/" + re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", value) + "/",
         "choice": lambda: f"({' | '.join(map(json.dumps, value))})",
         "grammar": lambda: f"%lark {{\n{value}\n}}",
@@ -88,6 +89,16 @@ def _text(text: str, token_ids: Mapping[str, int]) -> str:
     return " ".join(
         f"<[{token_ids[each]}]>" if each in token_ids else json.dumps(each) for each in pieces
     )
+
+
+def _whole(schema: Any) -> str:
+    """A value of a schema, which may be text."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        schema = json.loads(schema)
+    if not isinstance(schema, Mapping):
+        bound = "a JSON schema that is an object"
+        raise InvalidArgumentError.of("structured_outputs.json", schema, bound)
+    return _json(schema, schema)
 
 
 def _json(schema: Any, whole: Mapping[str, Any]) -> str:
