@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney.gateway.ask import Ask, Description, ask_chat, ask_completions, ask_tokens
-from jitney.gateway.refusals import FieldError, describe
+from jitney.gateway.refusals import FieldError, as_asked, describe
 from jitney.gateway.wire import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Generation,
     TokenizeRequest,
     decode,
@@ -205,6 +206,42 @@ def test_a_model_that_reasons_is_bound_only_afterwards() -> None:
     params = json.loads(ask_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
     assert "<[7]>" in params["structured_outputs"]["grammar"]
     assert params["skip_special_tokens"] is False, "the marker must be in the text"
+
+
+@pytest.mark.parametrize(
+    ("said", "fields", "wanted"),
+    [
+        ("logprobs is 1000, but", {"top_logprobs": 1000}, "top_logprobs is 1000, but"),
+        ("max_tokens is 0", {"max_completion_tokens": 0}, "max_completion_tokens is 0"),
+        ("max_tokens is 0", {"max_tokens": 0}, None),
+        ("cache_salt is", {"prompt_cache_key": "a"}, "prompt_cache_key is"),
+        ("chat_template_parameters has", {"reasoning_effort": "a"}, "reasoning_effort has"),
+        (
+            "structured_outputs.json: #/a",
+            {"response_format": {"type": "json_object"}, "tool_choice": "auto"},
+            "response_format.json: #/a",
+        ),
+        ("structured_outputs: at", {"guided_regex": "a"}, "guided_regex: at"),
+        ("structured_outputs.regex is", {"structured_outputs": {"regex": "a"}}, None),
+        ("The model", {"top_logprobs": 1}, None),
+    ],
+)
+def test_a_models_refusal_names_the_clients_field(
+    said: str, fields: dict[str, Any], wanted: str | None
+) -> None:
+    body = decode(json.dumps(CHAT | fields).encode(), ChatRequest)
+    found = as_asked(InvalidArgumentError(said), body)
+    assert str(found) == (wanted or said)
+    if wanted:
+        assert describe(found)[1]["error"]["param"] == re.split("[. :]", wanted)[0]
+
+
+def test_token_ids_that_do_not_fit_are_refused() -> None:
+    for prompt in ([1 << 31], [[-1]], [[5], [1 << 40]]):
+        with pytest.raises(FieldError, match="prompt"):
+            decode(json.dumps({"model": "m", "prompt": prompt}).encode(), CompletionRequest)
+    with pytest.raises(FieldError, match="tokens"):
+        decode(json.dumps({"model": "m", "tokens": [1 << 32]}).encode(), DetokenizeRequest)
 
 
 def test_only_markers_are_named_as_tokens() -> None:

@@ -27,7 +27,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from jitney.errors import CancelledError, JitneyError, UnavailableError
+from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.gateway.answers import Answer, Body, Choice
 from jitney.gateway.ask import (
     Ask,
@@ -41,7 +41,7 @@ from jitney.gateway.backend import Backend, Step, UnknownModelError
 from jitney.gateway.figures import Figures, Watch
 from jitney.gateway.parsers import Parser
 from jitney.gateway.pooling import classify, embed, rerank
-from jitney.gateway.refusals import StatusError, describe
+from jitney.gateway.refusals import StatusError, as_asked, describe
 from jitney.gateway.wire import (
     ChatRequest,
     ClassifyRequest,
@@ -118,7 +118,11 @@ async def _read(answer: Handler, type_: type[Any], request: Request) -> Response
         data += piece
         if len(data) > MAX_BODY_BYTES:
             raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
-    return await answer(request, decode(bytes(data), type_))
+    body = decode(bytes(data), type_)
+    try:
+        return await answer(request, body)
+    except InvalidArgumentError as error:
+        raise as_asked(error, body) from None
 
 
 class Gateway:

@@ -34,6 +34,19 @@ class StatusError(JitneyError):
         self.status = status
 
 
+_ASKED_BY = {
+    "text_input": ("prompt",),
+    "input_ids": ("prompt", "tokens"),
+    "logprobs": ("top_logprobs",),
+    "max_tokens": ("max_completion_tokens",),
+    "cache_salt": ("prompt_cache_key",),
+    "chat_template_parameters": ("reasoning_effort", "verbosity", "chat_template_kwargs"),
+    "structured_outputs": (
+        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "response_format", "tool_choice",
+    ),
+}  # fmt: skip
+"""What a model calls a thing -> the fields of a body that may stand for it."""
 _STATUS: tuple[tuple[type[JitneyError], int, str], ...] = (
     (UnknownModelError, 404, "model_not_found"),
     (InvalidArgumentError, 400, "invalid_value"),
@@ -43,6 +56,16 @@ _STATUS: tuple[tuple[type[JitneyError], int, str], ...] = (
     (JitneyError, 500, "internal_error"),
 )
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "not_allowed", 413: "too_large"}
+
+
+def as_asked(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
+    """A model's refusal in the words of ``body``."""
+    text = str(error)
+    word = "" if isinstance(error, FieldError) else re.split("[^a-z_]", text)[0]
+    for field in _ASKED_BY.get(word, ()):
+        if getattr(body, field, None) is not None:
+            return FieldError(field, text.replace(word, field, 1))
+    return error
 
 
 def describe(error: JitneyError) -> tuple[int, dict[str, Any]]:

@@ -25,7 +25,8 @@ _UNSEEN = ("prompt_logprobs",)
 MAX_TEXTS = 2048
 """Of one request to embed, classify or rank."""
 T = TypeVar("T")
-_Ids = list[int]
+_Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Ids = list[_Id]
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
@@ -170,7 +171,7 @@ class ChatRequest(Generation, kw_only=True):
 class CompletionRequest(Generation, kw_only=True):
     """The body of ``/v1/completions``."""
 
-    prompt: str | list[str | int | _Ids]
+    prompt: str | list[str | _Id | _Ids]
     logprobs: int | None = None
     echo: bool | None = None
 
