@@ -192,7 +192,7 @@ def test_structured_output_by_each_of_its_names(client: openai.OpenAI) -> None:
     assert text(extra_body={"guided_regex": "[ab]{3}"}).strip("ab") == ""
     with pytest.raises(openai.BadRequestError) as caught:
         text(extra_body={"guided_regex": "("})
-    assert caught.value.param == "structured_outputs"
+    assert caught.value.param == "guided_regex"
 
 
 def test_models(client: openai.OpenAI) -> None:
