@@ -8,7 +8,7 @@ from jitney.execution.sampler import Sampled, sample
 from jitney.messages import Row
 from torch import Tensor
 
-from tests.sampling.rows import make_row, sampled
+from tests.sampling.rows import Allows, make_row, sampled
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "min_p and top_p": {"min_p": 1e-3, "top_p": 0.8, "temperature": 2.0},
     "all filters": {"top_k": 20, "min_p": 0.01, "top_p": 0.7, "temperature": 1.5},
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "output": [1, 0, 0]},
+    "grammar": {"grammar": Allows(*range(0, 300, 3), size=262_144)},
     "bias": {"logit_bias": {0: 5.0, 1: -2.5}, "top_p": 0.95},
 }
 """Arguments of ``make_row``, for a vocabulary of two tokens and more."""

@@ -8,11 +8,28 @@ from jitney.sampling_params import SamplingParams
 from torch import Tensor
 
 
+class Allows:
+    """A grammar's state that allows these ids of the first ``size``."""
+
+    error = None
+    ended = False
+
+    def __init__(self, *ids: int, size: int = 80) -> None:
+        self._mask = sum(1 << token for token in ids).to_bytes(size // 8, "little")
+
+    def accept(self, token_ids: list[int]) -> None:
+        """Not asked here."""
+
+    def mask(self) -> bytes:
+        return self._mask
+
+
 def make_row(
     prompt: list[int] | None = None,
     output: list[int] | None = None,
     stop_ids: frozenset[int] = frozenset(),
     bad_words_ids: list[list[int]] | None = None,
+    grammar: Allows | None = None,
     **params: Any,
 ) -> Row:
     """A row that decodes one token after ``prompt`` + ``output``; other names are parameters."""
@@ -30,6 +47,7 @@ def make_row(
         output=output,
         stop_ids=stop_ids,
         bad_words_ids=bad_words_ids or [],
+        grammar=grammar,
     )
 
 

@@ -1,6 +1,5 @@
 """The sampler against a plain statement of vLLM's semantics, one row at a time."""
 
-import dataclasses
 import math
 from collections import Counter
 
@@ -17,7 +16,7 @@ from jitney.execution.sampler import prompt_logprobs
 from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
 
-from tests.sampling.rows import make_row, sampled
+from tests.sampling.rows import Allows, make_row, sampled
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -56,25 +55,14 @@ def test_broken_logits_fail_their_row_alone(value: float, temperature: float) ->
     assert got[2] == expected[2]
 
 
-class Allows:
-    """A grammar's state that allows these ids."""
-
-    error = None
-
-    def __init__(self, *ids: int) -> None:
-        self.ids = ids
-
-    def mask(self) -> bytes:
-        return sum(1 << token for token in self.ids).to_bytes(10, "little")  # more than there are
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_grammar_allows_tokens_in_its_rows_alone(temperature: float) -> None:
     logits = logits_of(4, 70)
     plain = make_row(temperature=temperature)
     (expected,) = sampled(logits[:1], [(plain, 0)])
     masked = [
-        dataclasses.replace(plain, grammar=Allows(*ids)) for ids in ((3, 68), (9,), (75,), ())
+        make_row(temperature=temperature, grammar=Allows(*ids))
+        for ids in ((3, 68), (9,), (75,), ())
     ]
     got = sampled(logits[[0, 1, 2, 3]], [(plain, 0), *((row, 0) for row in masked[:3])])
     assert got[0] == expected
@@ -87,7 +75,7 @@ def test_a_grammar_allows_tokens_in_its_rows_alone(temperature: float) -> None:
 
 
 def test_a_grammar_leaves_logprobs_as_they_are() -> None:
-    row = dataclasses.replace(make_row(temperature=0, logprobs=2), grammar=Allows(5))
+    row = make_row(temperature=0, logprobs=2, grammar=Allows(5))
     logits = logits_of(1, 70)
     (got,) = sampled(logits, [(row, 0)])
     assert got.logprobs[0].token_id == 5

@@ -76,10 +76,14 @@ def process_logits(logits: Tensor, rows: list[Row]) -> None:
 
 def _apply_masks(logits: Tensor, masks: dict[int, bytes]) -> None:
     """Forbid what the mask of a row's grammar, of V bits or more, leaves out."""
-    packed = np.frombuffer(bytearray().join(masks.values()), np.uint8)
-    packed = packed.reshape(len(masks), -1, 1)
-    bits = to_device(packed, logits.device) & to_device(_BITS_OF_A_BYTE, logits.device)
-    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    packed = ~np.frombuffer(b"".join(masks.values()), np.uint8).reshape(len(masks), -1)
+    size = logits.shape[1]
+    if logits.device.type == "cpu":  # a third of the time
+        bits = np.unpackbits(packed, axis=1, count=size, bitorder="little")
+        forbidden = torch.from_numpy(bits.view(np.bool_))
+    else:
+        parts = to_device(packed, logits.device).unsqueeze(-1)
+        forbidden = (parts & to_device(_BITS_OF_A_BYTE, logits.device)).flatten(1)[:, :size] != 0
     if len(masks) == len(logits):
         logits.masked_fill_(forbidden, _FORBIDDEN)
     else:
