@@ -5,14 +5,13 @@ import random
 from typing import Any
 
 import jsonschema
+import llguidance
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney.gateway.formats import TOOL_FORMATS, special_markers
 from jitney.gateway.parsers import Parser
 from jitney.gateway.tool_grammar import after_reasoning, schema_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-llguidance = pytest.importorskip("llguidance")
 
 FIND = {
     "type": "object",
