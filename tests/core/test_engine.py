@@ -20,6 +20,24 @@ def poison(*keys: int):
     return faults
 
 
+def test_a_request_that_comes_while_a_step_begins_has_not_waited_less_than_nothing() -> None:
+    play = Play()
+
+    def clock() -> float:
+        now, play.now = play.now, play.now + 1.0
+        if not play.submits:
+            play.submit([1, 2, 3], max_tokens=1)  # it arrives right after the clock was read
+        return now
+
+    play.engine._clock = clock
+    play.step()
+    play.drain()
+    end = play.ends[0]
+    assert isinstance(end, Finished)
+    assert end.timing.queue_s is not None
+    assert end.timing.queue_s >= 0
+
+
 @pytest.mark.parametrize("culprit", range(5))
 def test_a_raising_request_fails_alone(culprit: int) -> None:
     play = Play(faults=poison(culprit))

@@ -33,6 +33,9 @@ def test_verdicts_are_kept_and_bounded() -> None:
     wanted = [StructuredOutputs(regex=text) for text in ("a", "b", "c")]
     assert [one.check(each) for each in wanted] == [one.check(each) for each in wanted]
     assert [one.knows(each) for each in wanted] == [False, True, True]
+    one.check(wanted[1])
+    one.check(wanted[0])
+    assert [one.knows(each) for each in wanted] == [True, True, False], "what was asked for last"
     with pytest.raises(InvalidArgumentError, match=r"structured_outputs\.regex allows no text"):
         one.check(StructuredOutputs(regex=""))
     with pytest.raises(InvalidArgumentError, match="malformed"):

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney.gateway import backend as module
+from jitney.gateway.app import Gateway
 from jitney.gateway.ask import Ask
-from jitney.gateway.backend import Backend, Step
+from jitney.gateway.backend import Backend, Model, Step, translated
+from starlette.requests import Request
 from tritonclient.utils import InferenceServerException
 
 STEPS = 5
@@ -129,6 +131,24 @@ def test_a_slow_reader_is_cancelled_and_holds_nobody_up(monkeypatch: pytest.Monk
     assert len(asyncio.run(both())) == 4, "what waited is still given"
     assert slow.state == "cancelled"
     assert quick.state == "read to its end"
+
+
+def test_a_model_that_is_unloaded_while_they_are_listed_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def names() -> list[str]:
+        return ["digits", "gone"]
+
+    async def look(name: str) -> Model:
+        if name == "gone":
+            raise translated(name, "", "Request for unknown model: 'gone' is not found")
+        return Model(name, "classify", {}, None, 0.0)
+
+    backend = backend_of(monkeypatch)
+    monkeypatch.setattr(backend, "names", names)
+    monkeypatch.setattr(backend, "look", look)
+    listed = asyncio.run(Gateway(backend, {}).models(Request({"type": "http"})))
+    assert [each["id"] for each in json.loads(bytes(listed.body))["data"]] == ["digits"]
 
 
 def test_a_server_that_is_away_is_unavailable() -> None:

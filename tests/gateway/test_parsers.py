@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jitney.config import ReasoningFormat, ToolFormat
 from jitney.gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect, reasoning_markers
 from jitney.gateway.parsers import Parser
 
@@ -347,3 +348,8 @@ def test_every_reasoning_format_is_read() -> None:
         opened = name.endswith("_opened")
         text = f"{'' if opened else begin}a{end}b"
         assert read(None, name, text) == (Read("b", (), "a") if end else Read("ab")), name
+
+
+def test_options_take_the_formats_that_are_read() -> None:
+    assert set(get_args(ToolFormat)) == set(TOOL_FORMATS)
+    assert set(get_args(ReasoningFormat)) == set(REASONING_FORMATS)

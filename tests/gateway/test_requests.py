@@ -219,10 +219,19 @@ def test_a_model_that_reasons_is_bound_only_afterwards() -> None:
         (
             "structured_outputs.json: #/a",
             {"response_format": {"type": "json_object"}, "tool_choice": "auto"},
-            "response_format.json: #/a",
+            "response_format: #/a",
+        ),
+        (
+            "structured_outputs.grammar is",  # what a model that reasons is sent
+            {"response_format": {"type": "json_object"}},
+            "response_format is",
         ),
         ("structured_outputs: at", {"guided_regex": "a"}, "guided_regex: at"),
-        ("structured_outputs.regex is", {"structured_outputs": {"regex": "a"}}, None),
+        (
+            "structured_outputs.regex is",
+            {"structured_outputs": {"regex": "a"}},
+            "structured_outputs is",
+        ),
         ("The model", {"top_logprobs": 1}, None),
     ],
 )

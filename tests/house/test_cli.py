@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from jitney import __version__, cli
 from jitney.errors import InvalidArgumentError
 from jitney.server.admin import Admin
 from jitney.server.doctor import Finding
+from jitney.server.server import choose_ports
 from jitney.server.stopping import interruptible
 from typer.testing import CliRunner
 
@@ -285,3 +287,31 @@ def test_a_gateway_beside_comes_back_and_stops_too(repository: Path, tmp_path: P
         assert not second.is_running()
     finally:
         process.kill()
+
+
+GATEWAY = """
+import signal, sys, types
+from jitney.server import serving
+server = types.SimpleNamespace(grpc_url="127.0.0.1:1", host="127.0.0.1")
+serving._start_gateway(server, int(sys.argv[1]), None)
+signal.pause()
+"""
+
+
+def test_a_gateway_ends_when_who_started_it_is_killed() -> None:
+    (port,) = choose_ports("127.0.0.1", [0])
+
+    def is_free() -> bool:
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            return False
+        return True
+
+    command = [sys.executable, "-c", GATEWAY, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "OpenAI" in process.stdout.readline()
+        assert not is_free()
+        process.kill()
+    wait_until(is_free)

@@ -483,6 +483,18 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, monkeypatch: Any) ->
         run(tmp_path / "in", tmp_path / "out")
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_the_share_that_is_read_is_that_of_the_rows_given(tmp_path: Path, suffix: str) -> None:
+    """Also of an input that is smaller than what is read ahead."""
+    source = tmp_path / f"in.jsonl{suffix}"
+    rows = 20_000 if suffix else 400  # what a codec reads at once is not divided
+    with (gzip.open if suffix else open)(source, "wt") as file:
+        file.writelines(f'{{"id": {i}, "text": "{os.urandom(16).hex()}"}}\n' for i in range(rows))
+    found = dataset.Dataset(job_of(source, tmp_path / "out"))
+    chunks = [c for c in found.chunks(Record(tmp_path), rows // 8) if isinstance(c, dataset.Chunk)]
+    assert [c.position for c in chunks] == pytest.approx([n / 8 for n in range(1, 9)], abs=0.15)
+
+
 def test_memory_of_what_is_read_is_bounded(tmp_path: Path) -> None:
     """A chunk is sent without the rest of its batch; of a row group only pages are held."""
     table = pa.table({"id": range(600_000), "text": [os.urandom(50) for _ in range(600_000)]})

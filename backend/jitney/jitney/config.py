@@ -17,6 +17,14 @@ from msgspec import Meta, inspect
 from jitney.errors import ConfigError, nearest
 
 Quantization = Literal["none", "fp8", "int8", "int4"]
+ToolFormat = Literal[
+    "qwen_xml", "hermes", "deepseek", "deepseek_v31", "mistral_args", "mistral", "pythonic",
+    "llama3_json",
+]  # fmt: skip
+ReasoningFormat = Literal[
+    "none", "think", "mistral", "seed_oss", "cohere",
+    "think_opened", "mistral_opened", "seed_oss_opened", "cohere_opened",
+]  # fmt: skip
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,9 +123,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``max_model_len``, at least 65,536."""
     chat_template_parameters: tuple[str, ...] = ("add_generation_prompt", "enable_thinking")
     """Names that a client may pass to the chat template."""
-    tool_format: str | None = None
+    tool_format: ToolFormat | None = None
     """How the model writes calls of tools, for the gateway. None: as its chat template tells."""
-    reasoning_format: str | None = None
+    reasoning_format: ReasoningFormat | None = None
     """How the model sets its reasoning off, for the gateway. None: as its chat template tells."""
     max_pending_tokens: Annotated[int, Meta(ge=1)] = 65536
     """Tokens of one request that may wait to be sent. Beyond it the request is cancelled."""

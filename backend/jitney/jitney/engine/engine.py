@@ -178,10 +178,11 @@ class Engine:
         ``step_seconds`` is the time of this call: in steady state what a step on the device takes,
         because the call waits for the end of one.
         """
-        now = self._clock()
+        messages = self._read_inbox()
+        now = self._clock()  # after the inbox was read: later than every arrival in it
         self.scheduler.reset_counts()
         self._out_of_memory = 0
-        events = self._read_inbox(now) + self.scheduler.expire(now)
+        events = self._apply(messages, now) + self.scheduler.expire(now)
         if not (events or self.scheduler.has_work or self._in_flight):
             if not (self._grammars.waiting or self._inbox):  # in this order: it may just be ready
                 return None
@@ -244,11 +245,14 @@ class Engine:
 
     # ------------------------------------------------------------------ parts of a step
 
-    def _read_inbox(self, now: float) -> list[Event]:
+    def _read_inbox(self) -> list[Message]:
         """Take all messages that have come, in order."""
         with self._woken:
             messages = self._inbox.copy()
             self._inbox.clear()
+        return messages
+
+    def _apply(self, messages: list[Message], now: float) -> list[Event]:
         self._open.update(one.key for one in messages if isinstance(one, Submit))
         events: list[Event] = []
         for message in messages:

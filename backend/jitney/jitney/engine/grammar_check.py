@@ -42,6 +42,8 @@ class GrammarChecker:
         wrong with it, within ``grammar_timeout_s`` once the checks before it are over."""
         asked = msgspec.json.encode(structured)
         if (known := self._checked.get(asked)) is not None:
+            with contextlib.suppress(KeyError):  # another thread may just have evicted it
+                self._checked.move_to_end(asked)
             return known
         with self._lock:
             grammar = self._ask(asked)

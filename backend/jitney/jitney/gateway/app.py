@@ -242,7 +242,10 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         """All that serve one of the endpoints."""
-        found = [await self._entry(name) for name in await self._backend.names()]
+        found: list[dict[str, Any] | None] = []
+        for name in await self._backend.names():
+            with contextlib.suppress(UnknownModelError):  # it has just been unloaded
+                found.append(await self._entry(name))
         return _json({"object": "list", "data": [each for each in found if each]})
 
     async def model(self, request: Request) -> Response:

@@ -64,7 +64,7 @@ def as_asked(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
     word = "" if isinstance(error, FieldError) else re.split("[^a-z_]", text)[0]
     for field in _ASKED_BY.get(word, ()):
         if getattr(body, field, None) is not None:
-            return FieldError(field, text.replace(word, field, 1))
+            return FieldError(field, re.sub(rf"{word}(\.\w+)?", field, text, count=1))
     return error
 
 

@@ -258,14 +258,13 @@ class Dataset:
                         yield batch.slice(start, size), (number + 1) / reader.num_record_batches
             else:
                 codec = _COMPRESSED.get(posixpath.splitext(file.path.lower())[1])
-                source = pa.BufferedInputStream(raw, _BUFFER)
-                text = io.BufferedReader(
-                    pa.CompressedInputStream(source, codec) if codec else source
-                )
+                source = text = io.BufferedReader(raw, _BUFFER)
+                if codec:
+                    text = io.BufferedReader(pa.CompressedInputStream(source, codec))
                 of_csv = self.format == "csv"
                 lines = _records(text, file.path) if of_csv else filter(bytes.strip, text)
                 for data in iter(lambda: list(islice(lines, size)), []):
-                    yield data, 1.0 if raw.closed else raw.tell() / file.size
+                    yield data, 1.0 if raw.closed else source.tell() / file.size
 
     def _partition(self, path: str) -> dict[str, str]:
         """Columns from folders such as ``year=2026``, below the input."""

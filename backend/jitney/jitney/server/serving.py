@@ -20,6 +20,8 @@ from jitney.server.supervision import Supervisor
 _OUT = Console(highlight=False)
 _ERR = Console(stderr=True, highlight=False)
 _TURN_S = 0.5
+# The kernel sends SIGTERM (15) to the gateway when this process ends, however it does.
+_GATEWAY = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from jitney.cli import main; main()"
 
 NOT_UNLOADED = 3
 """Exit status if the server had to be killed at the stop though no request was left."""
@@ -73,7 +75,7 @@ def _start_gateway(
     server: TritonServer, port: int, api_key_file: Path | None
 ) -> "subprocess.Popen[bytes]":
     """Returns when it listens. Raises JitneyError if it ends at once; it has said why."""
-    command = [sys.executable, "-m", "jitney.cli", "gateway", "--server", server.grpc_url]
+    command = [sys.executable, "-c", _GATEWAY, "gateway", "--server", server.grpc_url]
     command += ["--host", server.host, f"--port={port}"]
     command += [] if api_key_file is None else ["--api-key-file", str(api_key_file)]
     # A group of its own: Ctrl-C is ours to pass on.
