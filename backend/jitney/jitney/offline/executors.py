@@ -1,5 +1,5 @@
 """What runs prepared rows: the engine in this process, an exported model, a server
-(``remote.py``), or nothing for a job without a model.
+(``asking.py``), or nothing for a job without a model.
 
 Rows are handed over while an executor holds fewer than its capacity, which keeps the engine's queue
 filled, in the order of their rank (``feeding.py``); a step gives the results that are ready.
@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from jitney.errors import CheckpointError, InvalidArgumentError
+from jitney.offline.asking import InServer, OpenAiServer
 from jitney.offline.generate import EncodedPrompt, Language
 from jitney.offline.job import Job
 from jitney.offline.llm import LLM, Running
@@ -262,12 +263,15 @@ def load(job: Job) -> tuple[Executor, Context]:
     if not isinstance(job.model, str):
         raise InvalidArgumentError.of("model", job.model, "a checkpoint")
     if job.server is not None:
-        from jitney.offline.remote import InServer  # tritonclient may be missing
+        if job.input_format == "openai":
+            return InServer(OpenAiServer(job).ask, job.at_once), Context(job)
+        from jitney.offline.remote import TritonModel  # tritonclient may be missing
 
-        server = InServer(job)
+        server = TritonModel(job)
         if server.language != (job.task == "generate"):
             raise InvalidArgumentError.of("task", job.task, "generate, for a language model alone")
-        return server, Context(job, None, server.signature, job.tokenizer)
+        executor = InServer(server.ask, job.at_once)
+        return executor, Context(job, None, server.signature, job.tokenizer)
     if job.task != "generate":
         session = InSession(job)
         return session, Context(

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError
 from jitney.messages import ModelInfo
+from jitney.offline.asking import Line
 from jitney.offline.dataset import Row, column_of
 from jitney.offline.job import Job
 from jitney.offline.llm import Completed
@@ -139,15 +140,7 @@ class OpenAiLines:
         self._encoder = encoder
 
     def prepare(self, row: Row) -> EncodedPrompt:
-        for name, kind, bound in (
-            ("custom_id", str, "a string"),
-            ("url", str, "a string"),
-            ("body", dict, "an object"),
-        ):
-            if not isinstance(row.get(name), kind):
-                raise InvalidArgumentError.of(name, row.get(name), bound)
-        if row.get("method") != "POST":
-            raise InvalidArgumentError.of("method", row.get("method"), "POST")
+        _check_line(row)
         if row["url"] not in (_CHAT, _COMPLETION):
             raise InvalidArgumentError.of("url", row["url"], f"{_CHAT} or {_COMPLETION}")
         given = {k: v for k, v in row["body"].items() if k not in _OF_THE_SERVICE}
@@ -164,7 +157,6 @@ class OpenAiLines:
 
     def finish(self, row: Row, result: Completed) -> Row:
         chat = row["url"] == _CHAT
-        digest = hashlib.sha256(row["custom_id"].encode()).hexdigest()[:24]
         tokens = len(result.prompt_ids), sum(len(each.ids) for each in result.sequences)
         choices: list[Row] = []
         for each in result.sequences:
@@ -172,7 +164,7 @@ class OpenAiLines:
             choice = said if chat else {"text": each.text}
             choices.append({"index": each.index, **choice, "finish_reason": each.finish_reason})
         body = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{_digest(row)}",
             "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),
             "model": row["body"].get("model"),
@@ -183,9 +175,48 @@ class OpenAiLines:
                 "total_tokens": sum(tokens),
             },
         }
-        response = {"status_code": 200, "request_id": digest, "body": body}
-        id_ = f"batch_req_{digest}"
-        return {"id": id_, "custom_id": row["custom_id"], "response": response, "error": None}
+        return _result_line(row, body)
+
+
+class OpenAiLinesOnServer:
+    """The same by a server of OpenAI's API: bodies go there, and come from there, as they are. The
+    job's model stands for that of a line, and its parameters for those that a line lacks."""
+
+    fields = None
+
+    def __init__(self, job: Job) -> None:
+        self._fixed, self._of_job = _fixed_params(job), {"model": job.model}
+
+    def prepare(self, row: Row) -> Line:
+        _check_line(row)
+        body = {**self._fixed, **row["body"], **self._of_job}
+        body.pop("stream", None)
+        return row["url"], msgspec.json.encode(body)
+
+    def finish(self, row: Row, result: Row) -> Row:
+        return _result_line(row, result)
+
+
+def _check_line(row: Row) -> None:
+    for name, kind, bound in (
+        ("custom_id", str, "a string"),
+        ("url", str, "a string"),
+        ("body", dict, "an object"),
+    ):
+        if not isinstance(row.get(name), kind):
+            raise InvalidArgumentError.of(name, row.get(name), bound)
+    if row.get("method") != "POST":
+        raise InvalidArgumentError.of("method", row.get("method"), "POST")
+
+
+def _digest(row: Row) -> str:
+    return hashlib.sha256(row["custom_id"].encode()).hexdigest()[:24]
+
+
+def _result_line(row: Row, body: Row) -> Row:
+    response = {"status_code": 200, "request_id": _digest(row), "body": body}
+    id_ = f"batch_req_{_digest(row)}"
+    return {"id": id_, "custom_id": row["custom_id"], "response": response, "error": None}
 
 
 def _fixed_params(job: Job) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Each field's bound and help stand with it; the command line is made from them (``command.py``).
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     input: str
     output: str
     model: Annotated[Text, "Checkpoint (folder, or id in the local hub), or exported model."] = None
-    server: Annotated[Text, "HOST:PORT of a Triton server's gRPC, which has that model."] = None
+    server: Annotated[Text, "HOST:PORT of a Triton with that model; http:// for OpenAI lines."] = (
+        None
+    )
     tls: Annotated[bool, "The server, or a proxy before it, speaks TLS."] = False
     ca_file: Annotated[Text, "PEM file that its certificate is checked with; implies TLS."] = None
     api_key_file: Annotated[Text, "File with the key for that proxy, as bench takes it."] = None
@@ -109,8 +112,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 _PACE = {
     *("part_rows", "part_seconds", "in_flight", "workers", "retries", "max_errors", "journal"),
-    *("batch_size", "at_once", "ray", "finish_by", "within", "tls", "ca_file", "api_key_file"),
-    *("metrics_port", "metrics_host", "push_gateway", "name"),
+    *("batch_size", "at_once", "ray", "finish_by", "within", "server", "tls", "ca_file"),
+    *("api_key_file", "metrics_port", "metrics_host", "push_gateway", "name"),
 }
 """Fields that a job may change on its way."""
 
@@ -160,8 +163,9 @@ def make_job(settings: dict[str, Any]) -> Job:
         raise InvalidArgumentError("task map needs the setting map: MODULE:FUNCTION")
     if job.task != "map" and job.model is None:
         raise InvalidArgumentError(f"task {job.task} needs the setting model")
-    if job.server is not None and openai:
-        raise InvalidArgumentError.of("server", job.server, "left out for openai lines")
+    if job.server is not None and openai != bool(re.fullmatch("https?://[^/]+", job.server)):
+        bound = "HOST:PORT, or http://HOST:PORT for openai lines and no others"
+        raise InvalidArgumentError.of("server", job.server, bound)
     if job.prompt is not None and job.template is not None:
         raise InvalidArgumentError("settings prompt and template exclude each other")
     if job.output_format == "parquet" and openai:

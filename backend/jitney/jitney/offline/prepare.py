@@ -22,7 +22,14 @@ import pyarrow as pa
 
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney.offline.dataset import Chunk, Place, Row, Storage, reason
-from jitney.offline.generate import Encoder, Generate, GenerateOnServer, Language, OpenAiLines
+from jitney.offline.generate import (
+    Encoder,
+    Generate,
+    GenerateOnServer,
+    Language,
+    OpenAiLines,
+    OpenAiLinesOnServer,
+)
 from jitney.offline.job import Job
 from jitney.offline.tensors import Tensors
 from jitney.standins.signature import Signature
@@ -91,12 +98,12 @@ def make_task(context: Context) -> Task:
     job = context.job
     if job.task == "map":
         return Map(str(job.map))
+    lines = job.input_format == "openai"
     if job.server is not None and job.task == "generate":
-        return GenerateOnServer(job)
+        return (OpenAiLinesOnServer if lines else GenerateOnServer)(job)
     if context.signature is not None:
         return Tensors(job, context.signature, context.tokenizer)
     assert context.language is not None, "a job that generates has a language model"
-    lines = job.input_format == "openai"
     return (OpenAiLines if lines else Generate)(job, Encoder(context.language))
 
 

@@ -1,17 +1,14 @@
-"""A model on a running Triton server, over gRPC, with a bounded number of requests under way.
-
-The server joins the requests into batches, so each row is a request of its own.
+"""A model on a running Triton server, over gRPC. The server joins requests into batches, so each
+row is a request of its own.
 """
 
 import queue
 from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from jitney.access import Access
 from jitney.errors import InstallationError, JitneyError, UnavailableError, from_code
+from jitney.offline.asking import TIMEOUT_S, access_of
 from jitney.offline.job import Job
 from jitney.offline.tensors import Arrays
 from jitney.standins.signature import Signature, TensorInfo
@@ -24,20 +21,15 @@ except ImportError:
         "jobs on a server need tritonclient: pip install 'tritonclient[grpc]'"
     ) from None
 
-_TIMEOUT_S = 600.0
-"""Without a response for so long, a request is given up."""
 
-
-class InServer:
-    """So many threads, each with a request of its own."""
+class TritonModel:
+    """For any thread."""
 
     def __init__(self, job: Job) -> None:
         """Raises UnavailableError if the server or the model is not there, and
         InvalidArgumentError for files that cannot be read."""
         self._address, self._model = str(job.server), str(job.model)
-        self.capacity = 2 * job.at_once
-        ca_file, key = (Path(each) if each else None for each in (job.ca_file, job.api_key_file))
-        self._access = Access.of(job.tls, ca_file, key)
+        self._access = access_of(job)
         self._connect = partial(
             grpc.InferenceServerClient,
             self._address,
@@ -46,10 +38,7 @@ class InServer:
         )
         self._headers = dict(self._access.headers)
         self._client = self._connect()
-        self._threads = ThreadPoolExecutor(job.at_once)
-        self._running: dict[Future[Any], int] = {}
-        self._call = partial(self._client.infer, headers=self._headers, client_timeout=_TIMEOUT_S)
-        self.figures: dict[str, float] = {}
+        self._call = partial(self._client.infer, headers=self._headers, client_timeout=TIMEOUT_S)
         try:
             said = self._client.get_model_config(self._model, headers=self._headers, as_json=True)
         except InferenceServerException as error:
@@ -62,26 +51,8 @@ class InServer:
             *(_tensors(config.get(each, [])) for each in ("input", "output"))
         )
 
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def rank(self, prepared: Arrays, ending: bool) -> int:
-        return 0
-
-    def submit(self, key: int, prepared: Arrays) -> None:
-        self._running[self._threads.submit(self._ask, prepared)] = key
-
-    def step(self) -> list[tuple[int, Any]]:
-        """Wait until a request has ended, or a moment."""
-        ended = wait(self._running, 0.2, FIRST_COMPLETED).done
-        return [(self._running.pop(future), future.result()) for future in ended]
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
-    # ------------------------------------------------------------------ one of the threads
-
-    def _ask(self, row: Arrays) -> Arrays | JitneyError:
+    def ask(self, row: Arrays) -> Arrays | JitneyError:
+        """The arrays of the only response."""
         inputs = []
         for name, array in row.items():
             array = array[None] if self._batching else array
@@ -92,7 +63,7 @@ class InServer:
         except InferenceServerException as error:
             return self._error(error)
         except queue.Empty:
-            return UnavailableError(f"{self._address} sent nothing for {_TIMEOUT_S:.0f} s")
+            return UnavailableError(f"{self._address} sent nothing for {TIMEOUT_S:.0f} s")
         names = [output.name for output in result.get_response().outputs]
         arrays = {name: result.as_numpy(name) for name in names}
         return {name: array[0] if self._batching else array for name, array in arrays.items()}
@@ -106,7 +77,7 @@ class InServer:
         )
         try:
             client.async_stream_infer(self._model, inputs)
-            result, error = events.get(timeout=_TIMEOUT_S)
+            result, error = events.get(timeout=TIMEOUT_S)
         except BaseException:
             client.stop_stream(cancel_requests=True)
             raise

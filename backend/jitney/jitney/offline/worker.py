@@ -63,7 +63,8 @@ def worker(
     until_empty: Annotated[bool, typer.Option(help="End when no job waits.")] = False,
     tries: Annotated[int, typer.Option(help="Tries of a job that fails.", min=1)] = 3,
     backoff: Annotated[float, typer.Option(help="Seconds after the first; then doubled.")] = 30.0,
-    metrics_port: Annotated[int | None, typer.Option(help="Of jobs that name none.")] = None,
+    server: Annotated[str | None, typer.Option(help="Of jobs that name none.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Likewise.")] = None,
     metrics_host: Annotated[str, typer.Option(help="Likewise.")] = "127.0.0.1",
     push_gateway: Annotated[str | None, typer.Option(help="Likewise.")] = None,
 ) -> None:
@@ -75,7 +76,7 @@ def worker(
     sys.path.insert(0, os.getcwd())  # functions of the user's, which processes import too
     models, failed = Models(), 0
     telling = {"metrics_port": metrics_port, "metrics_host": metrics_host}
-    telling["push_gateway"] = push_gateway
+    telling |= {"push_gateway": push_gateway, "server": server}
     while (claimed := _claim(folder)) or not until_empty:
         if claimed is None:
             time.sleep(_POLL_S)

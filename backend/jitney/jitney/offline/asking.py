@@ -1,0 +1,90 @@
+"""Rows as requests to a server, so many at a time: an executor. What is asked how is its caller's:
+``remote.py`` for a Triton server, or here for a server of OpenAI's API."""
+
+import http.client
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from jitney.access import Access
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError, from_code
+from jitney.offline.job import Job
+
+TIMEOUT_S = 600.0
+"""Without a response for so long, a request is given up."""
+_OF_THE_LINE = (400, 409, 413, 422)
+"""Statuses that another try would have too."""
+_CODES = {500: "INTERNAL", 504: "DEADLINE_EXCEEDED"}
+Line = tuple[str, bytes]
+"""A path and a body."""
+
+
+class InServer:
+    """So many threads, each with a request of its own."""
+
+    def __init__(self, ask: Callable[[Any], Any | JitneyError], at_once: int) -> None:
+        self._ask, self.capacity = ask, 2 * at_once
+        self._threads = ThreadPoolExecutor(at_once)
+        self._running: dict[Future[Any], int] = {}
+        self.figures: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def rank(self, prepared: Any, ending: bool) -> int:
+        return 0
+
+    def submit(self, key: int, prepared: Any) -> None:
+        self._running[self._threads.submit(self._ask, prepared)] = key
+
+    def step(self) -> list[tuple[int, Any]]:
+        """Wait until a request has ended, or a moment."""
+        ended = wait(self._running, 0.2, FIRST_COMPLETED).done
+        return [(self._running.pop(future), future.result()) for future in ended]
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def access_of(job: Job) -> Access:
+    """Raises InvalidArgumentError for files that cannot be read."""
+    ca_file, key = (Path(each) if each else None for each in (job.ca_file, job.api_key_file))
+    return Access.of(job.tls or str(job.server).startswith("https:"), ca_file, key)
+
+
+class OpenAiServer:
+    """A server of OpenAI's API, such as ``jitney gateway``. For any thread."""
+
+    def __init__(self, job: Job) -> None:
+        """Raises InvalidArgumentError for files that cannot be read."""
+        self._place, self._access = urlsplit(str(job.server)).netloc, access_of(job)
+        self._headers = {"content-type": "application/json", **dict(self._access.headers)}
+
+    def ask(self, line: Line) -> Any | JitneyError:
+        """The object that the server answers, or an error whose text is the status and the body."""
+        try:
+            with closing(self._connection()) as connection:
+                connection.request("POST", *line, self._headers)
+                response = connection.getresponse()
+                data = response.read()
+                if response.status == 200:
+                    return msgspec.json.decode(data)
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            return UnavailableError(
+                f"{self._place} does not answer: {self._access.hide(str(error))}"
+            )
+        text = self._access.hide(f"{response.status} {data.decode(errors='replace')}")
+        if response.status in _OF_THE_LINE:
+            return InvalidArgumentError(text)
+        return from_code(_CODES.get(response.status, "UNAVAILABLE"), text)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._access.context is None:
+            return http.client.HTTPConnection(self._place, timeout=TIMEOUT_S)
+        context = self._access.context
+        return http.client.HTTPSConnection(self._place, timeout=TIMEOUT_S, context=context)
