@@ -103,7 +103,7 @@ def test_usage_counts_every_prompt_once() -> None:
         "total_tokens": 16,
         "prompt_tokens_details": {"cached_tokens": 2},
     }
-    assert answer.usage_chunk()["choices"] == []
+    assert answer.last() == [], "a stream's usage is told if it was asked for"
     texts = [choice["text"] for choice in answer.whole()["choices"]]
     assert texts == ["abd", "ce", "abd", "ce"]
 

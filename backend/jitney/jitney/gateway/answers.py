@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from jitney.errors import JitneyError
 from jitney.gateway.backend import Step
 from jitney.gateway.parsers import CallDelta, Parser
-from jitney.gateway.wire import ChatRequest, CompletionRequest
+from jitney.gateway.refusals import describe
+from jitney.gateway.wire import ChatRequest, CompletionRequest, StreamOptions
 
 Body = dict[str, Any]
 
@@ -21,8 +23,9 @@ class Usage:
 
     def __init__(self) -> None:
         self.completion = 0
+        self.cached = 0
+        """Prompt tokens that were found in the cache; known at the end."""
         self._prompts: dict[int, int] = {}
-        self._cached = 0
 
     @property
     def prompt(self) -> int:
@@ -32,14 +35,14 @@ class Usage:
     def add(self, step: Step) -> None:
         self._prompts[step.prompt] = step.num_prompt_tokens
         self.completion += sum(step.num_tokens)
-        self._cached += step.timing.get("cached_prompt_tokens", 0)
+        self.cached += step.timing.get("cached_prompt_tokens", 0)
 
     def body(self) -> Body:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
@@ -101,6 +104,9 @@ class Choice:
 class Answer:
     """The answer to a request for a chat or for completions."""
 
+    end = b"data: [DONE]\n\n"
+    """Ends a stream."""
+
     def __init__(
         self, body: ChatRequest | CompletionRequest, id_: str, choices: list[Choice]
     ) -> None:
@@ -108,6 +114,7 @@ class Answer:
         self.usage = Usage()
         self._choices = choices
         self._chat = isinstance(body, ChatRequest)
+        self._options = body.stream_options or StreamOptions()
         self._n = body.n or 1
         self._top = body.top_logprobs if isinstance(body, ChatRequest) else body.logprobs
         self._head: Body = {"id": id_, "created": int(time.time()), "model": body.model}
@@ -142,11 +149,18 @@ class Answer:
 
     def _chunk(self, choices: list[Body]) -> Body:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices}
+        chunk = {**self._head, "object": kind, "choices": choices}
+        if self._options.continuous_usage_stats or not choices:
+            chunk["usage"] = self.usage.body()
+        return chunk
 
-    def usage_chunk(self) -> Body:
-        """The last one of a stream, if it was asked for."""
-        return {**self._chunk([]), "usage": self.usage.body()}
+    def last(self) -> list[Body]:
+        """The last chunks of a stream: the usage, if it was asked for."""
+        return [self._chunk([])] if self._options.include_usage else []
+
+    def failed(self, error: JitneyError) -> list[Body]:
+        """The last chunks of a stream that ends with an error."""
+        return [describe(error)[1]]
 
     def whole(self) -> Body:
         """The answer, once every step was fed."""
@@ -166,7 +180,7 @@ class Answer:
             return None
         whole, made = self._logprobs[index], dict[str, list[Any]]()
         if self._chat:
-            made["content"] = [_chat_logprob(each, self._top or 0) for each in positions]
+            made["content"] = [chat_logprob(each, self._top or 0) for each in positions]
         else:
             best = [list(position.values()) for position in positions]
             tokens = [each[0]["decoded_token"] for each in best]
@@ -183,7 +197,7 @@ class Answer:
         return made
 
 
-def _chat_logprob(position: Body, top: int) -> Body:
+def chat_logprob(position: Body, top: int) -> Body:
     """One token: the chosen one comes first, and may stand beside the best ``top``."""
     made = []
     for one in position.values():

@@ -38,10 +38,12 @@ from jitney.gateway.ask import (
     formats,
 )
 from jitney.gateway.backend import Backend, Step, UnknownModelError
+from jitney.gateway.blocks import Blocks
 from jitney.gateway.figures import Figures, Watch
 from jitney.gateway.parsers import Parser
 from jitney.gateway.pooling import classify, embed, rerank
 from jitney.gateway.refusals import StatusError, as_asked, describe
+from jitney.gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
 from jitney.gateway.wire import (
     ChatRequest,
     ClassifyRequest,
@@ -49,7 +51,6 @@ from jitney.gateway.wire import (
     DetokenizeRequest,
     EmbeddingRequest,
     RerankRequest,
-    StreamOptions,
     TokenizeRequest,
     body_schemas,
     decode,
@@ -65,6 +66,7 @@ _FORWARDED = ("traceparent", "tracestate")
 """Headers that go to the server as they are."""
 
 T = TypeVar("T")
+Told = Answer | ResponseAnswer
 Handler = Callable[..., Awaitable[Response]]
 
 
@@ -81,6 +83,10 @@ def make_app(backend: Backend, keys: Mapping[str, str]) -> FastAPI:
     bodies: dict[str, tuple[Handler, type[msgspec.Struct]]] = {
         "/v1/chat/completions": (gateway.chat, ChatRequest),
         "/v1/completions": (gateway.completions, CompletionRequest),
+        "/v1/responses": (
+            partial(gateway.translated, chat_of_response, ResponseAnswer),
+            ResponseRequest,
+        ),
         "/v1/embeddings": (partial(gateway.pool, embed), EmbeddingRequest),
         "/v1/classify": (partial(gateway.pool, classify), ClassifyRequest),
         "/v1/rerank": (partial(gateway.pool, rerank), RerankRequest),
@@ -174,6 +180,22 @@ class Gateway:
         answer = Answer(body, f"chatcmpl-{request.state.id}", choices)
         return await self._generate(request, body, answer, [ask])
 
+    async def translated(
+        self,
+        chat_of: Callable[[Any, Description], ChatRequest],
+        answer_of: type[ResponseAnswer],
+        request: Request,
+        body: Any,
+    ) -> Response:
+        """Continue a chat that has another form."""
+        known = await self._model(request, body.model)
+        chat = chat_of(body, known)
+        ask = ask_chat(chat, known, request.state.id)
+        most = 1 if chat.parallel_tool_calls is False else None
+        parser = Parser(*formats(chat, known), msgspec.to_builtins(chat.tools or []))
+        answer = answer_of(body, request.state.id, Blocks(parser, most))
+        return await self._generate(request, chat, answer, [ask])
+
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continue texts."""
         known = await self._model(request, body.model)
@@ -196,7 +218,7 @@ class Gateway:
         self,
         request: Request,
         body: ChatRequest | CompletionRequest,
-        answer: Answer,
+        answer: Told,
         asks: Sequence[Ask],
     ) -> Response:
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
@@ -204,9 +226,8 @@ class Gateway:
         steps = self._backend.generate(asks, headers)
         chunks = _chunks(steps, answer, watch)
         if body.stream:
-            options = body.stream_options or StreamOptions()
             first = await _unless_gone(request.receive, anext(chunks))
-            return _Events(_events(first, chunks, answer, options), media_type="text/event-stream")
+            return _Events(_events(first, chunks, answer), media_type="text/event-stream")
         await _unless_gone(request.receive, _read_all(chunks))
         return _json(answer.whole())
 
@@ -276,7 +297,7 @@ class Gateway:
 
 
 async def _chunks(
-    steps: AsyncGenerator[Step], answer: Answer, watch: Watch
+    steps: AsyncGenerator[Step], answer: Told, watch: Watch
 ) -> AsyncGenerator[list[Body]]:
     """What each step adds to the answer; counted."""
     try:
@@ -294,28 +315,26 @@ async def _read_all(chunks: AsyncGenerator[list[Body]]) -> None:
 
 
 async def _events(
-    chunks: list[Body], more: AsyncGenerator[list[Body]], answer: Answer, options: StreamOptions
+    chunks: list[Body], more: AsyncGenerator[list[Body]], answer: Told
 ) -> AsyncGenerator[bytes]:
     """Server-sent events, those of one step in one piece."""
     try:
         while True:
-            if options.continuous_usage_stats:
-                chunks = [{**chunk, "usage": answer.usage.body()} for chunk in chunks]
             if chunks:
                 yield b"".join(map(_event, chunks))
             chunks = await anext(more)
     except StopAsyncIteration:
-        if options.include_usage:
-            yield _event(answer.usage_chunk())
+        last = answer.last()
     except JitneyError as error:
-        yield _event(describe(error)[1])
+        last = answer.failed(error)
     finally:
         await more.aclose()
-    yield b"data: [DONE]\n\n"
+    yield b"".join(map(_event, last)) + answer.end
 
 
 def _event(body: Body) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    named = f"event: {body['type']}\n" if "type" in body else ""
+    return named.encode() + b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class _Events(StreamingResponse):

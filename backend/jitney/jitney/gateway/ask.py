@@ -258,9 +258,14 @@ def _message(index: int, message: Message) -> dict[str, Any]:
         made["content"] = ""
     for number, call in enumerate(message.tool_calls or []):
         field = f"messages[{index}].tool_calls[{number}].function.arguments"
-        try:
-            arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError):
-            raise FieldError(field, f"{field} is not a JSON object") from None
+        arguments = arguments_of(field, call.function.arguments)
         made["tool_calls"][number]["function"]["arguments"] = arguments
     return made
+
+
+def arguments_of(field: str, text: str) -> dict[str, Any]:
+    """Those of a call. Raises FieldError."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise FieldError(field, f"{field} is not a JSON object") from None

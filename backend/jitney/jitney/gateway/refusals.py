@@ -38,15 +38,20 @@ _ASKED_BY = {
     "text_input": ("prompt",),
     "input_ids": ("prompt", "tokens"),
     "logprobs": ("top_logprobs",),
-    "max_tokens": ("max_completion_tokens",),
+    "max_tokens": ("max_completion_tokens", "max_output_tokens"),
     "cache_salt": ("prompt_cache_key",),
-    "chat_template_parameters": ("reasoning_effort", "verbosity", "chat_template_kwargs"),
+    "chat_template_parameters": (
+        "reasoning_effort", "verbosity", "reasoning", "chat_template_kwargs", "text",
+    ),
+    "messages": ("input",),
     "structured_outputs": (
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "response_format", "tool_choice",
+        "response_format", "text", "tool_choice",
     ),
 }  # fmt: skip
 """What a model calls a thing -> the fields of a body that may stand for it."""
+_OF_A_CHAT: dict[str, tuple[str, ...]] = {"messages": ("input",), "response_format": ("text",)}
+"""Likewise of a field of a chat that another endpoint's body was made into."""
 _STATUS: tuple[tuple[type[JitneyError], int, str], ...] = (
     (UnknownModelError, 404, "model_not_found"),
     (InvalidArgumentError, 400, "invalid_value"),
@@ -61,8 +66,10 @@ _CODES = {401: "invalid_api_key", 404: "not_found", 405: "not_allowed", 413: "to
 def as_asked(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
     """A model's refusal in the words of ``body``."""
     text = str(error)
-    word = "" if isinstance(error, FieldError) else re.split("[^a-z_]", text)[0]
-    for field in _ASKED_BY.get(word, ()):
+    names, word = _ASKED_BY, re.split("[^a-z_]", text)[0]
+    if isinstance(error, FieldError):
+        names, word = _OF_A_CHAT, re.split("[^a-z_]", error.field)[0]
+    for field in names.get(word, ()):
         if getattr(body, field, None) is not None:
             return FieldError(field, re.sub(rf"{word}(\.\w+)?", field, text, count=1))
     return error

@@ -6,7 +6,7 @@ Null stands for an absent field. Ranges are the model's to check: its error name
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,9 +19,6 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_PROMPTS = 256
 """Of one request for completions."""
-
-_UNSEEN = ("prompt_logprobs",)
-"""Sampling parameters that no answer here could show."""
 MAX_TEXTS = 2048
 """Of one request to embed, classify or rank."""
 T = TypeVar("T")
@@ -30,11 +27,11 @@ _Ids = list[_Id]
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    pass
+class WireRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What a client sends."""
 
 
-class Part(_Record):
+class Part(WireRecord):
     """A part of a message's content. Only text is taken."""
 
     type: str
@@ -45,7 +42,7 @@ class Part(_Record):
     refusal: str | None = None
 
 
-class Called(_Record):
+class Called(WireRecord):
     """The function of a call."""
 
     name: str
@@ -53,7 +50,7 @@ class Called(_Record):
     """JSON."""
 
 
-class Call(_Record):
+class Call(WireRecord):
     """A call that the model made earlier."""
 
     type: Literal["function"]
@@ -61,7 +58,7 @@ class Call(_Record):
     id: str | None = None
 
 
-class Message(_Record):
+class Message(WireRecord):
     """One message of a chat. Fields that must be null are those of OpenAI's answers, which clients
     send back as they got them."""
 
@@ -78,7 +75,7 @@ class Message(_Record):
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
-class Function(_Record):
+class Function(WireRecord):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
     name: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}$")]
@@ -87,14 +84,14 @@ class Function(_Record):
     strict: bool | None = None
 
 
-class Tool(_Record):
+class Tool(WireRecord):
     """A tool, or the choice of one; functions are the only ones."""
 
     type: Literal["function"]
     function: Function
 
 
-class JsonSchema(_Record):
+class JsonSchema(WireRecord):
     """Of ``response_format``. The output keeps to ``schema`` whatever ``strict`` says."""
 
     name: str
@@ -103,14 +100,14 @@ class JsonSchema(_Record):
     strict: bool | None = None
 
 
-class ResponseFormat(_Record):
+class ResponseFormat(WireRecord):
     """What the output must be."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(_Record):
+class StructuredOutputs(WireRecord):
     """vLLM's: exactly one is set."""
 
     json: str | dict[str, Any] | None = None
@@ -120,7 +117,7 @@ class StructuredOutputs(_Record):
     grammar: str | None = None
 
 
-class StreamOptions(_Record):
+class StreamOptions(WireRecord):
     """What a stream has beside its deltas."""
 
     include_usage: bool = False
@@ -128,19 +125,26 @@ class StreamOptions(_Record):
     include_obfuscation: Literal[False] = False
 
 
-class Generation(_Record, kw_only=True):
-    """What chats and completions have in common."""
+class Asking(WireRecord, kw_only=True):
+    """What all that ask a model to go on have in common."""
 
+    unseen: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
+    """Sampling parameters that are no fields: no answer could show them."""
     model: str
     params: dict[str, Any] = {}
     """Not a field of the body: the fields of it that have a sampling parameter's name. They go to
     the model as they are, which checks types and ranges."""
-    n: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class Generation(Asking, kw_only=True):
+    """What chats and completions have in common."""
+
+    n: Annotated[int, Meta(ge=1)] | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -176,7 +180,7 @@ class CompletionRequest(Generation, kw_only=True):
     echo: bool | None = None
 
 
-class TokenizeRequest(_Record):
+class TokenizeRequest(WireRecord):
     """The body of ``/tokenize``: a prompt, or a chat."""
 
     model: str
@@ -187,14 +191,14 @@ class TokenizeRequest(_Record):
     add_generation_prompt: bool | None = None
 
 
-class DetokenizeRequest(_Record):
+class DetokenizeRequest(WireRecord):
     """The body of ``/detokenize``."""
 
     model: str
     tokens: _Ids
 
 
-class EmbeddingRequest(_Record):
+class EmbeddingRequest(WireRecord):
     """The body of ``/v1/embeddings``."""
 
     model: str
@@ -202,14 +206,14 @@ class EmbeddingRequest(_Record):
     encoding_format: Literal["float", "base64"] | None = None
 
 
-class ClassifyRequest(_Record):
+class ClassifyRequest(WireRecord):
     """The body of ``/v1/classify``, in vLLM's form."""
 
     model: str
     input: str | Texts
 
 
-class RerankRequest(_Record):
+class RerankRequest(WireRecord):
     """The body of ``/v1/rerank``, in Jina's form."""
 
     model: str
@@ -223,24 +227,35 @@ def decode(data: bytes, type_: type[T]) -> T:
     """Read a body. Raises FieldError."""
     try:
         given = msgspec.json.decode(data, type=dict[str, Any])
-        if issubclass(type_, Generation):
-            own = type_.__struct_fields__
-            names = set(NAMES) & given.keys() - {*own, *_UNSEEN}
-            params = {name: given.pop(name) for name in names}
-            if "params" in given:
-                raise FieldError("params", "params is unknown or not supported")
-            given["params"] = {name: each for name, each in params.items() if each is not None}
-        return msgspec.convert(given, type_)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        found = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", str(error), re.DOTALL)
-        assert found is not None
-        said, path = found[1], found[2] or ""
-        named = re.fullmatch(r"Object (contains unknown|missing required) field `(\w+)`", said)
-        if named is None:
-            raise FieldError(path, f"{path or 'the body'}: {said}") from None
-        fault = "is missing" if "missing" in named[1] else "is unknown or not supported"
-        path = ".".join(filter(None, (path, named[2])))
-        raise FieldError(path, f"{path} {fault}") from None
+        raise _fault(error, "") from None
+    if issubclass(type_, Asking):
+        names = set(NAMES) & given.keys() - {*type_.__struct_fields__, *type_.unseen}
+        params = {name: given.pop(name) for name in names}
+        if "params" in given:
+            raise FieldError("params", "params is unknown or not supported")
+        given["params"] = {name: each for name, each in params.items() if each is not None}
+    return convert(given, type_)
+
+
+def convert(given: Any, type_: Any, at: str = "") -> Any:
+    """What JSON has at ``at``, as a record. Raises FieldError."""
+    try:
+        return msgspec.convert(given, type_)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _fault(error, at) from None
+
+
+def _fault(error: Exception, at: str) -> FieldError:
+    found = re.fullmatch(r"(.*?)(?: - at `\$(.*)`)?", str(error), re.DOTALL)
+    assert found is not None
+    said, path = found[1], (at + (found[2] or "")).removeprefix(".")
+    named = re.fullmatch(r"Object (contains unknown|missing required) field `(\w+)`", said)
+    if named is None:
+        return FieldError(path, f"{path or 'the body'}: {said}")
+    fault = "is missing" if "missing" in named[1] else "is unknown or not supported"
+    path = ".".join(filter(None, (path, named[2])))
+    return FieldError(path, f"{path} {fault}")
 
 
 def body_schemas(types: Sequence[type]) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
@@ -249,9 +264,9 @@ def body_schemas(types: Sequence[type]) -> tuple[Sequence[dict[str, Any]], dict[
     (_, *schemas), components = schema_components([SamplingParams, *types], ref_template=template)
     params = components.pop("SamplingParams")["properties"]
     for type_ in types:
-        if issubclass(type_, Generation):
+        if issubclass(type_, Asking):
             own = components[type_.__name__]["properties"]
-            unseen = ("params", *_UNSEEN)
+            unseen = ("params", *type_.unseen)
             both = (params | own).items()
             components[type_.__name__]["properties"] = {k: v for k, v in both if k not in unseen}
     return schemas, components

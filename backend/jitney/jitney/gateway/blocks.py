@@ -1,0 +1,100 @@
+"""An answer as a list of blocks, in the order in which the model wrote them: stretches of reasoning
+and of text, and calls. Pure. What ``/v1/responses`` and ``/v1/messages`` answer is made of them.
+"""
+
+import secrets
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any, Literal
+
+import msgspec
+
+from jitney.gateway.parsers import Parser
+from jitney.gateway.wire import Call, Message
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """One of them."""
+
+    kind: Kind
+    index: int
+    """In the answer."""
+    id: str
+    text: str = ""
+    """Of a call: its arguments, as JSON."""
+    name: str | None = None
+    """Of a call."""
+    complete: bool | None = None
+    """None: open. False: the answer ended in it before the model did."""
+
+
+Event = tuple[Literal["start", "delta", "stop"], Block, str]
+"""A block begins, gets more text, ends."""
+
+
+class Blocks:
+    """One sequence."""
+
+    def __init__(self, parser: Parser, most_calls: int | None) -> None:
+        """Calls beyond ``most_calls`` are left out."""
+        self._parser = parser
+        self._most_calls = most_calls
+        self.all: list[Block] = []
+        self.finish_reason: str | None = None
+
+    @property
+    def called(self) -> bool:
+        """Whether there is a call."""
+        return any(block.kind == "call" for block in self.all)
+
+    def take(self, text: str, finish_reason: str | None) -> Iterator[Event]:
+        """What the next text adds; ``finish_reason`` ends the sequence."""
+        deltas = self._parser.push(text)
+        if finish_reason is not None:
+            deltas += self._parser.finish()
+        for delta in deltas:
+            if delta.reasoning:
+                yield from self._add("reasoning", delta.reasoning)
+            elif delta.content:
+                yield from self._add("text", delta.content)
+            for call in delta.calls:
+                if self._most_calls is None or call.index < self._most_calls:
+                    yield from self._add("call", call.arguments, call.name)
+        self.finish_reason = finish_reason
+        if finish_reason is not None:
+            yield from self._close(finish_reason == "stop")
+
+    def _add(self, kind: Kind, text: str, name: str | None = None) -> Iterator[Event]:
+        if not self.all or self.all[-1].kind != kind or name is not None:
+            yield from self._close(True)
+            id_ = secrets.token_hex(12)
+            self.all.append(Block(kind=kind, index=len(self.all), id=id_, name=name))
+            yield "start", self.all[-1], ""
+        self.all[-1].text += text
+        yield "delta", self.all[-1], text
+
+    def _close(self, complete: bool) -> Iterator[Event]:
+        if self.all:
+            self.all[-1].complete = complete or self.all[-1].kind == "call"
+            yield "stop", self.all[-1], ""
+
+
+def turns(said: Iterable[Message | tuple[Kind, str | Call]]) -> Iterator[Message]:
+    """The messages of a chat. What the model said at a stretch, in blocks, is one."""
+    for _, group in groupby(said, lambda each: isinstance(each, Message)):
+        of: dict[Kind, list[Any]] = {"reasoning": [], "text": [], "call": []}
+        for each in group:
+            if isinstance(each, Message):
+                yield each
+            else:
+                of[each[0]].append(each[1])
+        if not any(of.values()):
+            continue
+        yield Message(
+            role="assistant",
+            content="\n".join(of["text"]),
+            reasoning_content="\n".join(of["reasoning"]) or None,
+            tool_calls=of["call"] or None,
+        )
