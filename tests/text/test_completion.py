@@ -108,6 +108,17 @@ def test_stop_string_over_any_events(
         assert delta.finish_reason == "stop"
 
 
+def test_which_stop_string_was_found_comes_with_the_last_text(tokenizer: Tokenizer) -> None:
+    completion = begin(tokenizer, stop=("xb", "cd", "d"))
+    completion.feed(tokens(letters(tokenizer, "abcd")))
+    first, last = one(completion.take(2)), one(completion.take())
+    assert (first.finish_reason, first.stop_string) == (None, None)
+    assert (last.finish_reason, last.stop_string) == ("stop", "cd"), "the longest that ends there"
+    completion = begin(tokenizer, stop=("x",))
+    completion.feed(tokens(letters(tokenizer, "ab"), finish_reason="length"))
+    assert one(completion.take()).stop_string is None
+
+
 def test_stop_string_in_the_last_step_makes_it_a_stop(tokenizer: Tokenizer) -> None:
     completion = begin(tokenizer, stop=("b",))
     assert completion.feed(tokens(letters(tokenizer, "ab"), finish_reason="length")) == []

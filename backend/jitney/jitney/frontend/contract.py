@@ -20,6 +20,7 @@ TASKS = {
 OUTPUTS = {
     "text_output": ("TYPE_STRING", -1),
     "finish_reason": ("TYPE_STRING", -1),
+    "stop_string": ("TYPE_STRING", -1),
     "cumulative_logprob": ("TYPE_FP32", -1),
     "logprobs": ("TYPE_STRING", -1),
     "prompt_logprobs": ("TYPE_STRING", 1),

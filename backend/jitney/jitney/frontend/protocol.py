@@ -149,9 +149,9 @@ def _parse_params(arrays: dict[str, np.ndarray], request: Any) -> SamplingParams
 class ResponseWriter:
     """Writes one request's responses as named arrays.
 
-    Shapes, with n sequences: text_output, finish_reason, cumulative_logprob, logprobs and
-    num_output_tokens [n]; prompt_logprobs, num_input_tokens and timing [1]; output_ids [number of
-    new tokens], n = 1 only.
+    Shapes, with n sequences: text_output, finish_reason, stop_string, cumulative_logprob, logprobs
+    and num_output_tokens [n]; prompt_logprobs, num_input_tokens and timing [1]; output_ids
+    [number of new tokens], n = 1 only.
     """
 
     def __init__(
@@ -185,6 +185,7 @@ class ResponseWriter:
         texts = [text + delta.text for text, delta in zip(before, deltas, strict=True)]
         made: dict[str, np.ndarray] = {
             "finish_reason": strings(str(delta.finish_reason) for delta in deltas),
+            "stop_string": strings(delta.stop_string or "" for delta in deltas),
             "cumulative_logprob": np.array([d.cumulative_logprob or 0 for d in deltas], np.float32),
             "logprobs": strings(
                 join(delta.encoded_logprobs) if delta.encoded_logprobs else self._no_logprobs

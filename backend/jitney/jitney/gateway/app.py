@@ -40,9 +40,16 @@ from jitney.gateway.ask import (
 from jitney.gateway.backend import Backend, Step, UnknownModelError
 from jitney.gateway.blocks import Blocks
 from jitney.gateway.figures import Figures, Watch
+from jitney.gateway.messages_api import (
+    MessageAnswer,
+    MessageRequest,
+    PromptRequest,
+    chat_of_message,
+    chat_of_prompt,
+)
 from jitney.gateway.parsers import Parser
 from jitney.gateway.pooling import classify, embed, rerank
-from jitney.gateway.refusals import StatusError, as_asked, describe
+from jitney.gateway.refusals import StatusError, as_asked, describe, describe_for_messages
 from jitney.gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
 from jitney.gateway.wire import (
     ChatRequest,
@@ -52,6 +59,7 @@ from jitney.gateway.wire import (
     EmbeddingRequest,
     RerankRequest,
     TokenizeRequest,
+    WireRecord,
     body_schemas,
     decode,
 )
@@ -66,7 +74,7 @@ _FORWARDED = ("traceparent", "tracestate")
 """Headers that go to the server as they are."""
 
 T = TypeVar("T")
-Told = Answer | ResponseAnswer
+Told = Answer | ResponseAnswer | MessageAnswer
 Handler = Callable[..., Awaitable[Response]]
 
 
@@ -80,13 +88,18 @@ def make_app(backend: Backend, keys: Mapping[str, str]) -> FastAPI:
         await backend.close()
 
     app = FastAPI(title="Jitney", lifespan=life, docs_url=None, redoc_url=None)
-    bodies: dict[str, tuple[Handler, type[msgspec.Struct]]] = {
+    bodies: dict[str, tuple[Handler, type[WireRecord]]] = {
         "/v1/chat/completions": (gateway.chat, ChatRequest),
         "/v1/completions": (gateway.completions, CompletionRequest),
         "/v1/responses": (
             partial(gateway.translated, chat_of_response, ResponseAnswer),
             ResponseRequest,
         ),
+        "/v1/messages": (
+            partial(gateway.translated, chat_of_message, MessageAnswer),
+            MessageRequest,
+        ),
+        "/v1/messages/count_tokens": (gateway.count_tokens, PromptRequest),
         "/v1/embeddings": (partial(gateway.pool, embed), EmbeddingRequest),
         "/v1/classify": (partial(gateway.pool, classify), ClassifyRequest),
         "/v1/rerank": (partial(gateway.pool, rerank), RerankRequest),
@@ -114,7 +127,7 @@ def make_app(backend: Backend, keys: Mapping[str, str]) -> FastAPI:
 
 async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return refusal(StatusError(error.status_code, f"{request.url.path}: {error.detail}"))
+    return refusal(StatusError(error.status_code, f"{request.url.path}: {error.detail}"), describe)
 
 
 async def _read(answer: Handler, type_: type[Any], request: Request) -> Response:
@@ -141,26 +154,27 @@ class Gateway:
 
     async def serve(self, path: str, answer: Handler, request: Request) -> Response:
         """Check the key, answer, count; every error becomes an object."""
+        tell = describe_for_messages if path.startswith("/v1/messages") else describe
         state, given = request.state, request.headers.get("x-request-id", "")
         state.model, state.key, state.id = "", "", secrets.token_hex(12)
         if 0 < len(given) <= 40 and given.isascii() and given.isprintable():
             state.id = given
         try:
             if path not in _OPEN:
-                state.key = self._owner(request.headers.get("authorization", ""))
+                state.key = self._owner(request.headers)
             response = await answer(request)
         except JitneyError as error:
-            response = refusal(error)
+            response = refusal(error, tell)
         except Exception:
             _LOG.exception("request %s could not be answered", state.id)
-            response = refusal(JitneyError("the request could not be answered"))
+            response = refusal(JitneyError("the request could not be answered"), tell)
         response.headers["x-request-id"] = state.id
         self._figures.request(path, state.model, response.status_code)
         return response
 
-    def _owner(self, authorization: str) -> str:
-        scheme, _, key = authorization.partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
+    def _owner(self, headers: Mapping[str, str]) -> str:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         for known, name in self._keys.items():
             if hmac.compare_digest(known, key.encode()):
                 return name
@@ -183,7 +197,7 @@ class Gateway:
     async def translated(
         self,
         chat_of: Callable[[Any, Description], ChatRequest],
-        answer_of: type[ResponseAnswer],
+        answer_of: type[ResponseAnswer | MessageAnswer],
         request: Request,
         body: Any,
     ) -> Response:
@@ -194,6 +208,7 @@ class Gateway:
         most = 1 if chat.parallel_tool_calls is False else None
         parser = Parser(*formats(chat, known), msgspec.to_builtins(chat.tools or []))
         answer = answer_of(body, request.state.id, Blocks(parser, most))
+        ask.inputs |= dict.fromkeys(answer.returns, True)
         return await self._generate(request, chat, answer, [ask])
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
@@ -252,6 +267,14 @@ class Gateway:
         ids = (await self._backend.perform(ask_tokens(body)))["output_ids"].tolist()
         count, most = len(ids), known.max_model_len
         return _json({"count": count, "max_model_len": most, "tokens": ids})
+
+    async def count_tokens(self, request: Request, body: PromptRequest) -> Response:
+        """The tokens of a chat's prompt."""
+        known = await self._model(request, body.model)
+        asked = ask_chat(chat_of_prompt(body, known), known, "").inputs["messages"]
+        inputs: dict[str, Any] = {"messages": asked, "task": b"tokenize"}
+        arrays = await self._backend.perform(Ask(model=body.model, inputs=inputs))
+        return _json({"input_tokens": len(arrays["output_ids"])})
 
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
         """The text of ids."""
@@ -366,9 +389,9 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(gone, task, return_exceptions=True)
 
 
-def refusal(error: JitneyError) -> Response:
+def refusal(error: JitneyError, tell: Callable[[JitneyError], tuple[int, Body]]) -> Response:
     """An error's response."""
-    status, body = describe(error)
+    status, body = tell(error)
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
     return _json(body, status, headers)
 

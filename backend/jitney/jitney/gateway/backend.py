@@ -50,6 +50,8 @@ class Step(msgspec.Struct):
     """Per sequence and new token, as in docs/contract.md."""
     timing: dict[str, Any]
     """On the last step; else empty."""
+    stop_strings: list[str | None] = []
+    """Which ended each sequence, if that was asked for."""
 
 
 class Model(msgspec.Struct):
@@ -233,6 +235,7 @@ def translated(model: str, status: str, text: str) -> JitneyError:
 def _step(index: int, arrays: Mapping[str, Any]) -> Step:
     reasons = [reason.decode() for reason in arrays["finish_reason"]]
     logprobs = arrays.get("logprobs")
+    stop_strings = arrays.get("stop_string", ())
     timing = arrays.get("timing")
     return Step(
         prompt=index,
@@ -242,6 +245,7 @@ def _step(index: int, arrays: Mapping[str, Any]) -> Step:
         num_prompt_tokens=int(arrays["num_input_tokens"][0]),
         logprobs=None if logprobs is None else [msgspec.json.decode(each) for each in logprobs],
         timing={} if timing is None else msgspec.json.decode(timing[0]),
+        stop_strings=[text.decode() or None for text in stop_strings],
     )
 
 

@@ -44,11 +44,6 @@ class Blocks:
         self.all: list[Block] = []
         self.finish_reason: str | None = None
 
-    @property
-    def called(self) -> bool:
-        """Whether there is a call."""
-        return any(block.kind == "call" for block in self.all)
-
     def take(self, text: str, finish_reason: str | None) -> Iterator[Event]:
         """What the next text adds; ``finish_reason`` ends the sequence."""
         deltas = self._parser.push(text)

@@ -39,18 +39,23 @@ _ASKED_BY = {
     "input_ids": ("prompt", "tokens"),
     "logprobs": ("top_logprobs",),
     "max_tokens": ("max_completion_tokens", "max_output_tokens"),
+    "stop": ("stop_sequences",),
     "cache_salt": ("prompt_cache_key",),
     "chat_template_parameters": (
-        "reasoning_effort", "verbosity", "reasoning", "chat_template_kwargs", "text",
+        "reasoning_effort", "verbosity", "reasoning", "output_config", "thinking",
+        "chat_template_kwargs", "text",
     ),
     "messages": ("input",),
     "structured_outputs": (
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "response_format", "text", "tool_choice",
+        "response_format", "text", "output_config", "tool_choice",
     ),
 }  # fmt: skip
 """What a model calls a thing -> the fields of a body that may stand for it."""
-_OF_A_CHAT: dict[str, tuple[str, ...]] = {"messages": ("input",), "response_format": ("text",)}
+_OF_A_CHAT: dict[str, tuple[str, ...]] = {
+    "messages": ("input",),
+    "response_format": ("text", "output_config"),
+}
 """Likewise of a field of a chat that another endpoint's body was made into."""
 _STATUS: tuple[tuple[type[JitneyError], int, str], ...] = (
     (UnknownModelError, 404, "model_not_found"),
@@ -61,6 +66,14 @@ _STATUS: tuple[tuple[type[JitneyError], int, str], ...] = (
     (JitneyError, 500, "internal_error"),
 )
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "not_allowed", 413: "too_large"}
+
+
+_OF_MESSAGES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    504: "timeout_error",
+}  # fmt: skip
+"""Status -> the type of Anthropic's error."""
 
 
 def as_asked(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
@@ -90,3 +103,11 @@ def describe(error: JitneyError) -> tuple[int, dict[str, Any]]:
         status, code = 429, "queue_full"
     kind = "invalid_request_error" if status < 429 else "server_error"
     return status, {"error": {"message": text, "type": kind, "param": field, "code": code}}
+
+
+def describe_for_messages(error: JitneyError) -> tuple[int, dict[str, Any]]:
+    """Status and body, as Anthropic's object."""
+    status, body = describe(error)
+    kind = _OF_MESSAGES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    said = {"type": kind, "message": body["error"]["message"]}
+    return status, {"type": "error", "error": said}

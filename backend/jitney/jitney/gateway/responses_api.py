@@ -15,21 +15,23 @@ from jitney.gateway.answers import Body, Usage, chat_logprob
 from jitney.gateway.ask import Description, arguments_of, formats
 from jitney.gateway.backend import Step
 from jitney.gateway.blocks import Block, Blocks, Kind, turns
+from jitney.gateway.formats import reasoning_markers
 from jitney.gateway.refusals import FieldError, describe
 from jitney.gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    Asking,
     Call,
     Called,
     ChatRequest,
     Function,
-    JsonSchema,
     Message,
-    ResponseFormat,
+    StructuredOutputs,
+    TextFormat,
+    TextPart,
     Tool,
     WireRecord,
-    convert,
+    check_parts,
+    joined,
 )
 
 _NAMES = {
@@ -43,85 +45,55 @@ _SAME = (
     "parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "service_tier",
 )  # fmt: skip
 """Fields that a chat has too."""
-_ECHOED = (
-    "model", "instructions", "max_output_tokens", "top_logprobs", "reasoning", "user",
-    "safety_identifier", "prompt_cache_key", "service_tier",
-)  # fmt: skip
-"""Fields that the answer repeats."""
-Status = Literal["in_progress", "completed", "incomplete"]
-NoneOf = Annotated[list[Any], Meta(max_length=0)]
+_DEFAULTS: Body = {
+    "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {},
+    "background": False, "store": False, "truncation": "disabled", "error": None,
+    "incomplete_details": None, "usage": None,
+}  # fmt: skip
+"""What an answer says if its request or its end do not say otherwise."""
+_PARTS = {
+    "message": ("role", "content"),
+    "reasoning": ("content",),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+"""Type of an item -> the fields that it has, besides those that every item may have."""
+_FORMATS = {
+    "text": (),
+    "json_object": (),
+    "json_schema": ("name", "schema", "description?", "strict?"),
+}
+"""Likewise of ``text.format``; those with a question mark may be absent."""
 
 
-class TextPart(WireRecord):
-    """A part of a text. What stands beside it in an answer may come back with it."""
+class InputItem(WireRecord, kw_only=True):
+    """One item of the input. Fields that change nothing, and those that must be null, are of items
+    of earlier answers."""
 
-    type: Literal["input_text", "output_text", "reasoning_text"]
-    text: str
-    annotations: NoneOf | None = None
-    logprobs: list[Any] | None = None
-
-
-class InputItem(WireRecord, kw_only=True, tag_field="type"):
-    """One item of the input. Those of earlier answers come back with ``id`` and ``status``."""
-
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[TextPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[TextPart] | None = None
     id: str | None = None
-    status: Status | None = None
-
-
-class InputMessage(InputItem, kw_only=True, tag="message"):
-    """What somebody said."""
-
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[TextPart]
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    summary: Annotated[list[Any], Meta(max_length=0)] | None = None
+    encrypted_content: None = None
     phase: None = None
 
 
-class ReasoningItem(InputItem, kw_only=True, tag="reasoning"):
-    """What the model thought before."""
-
-    content: list[TextPart] | None = None
-    summary: NoneOf | None = None
-    encrypted_content: None = None
-
-
-class FunctionCall(InputItem, kw_only=True, tag="function_call"):
-    """A call that the model made before."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-
-class FunctionOutput(InputItem, kw_only=True, tag="function_call_output"):
-    """What came of a call."""
-
-    call_id: str
-    output: str | list[TextPart]
-
-
-Item = InputMessage | ReasoningItem | FunctionCall | FunctionOutput
-
-
-class FlatFunction(Function, tag_field="type", tag="function"):
+class FlatFunction(Function, kw_only=True):
     """A tool, or the choice of one."""
 
-
-class TextFormat(WireRecord, tag_field="type", tag="text"):
-    """Any text."""
-
-
-class ObjectFormat(WireRecord, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-
-class SchemaFormat(JsonSchema, tag_field="type", tag="json_schema"):
-    """JSON that keeps to a schema."""
+    type: Literal["function"]
 
 
 class TextOptions(WireRecord):
     """What the text must be."""
 
-    format: TextFormat | ObjectFormat | SchemaFormat | None = None
+    format: TextFormat | None = None
     verbosity: str | None = None
 
 
@@ -133,11 +105,16 @@ class ReasoningOptions(WireRecord):
     generate_summary: None = None
 
 
-class ResponseRequest(Asking, kw_only=True):
+class ResponseRequest(WireRecord, kw_only=True):
     """The body of ``/v1/responses``."""
 
-    unseen: ClassVar[tuple[str, ...]] = (*Asking.unseen, "n", "max_tokens", "logprobs")
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    unseen: ClassVar[tuple[str, ...]] = ("prompt_logprobs", "n", "max_tokens", "logprobs")
+    model: str
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
+    """As of a chat."""
+    stream: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     tools: Annotated[list[FlatFunction], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatFunction | None = None
@@ -162,62 +139,53 @@ class ResponseRequest(Asking, kw_only=True):
 
 def chat_of_response(body: ResponseRequest, known: Description) -> ChatRequest:
     """The chat that it stands for. Raises FieldError."""
-    given = body.input
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    messages = [Message(role="system", content=body.instructions)] if body.instructions else []
-    read = []
-    for index, item in enumerate(items):
-        at = f"input[{index}]"
-        read.append(_read(at, convert({"type": "message", **item}, Item, at)))
-    messages += turns(read)
+    items = body.input
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    before = [Message(role="system", content=body.instructions)] if body.instructions else []
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
+    if text.format is not None:
+        check_parts("text.format", text.format, _FORMATS)
     chosen = body.tool_choice
     chat = ChatRequest(
-        messages=messages,
+        messages=[*before, *turns(_read(f"input[{i}]", item) for i, item in enumerate(items))],
         max_completion_tokens=body.max_output_tokens,
         logprobs=bool(body.include) or body.top_logprobs is not None,
         top_logprobs=body.top_logprobs,
-        tools=None if body.tools is None else [_tool(each) for each in body.tools],
+        tools=[_tool(each) for each in body.tools or ()],
         tool_choice=_tool(chosen) if isinstance(chosen, FlatFunction) else chosen,
-        response_format=_response_format(text.format),
+        response_format=text.format.of_a_chat() if text.format else None,
         verbosity=text.verbosity,
         reasoning_effort=reasoning.effort,
         **{name: getattr(body, name) for name in _SAME},
     )
-    if chat.logprobs and any(formats(chat, known)):
+    tool_format, reasoning_format = formats(chat, known)
+    if chat.logprobs and (tool_format or reasoning_markers(reasoning_format)):
         field = "include" if body.include else "top_logprobs"
         said = "goes without tools, and with a model that does not reason"
         raise FieldError(field, f"{field} {said}: which tokens are the text's is not known")
     return chat
 
 
-def _read(at: str, item: Item) -> Message | tuple[Kind, str | Call]:
+def _read(at: str, item: InputItem) -> Message | tuple[Kind, str | Call]:
     """A message, or what the model said before."""
-    if isinstance(item, FunctionCall):
-        arguments_of(f"{at}.arguments", item.arguments)
-        called = Called(name=item.name, arguments=item.arguments)
+    check_parts(at, item, _PARTS)
+    if item.type == "function_call":
+        arguments_of(f"{at}.arguments", str(item.arguments))
+        called = Called(name=str(item.name), arguments=str(item.arguments))
         return "call", Call(type="function", id=item.call_id, function=called)
-    if isinstance(item, ReasoningItem):
-        return "reasoning", _joined(item.content or [])
-    if isinstance(item, FunctionOutput):
-        return Message(role="tool", content=_joined(item.output), tool_call_id=item.call_id)
-    text = _joined(item.content)
-    return ("text", text) if item.role == "assistant" else Message(role=item.role, content=text)
-
-
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    if item.type == "function_call_output":
+        return Message(role="tool", content=joined(item.output), tool_call_id=item.call_id)
+    if item.type == "reasoning":
+        return "reasoning", joined(item.content)
+    if item.role is None or item.role == "assistant":
+        return "text", joined(item.content)
+    return Message(role=item.role, content=joined(item.content))
 
 
 def _tool(flat: FlatFunction) -> Tool:
-    return Tool(type="function", function=Function(**msgspec.structs.asdict(flat)))
-
-
-def _response_format(wanted: object) -> ResponseFormat | None:
-    if isinstance(wanted, SchemaFormat):
-        schema = JsonSchema(**msgspec.structs.asdict(wanted))
-        return ResponseFormat(type="json_schema", json_schema=schema)
-    return ResponseFormat(type="json_object") if isinstance(wanted, ObjectFormat) else None
+    given = {name: getattr(flat, name) for name in Function.__struct_fields__}
+    return Tool(type="function", function=Function(**given))
 
 
 class ResponseAnswer:
@@ -231,8 +199,10 @@ class ResponseAnswer:
         self.usage = Usage()
         self._body = body
         self._blocks = blocks
-        self._id = f"resp_{id_}"
-        self._created = int(time.time())
+        asked = {**body.params, **msgspec.to_builtins(body)}
+        given = {name: asked[name] for name in asked if name not in ("input", "params", "stream")}
+        head = {"id": f"resp_{id_}", "object": "response", "created_at": int(time.time())}
+        self._head: Body = {**_DEFAULTS, **given, **head}
         self._number = 0  # of the next event
         self._logprobs: list[Body] = []
         self._untold: list[Body] = []  # those of them that no delta had
@@ -279,7 +249,7 @@ class ResponseAnswer:
     def _part(self, block: Block) -> Body:
         part: Body = {"type": _NAMES[block.kind][0], "text": block.text}
         if block.kind == "text":
-            part |= {"annotations": [], "logprobs": self._logprobs}
+            part |= {"annotations": [], "logprobs": self._logprobs if block.text else []}
         return part
 
     def _item(self, block: Block) -> Body:
@@ -326,24 +296,7 @@ class ResponseAnswer:
         }
 
     def _response(self, status: str, **more: Any) -> Body:
-        body = self._body
-        begun = status != "in_progress"
-        response: Body = {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "output": [self._item(block) for block in self._blocks.all if begun],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "text": body.text or {"format": {"type": "text"}},
-            "temperature": body.params.get("temperature"),
-            "top_p": body.params.get("top_p"),
-            "metadata": body.metadata or {},
-            "background": False,
-            "store": False,
-            "truncation": "disabled",
-        }
-        absent = dict.fromkeys(("error", "incomplete_details", "usage", "previous_response_id"))
-        return response | {name: getattr(body, name) for name in _ECHOED} | absent | more
+        """Repeats the request's fields."""
+        blocks = self._blocks.all if status != "in_progress" else []
+        output = [self._item(block) for block in blocks]
+        return {**self._head, "status": status, "output": output, **more}

@@ -5,7 +5,7 @@ Null stands for an absent field. Ranges are the model's to check: its error name
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -21,7 +21,7 @@ MAX_PROMPTS = 256
 """Of one request for completions."""
 MAX_TEXTS = 2048
 """Of one request to embed, classify or rank."""
-T = TypeVar("T")
+T = TypeVar("T", bound="WireRecord")
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Ids = list[_Id]
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
@@ -29,6 +29,9 @@ Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 class WireRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What a client sends."""
+
+    unseen: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
+    """Sampling parameters that no answer could show: they are no fields."""
 
 
 class Part(WireRecord):
@@ -107,6 +110,33 @@ class ResponseFormat(WireRecord):
     json_schema: JsonSchema | None = None
 
 
+class TextPart(WireRecord):
+    """A part of a text, in other forms than a chat's. What else it has comes back with an answer,
+    or marks what shall be cached, and changes nothing."""
+
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
+    text: str
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
+    citations: None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class TextFormat(WireRecord):
+    """A ``response_format`` in one piece."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    def of_a_chat(self) -> ResponseFormat:
+        """The same in two."""
+        schema = JsonSchema(self.name or "output", self.schema, self.description, self.strict)
+        return ResponseFormat(self.type, schema if self.type == "json_schema" else None)
+
+
 class StructuredOutputs(WireRecord):
     """vLLM's: exactly one is set."""
 
@@ -125,26 +155,19 @@ class StreamOptions(WireRecord):
     include_obfuscation: Literal[False] = False
 
 
-class Asking(WireRecord, kw_only=True):
-    """What all that ask a model to go on have in common."""
+class Generation(WireRecord, kw_only=True):
+    """What chats and completions have in common."""
 
-    unseen: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
-    """Sampling parameters that are no fields: no answer could show them."""
     model: str
     params: dict[str, Any] = {}
     """Not a field of the body: the fields of it that have a sampling parameter's name. They go to
     the model as they are, which checks types and ranges."""
-    stream: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
-
-
-class Generation(Asking, kw_only=True):
-    """What chats and completions have in common."""
-
     n: Annotated[int, Meta(ge=1)] | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -227,44 +250,56 @@ def decode(data: bytes, type_: type[T]) -> T:
     """Read a body. Raises FieldError."""
     try:
         given = msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _fault(error, "") from None
-    if issubclass(type_, Asking):
-        names = set(NAMES) & given.keys() - {*type_.__struct_fields__, *type_.unseen}
-        params = {name: given.pop(name) for name in names}
-        if "params" in given:
-            raise FieldError("params", "params is unknown or not supported")
-        given["params"] = {name: each for name, each in params.items() if each is not None}
-    return convert(given, type_)
-
-
-def convert(given: Any, type_: Any, at: str = "") -> Any:
-    """What JSON has at ``at``, as a record. Raises FieldError."""
-    try:
+        own = type_.__struct_fields__
+        if "params" in own:
+            names = set(NAMES) & given.keys() - {*own, *type_.unseen}
+            params = {name: given.pop(name) for name in names}
+            if "params" in given:
+                raise FieldError("params", "params is unknown or not supported")
+            given["params"] = {name: each for name, each in params.items() if each is not None}
         return msgspec.convert(given, type_)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise _fault(error, at) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        found = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", str(error), re.DOTALL)
+        assert found is not None
+        said, path = found[1], found[2] or ""
+        named = re.fullmatch(r"Object (contains unknown|missing required) field `(\w+)`", said)
+        if named is None:
+            raise FieldError(path, f"{path or 'the body'}: {said}") from None
+        fault = "is missing" if "missing" in named[1] else "is unknown or not supported"
+        path = ".".join(filter(None, (path, named[2])))
+        raise FieldError(path, f"{path} {fault}") from None
 
 
-def _fault(error: Exception, at: str) -> FieldError:
-    found = re.fullmatch(r"(.*?)(?: - at `\$(.*)`)?", str(error), re.DOTALL)
-    assert found is not None
-    said, path = found[1], (at + (found[2] or "")).removeprefix(".")
-    named = re.fullmatch(r"Object (contains unknown|missing required) field `(\w+)`", said)
-    if named is None:
-        return FieldError(path, f"{path or 'the body'}: {said}")
-    fault = "is missing" if "missing" in named[1] else "is unknown or not supported"
-    path = ".".join(filter(None, (path, named[2])))
-    return FieldError(path, f"{path} {fault}")
+def check_parts(at: str, record: Any, parts: Mapping[str, Sequence[str]]) -> None:
+    """A record at ``at`` must have the fields that ``parts`` has for its type, may have those with
+    a question mark, and none of those of other types. Raises FieldError."""
+    own = parts.get(record.type)
+    if own is None:
+        raise FieldError(f"{at}.type", f"{at}.type is {record.type!r}: {' or '.join(parts)}")
+    for name in sorted({each.rstrip("?") for names in parts.values() for each in names}):
+        field, absent = f"{at}.{name}", getattr(record, name) is None
+        if absent and name in own:
+            raise FieldError(field, f"{field} is missing")
+        if not absent and not {name, f"{name}?"} & {*own}:
+            raise FieldError(field, f"{field} does not go with the type {record.type}")
 
 
-def body_schemas(types: Sequence[type]) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
+def joined(content: str | Sequence[TextPart] | None) -> str:
+    """A text that may come in parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def body_schemas(
+    types: Sequence[type[WireRecord]],
+) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
     """JSON schemas of bodies, and the components that they refer to, for an OpenAPI document."""
     template = "#/components/schemas/{name}"
     (_, *schemas), components = schema_components([SamplingParams, *types], ref_template=template)
     params = components.pop("SamplingParams")["properties"]
     for type_ in types:
-        if issubclass(type_, Asking):
+        if "params" in type_.__struct_fields__:
             own = components[type_.__name__]["properties"]
             unseen = ("params", *type_.unseen)
             both = (params | own).items()

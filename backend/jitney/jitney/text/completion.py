@@ -43,6 +43,8 @@ class SequenceDelta:
     """Of the sequence so far."""
     finish_reason: FinishReason | None
     """Once the sequence has ended, in every later delta too."""
+    stop_string: str | None
+    """That which ended it; likewise."""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,11 @@ class _Sequence:
         self.pending = _Pending()
         self.cumulative_logprob: float | None = None
         self.finish_reason: FinishReason | None = None
+
+    @property
+    def stop_string(self) -> str | None:
+        """That which ended it."""
+        return self._scanner.match
 
     def feed(self, event: Tokens) -> None:
         """Take new tokens, up to the one that completes a stop string."""
@@ -196,6 +203,7 @@ class Completion:
                     encoded_logprobs=pending.encoded,
                     cumulative_logprob=sequence.cumulative_logprob,
                     finish_reason=None if left else sequence.finish_reason,
+                    stop_string=None if left else sequence.stop_string,
                 )
             )
         return deltas

@@ -79,6 +79,8 @@ class StopScanner:
         self._state = 0
         self._held = ""
         self.stopped = False
+        self.match: str | None = None
+        """The stop string that was found."""
 
     def feed(self, text: str, armed: bool = True) -> str:
         """Take new text and return what may be sent.
@@ -98,6 +100,7 @@ class StopScanner:
                 continue
             if armed:
                 self.stopped = True
+                self.match = whole[end - length : end]
                 self._held = ""
                 return whole[: end if self._include else end - length]
             state = strings.beyond(state)

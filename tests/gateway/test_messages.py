@@ -1,0 +1,264 @@
+"""/v1/messages: the chat that a body stands for, and the events of the answer."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney.gateway.answers import Body
+from jitney.gateway.ask import Ask, Description, ask_chat
+from jitney.gateway.blocks import Blocks
+from jitney.gateway.messages_api import (
+    MessageAnswer,
+    MessageRequest,
+    PromptRequest,
+    chat_of_message,
+    chat_of_prompt,
+)
+from jitney.gateway.parsers import Parser
+from jitney.gateway.refusals import FieldError, StatusError, as_asked, describe
+from jitney.gateway.refusals import describe_for_messages as told
+from jitney.gateway.wire import decode
+
+from tests.gateway.test_answers import step
+from tests.gateway.test_requests import KNOWN, PARAMS, SCHEMA
+from tests.gateway.test_requests import TOOL as CHAT_TOOL
+from tests.gateway.test_responses import TEXTS
+
+TOOL: Any = {"name": "stop", "input_schema": {"type": "object"}}
+USER: Any = {"role": "user", "content": "hi"}
+BODY: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [USER]}
+MARK = {"cache_control": {"type": "ephemeral"}}
+TALK: list[Any] = [
+    {"role": "user", "content": [
+        {"type": "text", "text": "a", **MARK}, {"type": "text", "text": "b"}]},
+    {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "So:"},
+        {"type": "tool_use", "id": "1", "name": "stop", "input": {"a": 1}},
+        {"type": "tool_use", "id": "2", "name": "stop", "input": {}}]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "done"}]},
+        {"type": "tool_result", "tool_use_id": "2", "content": "no", "is_error": True},
+        {"type": "text", "text": "Go on."}]},
+]  # fmt: skip
+PROMPT: dict[str, Any] = {
+    "model": "other", "messages": [USER, USER], "system": "Be brief.", "tools": [TOOL],
+    "output_config": {"effort": "low"}, "chat_template_kwargs": {"a": 1},
+    "thinking": {"type": "enabled"},
+}  # fmt: skip
+CHANGES: dict[str, Any] = {
+    **PROMPT, "max_tokens": 3, "stop_sequences": ["x"], "stream": True,
+    "metadata": {"user_id": "someone"},
+}  # fmt: skip
+ELSEWHERE = {"tool_choice", "cache_control", "service_tier"}
+THINKS = msgspec.structs.replace(KNOWN, chat_template="{% if enable_thinking %}<think></think>")
+
+
+def ask(body: dict[str, Any], known: Description = THINKS) -> Ask:
+    data = decode(json.dumps(body).encode(), MessageRequest)
+    try:
+        return ask_chat(chat_of_message(data, known), known, "id")
+    except InvalidArgumentError as error:
+        raise as_asked(error, data) from None
+
+
+def chat(body: dict[str, Any], known: Description = THINKS) -> Any:
+    return json.loads(ask(body, known).inputs["messages"])  # type: ignore[arg-type]
+
+
+def params_of(body: dict[str, Any], known: Description = KNOWN) -> Any:
+    return json.loads(ask(body, known).inputs["sampling_parameters"])  # type: ignore[arg-type]
+
+
+def test_each_field_changes_the_request() -> None:
+    assert {*MessageRequest.__struct_fields__} - {"params"} == {*CHANGES, *ELSEWHERE}
+    assert {*PromptRequest.__struct_fields__} == {*PROMPT, "tool_choice", "cache_control"}
+    for name, value in CHANGES.items():
+        assert ask(BODY | {name: value}) != ask(BODY), name
+    for name in PARAMS.keys() - {"stop", "max_tokens"}:
+        assert params_of(BODY | {name: PARAMS[name]})[name] == PARAMS[name]
+    assert params_of(BODY | {"stop_sequences": ["x"]})["stop"] == ["x"]
+
+
+def test_tools_are_chosen() -> None:
+    def asked(**choice: Any) -> Ask:
+        return ask(BODY | {"tools": [TOOL], "tool_choice": choice}, KNOWN)
+
+    assert chat(BODY | {"tools": [TOOL]}, KNOWN)["tools"] == [CHAT_TOOL]
+    assert b'"tools"' not in asked(type="none").inputs["messages"]  # type: ignore[operator]
+    assert b"grammar" not in asked(type="auto").inputs["sampling_parameters"]  # type: ignore
+    for choice in ({"type": "any"}, {"type": "tool", "name": "stop"}):
+        params = json.loads(asked(**choice).inputs["sampling_parameters"])  # type: ignore[arg-type]
+        assert "stop" in params["structured_outputs"]["grammar"]
+    several = params_of(BODY | {"tools": [TOOL], "tool_choice": {"type": "any"}})
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    assert params_of(BODY | {"tools": [TOOL], "tool_choice": one}) != several
+
+
+@pytest.mark.parametrize("name", sorted({*CHANGES, *ELSEWHERE, "container", "stop", "n"}))
+def test_a_wrong_type_or_an_unknown_name_is_refused_by_name(name: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        ask(BODY | {name: 1.5})
+    status, body = told(caught.value)
+    assert status == 400
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error"
+    assert name in body["error"]["message"]
+
+
+def block(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [USER, {"role": "assistant", "content": "So"}]}, "messages"),
+        (block(type="image", source={}), "messages[0].content[0].type"),
+        (block(type="document"), "messages[0].content[0].type"),
+        (block(type="text"), "messages[0].content[0].text"),
+        (block(type="text", text="a", is_error=True), "messages[0].content[0].is_error"),
+        (block(type="text", text="a", citations=[]), "messages[0].content[0].citations"),
+        ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "a"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(more: dict[str, Any], field: str) -> None:
+    with pytest.raises(FieldError) as caught:
+        ask(BODY | more)
+    assert describe(caught.value)[1]["error"]["param"] == field
+
+
+def test_the_messages_become_a_chat() -> None:
+    calls = [
+        {"id": id_, "type": "function", "function": {"name": "stop", "arguments": arguments}}
+        for id_, arguments in (("1", {"a": 1}), ("2", {}))
+    ]
+    system = [{"type": "text", "text": "Be", **MARK}, {"type": "text", "text": "brief."}]
+    assert chat(BODY | {"system": system, "messages": TALK, **MARK})["messages"] == [
+        {"role": "system", "content": "Be\nbrief."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "So:", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+        {"role": "tool", "tool_call_id": "2", "content": "Error: no"},
+        {"role": "user", "content": "Go on."},
+    ]
+    made = params_of(
+        BODY | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+    )
+    assert made["structured_outputs"]["json"]["type"] == "object"
+    counted = decode(json.dumps({"model": "m", "messages": TALK}).encode(), PromptRequest)
+    same = ask_chat(chat_of_prompt(counted, KNOWN), KNOWN, "").inputs["messages"]
+    assert json.loads(same) == chat(BODY | {"messages": TALK})  # type: ignore[arg-type]
+
+
+def test_thinking_is_what_the_model_can_choose() -> None:
+    def asked(kind: str, known: Description) -> Any:
+        return chat(BODY | {"thinking": {"type": kind}}, known).get("chat_template_parameters")
+
+    assert asked("adaptive", THINKS) == {"enable_thinking": True}
+    assert asked("disabled", THINKS) == {"enable_thinking": False}
+    always = msgspec.structs.replace(KNOWN, reasoning_format="think")
+    assert asked("enabled", always) is asked("disabled", KNOWN) is None, "as it does anyway"
+    for kind, known in (("enabled", KNOWN), ("disabled", always)):
+        with pytest.raises(FieldError, match=f"thinking is '{kind}', but model 'm'"):
+            asked(kind, known)
+
+
+def answer_of(parser: Parser) -> MessageAnswer:
+    return MessageAnswer(
+        decode(json.dumps(BODY).encode(), MessageRequest), "id", Blocks(parser, None)
+    )
+
+
+def joined(events: list[Body]) -> Body:
+    """The message that a client makes of a stream; the order of events is checked."""
+    names = [event["type"] for event in events]
+    assert names[0] == "message_start"
+    assert names[-2:] == ["message_delta", "message_stop"]
+    message: Body = {**events[0]["message"], "content": []}
+    text, open_ = "", False
+    for name, event in zip(names[1:-2], events[1:-2], strict=True):
+        if name == "content_block_start":
+            assert not open_
+            assert event["index"] == len(message["content"])
+            message["content"].append(dict(event["content_block"]))
+            text, open_ = "", True
+            continue
+        assert open_
+        whole = message["content"][event["index"]]
+        if name == "content_block_delta":
+            (text_,) = (event["delta"][key] for key in event["delta"] if key != "type")
+            text += text_
+        else:
+            open_ = False
+            key = {"tool_use": "input"}.get(whole["type"], whole["type"])
+            whole[key] = json.loads(text) if key == "input" else text
+    assert not open_
+    return message | events[-2]["delta"] | {"usage": events[-2]["usage"]}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_events_make_the_whole_at_every_split(text: str) -> None:
+    def content(pieces: list[str]) -> list[Body]:
+        answer, events = answer_of(Parser("hermes", "think", [CHAT_TOOL])), []
+        for number, piece in enumerate(pieces):
+            end = "stop" if number == len(pieces) - 1 else None
+            events += list(answer.feed(step(piece, end=end)))
+        events += answer.last()
+        assert joined(json.loads(json.dumps(events))) == answer.whole()
+        made = answer.whole()["content"]
+        return [{name: each[name] for name in each if name != "id"} for each in made]
+
+    whole = content([text])
+    for at in range(1, len(text)):
+        assert content([text[:at], text[at:]]) == whole
+    assert content(list(text)) == whole
+    used = [each["input"] for each in whole if each["type"] == "tool_use"]
+    assert used == ([{"at": "é"}] * 2 if "tool_call" in text else [])
+    if text.startswith("<think>"):
+        assert whole[0] == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "stop", "wanted"),
+    [
+        ("a", "stop", None, ("end_turn", None)),
+        ("a", "stop", "x", ("stop_sequence", "x")),
+        ("a", "length", None, ("max_tokens", None)),
+        ("a", "deadline", None, ("deadline", None)),
+        (TEXTS[1], "stop", None, ("tool_use", None)),
+    ],
+)
+def test_why_a_message_ended(text: str, end: str, stop: str | None, wanted: Any) -> None:
+    answer = answer_of(Parser("hermes", None, [CHAT_TOOL]))
+    last = msgspec.structs.replace(step(text, end=end), stop_strings=[stop])
+    events = [*answer.feed(step("b")), *answer.feed(last), *answer.last()]
+    whole = answer.whole()
+    assert (whole["stop_reason"], whole["stop_sequence"]) == wanted
+    assert events[0]["message"]["stop_reason"] is None
+    assert whole["usage"] == {
+        "input_tokens": 2,
+        "cache_read_input_tokens": 1,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(text) + 1,
+    }
+
+
+def test_errors_are_of_its_form() -> None:
+    for error, wanted in (
+        (StatusError(401, "no"), "authentication_error"),
+        (UnavailableError("the queue is full"), "rate_limit_error"),
+        (UnavailableError("no server"), "overloaded_error"),
+        (StatusError(405, "no"), "invalid_request_error"),
+        (StatusError(413, "no"), "request_too_large"),
+    ):
+        assert told(error)[1]["error"] == {"type": wanted, "message": str(error)}
+    (event,) = answer_of(Parser(None, None)).failed(UnavailableError("no server"))
+    assert event["type"] == "error"
