@@ -130,3 +130,17 @@ class Play:
             self.prompt_logprobs[event.key] = event
         else:
             self.ends[event.key] = event
+
+
+def overlapped(**options) -> Play:
+    return Play(overlap=True, **options)
+
+
+def carried(play: Play, which: int = -1) -> list[int | None]:
+    return [row.carried for row in play.batches[which].rows]
+
+
+def check_streams(play: Play, *keys: int) -> None:
+    for key in keys:
+        assert play.got(key) == play.run_alone(key)
+        assert isinstance(play.ends[key], Finished)

@@ -7,9 +7,9 @@ event, and every stream is what the request would have got alone. Half of the ru
 runner is asynchronous then, and its device runs a step at a moment drawn by chance.
 """
 
-import logging
 import random
 import time
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,13 +38,7 @@ MAX_MODEL_LEN = 24
 TRUNK = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # prompts share its beginnings
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    """Thousands of raising steps are logged with their tracebacks otherwise."""
-    logging.disable(logging.ERROR)
-    yield
-    logging.disable(logging.NOTSET)
-
+pytestmark = pytest.mark.usefixtures("quiet")
 
 WISHES = st.fixed_dictionaries(
     {
@@ -54,17 +48,15 @@ WISHES = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 12),
         "priority": st.integers(-2, 2),
         "patience": st.sampled_from([None, None, None, None, 0.02, 3.0]),
-        "salt": st.sampled_from([None, None, "tenant"]),
+        "cache_salt": st.sampled_from([None, None, "tenant"]),
         "stop_ids": st.sampled_from([(), (), tuple(range(0, VOCAB_SIZE, 7))]),
         "logprobs": st.sampled_from([None, 0]),
         "prompt_logprobs": st.sampled_from(5 * [None] + [1]),
-        "penalty": st.sampled_from(6 * [1.0] + [1.3]),
+        "repetition_penalty": st.sampled_from(6 * [1.0] + [1.3]),
         "bad_words_ids": st.sampled_from(6 * [[]] + [[[1, 2]]]),
         "grammar": st.sampled_from(4 * [""] + ["0,2,5:4", "1,3:9"]),
     }
 )
-
-
 FAULTS = ["raise", "raise late", "raise at launch"]
 
 
@@ -98,35 +90,13 @@ class Traffic(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         max_num_seqs=st.integers(1, 6) | st.integers(7, 12),
         max_queued=st.sampled_from([0, 3, 100, 100]),
-        caching=st.sampled_from([True, True, True, False]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         overlap=st.booleans(),
         pace=st.tuples(st.integers(0, 7), st.sampled_from([0.0, 0.3, 0.7])),
     )
-    def start(
-        self,
-        num_blocks,
-        block_size,
-        eviction,
-        budget,
-        max_num_seqs,
-        max_queued,
-        caching,
-        watermark,
-        overlap,
-        pace,
-    ) -> None:
+    def start(self, num_blocks, block_size, budget, overlap, pace, **options) -> None:
         chance = random.Random(pace[0])
-        options = {
-            "model": "fake",
-            "block_size": block_size,
-            "eviction": eviction,
-            "max_num_seqs": max_num_seqs,
-            "max_queued": max_queued,
-            "prefix_caching": caching,
-            "watermark": watermark,
-            "aging_s": 1.0,
-        }
         self.runner = FakeRunner(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -138,11 +108,9 @@ class Traffic(RuleBasedStateMachine):
             device=lambda: chance.random() < pace[1],
         )
         self.now = 100.0
+        config = make_config({"model": "fake", "block_size": block_size, "aging_s": 1.0, **options})
         self.engine = Engine(
-            make_config(options),
-            self.runner,
-            clock=lambda: self.now,
-            compile_grammar=FakeGrammar,
+            config, self.runner, clock=lambda: self.now, compile_grammar=FakeGrammar
         )
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()
@@ -162,38 +130,13 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(times):
             self._submit(**wish)
 
-    def _submit(
-        self,
-        shared,
-        tail,
-        n,
-        max_tokens,
-        priority,
-        patience,
-        salt,
-        stop_ids,
-        logprobs,
-        prompt_logprobs,
-        penalty,
-        bad_words_ids,
-        grammar,
-    ) -> None:
+    def _submit(self, shared, tail, patience, stop_ids, bad_words_ids, grammar, **params) -> None:
         key = len(self.requests)
-        params = SamplingParams(
-            n=n,
-            max_tokens=max_tokens,
-            min_tokens=min(2, max_tokens),
-            seed=key % 3,
-            priority=priority,
-            cache_salt=salt,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            repetition_penalty=penalty,
-        )
+        least = min(2, params["max_tokens"])
         message = Submit(
             key=key,
             prompt=TRUNK[:shared] + tail or [7],
-            params=params,
+            params=SamplingParams(min_tokens=least, seed=key % 3, **params),
             stop_ids=frozenset(stop_ids),
             bad_words_ids=bad_words_ids,
             arrival=self.now,
@@ -202,7 +145,7 @@ class Traffic(RuleBasedStateMachine):
         )
         expected = self.requests[key] = Expected(message)
         for stream in expected.solo:
-            self._know_blocks(message.prompt + stream, salt)
+            self._know_blocks(message.prompt + stream, params["cache_salt"])
         self.engine.send(message)
         while self.engine._grammars.waiting:  # a thread compiles: nothing here is left to chance
             time.sleep(0)
@@ -378,6 +321,8 @@ class Traffic(RuleBasedStateMachine):
 
     def _check_end(self, one: Expected) -> None:
         end, submit = one.terminal, one.submit
+        refused = isinstance(end, Failed) and end.code == "INVALID_ARGUMENT"
+        assert self._fits(one) != refused
         if isinstance(end, Finished):
             assert None not in one.reasons
             assert end.timing.total_s == self.now - submit.arrival
@@ -385,19 +330,15 @@ class Traffic(RuleBasedStateMachine):
             assert made == len(submit.prompt)
         elif isinstance(end, Cancelled):
             assert one.cancelled
-        elif end.code == "INVALID_ARGUMENT":
-            assert not self._fits(one)
         elif end.code == "UNAVAILABLE":
             assert "queue is full" in end.message
         elif end.code == "DEADLINE_EXCEEDED":
             assert not any(one.streams)
             assert submit.deadline is not None
             assert submit.deadline <= self.now
-        else:
+        elif not refused:
             assert end.code == "INTERNAL"
             assert one.may_break
-        if not isinstance(end, Failed) or end.code != "INVALID_ARGUMENT":
-            assert self._fits(one)
 
     def _fits(self, one: Expected) -> bool:
         """By enumeration: does one sequence (``never``: do all, sharing what is full of the
@@ -441,20 +382,17 @@ class Traffic(RuleBasedStateMachine):
 
 
 _checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+profile = partial(settings, deadline=None, suppress_health_check=_checks)
 
 
 class TestTraffic(Traffic.TestCase):
     """The short profile, of every run."""
 
-    settings = settings(
-        max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=_checks
-    )
+    settings = profile(max_examples=150, stateful_step_count=30)
 
 
 @pytest.mark.slow
 class TestTrafficAtLength(Traffic.TestCase):
     """The long profile, of ``make test-all``: twice as many examples, and longer ones."""
 
-    settings = settings(
-        max_examples=300, stateful_step_count=100, deadline=None, suppress_health_check=_checks
-    )
+    settings = profile(max_examples=300, stateful_step_count=100)

@@ -5,8 +5,6 @@ import os
 import queue
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +18,7 @@ from jitney.engine import supervisor
 from jitney.engine.supervisor import EngineProcess
 from jitney.engine.wire import Ready, Start
 from jitney.errors import CheckpointError, LoadError, UnavailableError
-from jitney.messages import Cancel, Cancelled, Failed, Finished, Message, StepReport, Submit, Tokens
+from jitney.messages import Cancel, Cancelled, Failed, Finished, StepReport, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
 from tests.engine.deadly_runner import COMPILES, HANGS, KILLS, LOSES_THE_DEVICE
@@ -356,82 +354,3 @@ def test_stop_while_the_engine_is_down(make_front: Callable[..., Front]) -> None
     front.close()
     front.read_until(lambda: key in front.ends)
     assert isinstance(front.ends[key], Failed)
-
-
-FRONT = """
-import sys, time
-from jitney.config import make_config
-from jitney.engine.supervisor import EngineProcess
-from jitney.messages import Submit
-from jitney.sampling_params import SamplingParams
-
-engine = EngineProcess(make_config({"model": "fine"}), "tests.engine.deadly_runner:loader")
-engine.start()
-params = SamplingParams(max_tokens=900, seed=1)
-engine.send(Submit(key=0, prompt=[1], params=params, arrival=time.monotonic()))
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-print(engine.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_the_engine_ends_with_its_front() -> None:
-    """Within a second: on a machine that is busy with other things, in one of three attempts."""
-    times: list[float] = []
-    while min(times, default=1.0) >= 1.0 and len(times) < 3:
-        times.append(_seconds_of_outliving())
-    assert min(times) < 1.0, times
-
-
-def _seconds_of_outliving() -> float:
-    """For how long an engine lives after its front's death."""
-    root = Path(__file__).resolve().parents[2]
-    front = subprocess.Popen(
-        [sys.executable, "-c", FRONT], stdout=subprocess.PIPE, text=True, cwd=root
-    )
-    assert front.stdout is not None
-    pid = int(front.stdout.readline())
-    assert Path(f"/proc/{pid}").exists()
-    began = time.monotonic()
-    front.kill()
-    while _alive(pid):
-        assert time.monotonic() < began + PATIENCE_S, "the engine has outlived its front"
-        time.sleep(0.01)
-    took = time.monotonic() - began
-    front.wait()
-    front.stdout.close()
-    return took
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_every_message_comes_back_as_it_went() -> None:
-    """Frames carry all kinds of messages, whatever is set in them."""
-    import socket
-
-    from jitney.engine.wire import Down, Frames
-
-    left, right = socket.socketpair()
-    params = SamplingParams(
-        n=2, stop=("a", "b"), logit_bias={3: 1.5}, allowed_token_ids=(1, 2), seed=-5, logprobs=3
-    )
-    submit = Submit(
-        key=1, prompt=[1, 2], params=params, arrival=1.5, stop_ids=frozenset({4, 5}),
-        bad_words_ids=[[1], [2, 3]], deadline=None,
-    )  # fmt: skip
-    messages: list[Message] = [submit, Cancel(1)]
-    sender: Frames[Down] = Frames(left, Down)
-    receiver: Frames[Down] = Frames(right, Down)
-    for message in messages:
-        sender.send(message)
-    assert [receiver.receive(), receiver.receive()] == messages
-    assert receiver.receive(0.0) is None
-    sender.close()
-    with pytest.raises(EOFError):
-        receiver.receive()
-    receiver.close()

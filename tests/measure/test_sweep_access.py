@@ -2,10 +2,8 @@
 
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from jitney.measure.perf_analyzer import access_arguments
 from jitney.measure.record import Load
 from jitney.measure.target import RefusedError, Snapshot, Target, snapshot, stages
 
+from tests.http_server import Quiet, listening
 from tests.measure.exports import MODEL, driver, script
 
 KEY = "a-key-that-nobody-may-read-0123456789"
@@ -39,7 +38,7 @@ def serving(answers: dict[str, Answer]) -> Iterator[tuple[str, Server]]:
     """``host:port`` and the server."""
     server = Server(answers)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_GET(self) -> None:
             named = {name.lower(): value for name, value in self.headers.items()}
             status, body, *more = server.answer(self.path, named)
@@ -51,18 +50,8 @@ def serving(answers: dict[str, Answer]) -> Iterator[tuple[str, Server]]:
             self.end_headers()
             self.wfile.write(raw)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listening.server_address[1]}", server
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
+    with listening(Handler) as address:
+        yield address, server
 
 
 def target_of(address: str, *headers: str, metrics: str | None = None) -> Target:

@@ -1,5 +1,6 @@
 """What the tests of jobs run and read: functions that workers import too."""
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from jitney.offline.job import Job, make_job
+from jitney.offline.journal import JobJournal, Part
 from jitney.offline.run import run_job
 from jitney.offline.worker import cancel
 
@@ -125,3 +128,15 @@ def read(output: Path) -> list[dict[str, Any]]:
 def bad(output: Path) -> list[dict[str, Any]]:
     found = sorted((output / "_errors").glob("part-*"))
     return [json.loads(line) for part in found for line in part.read_text().splitlines()]
+
+
+def fail_at_part(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The disk is full when that part is noted: its files are there, but do not count."""
+    append = JobJournal.append
+
+    def failing(self: JobJournal, line: Any) -> None:
+        if isinstance(line, Part) and line.number == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, line)
+
+    monkeypatch.setattr(JobJournal, "append", failing)

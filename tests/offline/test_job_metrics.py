@@ -3,12 +3,10 @@
 import shutil
 import socket
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from jitney.offline.run import run_job
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+from tests.http_server import Quiet, listening
 from tests.offline.job_rows import ids, job_of, run, write_lines
 
 Values = dict[str, float]
@@ -58,25 +57,15 @@ class Gateway:
 def gateway() -> Iterator[tuple[str, Gateway]]:
     made = Gateway()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_PUT(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
             made.pushed.append((self.command, self.path, body))
             self.send_response(500 if made.refuses else 200)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", made
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with listening(Handler) as address:
+        yield f"http://{address}", made
 
 
 def test_a_running_job_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

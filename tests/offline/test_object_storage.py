@@ -1,9 +1,7 @@
 """A job from a bucket into a bucket: pyarrow's S3 client against a small S3 server."""
 
 import os
-import threading
 from collections.abc import Iterator
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import localbucket
@@ -13,6 +11,7 @@ import pytest
 from jitney.errors import JitneyError
 from jitney.offline.dataset import file_system
 
+from tests.http_server import listening
 from tests.offline.job_rows import bad, read, run
 
 ROWS = 300
@@ -42,13 +41,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         monkeypatch.setenv(name, "any")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     handler = type("OfThisTest", (Handler,), {"data_root": tmp_path})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        address = f"endpoint_override=127.0.0.1:{server.server_port}"
-        yield f"s3://bucket/{{}}?scheme=http&region=us-east-1&{address}"
-        server.shutdown()
-        thread.join()
+    with listening(handler) as address:
+        yield f"s3://bucket/{{}}?scheme=http&region=us-east-1&endpoint_override={address}"
     assert handler.pieces, "the large part was uploaded in pieces"
 
 

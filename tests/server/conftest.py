@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpc
 from jitney import LLM
 from jitney.server.server import TritonServer
 
@@ -95,6 +96,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterat
         assert started.stop(), f"not a clean stop: {started.unclean}\n{started.log_tail(40)}"
     finally:
         started.stop()
+
+
+@pytest.fixture
+def client(server: TritonServer) -> Iterator[grpc.InferenceServerClient]:
+    """Of the server, or of the one that stands for it in a file of tests."""
+    with grpc.InferenceServerClient(server.grpc_url) as connected:
+        yield connected
 
 
 @pytest.fixture(scope="session")

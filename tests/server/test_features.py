@@ -1,5 +1,5 @@
 """The server's own features, as docs/features.md has them: which requests it gives to a model
-together, in which order and which not at all; versions; and how tensors travel.
+together, in which order and which not at all; and versions.
 
 All models but one are recorders: they do nothing and write down when they did it. An execution
 appends a line to the log of all models when it starts and one when it ends; in between it waits for
@@ -7,23 +7,17 @@ the gates that its rows name: gate n is the file ``gate-n`` beside the log, 0 is
 decides how long an execution takes, and no clock does.
 """
 
-import contextlib
 import itertools
 import json
-import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
-import tritonclient.http as http_client
-import tritonclient.utils.shared_memory as shared_memory
 from jitney.server.server import TritonServer
 from tritonclient.utils import InferenceServerException
 
@@ -111,7 +105,6 @@ MODELS: dict[str, tuple[int, str, tuple[int, ...]]] = {
 }
 FLAGS = (
     "--disable-auto-complete-config",  # saves a short-lived process per model at the start
-    "--grpc-infer-response-compression-level=high",
     "--cache-config=local,size=1048576",
     "--rate-limit=execution_count",
     "--rate-limit-resource=TOKENS:4",
@@ -141,12 +134,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with TritonServer(repository, open_endpoints=True, extra_args=FLAGS) as started:
         yield started
         assert started.stop(), started.unclean
-
-
-@pytest.fixture(scope="module")
-def client(server: TritonServer) -> Iterator[grpc_client.InferenceServerClient]:
-    with grpc_client.InferenceServerClient(server.grpc_url) as made:
-        yield made
 
 
 class Recorder:
@@ -381,69 +368,3 @@ def test_a_new_version_under_load_loses_no_request(
         assert each.exception() is None
         assert versions == sorted(versions)
         assert set(versions) == {1, 2}
-
-
-# ------------------------------------------------------------------ how tensors travel
-
-TENSOR = np.tile(np.arange(8, dtype=np.float32), (8, 1000))
-"""A quarter of a megabyte that compresses well."""
-
-
-def test_tensors_pass_through_shared_memory(client: Any) -> None:
-    """The input lies in front in the region, and the output's place is behind it."""
-    size, key = TENSOR.nbytes, f"/jitney-test-{os.getpid()}"
-    region = shared_memory.create_shared_memory_region("data", key, 2 * size)
-    try:
-        client.register_system_shared_memory("data", key, 2 * size)
-        shared_memory.set_shared_memory_region(region, [TENSOR])
-        given = grpc_client.InferInput("x", list(TENSOR.shape), "FP32")
-        given.set_shared_memory("data", size, offset=0)
-        wanted = grpc_client.InferRequestedOutput("y")
-        wanted.set_shared_memory("data", size, offset=size)
-        response = client.infer("doubled", [given], outputs=[wanted]).get_response()
-        client.unregister_system_shared_memory("data")
-        made = shared_memory.get_contents_as_numpy(region, np.float32, TENSOR.shape, offset=size)
-        np.testing.assert_array_equal(made, 2 * TENSOR)
-        assert sum(map(len, response.raw_output_contents)) == 0
-    finally:
-        shared_memory.destroy_shared_memory_region(region)
-
-
-@contextlib.contextmanager
-def metered(target: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """An address that leads to ``target``, and how many bytes were sent and received there."""
-    host, port = target.rsplit(":", 1)
-    counts = {"sent": 0, "received": 0}
-
-    def pump(source: socket.socket, sink: socket.socket, direction: str) -> None:
-        with contextlib.suppress(OSError):  # either side has gone
-            while data := source.recv(1 << 16):
-                counts[direction] += len(data)
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):  # the listener is closed
-            while True:
-                near, far = listener.accept()[0], socket.create_connection((host, int(port)))
-                for way in ((near, far, "sent"), (far, near, "received")):
-                    threading.Thread(target=pump, args=way, daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"127.0.0.1:{listener.getsockname()[1]}", counts
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_compression(server: TritonServer, protocol: str) -> None:
-    """Over gRPC: requests by the client's argument, responses by the server's flag."""
-    module: Any = http_client if protocol == "http" else grpc_client
-    ways = ("request_", "response_") if protocol == "http" else ("",)
-    with metered(getattr(server, f"{protocol}_url")) as (url, passed):
-        with module.InferenceServerClient(url) as client:
-            asked = {f"{way}compression_algorithm": "gzip" for way in ways}
-            result = client.infer("doubled", make_inputs(module, {"x": TENSOR}), **asked)
-        np.testing.assert_array_equal(result.as_numpy("y"), 2 * TENSOR)
-        assert 0 < passed["sent"] < TENSOR.nbytes // 20
-        assert 0 < passed["received"] < TENSOR.nbytes // 20

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,12 +19,6 @@ from tests.server.test_models import infer, shared
 @pytest.fixture
 def server(models_server: TritonServer) -> TritonServer:
     return models_server
-
-
-@pytest.fixture
-def client(server: TritonServer) -> Iterator[grpc.InferenceServerClient]:
-    with grpc.InferenceServerClient(server.grpc_url) as connected:
-        yield connected
 
 
 # --------------------------------------------------------------------------- digits

@@ -89,12 +89,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         assert started.stop(), started.unclean
 
 
-@pytest.fixture(scope="module")
-def client(server: TritonServer) -> Iterator[grpc_client.InferenceServerClient]:
-    with grpc_client.InferenceServerClient(server.grpc_url) as made:
-        yield made
-
-
 def infer(
     client: grpc_client.InferenceServerClient,
     model: str,

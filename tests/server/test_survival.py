@@ -380,13 +380,10 @@ def test_a_deadline_passes_in_the_queue(server: TritonServer) -> None:
 # ------------------------------------------------------------------ slow readers
 
 
-def test_who_does_not_read_does_not_hold_up_the_others(
-    server: TritonServer,
-) -> None:
+def test_who_does_not_read_does_not_hold_up_the_others(server: TritonServer) -> None:
     """The other stream ends while the first client has not read past its first event; what it reads
     afterwards is whole."""
-    sampling = greedy(600)
-    prompt = [5, 6, 7]
+    sampling, prompt = greedy(600), [5, 6, 7]
     events = generate_stream_events(
         server.http_url, "tiny", input_ids=prompt, stream=True, **sampling
     )
