@@ -83,17 +83,9 @@ class Nursery:
             environment.setdefault(name, "16")
         # Who stops a server signals all its processes; but the front decides when its engine ends.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-        module = "jitney.engine.process"
+        command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
         return subprocess.Popen(
-            [
-                python_executable(),
-                "-X",
-                "faulthandler",
-                "-m",
-                module,
-                str(descriptor),
-                self._loader,
-            ],
+            [*command, str(descriptor), self._loader],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             env=environment,

@@ -12,9 +12,9 @@ kills the front ends them too.
 import contextlib
 import ctypes
 import gc
-import importlib
 import logging
 import os
+import pkgutil
 import signal
 import socket
 import struct
@@ -38,9 +38,8 @@ _log = logging.getLogger(__name__)
 
 Load = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile]]
 """Loads a model, whose tokenizer's data may be given: its runner, the data for the front if they
-were not, and what compiles grammars."""
-Loader = Callable[[], Load]
-"""Called once in the nursery: does what every load needs, and gives what loads."""
+were not, and what compiles grammars. The loader that the nursery is told of does what every load
+needs, and gives this."""
 
 NUMBER = struct.Struct("<q")
 """How the nursery tells a pid or an exit status (negative: a signal)."""
@@ -62,9 +61,9 @@ def nurse(descriptor: int, loader: str) -> int:
     gc.disable()  # what is imported stays: to look for garbage in it takes an eighth of the time
     try:
         with lean_imports():
-            load = _make_load(loader)
+            load: Load = pkgutil.resolve_name(loader)()
     except ImportError:  # a package that is installed here does need what is hidden
-        load = _make_load(loader)
+        load = pkgutil.resolve_name(loader)()
     gc.freeze()  # else the engine's first collection would copy every page that has an object
     with socket.socket(fileno=descriptor) as control:
         while True:
@@ -80,12 +79,6 @@ def nurse(descriptor: int, loader: str) -> int:
             control.sendall(NUMBER.pack(pid))
             _, status = os.waitpid(pid, 0)
             control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
-
-
-def _make_load(loader: str) -> Load:
-    module, _, function = loader.partition(":")
-    make_load: Loader = getattr(importlib.import_module(module), function)
-    return make_load()
 
 
 def _serve_and_exit(descriptor: int, load: Load) -> NoReturn:

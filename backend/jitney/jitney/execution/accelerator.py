@@ -14,12 +14,7 @@ from torch import Tensor
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
-from jitney.execution.interface import (
-    AttentionFunction,
-    LayerCache,
-    LayerSpec,
-    LoadedModel,
-)
+from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec, LoadedModel
 from jitney.execution.memory import StepMemory
 from jitney.execution.reference import ReferenceAttention
 from jitney.messages import Batch, ModelInfo, StepOutput

@@ -151,7 +151,7 @@ def paged_attention(
     """
     if paged is None:
         raise TypeError("the module does not pass keyword arguments on to its attention")
-    extra.setdefault("is_causal", _is_causal(module))
+    extra.setdefault("is_causal", bool(vars(module).get("is_causal", True)))  # as it states itself
     call = AttentionCall(
         layer=module.layer_idx,  # type: ignore[arg-type]
         query=query[0].transpose(0, 1),
@@ -165,11 +165,6 @@ def paged_attention(
         extra=extra,
     )
     return paged(call).unsqueeze(0), None
-
-
-def _is_causal(module: nn.Module) -> bool:
-    """What an attention module states of itself. One that states nothing is causal."""
-    return bool(vars(module).get("is_causal", True))
 
 
 def forward(

@@ -33,9 +33,7 @@ FLOAT8 = "float8_e4m3"
 
 
 def load_runner(
-    config: EngineConfig,
-    accelerator: Accelerator | None = None,
-    quantizer: Quantizer | None = None,
+    config: EngineConfig, accelerator: Accelerator | None = None, quantizer: Quantizer | None = None
 ) -> DeviceRunner:
     """Load the model, size and allocate the KV cache, log the ledger, warm the kernels up.
 
@@ -44,9 +42,7 @@ def load_runner(
     """
     begin = time.monotonic()
     torch.set_num_threads(config.threads or machine.available_cores())
-    machine.enter_device(
-        machine.resolve_device(config.device)
-    )  # kernels run on the thread's device
+    machine.enter_device(machine.resolve_device(config.device))  # kernels run on the thread's
     if accelerator is None:
         refuse_gpu_options(config)
     model = load_model(config, quantizer)

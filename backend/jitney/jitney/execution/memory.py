@@ -60,11 +60,7 @@ class Ledger:
 
 
 def plan_memory(
-    config: EngineConfig,
-    model: LoadedModel,
-    dtype: torch.dtype,
-    steps: StepMemory,
-    available: int,
+    config: EngineConfig, model: LoadedModel, dtype: torch.dtype, steps: StepMemory, available: int
 ) -> Ledger:
     """Size the cache. ``dtype`` is the cache's; ``available`` what is free once the weights are in.
 

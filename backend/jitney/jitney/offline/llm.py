@@ -133,11 +133,7 @@ class LLM:
         return max(1, min(2 * self.config.max_num_seqs, self.config.max_queued))
 
     def generate(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        params: Params = None,
-        *,
-        progress: bool = True,
+        self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, progress: bool = True
     ) -> list[Completed]:
         """Complete every prompt, a text or a list of token ids; results in the prompts' order.
 

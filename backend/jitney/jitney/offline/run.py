@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
@@ -47,12 +46,20 @@ def run_job(
             if journal.record.ended:
                 return True
             begun = _state(journal.record, job, {"moved_at": time.time()})
-            publish = _publisher(job, begun, closing)
-            if models is None:
-                models = Models()
-                closing.callback(models.close)
-            make = _on_cluster if job.ray else partial(_on_this_machine, models)
-            pipeline = make(job, dataset, journal, output, closing)
+            metrics = None
+            if job.metrics_port is not None or job.push_gateway is not None:
+                from jitney.offline.metrics import Metrics  # prometheus_client may be missing
+
+                metrics = Metrics(job, begun, closing)
+            if job.ray:
+                from jitney.offline.ray_data import RayPipeline  # Ray may be missing
+
+                pipeline: Gathering = RayPipeline(job, dataset, journal, output, closing)
+            else:
+                if models is None:
+                    models = Models()
+                    closing.callback(models.close)
+                pipeline = _on_this_machine(models, job, dataset, journal, output, closing)
             progress, deadline = Progress(), Deadline(begun.due)
             closing.callback(progress.close)
 
@@ -63,7 +70,8 @@ def run_job(
                 if said := deadline.judge(figures["at"], figures["seconds"], state.left_s):
                     progress.say(said)
                 progress.show(state)
-                publish(replace(state, late=deadline.late))
+                if metrics is not None:
+                    metrics.show(replace(state, late=deadline.late))
 
             return pipeline.run(show)
         except OSError as error:
@@ -71,15 +79,6 @@ def run_job(
                 f"output {job.output} cannot be written: {error}; when it can be, `jitney "
                 "batch resume` goes on"
             ) from error
-
-
-def _publisher(job: Job, begun: State, closing: ExitStack) -> Callable[[State], None]:
-    """What takes the job's states for Prometheus, if it is to be told."""
-    if job.metrics_port is None and job.push_gateway is None:
-        return lambda state: None
-    from jitney.offline.metrics import Metrics  # prometheus_client may be missing
-
-    return Metrics(job, begun, closing).show
 
 
 def _on_this_machine(
@@ -97,14 +96,6 @@ def _on_this_machine(
     workers = Workers(context, max(1, cores // 2) if job.workers is None else job.workers)
     closing.callback(workers.close)
     return Pipeline(job, dataset, journal, output, task, workers, executor)
-
-
-def _on_cluster(
-    job: Job, dataset: Dataset, journal: JobJournal, output: Output, closing: ExitStack
-) -> Gathering:
-    from jitney.offline.ray_data import RayPipeline  # Ray may be missing
-
-    return RayPipeline(job, dataset, journal, output, closing)
 
 
 def read_record(output: str, journal: str | None) -> Record:
