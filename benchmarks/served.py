@@ -16,8 +16,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import psutil
@@ -36,6 +40,7 @@ from benchmarks.workloads import (
 )
 
 MODEL = "m100"
+T = TypeVar("T")
 
 
 @dataclass
@@ -51,6 +56,14 @@ class Served:
     """Between two responses of one request."""
     front_cpu_s: float = 0.0
     """CPU seconds of the server and of the model's front, which is all but engine and client."""
+
+    def note(self, began: float, last: float) -> float:
+        """A response came to a request that began at ``began`` and had its last response, if any,
+        at ``last``, else the same. Returns when."""
+        now = time.perf_counter()
+        self.responses += 1
+        (self.first_s if last == began else self.gaps_s).append(now - last)
+        return now
 
 
 def main() -> None:
@@ -159,15 +172,27 @@ def _front_cpu_s(server: TritonServer) -> float:
 
 
 async def run_streams(url: str, model: str, workload: Workload, streams: int) -> Served:
-    """``streams`` workers, each with one stream at a time, share the workload's requests."""
+    """The workload over gRPC, see :func:`run_clients`."""
+    return await run_clients(
+        lambda: grpc.InferenceServerClient(url), partial(_request, model=model), workload, streams
+    )
+
+
+async def run_clients(
+    connect: Callable[[], AbstractAsyncContextManager[T]],
+    request: Callable[[T, list[int], int, Served], Awaitable[None]],
+    workload: Workload,
+    streams: int,
+) -> Served:
+    """``streams`` workers, each a client with one request at a time, share the workload's.
+    ``request`` makes one of a prompt and its output length, reads it to its end and notes it."""
     served = Served()
     waiting = list(zip(workload.prompts, workload.output_lengths, strict=True))[::-1]
 
     async def work() -> None:
-        async with grpc.InferenceServerClient(url) as client:
+        async with connect() as client:
             while waiting:
-                prompt, length = waiting.pop()
-                await _request(client, model, prompt, length, served)
+                await request(client, *waiting.pop(), served)
 
     began = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(streams)))
@@ -179,12 +204,11 @@ async def run_streams(url: str, model: str, workload: Workload, streams: int) ->
 
 async def _request(
     client: grpc.InferenceServerClient,
-    model: str,
     prompt: list[int],
     length: int,
     served: Served,
+    model: str,
 ) -> None:
-    """One request, read to its end."""
     parameters = {"temperature": 0, "max_tokens": length, "ignore_eos": True}
     inputs = [
         _tensor("input_ids", np.array(prompt, np.int32), "INT32"),
@@ -201,14 +225,8 @@ async def _request(
     async for result, error in client.stream_infer(requests()):
         if error is not None:
             raise RuntimeError(str(error))
-        now = time.perf_counter()
+        last = served.note(began, last)
         got += int(result.as_numpy("num_output_tokens").sum())
-        served.responses += 1
-        if last == began:
-            served.first_s.append(now - began)
-        else:
-            served.gaps_s.append(now - last)
-        last = now
     served.tokens += got
 
 

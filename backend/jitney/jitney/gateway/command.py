@@ -20,10 +20,7 @@ def run_gateway(server: str, host: str, port: int, api_key_file: Path | None) ->
     """Print the address and serve until SIGINT or SIGTERM; port 0 is a free one. Raises ConfigError
     for a key file or an address that cannot be used."""
     keys = {} if api_key_file is None else read_keys(api_key_file)
-    try:
-        listener = socket.create_server((host, port), backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    listener = listen(host, port)
     config = uvicorn.Config(
         lambda: make_app(Backend(server), keys),
         factory=True,
@@ -35,6 +32,17 @@ def run_gateway(server: str, host: str, port: int, api_key_file: Path | None) ->
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn sends them on once it has stopped
         signal.signal(number, lambda number, frame: None)
     uvicorn.Server(config).run([listener])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listener whose connections send small pieces at once. Raises ConfigError."""
+    try:
+        listener = socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    # Connections inherit it; asyncio sets it on none of a listener whose protocol is left to choose
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def read_keys(file: Path) -> dict[str, str]:
