@@ -69,8 +69,12 @@ def test_a_task_has_its_prompts(pb: Any, tensors: dict[str, Any], said: str) -> 
 
 
 def test_the_headers_of_a_trace_are_no_sampling_parameters(pb: Any) -> None:
-    parameters = {"max_tokens": 7, "traceparent": "00-1-2-01", "tracestate": "a=b"}
-    assert parse_request(pb.Request(json.dumps(parameters), text_input="a")).params.max_tokens == 7
+    headers = {"traceparent": "00-1-2-01", "tracestate": "a=b"}
+    capital = {"Traceparent": "00-1-2-01", "Tracestate": "a=b"}  # as a client of HTTP writes them
+    for sent in (headers, capital):
+        request = parse_request(pb.Request(json.dumps({"max_tokens": 7} | sent), text_input="a"))
+        assert request.params.max_tokens == 7
+        assert request.trace == headers
 
 
 def test_without_a_number_an_answer_has_the_whole_context(

@@ -29,12 +29,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server_log": set(),
     "standins": {"errors", "server_log"},
     "access": {"errors"},
+    "tracing": {"errors"},
     "report": {"errors"},
     "server": {"errors"},
-    "frontend": {"text", "engine", "server_log"},
+    "frontend": {"text", "engine", "server_log", "tracing"},
     "offline": {"text", "engine", "standins", "report", "access"},
     "measure": {"core", "server", "report", "access"},
-    "gateway": {"offline"},
+    "gateway": {"offline", "tracing"},
     "cli": {"measure", "gateway", "server", "offline", "frontend"},
 }
 # The one file that knows the rooms which run a model, and puts them together.
@@ -64,6 +65,7 @@ CONFINED = {
     "typer": {"cli", "measure", "offline"},
     "matplotlib": {"measure", "report"},
     "pyarrow": {"offline"},
+    "opentelemetry": {"tracing"},
 }
 HANDS_ENVIRONMENT_ON = ("server.", "measure.", "engine.nursery")
 # The core decides from what it is given: no clock, no chance, no threads.

@@ -1,7 +1,7 @@
 """One real server for the session, with tiny random models in f32.
 
 tiny      plenty of everything, in two instances, prompts of 4 MB
-narrow    24 KV blocks of 16 tokens, 4 sequences, a watchdog of 5 s, calls of tools
+narrow    24 KV blocks of 16 tokens, 4 sequences, a watchdog of 5 s, calls of tools, traces
 busy      one sequence at a time, 2 places in the queue
 """
 
@@ -19,6 +19,7 @@ from jitney import LLM
 from jitney.server.server import TritonServer
 
 from tests.server.client import Reply, metric, stream, wait_until
+from tests.server.collector import Collector
 from tests.tiny_models import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -79,10 +80,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[TritonServer]:
+def collector() -> Iterator[Collector]:
+    """Gets the spans of ``narrow``."""
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, collector: Collector
+) -> Iterator[TritonServer]:
     """The server, ready. It must stop in good order after whatever the tests did to it."""
     repository = tmp_path_factory.mktemp("repository")
-    for name, options in MODELS.items():
+    models = {**MODELS, "narrow": {**MODELS["narrow"], "trace_endpoint": collector.endpoint}}
+    for name, options in models.items():
         write_model(
             repository,
             name,

@@ -80,6 +80,10 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="Of the gateway: lines NAME:KEY, one of which clients send.")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Of the gateway: http://HOST:PORT of an OpenTelemetry collector."),
+    ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Serve what loads, even if a model fails.")
     ] = False,
@@ -132,7 +136,9 @@ def serve(
         extra_args=server_arg or (),
         exit_timeout_s=grace,
     )
-    status = serve_until_stopped(server, start_timeout, grace, openai_port, api_key_file)
+    given = {"--api-key-file": api_key_file, "--otlp-endpoint": otlp_endpoint}
+    options = [f"{name}={value}" for name, value in given.items() if value is not None]
+    status = serve_until_stopped(server, start_timeout, grace, openai_port, options)
     raise typer.Exit(status)
 
 
@@ -226,6 +232,10 @@ def gateway(
         Path | None,
         typer.Option(help="Lines NAME:KEY: clients must send one of the keys. Default: none do."),
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="http://HOST:PORT of an OpenTelemetry collector, for traces (gRPC)."),
+    ] = None,
 ) -> None:
     """Serve the models of a running server to clients of OpenAI's API.
 
@@ -238,7 +248,7 @@ def gateway(
     """
     from jitney.gateway.command import run_gateway
 
-    run_gateway(server, host, port, api_key_file)
+    run_gateway(server, host, port, api_key_file, otlp_endpoint)
 
 
 app.command()(bench)

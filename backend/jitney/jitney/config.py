@@ -138,6 +138,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     take minutes, set more."""
     cancel_sweep_s: Annotated[float, Meta(ge=0.001, le=10)] = 0.05
     """Seconds between two checks for clients that disconnected."""
+    trace_endpoint: str | None = None
+    """``http://HOST:PORT`` of an OpenTelemetry collector (OTLP over gRPC), which gets the spans of
+    each request. None: none are made."""
     metrics_flush_s: Annotated[float, Meta(ge=0.01, le=60)] = 0.25
     """Seconds between two updates of the server's metrics."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0

@@ -121,6 +121,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     cached_prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
     preemptions: int = 0
+    preempted_s: list[float] = []
+    """When each of them was."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):

@@ -86,7 +86,7 @@ class LiveRequests:
             request.first_scheduled = now
             self.num_queued -= 1
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence, now: float) -> None:
         """Back to the queue because no block is free. It will recompute prompt and output, except
         for what is still cached then. Never called for a sequence in flight."""
         assert sequence.num_planned == sequence.num_computed, "a step in flight computes it"
@@ -94,7 +94,7 @@ class LiveRequests:
             self._leave_running(sequence)
         self._give_up_table(sequence)
         sequence.num_computed = sequence.num_planned = sequence.num_cached_blocks = 0
-        sequence.request.preemptions += 1
+        sequence.request.preempted.append(now)
         self.preemptions += 1
         self.wait(sequence)
 

@@ -121,7 +121,7 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
             continue
         table = live.kv.fork(leader.table, num_computed)
         if table is None:
-            live.preempt(sequence)
+            live.preempt(sequence, now)
         else:
             live.admit(sequence, table, num_computed, now)
 

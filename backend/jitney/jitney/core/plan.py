@@ -40,6 +40,7 @@ _ONE_LEFT_OUT_IN = 4
 class _Plan:
     """A step in the making."""
 
+    now: float
     tokens_left: int
     kept_for_prefill: int
     """Of the tokens that are left, those that no decode may take."""
@@ -87,7 +88,7 @@ class Planner:
         """Plan a step. What it looks up in the prefix cache is added to ``counts``."""
         live = self._live
         kept = self._keep_for_prefill()
-        plan = _Plan(self._max_tokens, kept, ahead=bool(live.in_flight))
+        plan = _Plan(now, self._max_tokens, kept, ahead=bool(live.in_flight))
         preemptions = live.preemptions
         for sequence in self._plan_decodes(plan):
             if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
@@ -142,7 +143,7 @@ class Planner:
             assert self._preempts, "a reserved block is not free"
             assert not plan.ahead, "blocks are short, and a step is in flight"
             victim = self._live.running[-1]
-            self._live.preempt(victim)
+            self._live.preempt(victim, plan.now)
             if victim is sequence:
                 return False
         return True

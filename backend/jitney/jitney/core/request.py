@@ -32,7 +32,7 @@ class Request:
         "live",
         "max_output",
         "message",
-        "preemptions",
+        "preempted",
         "prompt_logprobs",
         "reads_output",
         "reserved_blocks",
@@ -69,7 +69,8 @@ class Request:
         self.first_token: float | None = None
         self.cached_prompt_tokens = 0
         self.computed_prompt_tokens = 0
-        self.preemptions = 0
+        self.preempted: list[float] = []
+        """When its sequences were preempted."""
         self.sequences = [Sequence(self, 0)]
         if message.first_token is not None:
             self._resume(message)
@@ -111,7 +112,8 @@ class Request:
             total_s=now - arrival,
             cached_prompt_tokens=self.cached_prompt_tokens,
             computed_prompt_tokens=self.computed_prompt_tokens,
-            preemptions=self.preemptions,
+            preemptions=len(self.preempted),
+            preempted_s=[at - arrival for at in self.preempted],
         )
 
 

@@ -19,7 +19,7 @@ request with Failed, and the loop goes on with a fresh scheduler.
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
@@ -100,6 +100,8 @@ class Health:
     """Whether it is loaded and makes steps."""
     restarts: Counter[str] = field(default_factory=Counter)
     """By cause."""
+    deaths: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=64))
+    """When the last ones were (monotonic seconds), and the cause of each."""
     replayed_requests: int = 0
     replayed_tokens: int = 0
     """Tokens that had been emitted, and whose K and V were computed again."""

@@ -219,6 +219,7 @@ class EngineProcess:
             failed = self._journal.crashed(self._rows)
             self._rows = []
         self.health.restarts[cause] += 1
+        self.health.deaths.append((began, cause))
         self._report(failed)
         recent = [at for at in self._idle_deaths if at > began - _DEATHS_WITHIN_S]
         self._idle_deaths = [] if failed else [*recent, began]  # who was at fault is gone

@@ -16,7 +16,8 @@ before it sends the final response, and before it closes it waits for an answer 
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,21 @@ class Channel:
                 self._send(response, True)
         except pb_utils.TritonModelException as error:
             _LOG.warning("a final response could not be sent: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that was accepted, and where its responses go."""
+
+    key: int
+    channel: Channel
+    at: float
+    """Monotonic seconds, as is the deadline."""
+    deadline: float | None
+    request_id: str = ""
+    """The client's, for logs and spans."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """The headers of the trace that it belongs to."""
 
 
 def sweep(watched: "queue.SimpleQueue[tuple[int, Channel]]") -> Iterator[int]:

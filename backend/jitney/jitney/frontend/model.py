@@ -100,7 +100,9 @@ def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
     from jitney.engine.supervisor import EngineProcess
     from jitney.frontend.service import Service
     from jitney.text.tokenizer import Tokenizer, TokenizerData
+    from jitney.tracing import Tracing
 
+    tracing = Tracing(config.trace_endpoint, "jitney") if config.trace_endpoint else None
     engine = EngineProcess(config)
     labels = {
         "model": args["model_name"],
@@ -110,7 +112,7 @@ def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
     data = engine.start()
     try:
         tokenizer = Tokenizer(msgspec.msgpack.decode(data, type=TokenizerData))
-        return Service(engine, tokenizer, labels)
+        return Service(engine, tokenizer, labels, tracing)
     except BaseException:
         engine.kill()
         raise

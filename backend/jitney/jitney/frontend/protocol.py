@@ -5,8 +5,8 @@ wrong with it; :class:`ResponseWriter` turns a completion's news into named arra
 service and the responder.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from jitney.messages import Logprob, Timing
 from jitney.sampling_params import SamplingParams, decode_sampling_json, parse_sampling_params
 from jitney.text.completion import SequenceDelta
 from jitney.text.logprobs import LogprobsEncoder, join
+from jitney.tracing import HEADERS
 
 MAX_REQUEST_ID = 64
 """Characters that are kept of a client's request id."""
@@ -32,10 +33,8 @@ _NUMPY_KINDS = {
 }
 _RESERVED = frozenset(
     {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
-    | {"traceparent", "tracestate"}
 )
-"""Request parameters that are the server's own, as those that begin with ``triton_`` are, and the
-headers of a trace, which it may be told to hand on."""
+"""Request parameters that are the server's own, as those that begin with ``triton_`` are."""
 
 
 class StreamWithInputError(InvalidArgumentError):
@@ -65,6 +64,8 @@ class ClientRequest:
     """The client's; the log shows it, and nothing else."""
     task: str = "generate"
     """One of ``TASKS``."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """The headers of the trace that it belongs to."""
 
 
 def parse_request(request: Any) -> ClientRequest:
@@ -92,7 +93,11 @@ def parse_request(request: Any) -> ClientRequest:
             "Error generating stream: When streaming, `exclude_input_in_output` = False is not "
             "allowed."
         )
-    params = _parse_params(arrays, request)
+    given = decode_sampling_json(request.parameters() or "{}")
+    # Headers that the server hands on; a client of HTTP may write them in capitals.
+    names = [name for name in given if name.lower() in HEADERS]
+    trace = {name.lower(): str(given.pop(name)) for name in names}
+    params = _parse_params(arrays, given)
     returns = frozenset(
         flag.removeprefix("return_") for flag in RETURN_FLAGS if _flag(arrays, flag, False)
     )
@@ -109,6 +114,7 @@ def parse_request(request: Any) -> ClientRequest:
         returns=returns,
         request_id=request.request_id()[:MAX_REQUEST_ID],
         task=task,
+        trace=trace,
     )
 
 
@@ -132,15 +138,14 @@ def _bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
-def _parse_params(arrays: dict[str, np.ndarray], request: Any) -> SamplingParams:
+def _parse_params(arrays: dict[str, np.ndarray], given: dict[str, Any]) -> SamplingParams:
     """The tensor if there is one, else the request's parameters (JSON too)."""
     if "sampling_parameters" in arrays:
         return parse_sampling_params(decode_sampling_json(_bytes(arrays["sampling_parameters"][0])))
-    given = decode_sampling_json(request.parameters() or "{}").items()
     return parse_sampling_params(
         {
             name: value
-            for name, value in given
+            for name, value in given.items()
             if name not in _RESERVED and not name.startswith("triton_")
         }
     )
@@ -162,7 +167,7 @@ class ResponseWriter:
         params = request.params
         self._returns = request.returns
         self._before = [echo_text] * params.n
-        self._prompt_tokens = prompt_tokens
+        self.num_prompt_tokens = prompt_tokens
         self._encode = encoder.encode
         self._no_logprobs = b"null" if params.logprobs is None else b"[]"
         self._prompt_logprobs: list[bytes] = []
@@ -191,7 +196,7 @@ class ResponseWriter:
                 join(delta.encoded_logprobs) if delta.encoded_logprobs else self._no_logprobs
                 for delta in deltas
             ),
-            "num_input_tokens": np.array([self._prompt_tokens], np.uint32),
+            "num_input_tokens": np.array([self.num_prompt_tokens], np.uint32),
             "num_output_tokens": np.array([len(delta.ids) for delta in deltas], np.uint32),
             "output_ids": np.array([each for delta in deltas for each in delta.ids], np.int32),
         }

@@ -30,9 +30,10 @@ from jitney.errors import (
     UnavailableError,
     from_code,
 )
-from jitney.frontend.channel import Channel, NamedArray
+from jitney.frontend.channel import Arrival, NamedArray
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ResponseWriter
+from jitney.frontend.spans import RequestSpans
 from jitney.messages import Cancel, Cancelled, Event, Failed, Message, StepReport, Submit, Tokens
 from jitney.text.completion import Completion
 
@@ -56,17 +57,6 @@ engine hangs behind a send that hangs."""
 _CLIENT_GONE = "the request was cancelled by its client"
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that was accepted. Until it has a :class:`Reply`, its prompt is being encoded."""
-
-    key: int
-    channel: Channel
-    at: float
-    """Monotonic seconds, as is the deadline."""
-    deadline: float | None
-
-
 @dataclass(slots=True)
 class Reply:
     """What a request's client gets, and how far that is sent."""
@@ -83,6 +73,8 @@ class Reply:
     """Set once the engine was told to cancel: nothing but the final response is sent any more."""
     begun: bool = False
     """Whether a response has been sent."""
+    num_sent: int = 0
+    """Tokens."""
 
     @property
     def key(self) -> int:
@@ -104,9 +96,11 @@ class Responder:
         metrics: Metrics,
         max_pending_tokens: int,
         send_share: float,
+        spans: RequestSpans | None = None,
     ) -> None:
         self._send_message = send_message
         self._metrics = metrics
+        self._spans = spans
         self._max_pending_tokens = max_pending_tokens
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._read_one = threading.Condition()
@@ -328,6 +322,7 @@ class Responder:
         timing = None if terminal is None or completion.has_pending else terminal.timing
         tensors = reply.writer.write(deltas, timing)
         reply.begun = True
+        reply.num_sent += sum(len(delta.ids) for delta in deltas)
         reply.arrival.channel.send(tensors, final=timing is not None)
         self._metrics.count("jitney_responses_total")
         if completion.has_pending:
@@ -335,6 +330,10 @@ class Responder:
         elif timing is not None:
             self._forget(reply.key)
             self._metrics.finished(timing, str(deltas[-1].finish_reason))
+            if self._spans is not None:
+                reasons = [str(delta.finish_reason) for delta in deltas]
+                num_prompt = reply.writer.num_prompt_tokens
+                self._spans.finished(reply.arrival, timing, reasons, num_prompt, reply.num_sent)
 
     def _open(self) -> list[Arrival]:
         """Every request that has not ended."""
@@ -351,6 +350,8 @@ class Responder:
             self._metrics.failed(error)
             arrival.channel.fail(error)
             self._send_message(Cancel(arrival.key))
+            if self._spans is not None:
+                self._spans.failed(arrival, error)
 
     def _guard(self, reply: Reply, work: Callable[[Reply], None]) -> None:
         """What fails for one request must not end the others: a send (CancelledError if the client
@@ -362,6 +363,6 @@ class Responder:
                 self._metrics.count("jitney_send_failures_total")
             self._end(reply.arrival, error)
         except Exception:
-            _LOG.exception("request %d could not be answered", reply.key)
+            _LOG.exception("request %r could not be answered", reply.arrival.request_id)
             self._metrics.count("jitney_thread_errors_total")
             self._end(reply.arrival, InternalError("the request could not be answered"))

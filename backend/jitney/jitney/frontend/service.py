@@ -24,10 +24,11 @@ from jitney.engine.engine import Engine
 from jitney.engine.grammar_check import GrammarChecker
 from jitney.engine.supervisor import EngineProcess
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
-from jitney.frontend.channel import Channel, sweep
+from jitney.frontend.channel import Arrival, Channel, sweep
 from jitney.frontend.metrics import Metrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
-from jitney.frontend.responder import Arrival, Reply, Responder
+from jitney.frontend.responder import Reply, Responder
+from jitney.frontend.spans import RequestSpans
 from jitney.frontend.tasks import perform
 from jitney.frontend.worker import Worker
 from jitney.messages import Submit
@@ -37,6 +38,7 @@ from jitney.text.grammar_process import setup
 from jitney.text.intake import check_prompt_size, encode_input, make_submit
 from jitney.text.logprobs import LogprobsEncoder
 from jitney.text.tokenizer import Tokenizer
+from jitney.tracing import Tracing
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,7 +56,11 @@ class Service:
     """Accepts requests until closed or until its engine dies."""
 
     def __init__(
-        self, engine: Engine | EngineProcess, tokenizer: Tokenizer, labels: Mapping[str, str]
+        self,
+        engine: Engine | EngineProcess,
+        tokenizer: Tokenizer,
+        labels: Mapping[str, str],
+        tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -73,8 +79,10 @@ class Service:
         self._metrics = Metrics(labels, info)
         # On a CPU a response costs the engine's cores as much as a token or two.
         send_share = config.send_share or (0.2 if info.device == "cpu" else 1.0)
+        self._tracing = tracing
+        spans = None if tracing is None else RequestSpans(tracing, labels["model"], engine.health)
         self._responder = Responder(
-            engine.send, self._metrics, config.max_pending_tokens, send_share
+            engine.send, self._metrics, config.max_pending_tokens, send_share, spans
         )
         self._abort = partial(self._responder.post, self._responder.abort)
         self._watched: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
@@ -128,7 +136,8 @@ class Service:
         if waiting >= self._config.max_queued + free:
             raise UnavailableError.of_queue(waiting, self._config.max_queued)
         deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
-        arrival = Arrival(next(self._keys), channel, now, deadline)
+        name, trace = request.request_id, request.trace
+        arrival = Arrival(next(self._keys), channel, now, deadline, name, trace)
         self._responder.post(self._responder.add, arrival)
         self._watched.put((arrival.key, channel))
         with self._counting:
@@ -213,6 +222,8 @@ class Service:
             ends.get(name, worker.stop)()
             worker.join(_JOIN_S)  # in this order: the engine's last report is still answered
         self._metrics.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
     # ------------------------------------------------------------------ turns of the threads
 

@@ -51,6 +51,7 @@ from jitney.gateway.parsers import Parser
 from jitney.gateway.pooling import classify, embed, rerank
 from jitney.gateway.refusals import StatusError, as_asked, describe, describe_for_messages
 from jitney.gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
+from jitney.gateway.traced import Traced
 from jitney.gateway.wire import (
     ChatRequest,
     ClassifyRequest,
@@ -63,6 +64,7 @@ from jitney.gateway.wire import (
     body_schemas,
     decode,
 )
+from jitney.tracing import HEADERS, Tracing
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,15 +72,13 @@ MAX_BODY_BYTES = 8 << 20
 RETRY_AFTER_S = 1
 _OPEN = ("/health", "/metrics")
 """Endpoints that need no key."""
-_FORWARDED = ("traceparent", "tracestate")
-"""Headers that go to the server as they are."""
 
 T = TypeVar("T")
 Told = Answer | ResponseAnswer | MessageAnswer
 Handler = Callable[..., Awaitable[Response]]
 
 
-def make_app(backend: Backend, keys: Mapping[str, str]) -> FastAPI:
+def make_app(backend: Backend, keys: Mapping[str, str], tracing: Tracing | None = None) -> FastAPI:
     """``keys``: API key -> name of its owner; none: every client is welcome."""
     gateway = Gateway(backend, keys)
 
@@ -86,6 +86,8 @@ def make_app(backend: Backend, keys: Mapping[str, str]) -> FastAPI:
     async def life(app: FastAPI) -> AsyncIterator[None]:
         yield
         await backend.close()
+        if tracing is not None:
+            tracing.close()
 
     app = FastAPI(title="Jitney", lifespan=life, docs_url=None, redoc_url=None)
     bodies: dict[str, tuple[Handler, type[WireRecord]]] = {
@@ -122,6 +124,8 @@ def make_app(backend: Backend, keys: Mapping[str, str]) -> FastAPI:
         app.add_api_route(path, partial(gateway.serve, path, answer), methods=["GET"], name=path)
     app.openapi()["components"] = {"schemas": components}
     app.add_exception_handler(HTTPException, _no_such_page)
+    if tracing is not None:
+        app.add_middleware(Traced, tracing=tracing, without=_OPEN)
     return app
 
 
@@ -157,6 +161,7 @@ class Gateway:
         tell = describe_for_messages if path.startswith("/v1/messages") else describe
         state, given = request.state, request.headers.get("x-request-id", "")
         state.model, state.key, state.id = "", "", secrets.token_hex(12)
+        state.path = path
         if 0 < len(given) <= 40 and given.isascii() and given.isprintable():
             state.id = given
         try:
@@ -236,7 +241,7 @@ class Gateway:
         answer: Told,
         asks: Sequence[Ask],
     ) -> Response:
-        headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+        headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
         watch = Watch(self._figures, body.model, request.state.key, bool(body.stream))
         steps = self._backend.generate(asks, headers)
         chunks = _chunks(steps, answer, watch)

@@ -10,19 +10,28 @@ import uvicorn
 from jitney.errors import ConfigError
 from jitney.gateway.app import make_app
 from jitney.gateway.backend import Backend
+from jitney.tracing import Tracing
 
 GRACE_S = 10
 """Seconds that streams get when the gateway stops."""
 _KEY = re.compile(r"([\w.-]+):([\w.~+/=-]{24,})")
 
 
-def run_gateway(server: str, host: str, port: int, api_key_file: Path | None) -> None:
-    """Print the address and serve until SIGINT or SIGTERM; port 0 is a free one. Raises ConfigError
-    for a key file or an address that cannot be used."""
+def run_gateway(
+    server: str,
+    host: str,
+    port: int,
+    api_key_file: Path | None = None,
+    otlp_endpoint: str | None = None,
+) -> None:
+    """Print the address and serve until SIGINT or SIGTERM; port 0 is a free one. Spans of requests
+    go to ``otlp_endpoint``. Raises ConfigError for a key file or an address that cannot be used, or
+    if spans are wanted and OpenTelemetry is not installed."""
     keys = {} if api_key_file is None else read_keys(api_key_file)
+    tracing = None if otlp_endpoint is None else Tracing(otlp_endpoint, "jitney-gateway")
     listener = listen(host, port)
     config = uvicorn.Config(
-        lambda: make_app(Backend(server), keys),
+        lambda: make_app(Backend(server), keys, tracing),
         factory=True,
         access_log=False,
         log_level="warning",

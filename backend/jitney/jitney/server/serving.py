@@ -3,9 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -32,11 +31,11 @@ def serve_until_stopped(
     start_timeout_s: float,
     grace_s: int,
     openai_port: int | None = None,
-    api_key_file: Path | None = None,
+    gateway_options: Sequence[str] = (),
 ) -> int:
     """Start ``server``, print where it is, keep it going until a signal comes, and stop it. Returns
     the exit status: 0 or NOT_UNLOADED. With ``openai_port`` a gateway runs
-    beside it; 0 is a free one.
+    beside it, with ``gateway_options``; 0 is a free one.
 
     Raises JitneyError if it does not start, or if the stop may have cut requests off.
     """
@@ -50,12 +49,12 @@ def serve_until_stopped(
             _print_welcome(server)
             if openai_port is not None:
                 (openai_port,) = choose_ports(server.host, [openai_port])
-                beside = _start_gateway(server, openai_port, api_key_file)
+                beside = _start_gateway(server, openai_port, gateway_options)
             while not asked_to_stop.wait(_TURN_S):
                 supervisor.turn()
                 if openai_port is not None and beside is not None and beside.poll() is not None:
                     _say(f"the gateway ended by itself, with status {beside.poll()}")
-                    beside = _start_gateway(server, openai_port, api_key_file)
+                    beside = _start_gateway(server, openai_port, gateway_options)
         except KeyboardInterrupt:
             pass
         except JitneyError:
@@ -72,12 +71,11 @@ def serve_until_stopped(
 
 
 def _start_gateway(
-    server: TritonServer, port: int, api_key_file: Path | None
+    server: TritonServer, port: int, options: Sequence[str]
 ) -> "subprocess.Popen[bytes]":
     """Returns when it listens. Raises JitneyError if it ends at once; it has said why."""
     command = [sys.executable, "-c", _GATEWAY, "gateway", "--server", server.grpc_url]
-    command += ["--host", server.host, f"--port={port}"]
-    command += [] if api_key_file is None else ["--api-key-file", str(api_key_file)]
+    command += ["--host", server.host, f"--port={port}", *options]
     # A group of its own: Ctrl-C is ours to pass on.
     started = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert started.stdout is not None

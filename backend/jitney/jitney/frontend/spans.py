@@ -1,0 +1,60 @@
+"""The spans of requests that have ended, made from the times that the front has in any case: so
+tracing costs the engine nothing. Called by the responder.
+"""
+
+import time
+
+from jitney.engine.engine import Health
+from jitney.errors import JitneyError
+from jitney.frontend.channel import Arrival
+from jitney.messages import Timing
+from jitney.tracing import Span, Tracing
+
+
+class RequestSpans:
+    """One model instance's."""
+
+    def __init__(self, tracing: Tracing, model: str, health: Health) -> None:
+        self._tracing, self._model, self._health = tracing, model, health
+
+    def finished(
+        self, arrival: Arrival, timing: Timing, reasons: list[str], num_prompt: int, num_tokens: int
+    ) -> None:
+        """A request ran to its end, one of ``reasons`` for each sequence."""
+        span, began, ended = self._begin(arrival), arrival.at, arrival.at + timing.total_s
+        for after in timing.preempted_s:
+            span.event("preemption", began + after)
+        if timing.queue_s is not None:
+            scheduled = began + timing.queue_s
+            span.child("queue", began, scheduled, {})
+            first = ended if timing.first_token_s is None else began + timing.first_token_s
+            prompt = {
+                "jitney.cached_tokens": timing.cached_prompt_tokens,
+                "jitney.computed_tokens": timing.computed_prompt_tokens,
+            }
+            span.child("prefill", scheduled, first, prompt)
+            span.child("decode", first, ended, {"jitney.tokens": num_tokens})
+        span.end(
+            ended,
+            {
+                **self._attributes(arrival),
+                "gen_ai.usage.input_tokens": num_prompt,
+                "gen_ai.usage.output_tokens": num_tokens,
+                "gen_ai.response.finish_reasons": reasons,
+            },
+        )
+
+    def failed(self, arrival: Arrival, error: JitneyError) -> None:
+        """A request ended with ``error``."""
+        said = error.client_message
+        self._begin(arrival).end(time.monotonic(), self._attributes(arrival), error=said)
+
+    def _begin(self, arrival: Arrival) -> Span:
+        span = self._tracing.begin(f"generate {self._model}", arrival.trace, arrival.at)
+        for at, cause in self._health.deaths.copy():
+            if at >= arrival.at:
+                span.event("engine restart", at, {"jitney.cause": cause})
+        return span
+
+    def _attributes(self, arrival: Arrival) -> dict[str, str]:
+        return {"gen_ai.request.model": self._model, "jitney.request_id": arrival.request_id}
