@@ -29,6 +29,7 @@ def address(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> I
     command = [
         str(Path(sys.executable).parent / "jitney"), "gateway", "--server", server.grpc_url,
         "--port", "0", "--api-key-file", str(keys),
+        "--metrics-url", server.metrics_url,
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -241,9 +242,22 @@ def test_a_full_queue_says_when_to_come_again(client: openai.OpenAI, server: Tri
         with pytest.raises(openai.RateLimitError, match="queue is full") as caught:
             client.chat.completions.create(model="busy", messages=USER, max_tokens=1)
         assert int(caught.value.response.headers["retry-after"]) >= 1
+        wait_until(lambda: 'num_requests_waiting{model_name="busy"} 2' in page(client))
+        asked = client.with_options(default_headers={"endpoint-load-metrics-format": "json"})
+        with pytest.raises(openai.RateLimitError) as caught:
+            asked.chat.completions.create(model="busy", messages=USER, max_tokens=1)
+        told = caught.value.response.headers["endpoint-load-metrics"].removeprefix("JSON ")
+        load = json.loads(told)["named_metrics"]
+        assert (load["num_requests_waiting"], load["num_requests_running"]) == (2, 1)
+        assert load["max_token_capacity"] == 1024 * 16
+        assert 0 < load["kv_cache_utilization"] < 1
     finally:
         for one in streams:
             one.cancel()
+
+
+def page(client: openai.OpenAI) -> str:
+    return get(f"{client.base_url.host}:{client.base_url.port}", "/metrics")[1].decode()
 
 
 @pytest.mark.parametrize("streamed", [True, False])

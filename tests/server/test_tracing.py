@@ -13,9 +13,9 @@ from urllib.request import Request, urlopen
 import pytest
 from jitney.server.server import TritonServer
 
-from tests.server.client import Stream, stream, wait_until
+from tests.server.client import Stream, metric, stream, wait_until
 from tests.server.collector import Collector, Span
-from tests.server.test_engine_dies import kill_engine
+from tests.server.test_engine_dies import engine_of
 from tests.server.test_openai import USER, post
 
 PARENT = "b7ad6b7169203331"
@@ -103,9 +103,12 @@ def test_an_engine_restart_is_an_event(server: TritonServer, collector: Collecto
     before = len(collector.spans)
     tensors: dict[str, Any] = {"text_input": "the bus", "stream": True}
     tensors["sampling_parameters"] = {"max_tokens": 300, "ignore_eos": True}
+    engine = engine_of(server, "narrow")
+    assert engine is not None
+    engine.suspend()  # the request is there when it dies, however quick it is
     one = Stream(server.grpc_url, "narrow", tensors, request_id="long")
-    one.step()
-    kill_engine(server, "narrow")
+    wait_until(lambda: metric(server.metrics_url, "jitney_running_requests", model="narrow") == 1)
+    engine.kill()
     while one.step():
         pass
     assert not one.reply.errors

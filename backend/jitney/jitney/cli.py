@@ -236,6 +236,10 @@ def gateway(
         str | None,
         typer.Option(help="http://HOST:PORT of an OpenTelemetry collector, for traces (gRPC)."),
     ] = None,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(help="The server's metrics, http://HOST:8002/metrics: to tell its load."),
+    ] = None,
 ) -> None:
     """Serve the models of a running server to clients of OpenAI's API.
 
@@ -248,7 +252,7 @@ def gateway(
     """
     from jitney.gateway.command import run_gateway
 
-    run_gateway(server, host, port, api_key_file, otlp_endpoint)
+    run_gateway(server, host, port, api_key_file, otlp_endpoint, metrics_url)
 
 
 app.command()(bench)

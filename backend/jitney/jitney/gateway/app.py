@@ -40,6 +40,7 @@ from jitney.gateway.ask import (
 from jitney.gateway.backend import Backend, Step, UnknownModelError
 from jitney.gateway.blocks import Blocks
 from jitney.gateway.figures import Figures, Watch
+from jitney.gateway.load import REQUEST_HEADER, Load
 from jitney.gateway.messages_api import (
     MessageAnswer,
     MessageRequest,
@@ -78,9 +79,14 @@ Told = Answer | ResponseAnswer | MessageAnswer
 Handler = Callable[..., Awaitable[Response]]
 
 
-def make_app(backend: Backend, keys: Mapping[str, str], tracing: Tracing | None = None) -> FastAPI:
+def make_app(
+    backend: Backend,
+    keys: Mapping[str, str],
+    tracing: Tracing | None = None,
+    load: Load | None = None,
+) -> FastAPI:
     """``keys``: API key -> name of its owner; none: every client is welcome."""
-    gateway = Gateway(backend, keys)
+    gateway = Gateway(backend, keys, load)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -151,8 +157,8 @@ async def _read(answer: Handler, type_: type[Any], request: Request) -> Response
 class Gateway:
     """What the endpoints share."""
 
-    def __init__(self, backend: Backend, keys: Mapping[str, str]) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, keys: Mapping[str, str], load: Load | None) -> None:
+        self._backend, self._load = backend, load
         self._keys = {key.encode(): name for key, name in keys.items()}
         self._figures = Figures()
 
@@ -170,10 +176,14 @@ class Gateway:
             response = await answer(request)
         except JitneyError as error:
             response = refusal(error, tell)
+            if response.status_code >= 500:
+                _LOG.warning("request %s: %s", state.id, error)
         except Exception:
             _LOG.exception("request %s could not be answered", state.id)
-            response = refusal(JitneyError("the request could not be answered"), tell)
+            response = refusal(JitneyError(f"request {state.id} could not be answered"), tell)
         response.headers["x-request-id"] = state.id
+        if self._load is not None and (form := request.headers.get(REQUEST_HEADER)):
+            response.headers.update(await self._load.header(form, state.model))
         self._figures.request(path, state.model, response.status_code)
         return response
 
@@ -321,7 +331,8 @@ class Gateway:
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus reads."""
-        return Response(self._figures.page(), media_type="text/plain; version=0.0.4")
+        load = b"" if self._load is None else await self._load.page()
+        return Response(self._figures.page() + load, media_type="text/plain; version=0.0.4")
 
 
 async def _chunks(

@@ -10,6 +10,7 @@ import uvicorn
 from jitney.errors import ConfigError
 from jitney.gateway.app import make_app
 from jitney.gateway.backend import Backend
+from jitney.gateway.load import Load
 from jitney.tracing import Tracing
 
 GRACE_S = 10
@@ -23,15 +24,18 @@ def run_gateway(
     port: int,
     api_key_file: Path | None = None,
     otlp_endpoint: str | None = None,
+    metrics_url: str | None = None,
 ) -> None:
     """Print the address and serve until SIGINT or SIGTERM; port 0 is a free one. Spans of requests
-    go to ``otlp_endpoint``. Raises ConfigError for a key file or an address that cannot be used, or
-    if spans are wanted and OpenTelemetry is not installed."""
+    go to ``otlp_endpoint``; the server's load is read at ``metrics_url``. Raises ConfigError for a
+    key file or an address that cannot be used, or if spans are wanted and OpenTelemetry is not
+    installed."""
     keys = {} if api_key_file is None else read_keys(api_key_file)
     tracing = None if otlp_endpoint is None else Tracing(otlp_endpoint, "jitney-gateway")
+    load = None if metrics_url is None else Load(metrics_url)
     listener = listen(host, port)
     config = uvicorn.Config(
-        lambda: make_app(Backend(server), keys, tracing),
+        lambda: make_app(Backend(server), keys, tracing, load),
         factory=True,
         access_log=False,
         log_level="warning",

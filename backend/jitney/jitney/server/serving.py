@@ -75,7 +75,8 @@ def _start_gateway(
 ) -> "subprocess.Popen[bytes]":
     """Returns when it listens. Raises JitneyError if it ends at once; it has said why."""
     command = [sys.executable, "-c", _GATEWAY, "gateway", "--server", server.grpc_url]
-    command += ["--host", server.host, f"--port={port}", *options]
+    command += ["--host", server.host, f"--port={port}"]
+    command += [f"--metrics-url={server.metrics_url}", *options]
     # A group of its own: Ctrl-C is ours to pass on.
     started = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert started.stdout is not None
