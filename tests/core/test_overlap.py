@@ -180,11 +180,11 @@ def test_blocks_are_taken_from_others_only_with_nothing_in_flight(monkeypatch) -
     play = overlapped(num_blocks=9, block_size=2, max_num_batched_tokens=7)
     preempt = play.scheduler.live.preempt
 
-    def checked(sequence):
+    def checked(sequence, now):
         # A new fork that finds no block is a victim, too; it was never in flight.
         assert not play.runner.in_flight
         assert not play.scheduler.live.in_flight
-        preempt(sequence)
+        preempt(sequence, now)
 
     monkeypatch.setattr(play.scheduler.live, "preempt", checked)
     keys = [play.submit([key, 5, 6], n=1 + key % 2, max_tokens=12) for key in range(8)]

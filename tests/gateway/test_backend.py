@@ -147,7 +147,7 @@ def test_a_model_that_is_unloaded_while_they_are_listed_is_left_out(
     backend = backend_of(monkeypatch)
     monkeypatch.setattr(backend, "names", names)
     monkeypatch.setattr(backend, "look", look)
-    listed = asyncio.run(Gateway(backend, {}).models(Request({"type": "http"})))
+    listed = asyncio.run(Gateway(backend, {}, None).models(Request({"type": "http"})))
     assert [each["id"] for each in json.loads(bytes(listed.body))["data"]] == ["digits"]
 
 

@@ -292,8 +292,10 @@ def test_a_gateway_beside_comes_back_and_stops_too(repository: Path, tmp_path: P
 GATEWAY = """
 import signal, sys, types
 from jitney.server import serving
-server = types.SimpleNamespace(grpc_url="127.0.0.1:1", host="127.0.0.1")
-serving._start_gateway(server, int(sys.argv[1]), None)
+server = types.SimpleNamespace(
+    grpc_url="127.0.0.1:1", host="127.0.0.1", metrics_url="127.0.0.1:2"
+)
+serving._start_gateway(server, int(sys.argv[1]), ())
 signal.pause()
 """
 

@@ -313,7 +313,7 @@ def test_the_configuration_is_completed_by_the_backend(server: TritonServer) -> 
         config = client.get_model_config("tiny")
     assert config["max_batch_size"] == 0
     assert config["model_transaction_policy"] == {"decoupled": True}
-    assert len(config["input"]) == 14
+    assert len(config["input"]) == 15
     assert all(tensor["optional"] for tensor in config["input"])
     assert {tensor["name"] for tensor in config["output"]} >= {"text_output", "timing"}
 
