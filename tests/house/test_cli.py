@@ -293,7 +293,7 @@ GATEWAY = """
 import signal, sys, types
 from jitney.server import serving
 server = types.SimpleNamespace(
-    grpc_url="127.0.0.1:1", host="127.0.0.1", metrics_url="127.0.0.1:2"
+    grpc_url="127.0.0.1:1", host="127.0.0.1", metrics_url="http://127.0.0.1:2/metrics"
 )
 serving._start_gateway(server, int(sys.argv[1]), ())
 signal.pause()
