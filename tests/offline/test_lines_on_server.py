@@ -1,44 +1,15 @@
 """OpenAI's lines on a server of OpenAI's API: bodies and answers go through as they are."""
 
-import json
-import threading
-from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
+from jitney.offline.run import run_job
 
-from tests.offline.job_rows import bad, read, run, write_lines
-
-KEY = "a-key-that-nobody-may-read-0123456789"
-STATUS = {"refused": 400, "fault": 500, "late": 504, "busy": 429, "gone": 404}
-PASSES = ("busy",)
-
-
-class Api(BaseHTTPRequestHandler):
-    """Answers what it was asked; a prompt may name a status, which passes for some."""
-
-    asked: ClassVar[Counter[str]] = Counter()
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        known = self.headers["authorization"] == f"Bearer {KEY}"
-        word = body.get("prompt", "")
-        self.asked[word] += 1
-        status = STATUS.get(word, 200) if known else 401
-        status = 200 if word in PASSES and self.asked[word] > 1 else status
-        answer = {"path": self.path, "body": body} if status == 200 else {"error": word}
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+from tests.offline.fake_api import KEY, STATUS, Api, api
+from tests.offline.job_rows import bad, job_of, read, run, write_lines
 
 
 @pytest.fixture
@@ -46,14 +17,11 @@ def settings(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Of a job that may ask it."""
     keys = tmp_path / "keys"
     keys.write_text(f"jobs:{KEY}\n", encoding="utf-8")
-    Api.asked.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
-        threading.Thread(target=server.serve_forever).start()
+    with api() as url:
         yield {
             "task": "generate", "map": None, "model": "m", "input_format": "openai", "retries": 1,
-            "server": f"http://127.0.0.1:{server.server_port}", "api_key_file": str(keys),
+            "server": url, "api_key_file": str(keys),
         }  # fmt: skip
-        server.shutdown()
 
 
 def line(custom_id: str, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
@@ -102,3 +70,12 @@ def test_addresses_go_with_their_formats(settings: dict[str, Any], tmp_path: Pat
     for changes in ({"server": "127.0.0.1:8001"}, {"input_format": "jsonl"}):
         with pytest.raises(InvalidArgumentError, match=r"server is .*for openai lines"):
             run(tmp_path / "in.jsonl", tmp_path / "out", **{**settings, **changes})
+
+
+def test_a_cancelled_job_leaves_the_server(settings: dict[str, Any], tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [line("a", prompt="for ever")])
+    with pytest.raises(CancelledError):
+        run_job(
+            job_of(source, tmp_path / "out", **settings), wanted=lambda: not Api.asked["for ever"]
+        )
+    assert Api.left.wait(30)

@@ -84,6 +84,9 @@ def serve(
         str | None,
         typer.Option(help="Of the gateway: http://HOST:PORT of an OpenTelemetry collector."),
     ] = None,
+    batches: Annotated[
+        Path | None, typer.Option(help="Of the gateway: the folder of files and batches.")
+    ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Serve what loads, even if a model fails.")
     ] = False,
@@ -137,6 +140,7 @@ def serve(
         exit_timeout_s=grace,
     )
     given = {"--api-key-file": api_key_file, "--otlp-endpoint": otlp_endpoint}
+    given["--batches"] = batches
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
     status = serve_until_stopped(server, start_timeout, grace, openai_port, options)
     raise typer.Exit(status)
@@ -240,10 +244,14 @@ def gateway(
         str | None,
         typer.Option(help="The server's metrics, http://HOST:8002/metrics: to tell its load."),
     ] = None,
+    batches: Annotated[
+        Path | None, typer.Option(help="Folder of files and batches. Default: there are none.")
+    ] = None,
 ) -> None:
     """Serve the models of a running server to clients of OpenAI's API.
 
-    A process of its own without state: several may stand before one server, behind one proxy.
+    A process of its own without state: several may stand before one server, behind one proxy. With
+    --batches they share a folder.
 
     Examples:
 
@@ -252,7 +260,7 @@ def gateway(
     """
     from jitney.gateway.command import run_gateway
 
-    run_gateway(server, host, port, api_key_file, otlp_endpoint, metrics_url)
+    run_gateway(server, host, port, api_key_file, otlp_endpoint, metrics_url, batches)
 
 
 app.command()(bench)

@@ -1,7 +1,7 @@
 """The gateway's endpoints: bodies in, answers and streams out, errors as OpenAI's objects.
 
-Stateless but for what it counts and, for half a minute, what it knows of a model: several gateways
-may stand before one server, and one may be ended at any time.
+Stateless but for what it counts and, for half a minute, what it knows of a model (files and batches
+are on the disk): several gateways may stand before one server, and one may be ended at any time.
 """
 
 import asyncio
@@ -38,6 +38,9 @@ from jitney.gateway.ask import (
     formats,
 )
 from jitney.gateway.backend import Backend, Step, UnknownModelError
+from jitney.gateway.batch_records import Folder
+from jitney.gateway.batch_work import working
+from jitney.gateway.batches import Batches, BatchRequest
 from jitney.gateway.blocks import Blocks
 from jitney.gateway.figures import Figures, Watch
 from jitney.gateway.load import REQUEST_HEADER, Load
@@ -84,13 +87,17 @@ def make_app(
     keys: Mapping[str, str],
     tracing: Tracing | None = None,
     load: Load | None = None,
+    folder: Folder | None = None,
+    url: str = "",
 ) -> FastAPI:
-    """``keys``: API key -> name of its owner; none: every client is welcome."""
-    gateway = Gateway(backend, keys, load)
+    """``keys``: API key -> name of its owner; none: every client is welcome. ``folder``: of files
+    and batches, whose lines go to this gateway's own ``url``."""
+    gateway, batches = Gateway(backend, keys, load), Batches(folder)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with working(folder, url, backend.check):
+            yield
         await backend.close()
         if tracing is not None:
             tracing.close()
@@ -111,6 +118,7 @@ def make_app(
         "/v1/embeddings": (partial(gateway.pool, embed), EmbeddingRequest),
         "/v1/classify": (partial(gateway.pool, classify), ClassifyRequest),
         "/v1/rerank": (partial(gateway.pool, rerank), RerankRequest),
+        "/v1/batches": (batches.create, BatchRequest),
         "/tokenize": (gateway.tokenize, TokenizeRequest),
         "/detokenize": (gateway.detokenize, DetokenizeRequest),
     }
@@ -128,6 +136,9 @@ def make_app(
     }
     for path, answer in pages.items():
         app.add_api_route(path, partial(gateway.serve, path, answer), methods=["GET"], name=path)
+    for method, path, answer in batches.routes():
+        serve = partial(gateway.serve, path, answer)
+        app.add_api_route(path, serve, methods=[method], name=path)
     app.openapi()["components"] = {"schemas": components}
     app.add_exception_handler(HTTPException, _no_such_page)
     if tracing is not None:
@@ -271,8 +282,7 @@ class Gateway:
     ) -> Response:
         """Embed, classify or rank."""
         model = await self._backend.look(body.model)
-        if model.endpoint != request.url.path.rpartition("/")[2]:
-            raise UnknownModelError(f"model {body.model!r} does not serve {request.url.path}")
+        await self._backend.check(request.url.path, body.model)
         request.state.model = body.model
         return _json(await answer(self._backend, model, body))
 

@@ -22,6 +22,8 @@ from jitney.errors import CancelledError, JitneyError, UnavailableError, from_co
 from jitney.gateway.ask import Ask, Description
 from jitney.gateway.refusals import UnknownModelError
 
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Endpoints of language models."""
 MAX_WAITING = 4096
 """Steps of one answer that may wait for a slow client."""
 _FRESH_S = 30.0
@@ -97,6 +99,13 @@ class Backend:
         if found is None:
             raise UnknownModelError(f"model {name!r} is no language model")
         return found
+
+    async def check(self, endpoint: str, name: str) -> None:
+        """Raises UnknownModelError for a model that does not serve an endpoint such as
+        ``/v1/embeddings``."""
+        model = await self.look(name)
+        if endpoint not in (f"/v1/{model.endpoint}", *(GENERATING if model.description else ())):
+            raise UnknownModelError(f"model {name!r} does not serve {endpoint}")
 
     async def look(self, name: str) -> Model:
         """What is known of a model. Raises UnknownModelError if it is not ready."""

@@ -2,9 +2,10 @@
 ``remote.py`` for a Triton server, or here for a server of OpenAI's API."""
 
 import http.client
+import socket
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,8 +28,14 @@ Line = tuple[str, bytes]
 class InServer:
     """So many threads, each with a request of its own."""
 
-    def __init__(self, ask: Callable[[Any], Any | JitneyError], at_once: int) -> None:
-        self._ask, self.capacity = ask, 2 * at_once
+    def __init__(
+        self,
+        ask: Callable[[Any], Any | JitneyError],
+        at_once: int,
+        abort: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``abort`` ends what is under way early, if that can be done."""
+        self._ask, self._abort, self.capacity = ask, abort, 2 * at_once
         self._threads = ThreadPoolExecutor(at_once)
         self._running: dict[Future[Any], int] = {}
         self.figures: dict[str, float] = {}
@@ -48,7 +55,9 @@ class InServer:
         return [(self._running.pop(future), future.result()) for future in ended]
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._abort()
+        self._threads.shutdown()
 
 
 def access_of(job: Job) -> Access:
@@ -64,24 +73,35 @@ class OpenAiServer:
         """Raises InvalidArgumentError for files that cannot be read."""
         self._place, self._access = urlsplit(str(job.server)).netloc, access_of(job)
         self._headers = {"content-type": "application/json", **dict(self._access.headers)}
+        self._open: set[http.client.HTTPConnection] = set()
 
     def ask(self, line: Line) -> Any | JitneyError:
         """The object that the server answers, or an error whose text is the status and the body."""
+        connection = self._connection()
+        self._open.add(connection)
         try:
-            with closing(self._connection()) as connection:
-                connection.request("POST", *line, self._headers)
-                response = connection.getresponse()
-                data = response.read()
-                if response.status == 200:
-                    return msgspec.json.decode(data)
+            connection.request("POST", *line, self._headers)
+            response = connection.getresponse()
+            data = response.read()
+            if response.status == 200:
+                return msgspec.json.decode(data)
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
-            return UnavailableError(
-                f"{self._place} does not answer: {self._access.hide(str(error))}"
-            )
+            why = self._access.hide(str(error))
+            return UnavailableError(f"{self._place} does not answer: {why}")
+        finally:
+            self._open.discard(connection)
+            connection.close()
         text = self._access.hide(f"{response.status} {data.decode(errors='replace')}")
         if response.status in _OF_THE_LINE:
             return InvalidArgumentError(text)
         return from_code(_CODES.get(response.status, "UNAVAILABLE"), text)
+
+    def abort(self) -> None:
+        """Leave the server, which then leaves the requests."""
+        for sock in [connection.sock for connection in [*self._open]]:
+            if sock is not None:
+                with suppress(OSError):  # its thread has just closed it
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._access.context is None:

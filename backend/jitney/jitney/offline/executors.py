@@ -264,7 +264,8 @@ def load(job: Job) -> tuple[Executor, Context]:
         raise InvalidArgumentError.of("model", job.model, "a checkpoint")
     if job.server is not None:
         if job.input_format == "openai":
-            return InServer(OpenAiServer(job).ask, job.at_once), Context(job)
+            api = OpenAiServer(job)
+            return InServer(api.ask, job.at_once, api.abort), Context(job)
         from jitney.offline.remote import TritonModel  # tritonclient may be missing
 
         server = TritonModel(job)

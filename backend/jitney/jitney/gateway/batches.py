@@ -1,0 +1,229 @@
+"""``/v1/files`` and ``/v1/batches``: OpenAI's batch service, on a folder (``batch_records.py``).
+
+Whatever belongs to another API key does not exist. What becomes of a batch is ``batch_work.py``'s.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import FileResponse
+from msgspec import Meta
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from jitney.errors import InvalidArgumentError
+from jitney.gateway.batch_records import (
+    OPEN,
+    BatchRecord,
+    FileRecord,
+    Folder,
+    R,
+    new_id,
+    write_whole,
+)
+from jitney.gateway.refusals import FieldError, StatusError
+from jitney.gateway.wire import WireRecord
+from jitney.offline.deadline import due_at
+
+MAX_FILE_BYTES = 200 << 20
+_MAX_FORM_BYTES = 64 << 10
+"""Of a form besides its file."""
+_LISTED = {FileRecord: (10_000, 10_000), BatchRecord: (20, 100)}
+"""Records of a list: if it does not say how many, and at most."""
+_PIECE = 1 << 20
+_Short = Annotated[str, Meta(max_length=64)]
+_Long = Annotated[str, Meta(max_length=512)]
+
+
+class BatchRequest(WireRecord):
+    """The body of ``/v1/batches``."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    completion_window: str
+    metadata: Annotated[dict[_Short, _Long], Meta(max_length=16)] | None = None
+
+
+class Batches:
+    """The endpoints. Without a folder each says how to get one."""
+
+    def __init__(self, folder: Folder | None) -> None:
+        self._at = folder
+
+    @property
+    def _folder(self) -> Folder:
+        if self._at is None:
+            said = (
+                "this gateway keeps no files and batches: it does with the option --batches FOLDER"
+            )
+            raise StatusError(404, said)
+        return self._at
+
+    def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
+        """Method, path and handler of each, but for that which makes a batch."""
+        return [
+            ("POST", "/v1/files", self.upload),
+            ("GET", "/v1/files", partial(_in_thread, partial(self._list, FileRecord))),
+            ("GET", "/v1/files/{id}", partial(_in_thread, partial(self._show, FileRecord))),
+            ("DELETE", "/v1/files/{id}", partial(_in_thread, self._delete)),
+            ("GET", "/v1/files/{id}/content", partial(_in_thread, self._content)),
+            ("GET", "/v1/batches", partial(_in_thread, partial(self._list, BatchRecord))),
+            ("GET", "/v1/batches/{id}", partial(_in_thread, partial(self._show, BatchRecord))),
+            ("POST", "/v1/batches/{id}/cancel", partial(_in_thread, self._cancel)),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        """A file, as a form."""
+        folder = self._folder
+        form = await _form(request)
+        try:
+            for name in form:
+                if name not in ("file", "purpose"):
+                    raise FieldError(name, f"{name} is unknown or not supported")
+            file = form.get("file")
+            if not isinstance(file, UploadFile):
+                raise FieldError("file", "file is missing, or has no name")
+            if form.get("purpose") != "batch":
+                raise FieldError("purpose", "purpose must be 'batch': files are for nothing else")
+            record = FileRecord(
+                id=new_id("file-"),
+                bytes=file.size or 0,
+                created_at=int(time.time()),
+                filename=(file.filename or "")[:256],
+                purpose="batch",
+                owner=request.state.key,
+            )
+            pieces = iter(lambda: file.file.read(_PIECE), b"")
+            await asyncio.to_thread(write_whole, folder.files / record.id, pieces)
+            await asyncio.to_thread(folder.save, record)
+        finally:
+            await form.close()
+        return self._answer(record)
+
+    async def create(self, request: Request, body: BatchRequest) -> Response:
+        """A batch."""
+        return await asyncio.to_thread(self._create, request, body)
+
+    def _create(self, request: Request, body: BatchRequest) -> Response:
+        now = time.time()
+        try:
+            due = due_at(None, body.completion_window, now)
+        except InvalidArgumentError as error:
+            said = str(error).replace("within", "completion_window", 1)
+            raise FieldError("completion_window", said) from None
+        assert due is not None
+        source = self._load(FileRecord, body.input_file_id, request)
+        if source.purpose != "batch":
+            raise FieldError("input_file_id", f"input_file_id names a file of {source.purpose!r}")
+        batch = BatchRecord(
+            id=new_id("batch_"),
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_at=int(now),
+            expires_at=int(due),
+            metadata=body.metadata,
+            owner=request.state.key,
+        )
+        work = self._folder.work / batch.id
+        work.mkdir()
+        os.link(self._folder.files / source.id, work / "given.jsonl")  # it may be deleted now
+        self._folder.save(batch)
+        return self._answer(batch)
+
+    def _cancel(self, request: Request) -> Response:
+        batch = self._load(BatchRecord, request.path_params["id"], request)
+        if batch.status not in OPEN:
+            raise StatusError(409, f"batch {batch.id} has ended: it is {batch.status}")
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            (self._folder.work / batch.id / "cancel").touch()
+        return self._answer(batch)
+
+    def _show(self, kind: type[FileRecord | BatchRecord], request: Request) -> Response:
+        return self._answer(self._load(kind, request.path_params["id"], request))
+
+    def _delete(self, request: Request) -> Response:
+        id_ = self._load(FileRecord, request.path_params["id"], request).id
+        (self._folder.files / f"{id_}.json").unlink(missing_ok=True)
+        (self._folder.files / id_).unlink(missing_ok=True)
+        return _json({"id": id_, "object": "file", "deleted": True})
+
+    def _content(self, request: Request) -> Response:
+        record = self._load(FileRecord, request.path_params["id"], request)
+        path = self._folder.files / record.id
+        return FileResponse(path, media_type="application/octet-stream")
+
+    def _list(self, kind: type[FileRecord | BatchRecord], request: Request) -> Response:
+        query = dict(request.query_params)
+        default, most = _LISTED[kind]
+        limit, after = query.pop("limit", str(default)), query.pop("after", "~")
+        purpose = query.pop("purpose", None) if kind is FileRecord else None
+        for name in query:
+            raise FieldError(name, f"{name} is unknown or not supported")
+        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= most:
+            raise FieldError("limit", f"limit must be a number from 1 to {most:,}")
+        own = (
+            record
+            for record in self._folder.all(kind)
+            if record.owner == request.state.key and record.id < after
+            if purpose in (None, getattr(record, "purpose", None))
+        )
+        found = list(islice(own, int(limit) + 1))
+        data = [self._shown(record) for record in found[: int(limit)]]
+        ids = [each["id"] for each in data] or [None]
+        page = {"object": "list", "data": data, "has_more": len(found) > len(data)}
+        return _json({**page, "first_id": ids[0], "last_id": ids[-1]})
+
+    def _load(self, kind: type[R], id_: str, request: Request) -> R:
+        """Raises StatusError for what is not the client's."""
+        record = self._folder.load(kind, id_)
+        if record.owner != request.state.key:
+            raise StatusError(404, f"{id_!r} does not exist")
+        return record
+
+    def _answer(self, record: FileRecord | BatchRecord) -> Response:
+        return _json(self._shown(record))
+
+    def _shown(self, record: FileRecord | BatchRecord) -> dict[str, Any]:
+        if isinstance(record, BatchRecord):
+            record = self._folder.seen(record)
+        made = msgspec.to_builtins(record)
+        del made["owner"]
+        return made
+
+
+async def _in_thread(answer: Callable[[Request], Response], request: Request) -> Response:
+    """It reads the disk."""
+    return await asyncio.to_thread(answer, request)
+
+
+async def _form(request: Request) -> FormData:
+    """Large files go to the disk. Raises FieldError, and StatusError for one that is too large."""
+
+    async def pieces() -> AsyncGenerator[bytes]:
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > MAX_FILE_BYTES + _MAX_FORM_BYTES:
+                raise StatusError(413, f"the file has more than {MAX_FILE_BYTES:,} bytes")
+            yield piece
+
+    kind = request.headers.get("content-type", "")
+    if not kind.lower().startswith("multipart/form-data"):
+        raise FieldError("file", "file must come in a body of multipart/form-data")
+    try:
+        return await MultiPartParser(request.headers, pieces(), max_files=1, max_fields=8).parse()
+    except MultiPartException as error:
+        raise FieldError("file", f"the form cannot be read: {error.message}") from None
+
+
+def _json(body: Any) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

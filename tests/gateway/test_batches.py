@@ -1,0 +1,327 @@
+"""Files and batches on a folder, with a server that answers lines by their prompts."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from jitney.errors import UnavailableError
+from jitney.gateway import batch_work, batches
+from jitney.gateway.app import make_app
+from jitney.gateway.batch_records import BatchRecord, Folder
+from jitney.gateway.batch_work import BatchWork
+from jitney.gateway.command import _keys_of_jobs
+from jitney.gateway.refusals import UnknownModelError
+from jitney.offline.worker import worker
+from starlette.testclient import TestClient
+
+from tests.offline import fake_api
+from tests.offline.fake_api import KEY, Api
+from tests.server.client import wait_until
+
+ALICE, BOB = {"authorization": f"Bearer {KEY}"}, {"authorization": "Bearer bob"}
+CHECKED: dict[str, Exception] = {
+    "nowhere": UnknownModelError("there is no model nowhere"), "away": UnavailableError("away"),
+}  # fmt: skip
+
+
+def check(endpoint: str, model: str) -> None:
+    if model in CHECKED:
+        raise CHECKED[model]
+
+
+class Place:
+    """A gateway of two clients, whose thread is the test."""
+
+    def __init__(self, root: Path, url: str) -> None:
+        self.folder = Folder(root)
+        self.folder.key_file("alice").write_text(f"alice:{KEY}\n", encoding="utf-8")
+        app = make_app(None, {KEY: "alice", "bob": "bob"}, folder=self.folder)  # type: ignore[arg-type]
+        self.client = TestClient(app, headers=ALICE)
+        self.url = url
+        self.work = BatchWork(self.folder, url, check)
+
+    def upload(self, lines: list[Any], **form: Any) -> Any:
+        data = b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines)
+        form = {"purpose": "batch", **form}
+        return self.client.post("/v1/files", data=form, files={"file": ("in.jsonl", data)})
+
+    def make(self, lines: list[Any], **fields: Any) -> str:
+        body = {"input_file_id": self.upload(lines).json()["id"], "endpoint": "/v1/completions"}
+        answer = self.client.post(
+            "/v1/batches", json={**body, "completion_window": "24h", **fields}
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["status"] == "validating"
+        return answer.json()["id"]
+
+    def see(self, id_: str) -> Any:
+        return self.client.get(f"/v1/batches/{id_}").json()
+
+    def run_jobs(self) -> None:
+        with contextlib.suppress(typer.Exit):
+            worker(self.folder.queue, until_empty=True, tries=1, server=self.url)
+
+    def lines(self, file_id: str | None) -> dict[Any, Any]:
+        """By custom_id; each must be there once."""
+        if file_id is None:
+            return {}
+        text = self.client.get(f"/v1/files/{file_id}/content").text
+        found = [json.loads(line) for line in text.splitlines()]
+        made = {one["custom_id"]: one for one in found}
+        assert len(made) == len(found)
+        return made
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with fake_api.api() as url:
+        yield Place(tmp_path / "batches", url)
+
+
+def line(custom_id: str, model: str = "m", **changes: Any) -> dict[str, Any]:
+    body = {"model": model, "prompt": changes.pop("prompt", custom_id)}
+    made = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
+    return {**made, **changes}
+
+
+GIVEN = [
+    *map(line, "abc"), b"", line("refused"), line("a", prompt="again"), line("d", model="other"),
+    line("e", url="/v1/embeddings"), line("f", method="GET"), b"no JSON", {"custom_id": "g"},
+]  # fmt: skip
+SAID = {
+    "d": "body.model is 'other', but this batch is for 'm'", "g": "method is missing",
+    "e": "url is '/v1/embeddings', but this batch is for '/v1/completions'",
+}  # fmt: skip
+
+
+def test_each_request_is_in_one_of_two_files(place: Place) -> None:
+    id_ = place.make([line for line in GIVEN if line != line_again], metadata={"night": "1"})
+    place.work.advance(id_)
+    assert place.see(id_)["status"] == "in_progress"
+    place.run_jobs()
+    assert place.see(id_)["request_counts"] == {"total": 9, "completed": 3, "failed": 6}
+    place.work.advance(id_)
+    done = place.see(id_)
+    assert done["status"] == "completed"
+    assert done["request_counts"] == {"total": 9, "completed": 3, "failed": 6}
+    assert done["metadata"] == {"night": "1"}
+    good, bad = place.lines(done["output_file_id"]), place.lines(done["error_file_id"])
+    assert good.keys() == {*"abc"}
+    asked = {"model": "m", "prompt": "b", "priority": 10}
+    assert good["b"]["response"]["body"]["body"] == asked
+    assert bad.keys() == {"refused", *"defg", None}
+    assert bad["refused"]["response"]["status_code"] == 400
+    assert bad["refused"]["response"]["body"] == {"error": "refused"}
+    for custom_id, said in SAID.items():
+        assert bad[custom_id]["error"]["message"] == said
+    place.work.advance(id_)
+    assert not [*place.folder.work.iterdir(), *place.folder.queue.glob("*/*")]
+    assert place.see(id_) == done
+    assert Api.asked == {"a": 1, "b": 1, "c": 1, "refused": 1}
+
+
+line_again = GIVEN[5]
+
+
+def test_a_custom_id_counts_once(place: Place) -> None:
+    id_ = place.make([line("a"), line_again])
+    place.work.advance(id_)
+    place.run_jobs()
+    place.work.advance(id_)
+    done = place.see(id_)
+    assert place.lines(done["output_file_id"])["a"]["response"]["body"]["body"]["prompt"] == "a"
+    bad = place.lines(done["error_file_id"])
+    assert bad["a"]["error"]["message"] == "custom_id is that of an earlier line"
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+def test_what_is_not_done_by_then_says_so(place: Place, end: str) -> None:
+    id_ = place.make([line("a"), line("b")])
+    place.work.advance(id_)
+    if end == "cancelled":
+        assert place.client.post(f"/v1/batches/{id_}/cancel").json()["status"] == "cancelling"
+        assert place.see(id_)["cancelling_at"] is not None
+    else:
+        batch = place.folder.load(BatchRecord, id_)
+        batch.expires_at = int(time.time())
+        place.folder.save(batch)
+    place.work.advance(id_)
+    done = place.see(id_)
+    assert done["status"] == end
+    assert done[f"{end}_at"] is not None
+    assert done["output_file_id"] is None
+    codes = {key: one["error"]["code"] for key, one in place.lines(done["error_file_id"]).items()}
+    assert codes == dict.fromkeys("ab", f"batch_{end}")
+    assert place.client.post(f"/v1/batches/{id_}/cancel").status_code == 409
+
+
+def test_batches_that_fail(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lines, said in (
+        ([b"", b" "], "the input file has 0 lines"),
+        ([line("a", model="nowhere")], "there is no model nowhere"),
+        ([line("a", method="GET")], "method: "),
+    ):
+        id_ = place.make(lines)
+        place.work.advance(id_)
+        failed = place.see(id_)
+        assert failed["status"] == "failed"
+        assert said in failed["errors"]["data"][0]["message"]
+    id_ = place.make([line("a", model="away")])
+    with pytest.raises(UnavailableError):
+        place.work.advance(id_)
+    assert place.see(id_)["status"] == "validating"
+    monkeypatch.setattr(batch_work, "MAX_LINES", 1)
+    place.work.advance(id_ := place.make([line("a"), line("b")]))
+    assert "must have 1 to 1" in place.see(id_)["errors"]["data"][0]["message"]
+
+
+def test_a_job_that_fails_says_why(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(batch_work._JOB, "retries", 0)
+    id_ = place.make([line("a"), line("gone")])
+    place.work.advance(id_)
+    place.run_jobs()
+    place.work.advance(id_)
+    failed = place.see(id_)
+    assert failed["status"] == "failed"
+    assert "404" in failed["errors"]["data"][0]["message"]
+    assert {*place.lines(failed["output_file_id"]), *place.lines(failed["error_file_id"])} == {
+        "a",
+        "gone",
+    }
+
+
+def test_every_step_may_be_cut_off(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each of its changes of the disk in turn."""
+    write, rename = Folder.save, Path.rename
+    left = 0
+
+    def limited(change: Any) -> Any:
+        def changed(*arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise OSError("cut off")
+            return change(*arguments)
+
+        return changed
+
+    monkeypatch.setattr(Folder, "save", limited(write))
+    monkeypatch.setattr(Path, "rename", limited(rename))
+    cuts = 0
+    while left <= 0:
+        left = 1_000_000
+        id_ = place.make([line("a"), line("refused"), line("d", model="other")])
+        left, cuts = cuts + 1, cuts + 1
+        while place.folder.work.joinpath(id_).exists():
+            with contextlib.suppress(OSError):
+                place.work.advance(id_)
+            before, left = left, 1_000_000
+            place.run_jobs()
+            left = before
+        done = place.see(id_)
+        assert done["status"] == "completed"
+        assert done["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
+        assert [*place.lines(done["output_file_id"])] == ["a"]
+        assert {*place.lines(done["error_file_id"])} == {"refused", "d"}
+    assert cuts > 8
+
+
+def test_files(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [place.upload([line(name)]).json() for name in "abc"]
+    assert files[0]["filename"] == "in.jsonl"
+    assert files[0]["bytes"] == len(json.dumps(line("a")))
+    ids = [file["id"] for file in reversed(files)]
+
+    def listed(**query: Any) -> list[str]:
+        return [each["id"] for each in place.client.get("/v1/files", params=query).json()["data"]]
+
+    assert listed() == listed(purpose="batch") == ids
+    assert listed(limit=2) == ids[:2]
+    assert listed(after=ids[1]) == ids[2:]
+    assert listed(purpose="batch_output") == []
+    for query in ({"limit": 0}, {"limit": "x"}, {"order": "asc"}):
+        refused = place.client.get("/v1/files", params=query)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == next(iter(query))
+    assert place.client.get(f"/v1/files/{ids[0]}/content").json()["custom_id"] == "c"
+    id_ = place.client.post("/v1/batches", json=batch_of(ids[0])).json()["id"]
+    assert place.client.delete(f"/v1/files/{ids[0]}").json()["deleted"]
+    assert place.client.get(f"/v1/files/{ids[0]}").status_code == 404
+    assert listed() == ids[1:]
+    place.work.advance(id_)
+    assert place.see(id_)["status"] == "in_progress", "it has its own"
+    for form, field in (({"purpose": "vision"}, "purpose"), ({"expires_after": "1"}, None)):
+        refused = place.upload([], **form)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == field or next(iter(form))
+    assert place.client.post("/v1/files", json={}).json()["error"]["param"] == "file"
+    monkeypatch.setattr(batches, "MAX_FILE_BYTES", 1000)
+    assert place.upload([b"x" * 100_000]).status_code == 413
+
+
+def batch_of(id_: str, **changes: Any) -> dict[str, Any]:
+    made = {"input_file_id": id_, "endpoint": "/v1/completions", "completion_window": "24h"}
+    return {**made, **changes}
+
+
+def test_nobody_sees_what_is_anothers(place: Place) -> None:
+    id_ = place.make([line("a")])
+    file_id = place.see(id_)["input_file_id"]
+    for path in (f"/v1/batches/{id_}", f"/v1/files/{file_id}", f"/v1/files/{file_id}/content"):
+        assert place.client.get(path).status_code == 200
+        assert place.client.get(path, headers=BOB).status_code == 404
+    for path in ("/v1/batches", "/v1/files"):
+        assert place.client.get(path).json()["data"]
+        assert place.client.get(path, headers=BOB).json()["data"] == []
+    for path, body in ((f"/v1/batches/{id_}/cancel", None), ("/v1/batches", batch_of(file_id))):
+        assert place.client.post(path, json=body, headers=BOB).status_code == 404
+    assert place.client.delete(f"/v1/files/{file_id}", headers=BOB).status_code == 404
+    assert place.client.get("/v1/files/..%2Fkeys%2Falice").status_code == 404
+    assert place.client.get("/v1/files/file-0").status_code == 404
+
+
+def test_fields_of_a_batch(place: Place) -> None:
+    id_ = place.upload([line("a")]).json()["id"]
+    for changes in (
+        {"endpoint": "/v1/images/generations"}, {"completion_window": "soon"},
+        {"metadata": {"a": 1}}, {"output_expires_after": {}},
+    ):  # fmt: skip
+        refused = place.client.post("/v1/batches", json=batch_of(id_, **changes))
+        assert refused.status_code == 400
+        assert next(iter(changes)) in refused.json()["error"]["param"]
+    made = place.client.post("/v1/batches", json=batch_of(id_, completion_window="90m")).json()
+    assert made["expires_at"] - made["created_at"] == 5400
+
+
+def test_keys_of_jobs_last(place: Place) -> None:
+    keys = _keys_of_jobs(place.folder, ["alice", "bob"])
+    assert keys[KEY] == "alice"
+    assert sorted(keys.values()) == ["alice", "bob"]
+    assert _keys_of_jobs(place.folder, ["alice", "bob"]) == keys
+    assert place.folder.key_file("bob").stat().st_mode & 0o077 == 0
+
+
+def test_without_a_folder() -> None:
+    client = TestClient(make_app(None, {}))  # type: ignore[arg-type]
+    for method, path in (("GET", "/v1/files"), ("GET", "/v1/batches/x"), ("POST", "/v1/files")):
+        refused = client.request(method, path)
+        assert refused.status_code == 404
+        assert "--batches FOLDER" in refused.json()["error"]["message"]
+    refused = client.post("/v1/batches", json=batch_of("x"))
+    assert "--batches FOLDER" in refused.json()["error"]["message"]
+
+
+def test_one_batch_holds_up_no_other(place: Place) -> None:
+    """With the thread at work, and its own worker."""
+    stuck, done = place.make([line("a", model="away")]), place.make([line("b")])
+    place.work.start()
+    try:
+        wait_until(lambda: place.see(done)["status"] == "completed")
+    finally:
+        place.work.stop()
+    assert place.see(stuck)["status"] == "validating"
