@@ -43,8 +43,11 @@ INSTALLERS = 4
 """Runs of pip at a time: one alone waits for the network half the time, and asks it once for each
 package."""
 
-# Lines of pip's output about indexes that lack a package, about itself and about unpinned hashes.
-_NOISE = re.compile(r"^(WARNING: (Location|The directory|Running pip as)|\[notice\]|\s*$)")
+# Lines of pip's output about indexes that lack a package, about itself, about unpinned hashes, and
+# about what another of its runs is replacing at that moment (renamed to begin with "~").
+_NOISE = re.compile(
+    r"^(WARNING: (Location|The directory|Running pip as|Skipping \S*/~)|\[notice\]|\s*$)"
+)
 _ASK_TORCH = """
 import importlib.metadata, json
 try:

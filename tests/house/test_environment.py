@@ -138,7 +138,8 @@ def test_every_module_that_is_compiled_is_there(environment: ModuleType) -> None
 def test_the_noise_of_a_step_is_left_out(
     environment: ModuleType, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = "print(\"WARNING: Location 'file:///x' is ignored: no folder\\nWARNING: a real one\")"
+    noise = r"WARNING: Location 'x' is ignored\nWARNING: Skipping /x/~y-1.dist-info due to z"
+    said = f'print("{noise}\\nWARNING: a real one")'
     environment.run("Installing", [sys.executable, "-c", said])
     assert re.fullmatch(r"Installing … \d+ s\nWARNING: a real one\n", capfd.readouterr().out)
     good, bad = ([sys.executable, "-c", text] for text in (said, "raise SystemExit('gone')"))
