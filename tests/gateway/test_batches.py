@@ -14,7 +14,6 @@ from jitney.gateway import batch_work, batches
 from jitney.gateway.app import make_app
 from jitney.gateway.batch_records import BatchRecord, Folder
 from jitney.gateway.batch_work import BatchWork
-from jitney.gateway.command import _keys_of_jobs
 from jitney.gateway.refusals import UnknownModelError
 from jitney.offline.worker import worker
 from starlette.testclient import TestClient
@@ -296,14 +295,6 @@ def test_fields_of_a_batch(place: Place) -> None:
         assert next(iter(changes)) in refused.json()["error"]["param"]
     made = place.client.post("/v1/batches", json=batch_of(id_, completion_window="90m")).json()
     assert made["expires_at"] - made["created_at"] == 5400
-
-
-def test_keys_of_jobs_last(place: Place) -> None:
-    keys = _keys_of_jobs(place.folder, ["alice", "bob"])
-    assert keys[KEY] == "alice"
-    assert sorted(keys.values()) == ["alice", "bob"]
-    assert _keys_of_jobs(place.folder, ["alice", "bob"]) == keys
-    assert place.folder.key_file("bob").stat().st_mode & 0o077 == 0
 
 
 def test_without_a_folder() -> None:

@@ -6,7 +6,12 @@ import time
 
 import pytest
 from jitney.errors import ConfigError
+from jitney.gateway.app import make_app
 from jitney.tracing import Tracing
+from starlette.testclient import TestClient
+
+from tests.server.client import wait_until
+from tests.server.collector import Collector
 
 
 def test_an_endpoint_that_is_none_is_refused() -> None:
@@ -29,3 +34,28 @@ def test_a_dead_collector_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> N
             span.end(time.monotonic(), {})
         tracing.close()
     assert "Queue full, dropping Span" in caplog.text
+
+
+def test_what_is_refused_at_the_door_has_a_span_with_its_status() -> None:
+    collector = Collector()
+    tracing = Tracing(collector.endpoint, "test")
+    client = TestClient(make_app(None, {"k" * 24: "alice"}, tracing))  # type: ignore[arg-type]
+    known = {"authorization": "Bearer " + "k" * 24}
+    assert client.get("/metrics").status_code == 200  # it gets no span
+    assert client.post("/v1/chat/completions").status_code == 401
+    assert client.post("/v1/completions", headers=known).status_code == 400
+    assert client.get("/nothing", headers=known).status_code == 404
+    assert client.get("/openapi.json").status_code == 200
+    tracing.close()
+    wait_until(lambda: len(collector.spans) == 4)
+    collector.close()
+    told = [
+        (span.name, span.attributes["http.response.status_code"], span.failed)
+        for span in sorted(collector.spans, key=lambda span: span.began)
+    ]
+    assert told == [
+        ("POST /v1/chat/completions", 401, True),
+        ("POST /v1/completions", 400, True),
+        ("GET", 404, True),
+        ("GET", 200, False),
+    ]

@@ -247,6 +247,7 @@ def gateway(
     batches: Annotated[
         Path | None, typer.Option(help="Folder of files and batches. Default: there are none.")
     ] = None,
+    grace: Annotated[int, typer.Option(help="Seconds that streams get at the stop.", min=0)] = 10,
 ) -> None:
     """Serve the models of a running server to clients of OpenAI's API.
 
@@ -260,7 +261,7 @@ def gateway(
     """
     from jitney.gateway.command import run_gateway
 
-    run_gateway(server, host, port, api_key_file, otlp_endpoint, metrics_url, batches)
+    run_gateway(server, host, port, api_key_file, otlp_endpoint, metrics_url, batches, grace)
 
 
 app.command()(bench)

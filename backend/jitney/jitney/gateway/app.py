@@ -43,6 +43,7 @@ from jitney.gateway.batch_work import working
 from jitney.gateway.batches import Batches, BatchRequest
 from jitney.gateway.blocks import Blocks
 from jitney.gateway.figures import Figures, Watch
+from jitney.gateway.keys import Keys
 from jitney.gateway.load import REQUEST_HEADER, Load
 from jitney.gateway.messages_api import (
     MessageAnswer,
@@ -84,7 +85,7 @@ Handler = Callable[..., Awaitable[Response]]
 
 def make_app(
     backend: Backend,
-    keys: Mapping[str, str],
+    keys: Mapping[str, str] | Keys,
     tracing: Tracing | None = None,
     load: Load | None = None,
     folder: Folder | None = None,
@@ -168,9 +169,8 @@ async def _read(answer: Handler, type_: type[Any], request: Request) -> Response
 class Gateway:
     """What the endpoints share."""
 
-    def __init__(self, backend: Backend, keys: Mapping[str, str], load: Load | None) -> None:
-        self._backend, self._load = backend, load
-        self._keys = {key.encode(): name for key, name in keys.items()}
+    def __init__(self, backend: Backend, keys: Mapping[str, str] | Keys, load: Load | None) -> None:
+        self._backend, self._keys, self._load = backend, keys, load
         self._figures = Figures()
 
     async def serve(self, path: str, answer: Handler, request: Request) -> Response:
@@ -202,7 +202,7 @@ class Gateway:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         for known, name in self._keys.items():
-            if hmac.compare_digest(known, key.encode()):
+            if hmac.compare_digest(known.encode(), key.encode()):
                 return name
         if self._keys:
             raise StatusError(401, "the header Authorization must be: Bearer, and a known API key")

@@ -45,5 +45,5 @@ class Traced:
                 "http.response.status_code": status,
                 **{name: state[key] for key, name in said.items() if state.get(key)},
             }
-            error = f"status {status}" if status >= 500 else ""
+            error = f"status {status}" if status >= 400 else ""
             span.end(time.monotonic(), attributes, f"{scope['method']} {path}".strip(), error)

@@ -1,0 +1,80 @@
+"""API keys: those of a file, as it is now, and those with which the jobs of batches come back."""
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+from collections.abc import ItemsView
+from pathlib import Path
+
+from jitney.errors import ConfigError
+from jitney.gateway.batch_records import Folder, write_whole
+
+_LOG = logging.getLogger(__name__)
+_KEY = re.compile(r"([\w.-]+):([\w.~+/=-]{24,})")
+
+
+class Keys:
+    """Those of ``file``, and one of each owner's jobs if there is a ``folder`` of batches."""
+
+    def __init__(self, file: Path, folder: Folder | None = None) -> None:
+        """Raises ConfigError for a file that cannot be used."""
+        self._file, self._folder = file, folder
+        self._seen = self._state()
+        self._known = self._read()
+
+    def items(self) -> ItemsView[str, str]:
+        """Key and its owner's name, of each. While the file cannot be used, those of before."""
+        state = self._state()
+        if state != self._seen:
+            self._seen = state
+            try:
+                self._known = self._read()
+            except ConfigError as error:
+                _LOG.warning("the API keys stay as they were: %s", error)
+        return self._known.items()
+
+    def _state(self) -> tuple[int, int] | None:
+        with contextlib.suppress(OSError):
+            now = self._file.stat()
+            return now.st_mtime_ns, now.st_size
+        return None
+
+    def _read(self) -> dict[str, str]:
+        keys = read_keys(self._file)
+        if self._folder is not None:
+            for owner in set(keys.values()):
+                keys |= _key_of_jobs(self._folder, owner)
+        return keys
+
+
+def read_keys(file: Path) -> dict[str, str]:
+    """Key -> name, of lines NAME:KEY, as the proxy takes them. Raises ConfigError."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    keys: dict[str, str] = {}
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if line and not line.startswith("#"):
+            match = _KEY.fullmatch(line)
+            if match is None:
+                bound = "NAME:KEY, the key at least 24 characters long"
+                raise ConfigError(f"{file}, line {number}: must be {bound}")
+            keys[match[2]] = match[1]
+    if not keys:
+        raise ConfigError(f"{file}: there is no key in it")
+    return keys
+
+
+def _key_of_jobs(folder: Folder, owner: str) -> dict[str, str]:
+    """Key -> owner: with it the jobs of batches come back here. Made once for all gateways."""
+    path = folder.key_file(owner)
+    if not path.exists():
+        made = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        write_whole(made, [f"{owner}:{secrets.token_hex(24)}\n".encode()])
+        with contextlib.suppress(FileExistsError):  # another gateway was faster
+            os.link(made, path)
+        made.unlink()
+    return read_keys(path)
