@@ -30,6 +30,7 @@ def address(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> I
         str(Path(sys.executable).parent / "jitney"), "gateway", "--server", server.grpc_url,
         "--port", "0", "--api-key-file", str(keys),
         "--metrics-url", server.metrics_url,
+        "--batches", str(tmp_path_factory.mktemp("batches")),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -42,6 +42,7 @@ from jitney.gateway.batch_records import Folder
 from jitney.gateway.batch_work import working
 from jitney.gateway.batches import Batches, BatchRequest
 from jitney.gateway.blocks import Blocks
+from jitney.gateway.document import ERRORS, FORMS, operation
 from jitney.gateway.figures import Figures, Watch
 from jitney.gateway.keys import Keys
 from jitney.gateway.load import REQUEST_HEADER, Load
@@ -104,6 +105,19 @@ def make_app(
             tracing.close()
 
     app = FastAPI(title="Jitney", lifespan=life, docs_url=None, redoc_url=None)
+
+    def add(method: str, path: str, answer: Handler, text: str | None, extra: Body) -> None:
+        app.add_api_route(
+            path,
+            partial(gateway.serve, path, answer),
+            methods=[method],
+            name=path,
+            summary=path,
+            description=text,
+            response_class=Response,
+            openapi_extra=extra,
+        )
+
     bodies: dict[str, tuple[Handler, type[WireRecord]]] = {
         "/v1/chat/completions": (gateway.chat, ChatRequest),
         "/v1/completions": (gateway.completions, CompletionRequest),
@@ -125,10 +139,8 @@ def make_app(
     }
     schemas, components = body_schemas([type_ for _, type_ in bodies.values()])
     for (path, (answer, type_)), schema in zip(bodies.items(), schemas, strict=True):
-        body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        serve = partial(gateway.serve, path, partial(_read, answer, type_))
-        extra = {"requestBody": body}
-        app.add_api_route(path, serve, methods=["POST"], name=path, openapi_extra=extra)
+        read = partial(_read, answer, type_)
+        add("POST", path, read, type_.__doc__, operation("POST", path, schema))
     pages: dict[str, Handler] = {
         "/v1/models": gateway.models,
         "/v1/models/{name:path}": gateway.model,
@@ -136,11 +148,10 @@ def make_app(
         "/metrics": gateway.metrics,
     }
     for path, answer in pages.items():
-        app.add_api_route(path, partial(gateway.serve, path, answer), methods=["GET"], name=path)
-    for method, path, answer in batches.routes():
-        serve = partial(gateway.serve, path, answer)
-        app.add_api_route(path, serve, methods=[method], name=path)
-    app.openapi()["components"] = {"schemas": components}
+        add("GET", path, answer, answer.__doc__, operation("GET", path))
+    for method, path, answer, text in batches.routes():
+        add(method, path, answer, text, operation(method, path, FORMS.get(path)))
+    app.openapi()["components"] = {"schemas": components | ERRORS}
     app.add_exception_handler(HTTPException, _no_such_page)
     if tracing is not None:
         app.add_middleware(Traced, tracing=tracing, without=_OPEN)

@@ -67,17 +67,20 @@ class Batches:
             raise StatusError(404, said)
         return self._at
 
-    def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
-        """Method, path and handler of each, but for that which makes a batch."""
+    def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]], str]]:
+        """Method, path, handler and what it does, but for that which makes a batch."""
+        file, batch = "/v1/files/{id}", "/v1/batches/{id}"
+        files, batches = partial(self._list, FileRecord), partial(self._list, BatchRecord)
+        show_file, show_batch = partial(self._show, FileRecord), partial(self._show, BatchRecord)
         return [
-            ("POST", "/v1/files", self.upload),
-            ("GET", "/v1/files", partial(_in_thread, partial(self._list, FileRecord))),
-            ("GET", "/v1/files/{id}", partial(_in_thread, partial(self._show, FileRecord))),
-            ("DELETE", "/v1/files/{id}", partial(_in_thread, self._delete)),
-            ("GET", "/v1/files/{id}/content", partial(_in_thread, self._content)),
-            ("GET", "/v1/batches", partial(_in_thread, partial(self._list, BatchRecord))),
-            ("GET", "/v1/batches/{id}", partial(_in_thread, partial(self._show, BatchRecord))),
-            ("POST", "/v1/batches/{id}/cancel", partial(_in_thread, self._cancel)),
+            ("POST", "/v1/files", self.upload, "Keep a file."),
+            ("GET", "/v1/files", partial(_in_thread, files), "The files, the newest first."),
+            ("GET", file, partial(_in_thread, show_file), "What is known of a file."),
+            ("DELETE", file, partial(_in_thread, self._delete), "Delete a file."),
+            ("GET", f"{file}/content", partial(_in_thread, self._content), "A file's bytes."),
+            ("GET", "/v1/batches", partial(_in_thread, batches), "The batches, the newest first."),
+            ("GET", batch, partial(_in_thread, show_batch), "How far a batch is."),
+            ("POST", f"{batch}/cancel", partial(_in_thread, self._cancel), "Cancel a batch."),
         ]
 
     async def upload(self, request: Request) -> Response:
