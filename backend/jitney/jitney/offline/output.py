@@ -23,6 +23,8 @@ from jitney.offline.dataset import LINES, Dataset, Place, Row, file_system, reas
 from jitney.offline.job import Job
 from jitney.offline.journal import JobJournal, Part, Ranges, sync
 
+_BLOCK = 512
+"""Rows that are encoded together."""
 ERRORS = "_errors"
 """Folder of the bad rows: readers of data sets pass over names that begin so."""
 _ENCODER = msgspec.json.Encoder(
@@ -114,49 +116,65 @@ class Output:
         return self.last_bad
 
     def write(self, part: list[Ended], figures: dict[str, float]) -> None:
-        """Write a part and commit it. Rows that do not fit become bad ones."""
-        rows = [row for _, row in part if not isinstance(row, BadRow)]
-        bad = [row for _, row in part if isinstance(row, BadRow)]
-        new = None
-        if self._parquet and rows and self._schema is None:
-            self._schema = _infer_schema(rows, self._known)
-            new = self._schema.serialize().to_pybytes()
-        try:
-            data = self._encoded(rows)
-        except Exception:  # a value may be anything
-            rows = []
-            for place, row in part:
-                if isinstance(row, BadRow):
-                    continue
-                try:
-                    self._encoded([row])
-                    rows.append(row)
-                except Exception as error:
-                    bad.append(self.bad_row(place, reason(error), row))
-                    self.misfits += 1
-            data = self._encoded(rows)
-        number = self._journal.record.next_number
-        files = {f"part-{number:05}.{'parquet' if self._parquet else 'jsonl'}": data}
-        files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
-        sizes = {name: len(data) for name, data in files.items() if data}
-        for name in sizes:
-            self._write(f"{self._folder}/{name}", files[name])
+        """Write a part and commit it. Rows that do not fit become bad ones. ``part`` is emptied
+        while it is encoded: its memory is the next one's."""
+        number, total = self._journal.record.next_number, len(part)
         pieces = Ranges((file, row, row + 1) for (file, row), _ in part).pieces
-        self._journal.append(Part(number, sizes, pieces, len(rows), len(bad), figures, new))
+        new = None
+        if self._parquet and self._schema is None:
+            rows = [row for _, row in part if not isinstance(row, BadRow)]
+            if rows:
+                self._schema = _infer_schema(rows, self._known)
+                new = self._schema.serialize().to_pybytes()
+            del rows
+        good: list[Any] = []
+        bad: list[BadRow] = []
+        while part:
+            block, part[:_BLOCK] = part[:_BLOCK], []
+            bad += [row for _, row in block if isinstance(row, BadRow)]
+            self._encode([(at, row) for at, row in block if not isinstance(row, BadRow)], good, bad)
+        name = f"part-{number:05}.{'parquet' if self._parquet else 'jsonl'}"
+        files = {name: self._joined(good)} if total > len(bad) else {}
+        if bad:
+            files[f"{ERRORS}/part-{number:05}.jsonl"] = b"".join(map(_bad_line, bad))
+        for name, data in files.items():
+            self._write(f"{self._folder}/{name}", data)
+        sizes = {name: len(data) for name, data in files.items()}
+        counts = total - len(bad), len(bad)
+        self._journal.append(Part(number, sizes, pieces, *counts, figures, new))
+        pa.default_memory_pool().release_unused()  # what the threads of writing had
 
-    def _encoded(self, rows: list[Row]) -> bytes:
-        """The bytes of a part. Raises whatever the values raise."""
-        if self._schema is None or not rows:
+    def _encode(self, rows: list[tuple[Place, Row]], good: list[Any], bad: list[BadRow]) -> None:
+        """Append rows to ``good`` as a record batch or as lines, or each that raises to ``bad``."""
+        try:
+            good.append(self._encoded([row for _, row in rows]))
+        except Exception as error:  # a value may be anything
+            if len(rows) > 1:
+                for one in rows:
+                    self._encode([one], good, bad)
+            else:
+                bad.append(self.bad_row(rows[0][0], reason(error), rows[0][1]))
+                self.misfits += 1
+
+    def _encoded(self, rows: list[Row]) -> pa.RecordBatch | bytes:
+        """Raises whatever the values raise."""
+        if self._schema is None:
             return b"".join(map(_line, rows))
         if extra := {name for row in rows for name in row} - set(self._schema.names):
             bound = "in the output, whose columns the first part set"
             raise InvalidArgumentError(f"column {min(extra, key=str)!r} is not {bound}")
-        sink = pa.BufferOutputStream()
-        table = pa.Table.from_pylist(rows, self._schema)
-        pq.write_table(table, sink, compression="zstd")
-        return sink.getvalue().to_pybytes()
+        return pa.RecordBatch.from_pylist(rows, self._schema)
 
-    def _write(self, path: str, data: bytes) -> None:
+    def _joined(self, encoded: list[Any]) -> bytes | pa.Buffer:
+        """The bytes of a part."""
+        if self._schema is None:
+            return b"".join(encoded)
+        sink = pa.BufferOutputStream()
+        table = pa.Table.from_batches(encoded, self._schema)
+        pq.write_table(table, sink, compression="zstd")
+        return sink.getvalue()
+
+    def _write(self, path: str, data: bytes | pa.Buffer) -> None:
         folder, name = posixpath.split(path)
         local = isinstance(self._fs, pafs.LocalFileSystem)
         temporary = f"{folder}/.{name}" if local else path

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -133,15 +134,16 @@ def in_background(call: Callable[[], Any]) -> Future[Any]:
     """Make a call in a thread of its own. Unlike an executor's, one that hangs keeps the process
     from nothing."""
     future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
+    threading.Thread(target=settle, args=(future, call), daemon=True).start()
     return future
+
+
+def settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Give a future what the call returns or raises."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class Workers:
@@ -150,27 +152,29 @@ class Workers:
     def __init__(self, context: Context, count: int) -> None:
         self.beside = count > 0
         self._processes = [_Process(context) for _ in range(count)]
-        self._idle: queue.SimpleQueue[Preparer] = queue.SimpleQueue()
-        preparers: list[Preparer] = [*self._processes] or [make_preparer(context)]
-        for prepare in preparers:
-            self._idle.put(prepare)
+        self._calls: queue.SimpleQueue[tuple[Chunk, Future[Prepared]] | None] = queue.SimpleQueue()
+        self._preparers: list[Preparer] = [*self._processes] or [make_preparer(context)]
+        # One thread each: a thread for each chunk would spread what it unpickles over more arenas
+        # of malloc's.
+        for prepare in self._preparers:
+            threading.Thread(target=self._work, args=(prepare,), daemon=True).start()
 
     def submit(self, chunk: Chunk) -> Future[Prepared]:
         """The future raises UnavailableError if the storage failed."""
+        future: Future[Prepared] = Future()
+        self._calls.put((chunk, future))
+        return future
 
-        def work() -> Prepared:
-            prepare = self._idle.get()
-            try:
-                return _prepare_apart(prepare, chunk)
-            finally:
-                self._idle.put(prepare)
-
-        return in_background(work)
+    def _work(self, prepare: Preparer) -> None:
+        while call := self._calls.get():
+            settle(call[1], partial(_prepare_apart, prepare, call[0]))
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes, whatever they do, and then the threads."""
         for process in self._processes:
             process.close()
+        for _ in self._preparers:
+            self._calls.put(None)
 
 
 def _prepare_apart(prepare: Preparer, chunk: Chunk, alone: bool = False) -> Prepared:
