@@ -262,3 +262,22 @@ def test_errors_are_of_its_form() -> None:
         assert told(error)[1]["error"] == {"type": wanted, "message": str(error)}
     (event,) = answer_of(Parser(None, None)).failed(UnavailableError("no server"))
     assert event["type"] == "error"
+
+
+@pytest.mark.parametrize("number", ["1e999", "9" * 5000])
+def test_a_call_that_no_client_could_read_is_text(number: str) -> None:
+    """In each form of a call; such a message was status 500."""
+    for tool_format, text in (
+        ("hermes", '<tool_call>{"name": "stop", "arguments": {"at": NUMBER}}</tool_call>'),
+        ("qwen_xml", "<function=stop>\n<parameter=at>\nNUMBER\n</parameter>\n</function>"),
+        ("pythonic", "[stop(at=NUMBER)]"),
+    ):
+        said = text.replace("NUMBER", number)
+        tool = {"function": {"name": "stop", "parameters": {"properties": {"at": {"type": "n"}}}}}
+        answer = answer_of(Parser(tool_format, None, [tool]))
+        list(answer.feed(step(said, end="stop")))
+        (made,) = answer.whole()["content"]
+        if tool_format == "qwen_xml":
+            assert made["input"] == {"at": number}
+        else:
+            assert made == {"type": "text", "text": said}

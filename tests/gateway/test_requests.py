@@ -325,3 +325,18 @@ def test_tokenize_takes_a_prompt_or_a_chat() -> None:
     for body in ({}, {"prompt": "a", "messages": [USER]}, {"prompt": "a", "tools": [TOOL]}):
         with pytest.raises(FieldError):
             asked(**body)
+
+
+@pytest.mark.parametrize("given", [{}, {"json": {}, "regex": "a"}, {"json_object": False}])
+def test_structured_outputs_are_one(given: dict[str, Any]) -> None:
+    """With a model that reasons, too, whose answer is constrained after its reasoning."""
+    for known in (KNOWN, msgspec.structs.replace(KNOWN, reasoning_format="think")):
+        body = decode(json.dumps(CHAT | {"structured_outputs": given}).encode(), ChatRequest)
+        with pytest.raises(FieldError, match="exactly one of json, json_object, regex") as caught:
+            ask_chat(body, known, "id")
+        assert caught.value.field == "structured_outputs"
+
+
+@pytest.mark.parametrize("name", ["foo-bar", "a b", "", "a`b", "a\nb"])
+def test_any_unknown_name_is_told(name: str) -> None:
+    assert refused(CHAT | {name: 1})[0] == (name or None)

@@ -266,3 +266,11 @@ def test_a_stream_that_fails_says_so() -> None:
     assert failed["response"]["error"] == {"code": "server_error", "message": "no server"}
     assert failed["response"]["output"][0]["content"][0]["text"] == "ab"
     assert [each["sequence_number"] for each in events] == list(range(len(events)))
+
+
+def test_what_was_open_when_it_failed_is_incomplete() -> None:
+    answer = answer_of(Parser(None, None))
+    list(answer.feed(step("abc")))
+    failed = answer.failed(UnavailableError("no server"))[-1]["response"]
+    assert failed["status"] == "failed"
+    assert [item["status"] for item in failed["output"]] == ["incomplete"]

@@ -190,3 +190,22 @@ def test_json_after_reasoning_is_written_as_without() -> None:
     for text in ("[1]", "[", "[" * 100_000):
         with pytest.raises(InvalidArgumentError, match=r"structured_outputs.json is "):
             after_reasoning({"json": text}, "think")
+
+
+@pytest.mark.parametrize(
+    ("tool_formats", "schema"),
+    [
+        (("pythonic", "qwen_xml"), {"properties": [1]}),
+        (("pythonic", "qwen_xml"), {"properties": None}),
+        (("pythonic", "qwen_xml"), {"required": 5}),
+        (("qwen_xml",), {"properties": {"a": {"type": 5}}}),
+        (("qwen_xml",), {"properties": {"a": {"anyOf": 5}}}),
+    ],
+)
+def test_parameters_that_are_no_schema_are_refused_by_name(
+    tool_formats: tuple[str, ...], schema: dict[str, Any]
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for tool_format in tool_formats:
+        with pytest.raises(InvalidArgumentError, match=r"^tools: .*'f' are no JSON"):
+            schema_of([tool], "required", True, tool_format)

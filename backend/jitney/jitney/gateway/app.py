@@ -59,6 +59,7 @@ from jitney.gateway.refusals import StatusError, as_asked, describe, describe_fo
 from jitney.gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
 from jitney.gateway.traced import Traced
 from jitney.gateway.wire import (
+    MAX_BODY_BYTES,
     ChatRequest,
     ClassifyRequest,
     CompletionRequest,
@@ -74,7 +75,6 @@ from jitney.tracing import HEADERS, Tracing
 
 _LOG = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 << 20
 RETRY_AFTER_S = 1
 _OPEN = ("/health", "/metrics")
 """Endpoints that need no key."""
@@ -94,11 +94,11 @@ def make_app(
 ) -> FastAPI:
     """``keys``: API key -> name of its owner; none: every client is welcome. ``folder``: of files
     and batches, whose lines go to this gateway's own ``url``."""
-    gateway, batches = Gateway(backend, keys, load), Batches(folder)
+    gateway, batches = Gateway(backend, keys, load), Batches(folder, backend)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        async with working(folder, url, backend.check):
+        async with working(folder, url):
             yield
         await backend.close()
         if tracing is not None:

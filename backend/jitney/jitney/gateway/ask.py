@@ -174,7 +174,10 @@ def _structured(body: Generation) -> Structured | None:
         found["response_format"] = {"json_object": True}
     if body.structured_outputs is not None:
         given = msgspec.structs.asdict(body.structured_outputs)
-        set_ = {name: value for name, value in given.items() if value is not None}
+        set_ = {name: value for name, value in given.items() if value not in (None, False)}
+        if len(set_) != 1:
+            said = f"structured_outputs must have exactly one of {', '.join(given)}"
+            raise FieldError("structured_outputs", said)
         found["structured_outputs"] = set_
     for name in ("json", "regex", "choice", "grammar"):
         value = getattr(body, f"guided_{name}")

@@ -2,8 +2,8 @@
 
 files/ID, files/ID.json     a file, and what is known of it
 batches/ID.json             a batch; written once by who makes it, then by ``batch_work`` alone
-work/ID/                    of a batch that has not ended: its lines, and ``cancel`` once
-                            somebody has asked for that
+work/ID/                    of a batch that has not ended: its lines, its job until that is in the
+                            queue, and ``cancel`` once somebody has asked for that
 queue/                      job files: offline/worker.py
 keys/NAME.key               the key with which jobs ask for an owner of batches
 """
@@ -23,7 +23,7 @@ from jitney.gateway.refusals import StatusError
 from jitney.offline.journal import Record, sync
 
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}(?:-output|-errors)?")
-OPEN = ("validating", "in_progress", "finalizing")
+OPEN = ("in_progress", "finalizing")
 """Statuses that are not an end."""
 
 
@@ -50,7 +50,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     errors: dict[str, Any] | None = None
     input_file_id: str
     completion_window: str
-    status: str = "validating"
+    status: str = "in_progress"
     output_file_id: str | None = None
     error_file_id: str | None = None
     created_at: int
@@ -67,6 +67,12 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     )
     metadata: dict[str, str] | None = None
     owner: str
+
+    def end(self, status: str, errors: list[dict[str, Any]]) -> None:
+        """``status``: completed, failed, expired or cancelled."""
+        self.errors = {"object": "list", "data": errors} if errors else None
+        self.status = status
+        setattr(self, f"{status}_at", int(time.time()))
 
 
 R = TypeVar("R", bound=FileRecord | BatchRecord)
@@ -116,14 +122,10 @@ class Folder:
         """With what only its job tells: how far it is, and whether it is cancelled."""
         if batch.status not in OPEN:
             return batch
-        counts, work = batch.request_counts, self.work / batch.id
+        work = self.work / batch.id
         record = Record(work / "out" / "_job" / "journal.jsonl")
-        counts = {
-            "total": counts["total"],
-            "completed": record.written,
-            "failed": counts["failed"] + record.failed,
-        }
-        batch = msgspec.structs.replace(batch, request_counts=counts)
+        done = {"completed": record.written, "failed": record.failed}
+        batch = msgspec.structs.replace(batch, request_counts=batch.request_counts | done)
         with contextlib.suppress(FileNotFoundError):
             batch.cancelling_at = int((work / "cancel").stat().st_mtime)
             batch.status = "cancelling"

@@ -1,4 +1,4 @@
-"""What becomes of batches: checked, worked off as jobs, and gathered into files.
+"""What becomes of batches: jobs of a worker, whose parts are gathered into files.
 
 A thread of one of the folder's gateways, the one that holds its lock, looks at every open batch
 time and again. Each of its steps may be cut off anywhere, and is then taken again. The jobs are
@@ -17,29 +17,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
-from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError, show
+from jitney.errors import InvalidArgumentError
 from jitney.gateway.backend import GENERATING
 from jitney.gateway.batch_records import OPEN, BatchRecord, FileRecord, Folder, write_whole
-from jitney.gateway.refusals import FieldError, StatusError, describe
-from jitney.gateway.wire import WireRecord, decode
+from jitney.gateway.refusals import StatusError
 from jitney.offline.journal import Record
 from jitney.offline.worker import cancel
 
 _LOG = logging.getLogger(__name__)
 
-MAX_LINES = 50_000
 _POLL_S = 1.0
 _BETWEEN_WORKERS_S = 5.0
-_SHOWN = 20
-"""Errors of a batch that has no line to run."""
+_ABANDONED_S = 3600.0
 _JOB = {"input_format": "openai", "workers": 0, "retries": 8, "max_errors": "100%"}
 _JOB |= {"part_seconds": 2.0}
 _OPTIONS = ("--until-empty", "--tries=8", "--backoff=5")
@@ -47,49 +43,46 @@ _OPTIONS = ("--until-empty", "--tries=8", "--backoff=5")
 _WORKER = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from jitney.cli import main; main()"
 _PRIORITY = 10
 """Of lines that name none: a client that waits goes first."""
-_ANSWERED = re.compile(r"(\d{3}) (\{.*\})", re.DOTALL)
-"""The reason of a bad row that the gateway answered: offline/asking.py."""
+_ENDS = {"done": "completed", "failed": "failed", "cancelled": "expired"}
+"""Where the file of a job lies that has ended -> what its batch is, unless it was cancelled."""
+_ANSWERED = re.compile(r"(\d{3}) (\{.*\})")
+"""The reason of a bad row that the gateway answered, with its JSON: offline/asking.py."""
 
 
-class _Body(msgspec.Struct):
-    model: str
-
-
-class _Line(WireRecord):
-    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
-    method: Literal["POST"]
-    url: str
-    body: _Body
-
-
-class _Named(msgspec.Struct):
-    custom_id: str | None = None
+def begin(folder: Folder, batch: BatchRecord, given: Path) -> None:
+    """Have the thread run a batch whose lines, in the file ``given``, are good. Until its record is
+    there it is none; it has the lines even if the file is deleted. Raises FileNotFoundError if
+    that has just happened."""
+    work = folder.work / batch.id
+    job: dict[str, Any] = {**_JOB, "model": batch.model}
+    job |= {"input": str(work / "input.jsonl"), "output": str(work / "out")}
+    if batch.owner:
+        job["api_key_file"] = str(folder.key_file(batch.owner))
+    if batch.endpoint in GENERATING:
+        job["sampling"] = {"priority": _PRIORITY}
+    work.mkdir()
+    (work / "input.jsonl").hardlink_to(given)
+    write_whole(work / "job.yaml", [msgspec.json.encode(job)])  # JSON is YAML too
+    folder.save(batch)
 
 
 @contextlib.asynccontextmanager
-async def working(
-    folder: Folder | None, url: str, check: Callable[[str, str], Coroutine[Any, Any, None]]
-) -> AsyncIterator[None]:
-    """The thread works, for the gateway of this loop at ``url``."""
+async def working(folder: Folder | None, url: str) -> AsyncIterator[None]:
+    """The thread works, for the gateway at ``url``."""
     if folder is None:
         yield
         return
-    loop = asyncio.get_running_loop()
-
-    def check_there(endpoint: str, model: str) -> None:
-        asyncio.run_coroutine_threadsafe(check(endpoint, model), loop).result()
-
-    work = BatchWork(folder, url, check_there)
+    work = BatchWork(folder, url)
     work.start()
     yield
     await asyncio.to_thread(work.stop)
 
 
 class BatchWork:
-    """The thread. ``check`` raises JitneyError for an endpoint that a model does not serve."""
+    """The thread."""
 
-    def __init__(self, folder: Folder, url: str, check: Callable[[str, str], None]) -> None:
-        self._folder, self._url, self._check = folder, url, check
+    def __init__(self, folder: Folder, url: str) -> None:
+        self._folder, self._url = folder, url
         self._worker: subprocess.Popen[bytes] | None = None
         self._not_before = 0.0
         """Monotonic seconds: of the next worker."""
@@ -107,23 +100,24 @@ class BatchWork:
 
     def _run(self) -> None:
         with self._folder.lock.open("w") as lock:
-            locked = False
             while not self._stopping.wait(_POLL_S):
                 with contextlib.suppress(BlockingIOError):  # else another gateway does it
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    locked = True
-                ids = sorted(path.name for path in self._folder.work.iterdir())
-                steps: list[Callable[[], None]] = [partial(self.advance, id_) for id_ in ids]
-                for step in [*steps, self._tend] if locked else []:
-                    try:
-                        step()
-                    except UnavailableError as error:
-                        _LOG.warning("a batch waits: %s", error)
-                    except Exception:
-                        _LOG.exception("a batch waits")
+                    self._look()
             if self._worker is not None:
                 self._worker.terminate()
                 self._worker.wait()
+
+    def _look(self) -> None:
+        """At every batch; one that cannot go on holds up no other."""
+        steps: list[Callable[[], None]] = [
+            partial(self.advance, path.name) for path in sorted(self._folder.work.glob("*"))
+        ]
+        for step in [*steps, self._tend]:
+            try:
+                step()
+            except Exception:
+                _LOG.exception("a batch waits")
 
     def _tend(self) -> None:
         """Have a worker run while a job waits, or lies where one was killed."""
@@ -137,21 +131,19 @@ class BatchWork:
                 [*command, "--server", self._url, *_OPTIONS], stdout=subprocess.DEVNULL
             )
 
-    # ------------------------------------------------------------------ one batch
-
     def advance(self, id_: str) -> None:
-        """Take the next step, if it is time for it."""
+        """Take the next step of a batch, if it is time for it."""
+        work, queue = self._folder.work / id_, self._folder.queue
         try:
             batch = self._folder.load(BatchRecord, id_)
-        except StatusError:  # its maker was killed before it was one, or is about to save it
+        except StatusError:
+            if time.time() - work.stat().st_mtime > _ABANDONED_S:  # its maker was killed
+                shutil.rmtree(work)
             return
-        work, queue = self._folder.work / id_, self._folder.queue
         if batch.status not in OPEN:
             for path in queue.glob(f"*/{id_}.*"):
                 path.unlink()
             shutil.rmtree(work)
-            return
-        if batch.status == "validating" and not self._validate(batch):
             return
         with contextlib.suppress(FileNotFoundError):
             (work / "job.yaml").rename(queue / f"{id_}.yaml")
@@ -159,94 +151,36 @@ class BatchWork:
         if cancelled or time.time() >= batch.expires_at:
             with contextlib.suppress(InvalidArgumentError):  # it has ended meanwhile
                 cancel(queue, id_)
-        state = self._ended(id_)
-        if state is not None:
-            names = {"done": "completed", "failed": "failed", "cancelled": "expired"}
-            self._finish(batch, "cancelled" if cancelled else names[state])
+        end = self._end_of(id_)
+        if end is not None:
+            self._finish(batch, "cancelled" if cancelled else end)
 
-    def _ended(self, id_: str) -> str | None:
-        """Where the job's file lies, once nobody works at the job."""
-        for state in ("done", "failed", "cancelled"):
+    def _end_of(self, id_: str) -> str | None:
+        """That of a job at which nobody works any more."""
+        for state, end in _ENDS.items():
             path = self._folder.queue / state / f"{id_}.yaml"
             with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return state
+                return end
         return None
-
-    def _validate(self, batch: BatchRecord) -> bool:
-        """Split the lines into those of the job and those that are refused, and write the job.
-        Whether there is one."""
-        work, ids, total = self._folder.work / batch.id, set[str](), 0
-        errors: list[dict[str, Any]] = []
-        with (
-            (work / "given.jsonl").open("rb") as given,
-            (work / "input.jsonl").open("wb") as kept,
-            (work / "refused.jsonl").open("wb") as refused,
-        ):
-            for number, line in enumerate(given, 1):
-                line = line.strip()
-                total += bool(line)
-                try:
-                    if line:
-                        batch.model = _check_line(line, batch, ids)
-                        kept.write(line + b"\n")
-                except InvalidArgumentError as error:
-                    said = describe(error)[1]["error"]
-                    refused.write(_error_line(line, None, said))
-                    said = {name: said[name] for name in ("code", "message", "param")}
-                    errors.append({**said, "line": number})
-        batch.request_counts = {"total": total, "completed": 0, "failed": len(errors)}
-        try:
-            if not 0 < total <= MAX_LINES:
-                bound = f"has {total:,} lines, but must have 1 to {MAX_LINES:,}"
-                raise FieldError("input_file_id", f"the input file {bound}")
-            if batch.model is not None:
-                self._check(batch.endpoint, batch.model)
-        except UnavailableError:
-            raise
-        except JitneyError as error:
-            errors, batch.model = [describe(error)[1]["error"]], None
-        if batch.model is None:
-            self._end(batch, "failed", errors[:_SHOWN])
-            return False
-        left = max(1, batch.expires_at - _now())
-        job: dict[str, Any] = {"model": batch.model, "within": f"{left}s"}
-        if batch.owner:
-            job["api_key_file"] = str(self._folder.key_file(batch.owner))
-        if batch.endpoint in GENERATING:
-            job["sampling"] = {"priority": _PRIORITY}
-        job |= {**_JOB, "input": str(work / "input.jsonl"), "output": str(work / "out")}
-        write_whole(work / "job.yaml", [msgspec.json.encode(job)])  # JSON is YAML too
-        batch.status, batch.in_progress_at = "in_progress", _now()
-        self._folder.save(batch)
-        return True
 
     def _finish(self, batch: BatchRecord, end: str) -> None:
         """Gather what the job has made: each request is in one of two files."""
         work = self._folder.work / batch.id
-        if (work / "cancel").exists():
-            batch.cancelling_at = int((work / "cancel").stat().st_mtime)
-        batch.status, batch.finalizing_at = "finalizing", _now()
+        batch.status, batch.finalizing_at = "finalizing", int(time.time())
         self._folder.save(batch)
-        out = work / "out"
-        record = Record(out / "_job" / "journal.jsonl")
-        names = [name for part in record.parts for name in part.files]
-        bad = [out / name for name in names if name.startswith("_errors/")]
-        good = [out / name for name in names if not name.startswith("_errors/")]
-
-        def errors() -> Iterator[bytes]:
-            yield from _lines([work / "refused.jsonl"])
-            yield from map(_of_bad_row, _lines(bad))
-            for row, line in enumerate(_lines([work / "input.jsonl"])):
-                if not record.done.covers(0, row, row + 1):
-                    said = f"the batch was {end} before this request was done"
-                    yield _error_line(line, None, {"code": f"batch_{end}", "message": said})
-
+        record = Record(work / "out" / "_job" / "journal.jsonl")
+        parts = [work / "out" / name for part in record.parts for name in part.files]
+        good = (path for path in parts if path.parent.name == "out")
+        bad = (path for path in parts if path.parent.name != "out")
         batch.output_file_id, completed = self._gather(batch, "output", _lines(good))
-        batch.error_file_id, failed = self._gather(batch, "errors", errors())
+        errors = _error_lines(work / "input.jsonl", _lines(bad), record, end)
+        batch.error_file_id, failed = self._gather(batch, "errors", errors)
         batch.request_counts |= {"completed": completed, "failed": failed}
+        batch.cancelling_at = self._folder.seen(batch).cancelling_at
         why = self._folder.queue / "failed" / f"{batch.id}.txt"
-        self._end(batch, end, [{"message": why.read_text("utf-8")}] if end == "failed" else [])
+        batch.end(end, [{"message": why.read_text("utf-8")}] if end == "failed" else [])
+        self._folder.save(batch)
 
     def _gather(
         self, batch: BatchRecord, what: str, lines: Iterator[bytes]
@@ -268,7 +202,7 @@ class BatchWork:
         record = FileRecord(
             id=id_,
             bytes=path.stat().st_size,
-            created_at=_now(),
+            created_at=int(time.time()),
             filename=f"{batch.id}_{what}.jsonl",
             purpose="batch_output",
             owner=batch.owner,
@@ -276,62 +210,44 @@ class BatchWork:
         self._folder.save(record)
         return id_, number
 
-    def _end(self, batch: BatchRecord, end: str, errors: list[dict[str, Any]]) -> None:
-        if errors:
-            batch.errors = {"object": "list", "data": errors}
-        batch.status = end
-        setattr(batch, f"{end}_at", _now())
-        self._folder.save(batch)
+
+def _error_lines(given: Path, bad: Iterator[bytes], record: Record, end: str) -> Iterator[bytes]:
+    """One for each request that is in no part, or among the ``bad`` rows of one, in their order."""
+    reasons = {each.row: each.error for each in map(msgspec.json.Decoder(_BadRow).decode, bad)}
+    for row, line in enumerate(filter(bytes.strip, _lines([given]))):
+        if row in reasons or not record.done.covers(0, row, row + 1):
+            yield _error_line(line, reasons.get(row), end)
 
 
-def _check_line(line: bytes, batch: BatchRecord, ids: set[str]) -> str:
-    """The model, which is that of the first line. Raises FieldError."""
-    given = decode(line, _Line)
-    for field, value, wanted in (
-        ("url", given.url, batch.endpoint),
-        ("body.model", given.body.model, batch.model or given.body.model),
-    ):
-        if value != wanted:
-            raise FieldError(field, f"{field} is {show(value)}, but this batch is for {wanted!r}")
-    if given.custom_id in ids:
-        raise FieldError("custom_id", "custom_id is that of an earlier line")
-    ids.add(given.custom_id)
-    return given.body.model
+class _BadRow(msgspec.Struct):
+    """Of a line in a job's error file."""
+
+    row: int
+    error: str
 
 
-def _of_bad_row(line: bytes) -> bytes:
-    """The line of an error file, from that of a job's."""
-    bad = msgspec.json.decode(line)
-    answered = _ANSWERED.fullmatch(bad["error"])
-    given = msgspec.json.encode(bad["input"])
-    if answered is None:
-        return _error_line(given, None, {"code": "request_failed", "message": bad["error"]})
-    body = msgspec.json.decode(answered[2])
-    return _error_line(given, {"status_code": int(answered[1]), "body": body}, None)
+class _Named(msgspec.Struct):
+    custom_id: str
 
 
-def _error_line(
-    given: bytes, response: dict[str, Any] | None, error: Mapping[str, Any] | None
-) -> bytes:
-    """For a line as it was given."""
-    try:
+def _error_line(given: bytes, why: str | None, end: str) -> bytes:
+    """``why``: of a bad row. None: it was not done before the batch was ``end``."""
+    digest, custom_id = hashlib.sha256(given).hexdigest()[:24], None
+    with contextlib.suppress(RecursionError):  # it is nested almost too deeply
         custom_id = msgspec.json.decode(given, type=_Named).custom_id
-    except msgspec.DecodeError:
-        custom_id = None
-    digest = hashlib.sha256(given).hexdigest()[:24]
-    if response is not None:
-        response = {**response, "request_id": digest}
-    if error is not None:
-        error = {name: error[name] for name in ("code", "message")}
-    made = {"id": f"batch_req_{digest}", "custom_id": custom_id}
+    made: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": custom_id}
+    said = f"the batch was {end} before this request was done"
+    error: Any = {"code": f"batch_{end}", "message": said}
+    response = None
+    if answered := _ANSWERED.fullmatch(why or ""):
+        response = {"status_code": int(answered[1]), "request_id": digest}
+        response["body"], error = msgspec.Raw(answered[2].encode()), None
+    elif why is not None:
+        error = {"code": "request_failed", "message": why}
     return msgspec.json.encode({**made, "response": response, "error": error}) + b"\n"
 
 
-def _lines(paths: Sequence[Path]) -> Iterator[bytes]:
+def _lines(paths: Iterable[Path]) -> Iterator[bytes]:
     for path in paths:
         with path.open("rb") as file:
             yield from file
-
-
-def _now() -> int:
-    return int(time.time())

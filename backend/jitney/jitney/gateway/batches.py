@@ -5,9 +5,9 @@ Whatever belongs to another API key does not exist. What becomes of a batch is `
 
 import asyncio
 import contextlib
-import os
+import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -19,7 +19,8 @@ from msgspec import Meta
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError, show
+from jitney.gateway.backend import Backend
 from jitney.gateway.batch_records import (
     OPEN,
     BatchRecord,
@@ -29,11 +30,15 @@ from jitney.gateway.batch_records import (
     new_id,
     write_whole,
 )
-from jitney.gateway.refusals import FieldError, StatusError
-from jitney.gateway.wire import WireRecord
+from jitney.gateway.batch_work import begin
+from jitney.gateway.refusals import FieldError, StatusError, describe
+from jitney.gateway.wire import MAX_BODY_BYTES, WireRecord, decode
 from jitney.offline.deadline import due_at
 
 MAX_FILE_BYTES = 200 << 20
+MAX_LINES = 50_000
+MAX_FAULTS = 20
+"""That a batch tells of its lines."""
 _MAX_FORM_BYTES = 64 << 10
 """Of a form besides its file."""
 _LISTED = {FileRecord: (10_000, 10_000), BatchRecord: (20, 100)}
@@ -52,11 +57,22 @@ class BatchRequest(WireRecord):
     metadata: Annotated[dict[_Short, _Long], Meta(max_length=16)] | None = None
 
 
+class _Body(msgspec.Struct):
+    model: str
+
+
+class _Line(WireRecord):
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: _Body
+
+
 class Batches:
     """The endpoints. Without a folder each says how to get one."""
 
-    def __init__(self, folder: Folder | None) -> None:
-        self._at = folder
+    def __init__(self, folder: Folder | None, backend: Backend) -> None:
+        self._at, self._backend = folder, backend
 
     @property
     def _folder(self) -> Folder:
@@ -112,10 +128,35 @@ class Batches:
         return self._answer(record)
 
     async def create(self, request: Request, body: BatchRequest) -> Response:
-        """A batch."""
-        return await asyncio.to_thread(self._create, request, body)
+        """A batch. One whose lines or model are at fault has failed, and says why."""
+        try:
+            batch, errors = await asyncio.to_thread(self._check, request, body)
+            if not errors:
+                errors = await self._faults_of_model(batch)
+            if errors:
+                batch.end("failed", errors)
+                await asyncio.to_thread(self._folder.save, batch)
+            else:
+                path = self._folder.files / batch.input_file_id
+                await asyncio.to_thread(begin, self._folder, batch, path)
+        except FileNotFoundError:
+            raise StatusError(404, f"{body.input_file_id!r} has just been deleted") from None
+        return self._answer(batch)
 
-    def _create(self, request: Request, body: BatchRequest) -> Response:
+    async def _faults_of_model(self, batch: BatchRecord) -> list[dict[str, Any]]:
+        """Raises UnavailableError: the client may come again."""
+        try:
+            await self._backend.check(batch.endpoint, str(batch.model))
+        except UnavailableError:
+            raise
+        except JitneyError as error:
+            return [_said(error, 1)]
+        return []
+
+    def _check(
+        self, request: Request, body: BatchRequest
+    ) -> tuple[BatchRecord, list[dict[str, Any]]]:
+        """The batch, and what is wrong with its lines."""
         now = time.time()
         try:
             due = due_at(None, body.completion_window, now)
@@ -132,15 +173,13 @@ class Batches:
             input_file_id=body.input_file_id,
             completion_window=body.completion_window,
             created_at=int(now),
+            in_progress_at=int(now),
             expires_at=int(due),
             metadata=body.metadata,
             owner=request.state.key,
         )
-        work = self._folder.work / batch.id
-        work.mkdir()
-        os.link(self._folder.files / source.id, work / "given.jsonl")  # it may be deleted now
-        self._folder.save(batch)
-        return self._answer(batch)
+        with (self._folder.files / source.id).open("rb") as file:
+            return batch, _faults(batch, file)
 
     def _cancel(self, request: Request) -> Response:
         batch = self._load(BatchRecord, request.path_params["id"], request)
@@ -171,7 +210,7 @@ class Batches:
         purpose = query.pop("purpose", None) if kind is FileRecord else None
         for name in query:
             raise FieldError(name, f"{name} is unknown or not supported")
-        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= most:
+        if not re.fullmatch("[0-9]{1,5}", limit) or not 1 <= int(limit) <= most:
             raise FieldError("limit", f"limit must be a number from 1 to {most:,}")
         own = (
             record
@@ -201,6 +240,48 @@ class Batches:
         made = msgspec.to_builtins(record)
         del made["owner"]
         return made
+
+
+def _faults(batch: BatchRecord, lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Of its lines, the first ones. It gets the model, which is that of the first line, and the
+    number of its requests."""
+    faults: list[dict[str, Any]] = []
+    ids, number = set[str](), 0
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                _check_line(line, batch, ids)
+        except InvalidArgumentError as error:
+            faults.append(_said(error, number))
+        if len(faults) == MAX_FAULTS:
+            break
+    batch.request_counts["total"] = len(ids)
+    if not faults and not 0 < len(ids) <= MAX_LINES:
+        bound = f"has {len(ids):,} requests, but must have 1 to {MAX_LINES:,}"
+        faults.append(_said(FieldError("input_file_id", f"the input file {bound}"), number))
+    return faults
+
+
+def _check_line(line: bytes, batch: BatchRecord, ids: set[str]) -> None:
+    """Raises InvalidArgumentError."""
+    if len(line) > MAX_BODY_BYTES:
+        raise InvalidArgumentError(f"the line has more than {MAX_BODY_BYTES:,} bytes")
+    given = decode(line, _Line)
+    batch.model = batch.model or given.body.model
+    for field, value, wanted in (
+        ("url", given.url, batch.endpoint),
+        ("body.model", given.body.model, batch.model),
+    ):
+        if value != wanted:
+            raise FieldError(field, f"{field} is {show(value)}, but this batch is for {wanted!r}")
+    if given.custom_id in ids:
+        raise FieldError("custom_id", "custom_id is that of an earlier line")
+    ids.add(given.custom_id)
+
+
+def _said(error: JitneyError, line: int) -> dict[str, Any]:
+    said = describe(error)[1]["error"]
+    return {**{name: said[name] for name in ("code", "message", "param")}, "line": line}
 
 
 async def _in_thread(answer: Callable[[Request], Response], request: Request) -> Response:

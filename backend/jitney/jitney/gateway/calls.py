@@ -71,8 +71,14 @@ class Body:
         return None
 
     def calls(self, text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The functions' names, each with its arguments as JSON text. ``text``: the body alone.
-        ``schemas``: of the arguments, by functions' names."""
+        """The functions' names, each with its arguments as JSON text, which any client can read.
+        ``text``: the body alone. ``schemas``: of the arguments, by functions' names."""
+        called = self._calls(text, schemas)
+        for _, arguments in called:
+            msgspec.json.decode(arguments, type=dict[str, Any])
+        return called
+
+    def _calls(self, text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
         if self._kind == "python":
             expression = ast.parse(text, mode="eval").body
             listed = expression.elts if isinstance(expression, ast.List) else [expression]
@@ -95,7 +101,6 @@ class _Named(msgspec.Struct):
         text = (bytes(self.arguments) or bytes(self.parameters)).decode()
         if text.startswith('"'):  # some models write the object as a string
             text = msgspec.json.decode(text, type=str)
-        msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         return self.name, text
 
 
@@ -138,8 +143,10 @@ def _typed(text: str, schema: Mapping[str, Any]) -> str | msgspec.Raw:
     types = types_of(schema)
     if schema in ({}, True) or "string" in types or text in schema.get("enum", ()):
         return msgspec.Raw(b"null") if text == "null" and "null" in types else text
+    text = _JSON_OF_WORDS.get(text, text)
     try:
-        return msgspec.json.decode(_JSON_OF_WORDS.get(text, text), type=msgspec.Raw)
+        msgspec.json.decode(text)
+        return msgspec.Raw(text.encode())
     except msgspec.DecodeError:
         return text
 

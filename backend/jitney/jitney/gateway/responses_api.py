@@ -273,6 +273,8 @@ class ResponseAnswer:
         told = describe(error)[1]["error"]
         fields = {name: told[name] for name in ("code", "message", "param")}
         event = {**self._event("error", **fields), "type": "error"}
+        for block in self._blocks.all[-1:]:
+            block.complete = bool(block.complete)  # it may be open
         fault = {"code": "server_error", "message": told["message"]}
         return [event, self._event("failed", response=self._response("failed", error=fault))]
 

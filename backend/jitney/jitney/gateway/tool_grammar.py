@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jitney.errors import InvalidArgumentError
-from jitney.gateway.calls import types_of
+from jitney.gateway.calls import MALFORMED, types_of
 from jitney.gateway.formats import OPENED, TOOL_FORMATS, reasoning_markers
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -43,7 +43,11 @@ def schema_of(
     rules = ['text[suffix="</parameter>"]: /(?s:.*)/'] if row.body == "xml" else []
     for index, function in enumerate(functions):
         before, after = (part.replace("NAME", function["name"]) for part in row.syntax[1:3])
-        arguments = _arguments(function, row.body)
+        try:
+            arguments = _arguments(function, row.body)
+        except MALFORMED:
+            said = f"tools: the parameters of {function['name']!r} are no JSON schema"
+            raise InvalidArgumentError(said) from None
         rules.append(f"call{index}: {_text(before, ids)} {arguments} {_text(after, ids)}")
     begin, between, end = (_text(row.syntax[index], ids) for index in (0, 3, 4))
     more = f"({between} call)*" if parallel else ""

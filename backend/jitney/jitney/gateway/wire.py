@@ -15,6 +15,7 @@ from msgspec.json import schema_components
 from jitney.gateway.refusals import FieldError
 from jitney.sampling_params import NAMES, SamplingParams
 
+MAX_BODY_BYTES = 8 << 20
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_PROMPTS = 256
@@ -262,7 +263,7 @@ def decode(data: bytes, type_: type[T]) -> T:
         found = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", str(error), re.DOTALL)
         assert found is not None
         said, path = found[1], found[2] or ""
-        named = re.fullmatch(r"Object (contains unknown|missing required) field `(\w+)`", said)
+        named = re.fullmatch(r"(?s)Object (contains unknown|missing required) field `(.*)`", said)
         if named is None:
             raise FieldError(path, f"{path or 'the body'}: {said}") from None
         fault = "is missing" if "missing" in named[1] else "is unknown or not supported"
