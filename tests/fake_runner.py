@@ -16,6 +16,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from jitney.errors import InternalError
 from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput, Submit
@@ -60,12 +61,14 @@ def candidates(token: int, position: int, vocab_size: int) -> list[Logprob]:
 class FakeGrammar:
     """Made of a text ``"first,…:length"``: allows ids of which the remainder by 7 is one of the
     first after an even sum of the output, and all others after an odd one; complete after that many
-    tokens. So every token of the output matters, and a state that missed one allows others."""
+    tokens. So every token of the output matters, and a state that missed one allows others. With
+    ``:most`` at the end, a token forces up to so many after it, at times."""
 
     def __init__(self, text: str) -> None:
-        remainders, _, length = text.partition(":")
+        remainders, length, *most = text.split(":")
         self.remainders = {int(each) for each in remainders.split(",")}
         self.length = int(length)
+        self.most_forced = int(most[0]) if most else 0
 
     def begin(self, may_end: bool) -> "FakeState":
         return FakeState(self)
@@ -89,6 +92,15 @@ class FakeState:
             assert token in self.allowed(VOCAB_SIZE), "a token that is not allowed"
             self.accepted.append(token)
 
+    def forced(self) -> list[int]:
+        ahead, made = FakeState(self._grammar), list[int]()
+        ahead.accept(self.accepted)
+        for _ in range(sum(self.accepted) % (self._grammar.most_forced + 1)):
+            if not ahead.ended:
+                made.append(ahead.allowed(VOCAB_SIZE)[sum(ahead.accepted) % 3])
+                ahead.accept(made[-1:])
+        return made
+
     def allowed(self, vocab_size: int) -> list[int]:
         odd = sum(self.accepted) % 2
         return [id for id in range(vocab_size) if (id % 7 in self._grammar.remainders) != bool(odd)]
@@ -111,11 +123,14 @@ def solo_stream(
     most = min(params.max_tokens, max_model_len - len(submit.prompt))
     output: list[int] = []
     grammar = FakeGrammar(submit.grammar).begin(True) if submit.grammar else None
+    due: list[int] = []  # what the grammar forces, but for stop ids
     while len(output) < most:
         history = [sorted(output)] if _penalizes(params) or submit.bad_words_ids else []
         slots = context(submit.prompt + output)
         allowed = range(vocab_size) if grammar is None else grammar.allowed(vocab_size)
-        token = allowed[_pick(slots, params, index, *history) % len(allowed)]
+        was_sampled = not due
+        sampled = allowed[_pick(slots, params, index, *history) % len(allowed)]
+        token = sampled if was_sampled else due.pop(0)
         output.append(token)
         if token in submit.stop_ids and len(output) > params.min_tokens:
             break
@@ -123,6 +138,9 @@ def solo_stream(
             grammar.accept([token])
             if grammar.ended:
                 break
+            if was_sampled and params.logprobs is None and not submit.bad_words_ids:
+                free = takewhile(lambda token: token not in submit.stop_ids, grammar.forced())
+                due = list(free)
     return output
 
 

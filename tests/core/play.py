@@ -1,5 +1,6 @@
 """A front without a server: submits to an engine over the fake runner and notes what comes back."""
 
+import time
 from typing import Any
 
 from jitney.config import make_config
@@ -17,7 +18,7 @@ from jitney.messages import (
 )
 from jitney.sampling_params import SamplingParams
 
-from tests.fake_runner import FakeRunner, solo_stream
+from tests.fake_runner import FakeGrammar, FakeRunner, solo_stream
 
 _RUNNER = (
     "max_model_len",
@@ -39,7 +40,9 @@ class Play:
         self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, **runner_options)
         config = make_config({"model": "fake", "block_size": block_size, **options})
         self.now = 0.0
-        self.engine = Engine(config, self.runner, clock=lambda: self.now)
+        self.engine = Engine(
+            config, self.runner, clock=lambda: self.now, compile_grammar=FakeGrammar
+        )
         self.scheduler = self.engine.scheduler
         self.submits: dict[int, Submit] = {}
         self.streams: dict[tuple[int, int], list[int]] = {}
@@ -59,6 +62,7 @@ class Play:
         deadline: float | None = None,
         stop_ids: frozenset[int] = frozenset(),
         bad_words_ids: list[list[int]] | None = None,
+        grammar: str = "",
         **params: Any,
     ) -> int:
         """Send a request; its key."""
@@ -71,8 +75,11 @@ class Play:
             bad_words_ids=bad_words_ids or [],
             arrival=self.now,
             deadline=deadline,
+            grammar=grammar,
         )
         self.engine.send(self.submits[key])
+        while self.engine._grammars.waiting:  # for a thread: so that each run is the same
+            time.sleep(0)
         return key
 
     def step(self, times: int = 1) -> StepReport | None:

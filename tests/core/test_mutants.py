@@ -57,7 +57,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "forks are promised no place": ("plan", "min(size, live.max_running) > places", "not places"),
     "forks that wait share blocks": ("admission", " if params.n <= max_running else 0", ""),
     "decodes leave nothing to chunks": ("plan", "return min(most, sum", "return min(0, sum"),
-    "the budget is ignored": ("plan", "min(end - start, plan.tokens_left)", "end - start"),
+    "the budget is ignored": ("plan", "min(end - start, most)", "end - start"),
 }  # fmt: skip
 # The copy comes before the installed package, which an editable installation finds by itself.
 PROGRAM = """

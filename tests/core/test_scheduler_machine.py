@@ -54,7 +54,7 @@ WISHES = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from(5 * [None] + [1]),
         "repetition_penalty": st.sampled_from(6 * [1.0] + [1.3]),
         "bad_words_ids": st.sampled_from(6 * [[]] + [[[1, 2]]]),
-        "grammar": st.sampled_from(4 * [""] + ["0,2,5:4", "1,3:9"]),
+        "grammar": st.sampled_from(4 * [""] + ["0,2,5:4", "1,3:9", "2,3:9:2", "0,1,5:12:7"]),
     }
 )
 FAULTS = ["raise", "raise late", "raise at launch"]
@@ -309,7 +309,8 @@ class Traffic(RuleBasedStateMachine):
             assert one.submit.deadline is not None
             assert one.submit.deadline <= self.now
         else:
-            assert len(event.ids) == 1
+            forces = one.submit.grammar.count(":") == 2
+            assert len(event.ids) == 1 or (forces and event.ids)
             assert stream != solo, "a sequence goes on after its end"
         if params.logprobs is None:
             assert event.logprobs is event.cumulative_logprob is None

@@ -122,7 +122,7 @@ def random_request(key: int, rng: random.Random) -> Submit:
     )
     prompt = [rng.randrange(40) for _ in range(rng.randint(1, 40))]
     stop = frozenset(rng.sample(range(50), 2)) if rng.random() < 0.3 else frozenset()
-    grammar = rng.choice(("", "", "0,2,5:9", "1,3:30"))
+    grammar = rng.choice(("", "", "0,2,5:9", "1,3:30:4"))
     return Submit(
         key=key, prompt=prompt, params=params, stop_ids=stop, arrival=0.0, grammar=grammar
     )
@@ -278,6 +278,17 @@ def test_a_fault_of_decoding_alone_is_found_too() -> None:
         assert len(journal.due()) == 1
     assert [one.key for one in failed] == [0]
     assert length < 8
+
+
+def test_what_a_grammar_forces_proves_nothing() -> None:
+    """A fault of decoding: each engine samples a token, and a few are forced after it."""
+    journal, failed = Journal(), list[Failed]()
+    journal.take(submit_of(0, max_tokens=1000))
+    for length in range(3, 60, 5):
+        journal.due()
+        journal.read(StepReport([Tokens(key=0, index=0, ids=[7] * 5)], StepStats()), 1.0)
+        failed += journal.crashed([Span(0, 0, length, length + 5)])
+    assert [one.key for one in failed] == [0]
 
 
 def test_accepted_requests_pass_by_the_queue_s_limit() -> None:

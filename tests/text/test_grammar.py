@@ -134,6 +134,7 @@ def test_the_state_follows_from_the_tokens_alone(tokenizer: Tokenizer) -> None:
     for choice in range(40):
         at_once = begin(tokenizer, json=schema)
         at_once.accept(made)
+        assert stepwise.forced() == at_once.forced()
         options = allowed(stepwise)
         assert options == allowed(at_once)
         token = options[choice % len(options)]
@@ -143,6 +144,23 @@ def test_the_state_follows_from_the_tokens_alone(tokenizer: Tokenizer) -> None:
         made.append(token)
         assert not stepwise.ended
     assert len(made) > 10
+
+
+SHAPE = {"enum": ["round as a ball", "round as a coin"]}
+
+
+def test_forced_tokens_spell_what_must_follow(tokenizer: Tokenizer) -> None:
+    """In the tokenizer's own way, as far as nothing that may come after could change it."""
+    schema = {"type": "object", "properties": {"shape": SHAPE}, "required": ["shape"]}
+    state = begin(tokenizer, json=schema)
+    assert state.forced() == tokenizer.encode('{"shape": "round as a ', add_special_tokens=False)
+    state.accept(tokenizer.encode('{"shape": "round as a b', add_special_tokens=False))
+    assert tokenizer.decode(state.forced()) == 'all"'
+    for token in state.forced():
+        assert token in allowed(state)
+        state.accept([token])
+    assert state.forced() == []
+    assert not state.ended
 
 
 def test_an_output_that_may_end_or_go_on(tokenizer: Tokenizer) -> None:
@@ -176,3 +194,10 @@ def test_a_model_of_fewer_tokens_than_its_tokenizer(tokenizer: Tokenizer) -> Non
     info: ModelInfo = msgspec.structs.replace(INFO, vocab_size=300, eos_ids=frozenset({1}))
     state = GrammarCompiler(tokenizer.data, info)("start: /a+/").begin(True)
     assert len(state.mask()) * 8 >= info.vocab_size
+    state = GrammarCompiler(tokenizer.data, info)('start: "a fox leaps over the lazy dog"').begin(
+        True
+    )
+    forced = state.forced()
+    assert forced
+    assert max(forced) < 300
+    assert tokenizer.decode(forced) == "a"

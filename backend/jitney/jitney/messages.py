@@ -169,6 +169,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """0 if no output was applied."""
     prefill_tokens: int = 0
     generated_tokens: int = 0
+    forced_tokens: int = 0
+    """Of these, the ones that a grammar forced."""
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     preemptions: int = 0
@@ -221,6 +223,10 @@ class GrammarState(Protocol):
 
     def accept(self, token_ids: list[int]) -> None:
         """Go on by these tokens of the output."""
+
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves one text only, in the tokenizer's own
+        spelling; empty as a rule. Allowed in this order, and within the model's vocabulary."""
 
     def mask(self) -> bytes:
         """A bit for each id, the lowest of a byte first: whether it may be next."""

@@ -127,22 +127,17 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
 
 
 def _append(sequence: Sequence, result: RowOutput, position: int) -> Tokens:
-    """Append the token sampled at ``position`` of the row's sample. Returns its event, with the
-    finish reason if the sequence ends."""
-    request = sequence.request
-    message = request.message
-    token = result.token_ids[position]
-    sequence.output.append(token)
-    sequence.num_tokens += 1
-    num_output = len(sequence.output)
-    reason: FinishReason | None = None
-    stop_id = None
-    if token in message.stop_ids and num_output > message.params.min_tokens:
-        reason, stop_id = "stop", token
-    elif sequence.grammar is not None and _completes(sequence.grammar, token):
-        reason = "stop"
-    elif num_output >= request.max_output:
-        reason = "length"
+    """Append the token sampled at ``position`` of the row's sample and those that a grammar forces
+    after it. Returns their event, with the finish reason if the sequence ends."""
+    message, grammar = sequence.request.message, sequence.grammar
+    ids = [result.token_ids[position]]
+    reason, stop_id = _add_token(sequence, ids[0])
+    if grammar is not None and reason is None and sequence.request.takes_forced:
+        for token in grammar.forced():
+            if reason is not None or token in message.stop_ids:  # that is left to the sampler
+                break
+            ids.append(token)
+            reason, stop_id = _add_token(sequence, token)
     logprobs = cumulative = None
     if message.params.logprobs is not None:
         assert result.logprobs is not None, "logprobs are missing"
@@ -152,12 +147,25 @@ def _append(sequence: Sequence, result: RowOutput, position: int) -> Tokens:
     return Tokens(
         key=message.key,
         index=sequence.index,
-        ids=[token],
+        ids=ids,
         logprobs=logprobs,
         cumulative_logprob=cumulative,
         finish_reason=reason,
         stop_id=stop_id,
     )
+
+
+def _add_token(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
+    """Append one token. Why the sequence ends by it, if it does, and the stop id if it is one."""
+    request, message = sequence.request, sequence.request.message
+    sequence.output.append(token)
+    sequence.num_tokens += 1
+    num_output = len(sequence.output)
+    if token in message.stop_ids and num_output > message.params.min_tokens:
+        return "stop", token
+    if sequence.grammar is not None and _completes(sequence.grammar, token):
+        return "stop", None
+    return ("length" if num_output >= request.max_output else None), None
 
 
 def _completes(grammar: GrammarState, token: int) -> bool:

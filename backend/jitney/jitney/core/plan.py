@@ -4,8 +4,8 @@ There are no phases: a sequence has ``num_tokens`` tokens of which ``num_planned
 or about to be, and a step computes some more of them under one token budget. It takes, in this
 order,
 
-1. running sequences with one token to compute (decodes),
-2. running sequences with more (chunks of a prompt, or of a recomputation),
+1. running sequences with one token to compute, and those that a grammar forced (decodes),
+2. running sequences with a prompt or a recomputation to compute, in chunks,
 3. waiting sequences, as far as ``max_num_seqs``, blocks and budget allow,
 
 each by *rank*: ``priority * aging_s + arrival``, lower first. Where decodes would take nearly the
@@ -19,7 +19,8 @@ A plan *ahead* is made while a step is in flight. It is the same but for four th
 this step is still sampling is *carried*: the row has its index among the samples instead of the
 token. A sequence whose pending token is its last by length gets no row. Nor does one whose request
 reads its own output: it gets its row in the next plan, in which that token is known. And nothing is
-preempted: :meth:`Planner.can_plan_ahead` has checked that there are enough blocks.
+preempted: :meth:`Planner.can_plan_ahead` has checked that there is a block for each decode. What a
+grammar forced, and finds no place there, is left to the next step.
 """
 
 import math
@@ -80,7 +81,8 @@ class Planner:
                 return False
         free = self._kv.num_free
         return free >= len(live.running) or free >= sum(
-            one.num_planned == len(one.table) * size and one.num_planned < one.limit
+            one.num_planned < one.limit
+            and len(one.table) * size < max(one.num_planned + 1, one.num_tokens)
             for one in live.running
         )
 
@@ -92,7 +94,7 @@ class Planner:
         preemptions = live.preemptions
         for sequence in self._plan_decodes(plan):
             if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
-                self._plan_chunk(plan, sequence)
+                self._plan_chunk(plan, sequence, plan.tokens_left)
         if live.preemptions == preemptions:  # else blocks are short as it is
             self._admit_waiting(plan, now, counts)
         assert plan.tokens_left >= 0, "the step is over its budget"
@@ -110,8 +112,8 @@ class Planner:
         return min(most, sum(one.prefill_left for one in running))
 
     def _plan_decodes(self, plan: _Plan) -> list[Sequence]:
-        """Plan every running sequence that has one token to compute, making room by preemption.
-        Returns the other running sequences, by rank."""
+        """Plan every running sequence that decodes, making room by preemption. Returns the other
+        running sequences, by rank."""
         running, block_size = self._live.running, self._block_size
         others = []
         position = 0
@@ -122,24 +124,33 @@ class Planner:
             position += 1
             start = sequence.num_planned
             left = sequence.num_tokens - start
-            if left > 1 or (left == 1 and not sequence.output):  # prefill_left, without a call
+            if start < sequence.prefill_end:
                 others.append(sequence)
             elif plan.ahead and left == 0 and sequence.request.reads_output:
                 continue
             elif plan.tokens_left > plan.kept_for_prefill and start < sequence.limit:
-                full = start == len(sequence.table) * block_size
-                if full and not self._make_room(plan, sequence):
+                end = start + (left or 1)
+                full = len(sequence.table) * block_size < end
+                if full and not self._make_room(plan, sequence, end):
                     continue
-                if left == 1:
+                if left > 1:
+                    most = plan.tokens_left - plan.kept_for_prefill
+                    room = len(sequence.table) * block_size - start
+                    self._plan_chunk(plan, sequence, min(most, room))
+                elif left == 1:
                     self._add_row(plan, sequence, [sequence.output[-1]], (sequence.index,), None)
                 else:  # that token is pending
                     self._add_row(plan, sequence, [0], (sequence.index,), sequence.sample_index)
         return others
 
-    def _make_room(self, plan: _Plan, sequence: Sequence) -> bool:
-        """Allocate one more block for ``sequence``, preempting from the end of ``running`` if none
-        is free. False if ``sequence`` itself was preempted."""
-        while not self._kv.grow(sequence.table):
+    def _make_room(self, plan: _Plan, sequence: Sequence, end: int) -> bool:
+        """Allocate blocks for the positions below ``end`` of ``sequence``, one at most in a plan
+        ahead, preempting from the end of ``running`` if none is free. False if ``sequence`` itself
+        was preempted."""
+        wanted = len(sequence.table) + 1 if plan.ahead else self._kv.blocks_for(end)
+        while len(sequence.table) < wanted:
+            if self._kv.grow(sequence.table):
+                continue
             assert self._preempts, "a reserved block is not free"
             assert not plan.ahead, "blocks are short, and a step is in flight"
             victim = self._live.running[-1]
@@ -148,11 +159,11 @@ class Planner:
                 return False
         return True
 
-    def _plan_chunk(self, plan: _Plan, sequence: Sequence) -> None:
-        """Plan as many tokens of a prompt or recomputation as the budget allows. Its blocks were
-        all allocated at admission."""
+    def _plan_chunk(self, plan: _Plan, sequence: Sequence, most: int) -> None:
+        """Plan at most so many of the known tokens of a sequence. Their blocks are allocated, at
+        admission for a prompt or recomputation."""
         start, end = sequence.num_planned, sequence.num_tokens
-        count = min(end - start, plan.tokens_left)
+        count = min(end - start, most)
         if not count:
             return
         sample: tuple[int, ...] = ()
@@ -217,7 +228,7 @@ class Planner:
             if not self._admit(plan, sequence, now, counts):
                 return
             places -= size
-            self._plan_chunk(plan, sequence)
+            self._plan_chunk(plan, sequence, plan.tokens_left)
 
     def _admit(self, plan: _Plan, sequence: Sequence, now: float, counts: Counts) -> bool:
         """Allocate the blocks of all tokens of a waiting sequence, cached ones where there are any,
@@ -239,6 +250,7 @@ class Planner:
             assert self._preempts or plan.ahead, "a reserved block is not free"
             return False
         num_cached = len(hits) * kv.block_size
+        sequence.prefill_end = sequence.num_tokens - bool(sequence.output)
         self._live.admit(sequence, table, num_cached, now)
         if not sequence.output:
             request.cached_prompt_tokens, request.computed_prompt_tokens = num_cached, 0

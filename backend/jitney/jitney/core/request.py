@@ -39,6 +39,7 @@ class Request:
         "root",
         "running",
         "sequences",
+        "takes_forced",
     )
 
     def __init__(
@@ -62,6 +63,7 @@ class Request:
         self.live = message.params.n
         """Sequences that have not ended, those not yet made included."""
         self.reads_output = _reads_output(message)
+        self.takes_forced = _takes_forced(message)
         self.root = root_hash(message.params.cache_salt)
         self.prompt_logprobs: list[list[Logprob] | None] = [None]
         """One entry per prompt position as far as known; nothing precedes the first."""
@@ -129,6 +131,14 @@ def _reads_output(message: Submit) -> bool:
     )
 
 
+def _takes_forced(message: Submit) -> bool:
+    """Whether tokens that its grammar forces are appended without being sampled: not if their
+    logprobs are asked for, nor if parameters weigh which tokens a forced text is made of."""
+    params = message.params
+    weighs = message.bad_words_ids or params.logit_bias or params.allowed_token_ids is not None
+    return bool(message.grammar) and params.logprobs is None and not weighs
+
+
 class Sequence:
     """One stream of tokens over one block table.
 
@@ -152,6 +162,7 @@ class Sequence:
         "num_planned",
         "num_tokens",
         "output",
+        "prefill_end",
         "prompt",
         "rank",
         "request",
@@ -181,6 +192,9 @@ class Sequence:
         """``num_computed`` and what steps in flight add to it."""
         self.limit = self.num_tokens + request.max_output - 1
         """Positions [0, limit) are all that is ever computed: the last token never is."""
+        self.prefill_end = 0
+        """From here on it decodes: what it was admitted with is computed, but for its last token of
+        output."""
         self.sample_index = 0
         """Index of its latest sample among all samples of that step."""
         self.num_cached_blocks = 0
@@ -194,8 +208,8 @@ class Sequence:
     @property
     def prefill_left(self) -> int:
         """Tokens of a prompt or a recomputation that are not planned yet. 0 for a decode."""
-        left = self.num_tokens - self.num_planned
-        return left if left > 1 or (left == 1 and not self.output) else 0
+        planned = self.num_planned
+        return self.num_tokens - planned if planned < self.prefill_end else 0
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at the positions [start, end)."""

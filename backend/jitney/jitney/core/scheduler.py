@@ -37,6 +37,7 @@ from jitney.messages import (
     StepOutput,
     StepStats,
     Submit,
+    Tokens,
 )
 
 
@@ -95,6 +96,7 @@ class Scheduler:
             batch_sequences=counts.rows,
             prefill_tokens=counts.prefill_tokens,
             generated_tokens=counts.generated_tokens,
+            forced_tokens=counts.forced_tokens,
             prefix_hit_tokens=counts.hit_tokens,
             prefix_query_tokens=counts.query_tokens,
             preemptions=self.live.preemptions - self._preemptions_before,
@@ -225,10 +227,10 @@ class Scheduler:
         live.complete(batch)
         events: list[Event] = []
         for row, result in zip(batch.rows, output.rows, strict=True):
-            size = len(row.token_ids)
-            if size > 1 or not row.sample or row.start < len(row.prompt):
-                counts.prefill_tokens += size
             sequence = live.sequence_of(row)
+            prefill_end = len(row.prompt) if sequence is None else sequence.prefill_end
+            if row.start < prefill_end:
+                counts.prefill_tokens += len(row.token_ids)
             if sequence is None:
                 continue  # surplus
             if result.error is not None:
@@ -237,8 +239,13 @@ class Scheduler:
                     error = InvalidArgumentError(f"structured_outputs: {grammar.error}")
                 events += self.fail(row.key, error)
                 continue
-            events += apply_output(live, sequence, row, result, now, caching)
+            made = apply_output(live, sequence, row, result, now, caching)
             counts.generated_tokens += len(row.sample)
+            if row.grammar is not None:
+                forced = sum(len(one.ids) - 1 for one in made if isinstance(one, Tokens))
+                counts.generated_tokens += forced
+                counts.forced_tokens += forced
+            events += made
         counts.rows += len(batch.rows)
         return events
 

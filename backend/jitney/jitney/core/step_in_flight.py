@@ -34,6 +34,8 @@ class Counts:
     prefill_tokens: int = 0
     generated_tokens: int = 0
     """Without surplus tokens, of sequences that had ended by then."""
+    forced_tokens: int = 0
+    """Of these, the ones that a grammar forced."""
     hit_tokens: int = 0
     """Found in the prefix cache, of those looked up."""
     query_tokens: int = 0

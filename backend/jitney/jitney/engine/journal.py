@@ -35,9 +35,10 @@ from jitney.messages import (
 
 SUSPECT_DEATHS = 2
 FATAL_DEATHS = 4  # the last two alone
-PROOF_TOKENS = 2
-"""So many tokens prove a request innocent. One does not: a fault of decoding alone lets the first
-token of a resumed request through, which its prefill makes."""
+PROOF_SAMPLES = 2
+"""So many sampled tokens prove a request innocent. One does not: a fault of decoding alone lets the
+first token of a resumed request through, which its prefill makes, and what a grammar forces then.
+"""
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class _Entry:
     deaths: int = 0
     """Engines that died at the same tokens of it, without a new one since."""
     tokens_since_death: int = 0
+    samples_since_death: int = 0
 
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
@@ -123,7 +125,8 @@ class Journal:
                 if event.ids:
                     entry.first_token = entry.first_token or now
                     entry.tokens_since_death += len(event.ids)
-                    if entry.tokens_since_death >= PROOF_TOKENS:
+                    entry.samples_since_death += 1
+                    if entry.samples_since_death >= PROOF_SAMPLES:
                         entry.deaths = 0
                         self._clear(event.key)
         return events
@@ -142,7 +145,7 @@ class Journal:
             same = any(_overlap(one, other, new) for one in spans for other in entry.died_at)
             entry.deaths = entry.deaths + 1 if same else 1
             entry.died_at = spans
-            entry.tokens_since_death = 0
+            entry.tokens_since_death = entry.samples_since_death = 0
             if entry.deaths == FATAL_DEATHS:
                 del self._open[key]
                 error = f"this request ended the engine {FATAL_DEATHS} times at the same tokens"

@@ -47,6 +47,7 @@ GAUGES = {
 COUNTERS = {
     "jitney_prompt_tokens_total": "Prompt tokens of requests, also of those that find a full queue",
     "jitney_generated_tokens_total": "Tokens generated, also those after a stop string",
+    "jitney_structured_output_forced_tokens_total": "Of these, tokens that a grammar forced",
     "jitney_computed_prompt_tokens_total": "Prompt tokens computed, also again after a preemption",
     "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
@@ -153,6 +154,7 @@ class Metrics:
         """Add the counts of a step and keep its gauges for :meth:`note`."""
         self.stats = stats
         self.count("jitney_generated_tokens_total", stats.generated_tokens)
+        self.count("jitney_structured_output_forced_tokens_total", stats.forced_tokens)
         self.count("jitney_computed_prompt_tokens_total", stats.prefill_tokens)
         self.count("jitney_prefix_query_tokens_total", stats.prefix_query_tokens)
         self.count("jitney_prefix_hit_tokens_total", stats.prefix_hit_tokens)

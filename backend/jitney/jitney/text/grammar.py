@@ -5,6 +5,7 @@ memory; what it returns is compiled once more by :class:`GrammarCompiler`, in th
 JSON is written on one line, as Python's ``json.dumps`` does, its properties in the schema's order.
 """
 
+import itertools
 import json
 import random
 import re
@@ -137,6 +138,7 @@ class GrammarCompiler:
         tokenizer that llguidance cannot read."""
         ends = info.eos_ids if data.eos_id is None else info.eos_ids | {data.eos_id}
         self.ends, size = sorted(ends), info.vocab_size
+        self._vocab_size = size
         try:
             self.tokenizer = LLTokenizer(data.backend, n_vocab=size, eos_token=self.ends or None)
         except ValueError:  # model and tokenizer have other ids, perhaps
@@ -148,7 +150,8 @@ class GrammarCompiler:
 
     def __call__(self, grammar: str) -> "CompiledGrammar":
         """Compile what :func:`prove_grammar` has returned. Raises InvalidArgumentError."""
-        return CompiledGrammar(self.match(grammar, "structured_outputs"), self.ends)
+        matcher = self.match(grammar, "structured_outputs")
+        return CompiledGrammar(matcher, self.ends, self._vocab_size)
 
     def match(self, grammar: str, field: str) -> LLMatcher:
         """llguidance's own state of an empty output. Raises InvalidArgumentError."""
@@ -161,20 +164,23 @@ class GrammarCompiler:
 class CompiledGrammar:
     """See ``messages.Grammar``."""
 
-    def __init__(self, matcher: LLMatcher, ends: list[int]) -> None:
+    def __init__(self, matcher: LLMatcher, ends: list[int], vocab_size: int) -> None:
         self._matcher = matcher
         self._ends = ends
+        self._vocab_size = vocab_size
 
     def begin(self, may_end: bool) -> "MatcherState":
-        return MatcherState(self._matcher.deep_copy(), [] if may_end else self._ends)
+        barred = [] if may_end else self._ends
+        return MatcherState(self._matcher.deep_copy(), barred, self._vocab_size)
 
 
 class MatcherState:
     """See ``messages.GrammarState``."""
 
-    def __init__(self, matcher: LLMatcher, barred: list[int]) -> None:
+    def __init__(self, matcher: LLMatcher, barred: list[int], vocab_size: int) -> None:
         self._matcher = matcher
         self._barred = barred
+        self._vocab_size = vocab_size
         self._mask: bytes | None = None
         self.error: str | None = None
 
@@ -186,6 +192,12 @@ class MatcherState:
         self._mask = None
         self._matcher.consume_tokens(token_ids)
         self._note_error()
+
+    def forced(self) -> list[int]:
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        self._note_error()
+        known = self._vocab_size  # the tokenizer may have more
+        return list(itertools.takewhile(lambda token: token < known, tokens))
 
     def mask(self) -> bytes:
         if self._mask is None:
