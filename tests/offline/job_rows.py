@@ -26,6 +26,10 @@ def twice(row: dict[str, Any]) -> dict[str, Any]:
     return {"twice": 2 * int(row["id"])}
 
 
+def marked(row: dict[str, Any]) -> dict[str, Any]:
+    return {"mark": True}
+
+
 def deadly(row: dict[str, Any]) -> dict[str, Any]:
     """Ends the process that prepares row 150, and that of row 3500 in the midst of its answer;
     stops the job at row 210, where it ends the process twice."""

@@ -71,12 +71,14 @@ run.__signature__ = _arguments.replace(  # type: ignore[attr-defined]
 
 
 def resume(output: _Output, journal: _Journal = None) -> None:
-    """Go on with a job that was stopped or killed, as its journal has it."""
+    """Go on with a job that was stopped or killed, as its journal has it; its output may have been
+    moved since."""
     from jitney.offline.run import read_record
 
     begun = read_record(output, journal).begin
     assert begun is not None, "it was checked"
-    _run(msgspec.structs.replace(begun.job, journal=journal))
+    output = output if "://" in output else os.path.abspath(output)
+    _run(msgspec.structs.replace(begun.job, output=output, journal=journal))
 
 
 def status(output: _Output, journal: _Journal = None) -> None:

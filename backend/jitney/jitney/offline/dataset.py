@@ -6,6 +6,7 @@ read, and becomes rows there. Committed rows are skipped: whole files and Parque
 unread, others row by row. A storage that fails is tried again, and then ends the job.
 """
 
+import codecs
 import csv
 import fnmatch
 import io
@@ -49,7 +50,7 @@ LINES = ("jsonl", "openai")
 _OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError)
 """Errors that do not pass, and say nothing about the storage."""
 _ERRORS = (OSError, pa.ArrowInvalid, csv.Error)
-_PARTITION = re.compile(r"(\w+)=(.*)")
+_PARTITION = re.compile(r"([^=]+)=(.*)")
 _BUFFER = 1 << 20
 
 
@@ -81,7 +82,7 @@ class Chunk:
         """One of the rows. Raises UnavailableError if the storage fails, anything for a bad row."""
         row: Row = item
         if self.format in LINES:
-            row = msgspec.json.decode(item, type=dict)
+            row = msgspec.json.decode(item.removeprefix(codecs.BOM_UTF8), type=dict)
         elif self.format == "csv":
             head, record = item
             if len(head) != len(record):
@@ -147,11 +148,12 @@ class Dataset:
     def __init__(self, job: Job) -> None:
         """Find the files of a file, a folder or a glob, but for those in the output. Raises
         InvalidArgumentError, and UnavailableError if the storage fails."""
-        self._fs, self._base = file_system(job.input)
+        self._fs, path = file_system(job.input)
         self._retries = job.retries
         own = f"{file_system(job.output)[1]}/"
         try:
-            found = [info for info in _found(self._fs, self._base) if not info.path.startswith(own)]
+            self._base, found = _found(self._fs, path)
+            found = [info for info in found if not info.path.startswith(own)]
         except OSError as error:
             wait_or_raise(0, 0, job.input, error)
         self.format = job.input_format
@@ -184,9 +186,8 @@ class Dataset:
                 schema = pq.read_schema(source) if parquet else pa.ipc.open_file(source).schema
         except _ERRORS as error:
             wait_or_raise(0, 0, first, error)
-        for name in self._partition(first):
-            schema = schema.append(pa.field(name, pa.string()))
-        return schema.remove_metadata()
+        fields = {field.name: field.type for field in schema}
+        return pa.schema(fields | dict.fromkeys(self._partition(first), pa.string()))
 
     def path_of(self, file: int, row: int) -> str:
         """The file that a row is in, or is."""
@@ -242,16 +243,18 @@ class Dataset:
             if self.format == "parquet":
                 # Page by page: otherwise the whole of a row group would be held.
                 parquet = pq.ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER)
-                first = 0
+                _check_names(parquet.schema_arrow.names, file.path)
+                first, total = 0, max(1, parquet.metadata.num_rows)
                 for group in range(parquet.num_row_groups):
                     rows = parquet.metadata.row_group(group).num_rows
                     skip = done.covers(index, first, first + rows)
                     batches = [range(rows)] if skip else parquet.iter_batches(size, [group])
                     for batch in batches:
                         first += len(batch)
-                        yield batch, first / parquet.metadata.num_rows
+                        yield batch, first / total
             elif self.format == "arrow":
                 reader = pa.ipc.open_file(raw)
+                _check_names(reader.schema.names, file.path)
                 for number in range(reader.num_record_batches):
                     batch = reader.get_batch(number)
                     for start in range(0, len(batch), size):
@@ -270,7 +273,7 @@ class Dataset:
         """Columns from folders such as ``year=2026``, below the input."""
         folders = posixpath.dirname(path.removeprefix(self._base)).split("/")
         found = (_PARTITION.fullmatch(folder) for folder in folders)
-        return {match[1]: unquote(match[2]) for match in found if match}
+        return {unquote(match[1]): unquote(match[2]) for match in found if match}
 
 
 def _records(source: io.BufferedReader, path: str) -> Iterator[tuple[list[str], list[str]]]:
@@ -279,7 +282,15 @@ def _records(source: io.BufferedReader, path: str) -> Iterator[tuple[list[str], 
     text = io.TextIOWrapper(source, "utf-8-sig", errors="surrogateescape", newline="")
     records = csv.reader(text, delimiter="\t" if ".tsv" in posixpath.basename(path) else ",")
     head = next(records, [])
+    _check_names(head, path)
     return ((head, record) for record in records if record)
+
+
+def _check_names(names: list[str], path: str) -> None:
+    """A row would have only one of two columns of the same name. Raises InvalidArgumentError."""
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidArgumentError(f"input {path} has two columns {name!r}")
 
 
 def _taken(data: Any, at: list[int]) -> Any:
@@ -302,19 +313,19 @@ def reason(error: BaseException) -> str:
     return str(error) if isinstance(error, JitneyError) else f"{type(error).__name__}: {error}"
 
 
-def _found(fs: pafs.FileSystem, path: str) -> list[pafs.FileInfo]:
-    """The files of a path or glob; of folders, those whose names do not begin with ``_`` or ``.``.
-    Raises InvalidArgumentError if there is nothing there."""
-    wild = re.search(r"[*?\[]", path)
+def _found(fs: pafs.FileSystem, path: str) -> tuple[str, list[pafs.FileInfo]]:
+    """The folder that is searched, and the files of a path or glob in it; of folders, those whose
+    names do not begin with ``_`` or ``.``. Raises InvalidArgumentError if there is nothing."""
     info = fs.get_file_info(path)
     if info.type == pafs.FileType.File:
-        return [info]
+        return path, [info]
+    wild = None if info.type == pafs.FileType.Directory else re.search(r"[*?\[]", path)
     base = path[: wild.start()].rpartition("/")[0] if wild else path
     try:
         infos = fs.get_file_info(pafs.FileSelector(base, recursive=True))
     except FileNotFoundError:
         raise InvalidArgumentError(f"input {path} is not there") from None
-    return [
+    return base, [
         info
         for info in infos
         if info.type == pafs.FileType.File

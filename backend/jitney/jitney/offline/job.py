@@ -3,6 +3,7 @@
 Each field's bound and help stand with it; the command line is made from them (``command.py``).
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -113,7 +114,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 _PACE = {
     *("part_rows", "part_seconds", "in_flight", "workers", "retries", "max_errors", "journal"),
     *("batch_size", "at_once", "ray", "finish_by", "within", "server", "tls", "ca_file"),
-    *("api_key_file", "metrics_port", "metrics_host", "push_gateway", "name"),
+    *("api_key_file", "metrics_port", "metrics_host", "push_gateway", "name", "output"),
 }
 """Fields that a job may change on its way."""
 
@@ -147,7 +148,7 @@ def make_job(settings: dict[str, Any]) -> Job:
         changes["model"] = _absolute(job.model)
     for name in ("template", "labels"):
         text = getattr(job, name)
-        if text is not None and len(text) < 4096 and Path(text).is_file():
+        if text is not None and os.path.isfile(text):
             changes[name] = Path(text).read_text(encoding="utf-8")
         elif text is not None and (name == "labels" or "{" not in text):
             raise InvalidArgumentError.of(name, text, "a file that is there")
@@ -175,7 +176,7 @@ def make_job(settings: dict[str, Any]) -> Job:
 
 def _absolute(place: str) -> str:
     """So that a job can be resumed from elsewhere."""
-    return place if "://" in place else str(Path(place).absolute())
+    return place if "://" in place else os.path.abspath(place)
 
 
 def read_job(path: Path) -> dict[str, Any]:

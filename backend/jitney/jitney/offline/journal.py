@@ -130,6 +130,10 @@ class Record:
         """Take a line of so many bytes in."""
         self.size += size
         if isinstance(line, Begin):
+            if line.version != VERSION:
+                raise InvalidArgumentError(
+                    f"the journal in {self.folder} is of version {line.version}, not {VERSION}"
+                )
             self.begin = line
         elif isinstance(line, FileRows):
             self.rows[line.file] = line.rows

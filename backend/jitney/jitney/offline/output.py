@@ -8,7 +8,7 @@ their own.
 import contextlib
 import os
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,18 @@ class Output:
         """Take the types of the result's columns, where known. Raises InvalidArgumentError if one
         of them is a column of the input too."""
         fields, of_input = fields or pa.schema([]), self._dataset.schema or pa.schema([])
+        for name in self._job.keep or () if of_input.names else ():
+            if name not in of_input.names:
+                raise InvalidArgumentError.of("keep", name, f"one of {', '.join(of_input.names)}")
         kept = self.merged(dict.fromkeys(of_input.names), {}).keys()
         self.merged(dict.fromkeys(of_input.names), dict.fromkeys(fields.names))
         columns = [f.with_nullable(True) for f in of_input if f.name in kept]
         self._known = pa.schema([*columns, *fields])
+        if self._parquet:
+            try:
+                pq.write_metadata(self._known, pa.BufferOutputStream())
+            except pa.ArrowException as error:
+                raise InvalidArgumentError(f"Parquet cannot hold the columns: {error}") from None
         schema = self._journal.record.schema
         self._schema = None if schema is None else pa.ipc.read_schema(pa.py_buffer(schema))
 
@@ -163,6 +171,12 @@ class Output:
         if extra := {name for row in rows for name in row} - set(self._schema.names):
             bound = "in the output, whose columns the first part set"
             raise InvalidArgumentError(f"column {min(extra, key=str)!r} is not {bound}")
+        for field in self._schema:
+            if loses := _loss(field.type):
+                for row in rows:
+                    value = row.get(field.name)
+                    if value is not None and loses(value):
+                        raise InvalidArgumentError.of(field.name, value, f"of type {field.type}")
         return pa.RecordBatch.from_pylist(rows, self._schema)
 
     def _joined(self, encoded: list[Any]) -> bytes | pa.Buffer:
@@ -203,6 +217,29 @@ def _bad_line(bad: BadRow) -> bytes:
         return _line(BadRow(bad.file, bad.row, ascii(bad.error), ascii(bad.input)))
 
 
+def _loss(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """Whether Arrow would round a value without a word, or leave some of it out, to make it of
+    this type. None if it does neither."""
+    if pa.types.is_integer(kind):
+        return lambda value: isinstance(value, float | np.floating) and value != int(value)
+    if pa.types.is_struct(kind):
+        fields = {field.name: _loss(field.type) for field in kind}
+        return lambda value: (
+            isinstance(value, Mapping)
+            and any(
+                name not in fields or (each is not None and (loses := fields[name]) and loses(each))
+                for name, each in value.items()
+            )
+        )
+    is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    loses = _loss(kind.value_type) if any(each(kind) for each in is_list) else None
+    return loses and (
+        lambda value: (
+            {*map(type, value)} != {int} and any(loses(each) for each in value if each is not None)
+        )
+    )
+
+
 def _infer_schema(rows: Sequence[Row], known: pa.Schema) -> pa.Schema:
     """``known``, and the columns that it lacks with the types of their values, or of the first that
     has one. A column without a value is of text; one without a proper name is left out."""
@@ -211,7 +248,9 @@ def _infer_schema(rows: Sequence[Row], known: pa.Schema) -> pa.Schema:
         kind = pa.string()
         for some in (values, *([each] for each in values)) if values else ():
             with contextlib.suppress(Exception):
-                kind = pa.array(some).type
+                found = pa.array(some).type
+                pq.write_metadata(pa.schema({name: found}), pa.BufferOutputStream())
+                kind = found
                 break
         with contextlib.suppress(Exception):
             known = known.append(pa.field(name, kind))
