@@ -1,14 +1,14 @@
-"""Fetch NVIDIA's load clients for language models, each into an environment of its own, without
-root.
+"""Fetch clients of language models, each into an environment of its own, without root.
 
     python scripts/fetch_clients.py aiperf
     python scripts/fetch_clients.py genai-perf
+    python scripts/fetch_clients.py litellm
 
-Both bring along a gigabyte of libraries in versions of their own, which must not meet ours: each
-gets a virtual environment beside perf_analyzer's folder, `.venv/aiperf` and `.venv/genai-perf`. The
-folder of its commands is printed at the end. GenAI-Perf runs perf_analyzer, which is fetched too;
-a script among its commands starts that with the libraries that it needs. What is there already, in
-the version below, is not fetched again.
+They bring along up to a gigabyte of libraries in versions of their own, which must not meet ours:
+each gets a virtual environment beside perf_analyzer's folder, as `.venv/aiperf`. The folder of its
+commands is printed at the end. GenAI-Perf runs perf_analyzer, which is fetched too; a script among
+its commands starts that with the libraries that it needs. What is there already, in the version
+below, is not fetched again.
 """
 
 import argparse
@@ -23,7 +23,11 @@ from pathlib import Path
 import fetch_perf_analyzer
 from fetch_perf_analyzer import FetchError
 
-REQUIREMENTS = {"aiperf": "aiperf==0.13.0", "genai-perf": "genai-perf==0.0.16"}
+REQUIREMENTS = {
+    "aiperf": "aiperf==0.13.0",
+    "genai-perf": "genai-perf==0.0.16",
+    "litellm": "litellm[mcp]==1.106.2",  # without the extra it takes no tools
+}
 """What docs/clients.md was tried with: options and endpoint types differ between versions."""
 
 _MARK = "jitney-requirement"

@@ -47,6 +47,12 @@ def genai_perf() -> Path:
     return client("genai-perf")
 
 
+@pytest.fixture(scope="session")
+def litellm() -> Path:
+    """The Python of its own environment."""
+    return client("litellm").parent / "python"
+
+
 @pytest.fixture(scope="package")
 def server() -> Iterator[TritonServer]:
     """With the language model, and the one of one call where it is built."""

@@ -44,11 +44,14 @@ def block(*words: str) -> str:
     return found
 
 
-def run(text: str, server: TritonServer, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A block, at this server's addresses."""
+def run(
+    text: str, server: TritonServer, folder: Path, gateway: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """A block, at the addresses of this server and of a gateway."""
     for documented, here in (
         ("http://127.0.0.1:8000", f"http://{server.http_url}"),
         ("127.0.0.1:8001", server.grpc_url),
+        ("http://127.0.0.1:9000", gateway),
     ):
         text = text.replace(documented, here)
     own = {name: value for name, value in os.environ.items() if "OFFLINE" not in name}
