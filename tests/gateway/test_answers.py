@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from jitney.gateway.answers import Answer, Body, Choice
+from jitney.gateway.answers import Answer, Body
 from jitney.gateway.backend import Step, translated
+from jitney.gateway.blocks import Blocks
 from jitney.gateway.parsers import Parser
 from jitney.gateway.refusals import describe
 from jitney.gateway.wire import ChatRequest, CompletionRequest, decode
@@ -31,13 +32,13 @@ def chat(parsers: list[Parser], **more: Any) -> Answer:
     data = json.dumps({"model": "m", "messages": messages, "n": len(parsers), **more}).encode()
     body = decode(data, ChatRequest)
     most = 1 if body.parallel_tool_calls is False else None
-    return Answer(body, "id", [Choice(parser, most) for parser in parsers])
+    return Answer(body, "id", [Blocks(parser, most) for parser in parsers])
 
 
 def completion(prompts: int, echo: str = "", **more: Any) -> Answer:
     body = decode(json.dumps({"model": "m", "prompt": "a", **more}).encode(), CompletionRequest)
     number = prompts * (body.n or 1)
-    return Answer(body, "id", [Choice(Parser(None, None), echo=echo) for _ in range(number)])
+    return Answer(body, "id", [Blocks(Parser(None, None), echo=echo) for _ in range(number)])
 
 
 def joined(chunks: list[Body], index: int) -> Body:

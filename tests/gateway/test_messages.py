@@ -172,9 +172,7 @@ def test_thinking_is_what_the_model_can_choose() -> None:
 
 
 def answer_of(parser: Parser) -> MessageAnswer:
-    return MessageAnswer(
-        decode(json.dumps(BODY).encode(), MessageRequest), "id", Blocks(parser, None)
-    )
+    return MessageAnswer(decode(json.dumps(BODY).encode(), MessageRequest), "id", [Blocks(parser)])
 
 
 def joined(events: list[Body]) -> Body:

@@ -42,17 +42,11 @@ class Read(NamedTuple):
 
 def read(tool_format: str | None, reasoning_format: str | None, pieces: Iterable[str]) -> Read:
     parser = Parser(tool_format, reasoning_format, TOOLS)
-    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
-    calls: list[list[str]] = []
-    for call in (call for delta in deltas for call in delta.calls):
-        if call.index == len(calls):
-            assert call.name
-            calls.append([call.name, ""])
-        calls[call.index][1] += call.arguments
+    made = [each for piece in pieces for each in parser.push(piece)] + parser.finish()
     return Read(
-        "".join(delta.content for delta in deltas),
-        tuple((name, json.loads(arguments)) for name, arguments in calls),
-        "".join(delta.reasoning for delta in deltas),
+        "".join(each.text for each in made if each.kind == "text"),
+        tuple((str(each.name), json.loads(each.text)) for each in made if each.kind == "call"),
+        "".join(each.text for each in made if each.kind == "reasoning"),
     )
 
 
@@ -280,9 +274,9 @@ def test_only_what_may_be_a_marker_is_held_back() -> None:
     sent = []
     for text in ("a", " <", "b>", "</think", "> ", "c", "<", "tool_call> ", "x", '<tool_call>{"n'):
         deltas = parser.push(text)
-        sent.append("".join(delta.reasoning or delta.content for delta in deltas))
+        sent.append("".join(each.text for each in deltas))
     assert sent == ["a", "", " <b>", "", "", "c", "", "", "<tool_call> x", ""]
-    assert [delta.content for delta in parser.finish()] == ['<tool_call>{"n']
+    assert [each.text for each in parser.finish()] == ['<tool_call>{"n']
 
 
 TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"

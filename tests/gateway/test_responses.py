@@ -141,7 +141,7 @@ def test_the_input_becomes_a_chat() -> None:
 def answer_of(parser: Parser, **more: Any) -> ResponseAnswer:
     body = decode(json.dumps(BODY | more).encode(), ResponseRequest)
     most = 1 if body.parallel_tool_calls is False else None
-    return ResponseAnswer(body, "id", Blocks(parser, most))
+    return ResponseAnswer(body, "id", [Blocks(parser, most)])
 
 
 def joined(events: list[Body]) -> list[Body]:

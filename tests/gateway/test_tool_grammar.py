@@ -85,9 +85,9 @@ def said(constraint: Any, tokens: Tokenizer, seed: int) -> str:
 def calls(tool_format: str, text: str, reasoning_format: str | None = None) -> list[Any]:
     """All calls of a text that has nothing else, but for reasoning."""
     parser = Parser(tool_format, reasoning_format, TOOLS)
-    deltas = [d for d in parser.push(text) + parser.finish() if not d.reasoning]
-    assert all(not delta.content for delta in deltas), text
-    return [(call.name, json.loads(call.arguments)) for delta in deltas for call in delta.calls]
+    made = [each for each in parser.push(text) + parser.finish() if each.kind != "reasoning"]
+    assert all(each.kind == "call" for each in made), text
+    return [(str(each.name), json.loads(each.text)) for each in made]
 
 
 @pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])

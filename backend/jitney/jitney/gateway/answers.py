@@ -4,18 +4,20 @@ An answer is fed every step and gives the chunks that it makes; at the end it gi
 the same deltas.
 """
 
-import secrets
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from jitney.errors import JitneyError
 from jitney.gateway.backend import Step
-from jitney.gateway.parsers import CallDelta, Parser
+from jitney.gateway.blocks import Block, Blocks
+from jitney.gateway.parsers import Kind
 from jitney.gateway.refusals import describe
 from jitney.gateway.wire import ChatRequest, CompletionRequest, StreamOptions
 
 Body = dict[str, Any]
+_NAMES = {"text": ("content",), "reasoning": ("reasoning", "reasoning_content"), "call": ()}
+"""Kind of a block -> where a message has it."""
 
 
 class Usage:
@@ -46,69 +48,16 @@ class Usage:
         }
 
 
-class Choice:
-    """One sequence: what it has said so far, in pieces."""
-
-    def __init__(self, parser: Parser, most_calls: int | None = None, echo: str = "") -> None:
-        """``echo`` goes before its text; calls beyond ``most_calls`` are left out."""
-        self._parser = parser
-        self._most_calls = most_calls
-        self._echo = echo
-        self.content: list[str] = []
-        self.reasoning: list[str] = []
-        self.calls: list[Body] = []
-        self.finish_reason: str | None = None
-
-    def take(self, text: str, finish_reason: str | None) -> Body:
-        """The delta of the next text; ``finish_reason`` ends the sequence."""
-        deltas = self._parser.push(self._echo + text)
-        self._echo = ""
-        if finish_reason is not None:
-            deltas += self._parser.finish()
-        content = "".join(delta.content for delta in deltas)
-        reasoning = "".join(delta.reasoning for delta in deltas)
-        calls = [call for delta in deltas for call in delta.calls[: self._most_calls]]
-        calls = [call for call in calls if call.index != self._most_calls]
-        self.content.append(content)
-        self.reasoning.append(reasoning)
-        said: Body = {"content": content} if content else {}
-        if reasoning:
-            said |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        if calls:
-            said["tool_calls"] = [self._call(call) for call in calls]
-        called = finish_reason == "stop" and self.calls
-        self.finish_reason = "tool_calls" if called else finish_reason
-        return said
-
-    def _call(self, delta: CallDelta) -> Body:
-        function = {"arguments": delta.arguments}
-        if delta.index == len(self.calls):
-            function = {"name": str(delta.name), **function}
-            id_ = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
-            self.calls.append({**id_, "function": function})
-            return {"index": delta.index, **id_, "function": dict(function)}
-        self.calls[delta.index]["function"]["arguments"] += delta.arguments
-        return {"index": delta.index, "function": function}
-
-    def message(self) -> Body:
-        """The whole, of a chat."""
-        content, reasoning = "".join(self.content), "".join(self.reasoning)
-        message: Body = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        if self.calls:
-            message |= {"content": content or None, "tool_calls": self.calls}
-        return message
-
-
 class Answer:
     """The answer to a request for a chat or for completions."""
 
+    returns: tuple[str, ...] = ()
+    """Inputs of the contract that ask for more outputs."""
     end = b"data: [DONE]\n\n"
     """Ends a stream."""
 
     def __init__(
-        self, body: ChatRequest | CompletionRequest, id_: str, choices: list[Choice]
+        self, body: ChatRequest | CompletionRequest, id_: str, choices: list[Blocks]
     ) -> None:
         """``choices``: ``n`` for each prompt."""
         self.usage = Usage()
@@ -117,6 +66,7 @@ class Answer:
         self._options = body.stream_options or StreamOptions()
         self._n = body.n or 1
         self._top = body.top_logprobs if isinstance(body, ChatRequest) else body.logprobs
+        id_ = f"{'chatcmpl' if self._chat else 'cmpl'}-{id_}"
         self._head: Body = {"id": id_, "created": int(time.time()), "model": body.model}
         if isinstance(body, ChatRequest) and body.service_tier is not None:
             self._head["service_tier"] = body.service_tier
@@ -132,7 +82,7 @@ class Answer:
             if choice.finish_reason is not None:
                 continue
             logprobs = self._take_logprobs(index, step.logprobs[number] if step.logprobs else [])
-            said = choice.take(text, step.finish_reasons[number])
+            said = _delta(choice, text, step.finish_reasons[number])
             if said or logprobs or choice.finish_reason:
                 yield self._chunk([self._said(index, said, logprobs)])
 
@@ -144,7 +94,12 @@ class Answer:
         else:
             self._begun.add(index)
             said = {"delta": {"role": "assistant", "content": "", **said}}
+        return self._choice(index, said, logprobs)
+
+    def _choice(self, index: int, said: Body, logprobs: Body | None) -> Body:
         reason = self._choices[index].finish_reason
+        if self._chat and reason == "stop" and self._choices[index].of("call"):
+            reason = "tool_calls"
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
     def _chunk(self, choices: list[Body]) -> Body:
@@ -165,12 +120,11 @@ class Answer:
     def whole(self) -> Body:
         """The answer, once every step was fed."""
         choices = []
-        for index, choice in enumerate(self._choices):
-            said: Body = {"text": "".join(choice.content)}
-            if self._chat:
-                said = {"message": choice.message()}
-            reason, logprobs = choice.finish_reason, self._logprobs[index] or None
-            choices.append({"index": index, **said, "logprobs": logprobs, "finish_reason": reason})
+        for index, blocks in enumerate(self._choices):
+            said = (
+                {"message": _message(blocks)} if self._chat else {"text": _joined(blocks, "text")}
+            )
+            choices.append(self._choice(index, said, self._logprobs[index] or None))
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage.body()}
 
@@ -195,6 +149,40 @@ class Answer:
         for name, values in made.items():
             whole[name] = whole.get(name, []) + values
         return made
+
+
+def _delta(choice: Blocks, text: str, finish_reason: str | None) -> Body:
+    """What the next text adds to a message."""
+    said: Body = {}
+    for what, block, more in choice.take(text, finish_reason):
+        if what != "delta":
+            continue
+        if block.kind == "call":
+            index = choice.of("call").index(block)
+            said.setdefault("tool_calls", []).append({"index": index, **_call(block)})
+        for name in _NAMES[block.kind]:
+            said[name] = said.get(name, "") + more
+    return said
+
+
+def _message(choice: Blocks) -> Body:
+    """The whole."""
+    message: Body = {"role": "assistant", "content": _joined(choice, "text"), "refusal": None}
+    if reasoning := _joined(choice, "reasoning"):
+        message |= dict.fromkeys(_NAMES["reasoning"], reasoning)
+    if calls := choice.of("call"):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [_call(each) for each in calls]
+    return message
+
+
+def _joined(choice: Blocks, kind: Kind) -> str:
+    return "".join(block.text for block in choice.of(kind))
+
+
+def _call(block: Block) -> Body:
+    function = {"name": block.name, "arguments": block.text}
+    return {"id": f"call_{block.id}", "type": "function", "function": function}
 
 
 def chat_logprob(position: Body, top: int) -> Body:

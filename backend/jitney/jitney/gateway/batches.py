@@ -31,7 +31,7 @@ from jitney.gateway.batch_records import (
     write_whole,
 )
 from jitney.gateway.batch_work import begin
-from jitney.gateway.refusals import FieldError, StatusError, describe
+from jitney.gateway.refusals import FieldError, StatusError, as_json, describe
 from jitney.gateway.wire import MAX_BODY_BYTES, WireRecord, decode
 from jitney.offline.deadline import due_at
 
@@ -196,7 +196,7 @@ class Batches:
         id_ = self._load(FileRecord, request.path_params["id"], request).id
         (self._folder.files / f"{id_}.json").unlink(missing_ok=True)
         (self._folder.files / id_).unlink(missing_ok=True)
-        return _json({"id": id_, "object": "file", "deleted": True})
+        return as_json({"id": id_, "object": "file", "deleted": True})
 
     def _content(self, request: Request) -> Response:
         record = self._load(FileRecord, request.path_params["id"], request)
@@ -222,7 +222,7 @@ class Batches:
         data = [self._shown(record) for record in found[: int(limit)]]
         ids = [each["id"] for each in data] or [None]
         page = {"object": "list", "data": data, "has_more": len(found) > len(data)}
-        return _json({**page, "first_id": ids[0], "last_id": ids[-1]})
+        return as_json({**page, "first_id": ids[0], "last_id": ids[-1]})
 
     def _load(self, kind: type[R], id_: str, request: Request) -> R:
         """Raises StatusError for what is not the client's."""
@@ -232,7 +232,7 @@ class Batches:
         return record
 
     def _answer(self, record: FileRecord | BatchRecord) -> Response:
-        return _json(self._shown(record))
+        return as_json(self._shown(record))
 
     def _shown(self, record: FileRecord | BatchRecord) -> dict[str, Any]:
         if isinstance(record, BatchRecord):
@@ -307,7 +307,3 @@ async def _form(request: Request) -> FormData:
         return await MultiPartParser(request.headers, pieces(), max_files=1, max_fields=8).parse()
     except MultiPartException as error:
         raise FieldError("file", f"the form cannot be read: {error.message}") from None
-
-
-def _json(body: Any) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,5 +1,5 @@
 """An answer as a list of blocks, in the order in which the model wrote them: stretches of reasoning
-and of text, and calls. Pure. What ``/v1/responses`` and ``/v1/messages`` answer is made of them.
+and of text, and calls. Pure. The answers of all endpoints of language models are made of them.
 """
 
 import secrets
@@ -9,10 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from jitney.gateway.parsers import Parser
+from jitney.gateway.parsers import Kind, Parser
 from jitney.gateway.wire import Call, Message
-
-Kind = Literal["reasoning", "text", "call"]
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -37,38 +35,37 @@ Event = tuple[Literal["start", "delta", "stop"], Block, str]
 class Blocks:
     """One sequence."""
 
-    def __init__(self, parser: Parser, most_calls: int | None) -> None:
-        """Calls beyond ``most_calls`` are left out."""
+    def __init__(self, parser: Parser, most_calls: int | None = None, echo: str = "") -> None:
+        """Calls beyond ``most_calls`` are left out. ``echo`` goes before the text."""
         self._parser = parser
         self._most_calls = most_calls
+        self._echo = echo
         self.all: list[Block] = []
         self.finish_reason: str | None = None
 
+    def of(self, kind: Kind) -> list[Block]:
+        """Those of a kind."""
+        return [block for block in self.all if block.kind == kind]
+
     def take(self, text: str, finish_reason: str | None) -> Iterator[Event]:
         """What the next text adds; ``finish_reason`` ends the sequence."""
-        deltas = self._parser.push(text)
+        pieces = self._parser.push(self._echo + text)
+        self._echo = ""
         if finish_reason is not None:
-            deltas += self._parser.finish()
-        for delta in deltas:
-            if delta.reasoning:
-                yield from self._add("reasoning", delta.reasoning)
-            elif delta.content:
-                yield from self._add("text", delta.content)
-            for call in delta.calls:
-                if self._most_calls is None or call.index < self._most_calls:
-                    yield from self._add("call", call.arguments, call.name)
+            pieces += self._parser.finish()
+        for kind, more, name in pieces:
+            if kind == "call" and len(self.of("call")) == self._most_calls:
+                continue
+            if not self.all or self.all[-1].kind != kind or kind == "call":
+                yield from self._close(True)
+                id_ = secrets.token_hex(12)
+                self.all.append(Block(kind=kind, index=len(self.all), id=id_, name=name))
+                yield "start", self.all[-1], ""
+            self.all[-1].text += more
+            yield "delta", self.all[-1], more
         self.finish_reason = finish_reason
         if finish_reason is not None:
             yield from self._close(finish_reason == "stop")
-
-    def _add(self, kind: Kind, text: str, name: str | None = None) -> Iterator[Event]:
-        if not self.all or self.all[-1].kind != kind or name is not None:
-            yield from self._close(True)
-            id_ = secrets.token_hex(12)
-            self.all.append(Block(kind=kind, index=len(self.all), id=id_, name=name))
-            yield "start", self.all[-1], ""
-        self.all[-1].text += text
-        yield "delta", self.all[-1], text
 
     def _close(self, complete: bool) -> Iterator[Event]:
         if self.all:

@@ -10,8 +10,9 @@ from jitney.errors import JitneyError
 from jitney.gateway.answers import Body, Usage
 from jitney.gateway.ask import Description, formats
 from jitney.gateway.backend import Step
-from jitney.gateway.blocks import Block, Blocks, Kind, turns
+from jitney.gateway.blocks import Block, Blocks, turns
 from jitney.gateway.formats import reasoning_markers
+from jitney.gateway.parsers import Kind
 from jitney.gateway.refusals import FieldError, describe_for_messages
 from jitney.gateway.wire import (
     MAX_MESSAGES,
@@ -213,9 +214,10 @@ class MessageAnswer:
     """Inputs of the contract that ask for more outputs."""
     end = b""
 
-    def __init__(self, body: MessageRequest, id_: str, blocks: Blocks) -> None:
+    def __init__(self, body: MessageRequest, id_: str, blocks: list[Blocks]) -> None:
+        """``blocks``: of the only sequence."""
         self.usage = Usage()
-        self._blocks = blocks
+        (self._blocks,) = blocks
         self._head = {"id": f"msg_{id_}", "type": "message", "role": "assistant"}
         self._head["model"] = body.model
         self._stop_string: str | None = None

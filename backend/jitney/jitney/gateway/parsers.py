@@ -1,5 +1,5 @@
 """What a language model's text means in OpenAI's terms, while it streams: content, reasoning and
-tool calls. Pure: text in, deltas out. The gateway makes one for each choice of an answer.
+tool calls. Pure: text in, pieces out. The gateway makes one for each sequence of an answer.
 
 The result does not depend on how the text was cut. Held back is what may be a marker, with the
 space before it, and a call until it is complete: what a client gets of a call always parses. A
@@ -7,9 +7,8 @@ malformed or unfinished call is content, to the letter; a call after a malformed
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-import msgspec
 import regex
 
 from jitney.gateway.calls import MALFORMED, Body
@@ -19,21 +18,17 @@ _SPACE = r"\s{0,4}"
 """Chat templates put a line's end or two around markers; more is the model's own."""
 
 
-class CallDelta(msgspec.Struct):
-    """More of call ``index``, counted from 0. ``name`` is set in a call's first delta;
-    ``arguments`` is JSON text to append."""
-
-    index: int
-    name: str | None
-    arguments: str
+Kind = Literal["reasoning", "text", "call"]
 
 
-class Delta(msgspec.Struct):
-    """What a piece of text added; one of the three is set."""
+class Piece(NamedTuple):
+    """What was added: more reasoning or text, or a whole call."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = []
+    kind: Kind
+    text: str
+    """Of a call: its arguments, as JSON."""
+    name: str | None = None
+    """Of a call: its function."""
 
 
 class Parser:
@@ -63,40 +58,39 @@ class Parser:
         self._first_head = regex.compile("|".join(first + heads) or r"(?!)")
         self._reasoning_end = regex.compile(_SPACE + regex.escape(end))
         self._held = ""
-        self._deltas: list[Delta] = []
+        self._pieces: list[Piece] = []
         self._first = True  # no content yet, or none since reasoning or a call
         self._said = False  # there was content
-        self._calls = 0
         self._body: Body | None = None  # of the call that is held
         # Markers to drop here, with space. A model may repeat the marker that ended its prompt.
         self._dropped: tuple[str, ...] | None = (begin,) if self._thinking else None
 
-    def push(self, text: str) -> list[Delta]:
+    def push(self, text: str) -> list[Piece]:
         """Take the next text of the answer; what it adds, in order."""
         self._held += text
         while self._held and self._step():
             pass
         return self._take()
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[Piece]:
         """The answer has ended: what was held back."""
         if self._dropped is not None:
             self._held = self._held.lstrip()
         self._send(len(self._held))
         return self._take()
 
-    def _take(self) -> list[Delta]:
-        deltas, self._deltas = self._deltas, []
-        return deltas
+    def _take(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def _send(self, size: int) -> None:
         """What is held, up to ``size``, is content or reasoning."""
         text, self._held = self._held[:size], self._held[size:]
         if text and self._thinking:
-            self._deltas.append(Delta(reasoning=text))
+            self._pieces.append(Piece("reasoning", text))
         elif text:
             self._first, self._said = False, True
-            self._deltas.append(Delta(content=text))
+            self._pieces.append(Piece("text", text))
 
     def _step(self) -> bool:
         """Go on to the next marker; False if that needs more text."""
@@ -145,8 +139,6 @@ class Parser:
             self._body, self._first = None, False
             self._send(body.start)
             return True
-        calls = [CallDelta(index, *each) for index, each in enumerate(called, self._calls)]
-        self._deltas.append(Delta(calls=calls))
-        self._calls += len(calls)
+        self._pieces += [Piece("call", arguments, name) for name, arguments in called]
         self._held, self._body, self._dropped = self._held[end:], None, self._closing
         return True

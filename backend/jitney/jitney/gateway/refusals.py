@@ -1,7 +1,11 @@
 """The gateway's own errors, and every error as a status and OpenAI's error object."""
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
+from fastapi import Response
 
 from jitney.errors import (
     CancelledError,
@@ -10,6 +14,8 @@ from jitney.errors import (
     JitneyError,
     UnavailableError,
 )
+
+RETRY_AFTER_S = 1
 
 
 class FieldError(InvalidArgumentError):
@@ -111,3 +117,17 @@ def describe_for_messages(error: JitneyError) -> tuple[int, dict[str, Any]]:
     kind = _OF_MESSAGES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     said = {"type": kind, "message": body["error"]["message"]}
     return status, {"type": "error", "error": said}
+
+
+def refusal(
+    error: JitneyError, tell: Callable[[JitneyError], tuple[int, dict[str, Any]]] = describe
+) -> Response:
+    """An error's response."""
+    status, body = tell(error)
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    return as_json(body, status, headers)
+
+
+def as_json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response of JSON."""
+    return Response(msgspec.json.encode(body), status, headers, "application/json")

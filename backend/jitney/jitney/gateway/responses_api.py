@@ -14,8 +14,9 @@ from jitney.errors import JitneyError
 from jitney.gateway.answers import Body, Usage, chat_logprob
 from jitney.gateway.ask import Description, arguments_of, formats
 from jitney.gateway.backend import Step
-from jitney.gateway.blocks import Block, Blocks, Kind, turns
+from jitney.gateway.blocks import Block, Blocks, turns
 from jitney.gateway.formats import reasoning_markers
+from jitney.gateway.parsers import Kind
 from jitney.gateway.refusals import FieldError, describe
 from jitney.gateway.wire import (
     MAX_MESSAGES,
@@ -195,10 +196,11 @@ class ResponseAnswer:
     """Inputs of the contract that ask for more outputs."""
     end = b""
 
-    def __init__(self, body: ResponseRequest, id_: str, blocks: Blocks) -> None:
+    def __init__(self, body: ResponseRequest, id_: str, blocks: list[Blocks]) -> None:
+        """``blocks``: of the only sequence."""
         self.usage = Usage()
         self._body = body
-        self._blocks = blocks
+        (self._blocks,) = blocks
         asked = {**body.params, **msgspec.to_builtins(body)}
         given = {name: asked[name] for name in asked if name not in ("input", "params", "stream")}
         head = {"id": f"resp_{id_}", "object": "response", "created_at": int(time.time())}
