@@ -1,11 +1,12 @@
-"""Write docs/metrics.md from the tables in frontend/metrics.py and offline/metrics.py, so that they
-cannot differ.
+"""Write docs/metrics.md from the tables in frontend/metrics.py and offline/metrics.py, and from
+what a gateway counts, so that they cannot differ.
 
     python scripts/metrics_table.py
 
 A test compares the file with what this would write.
 """
 
+import re
 import sys
 import types
 from pathlib import Path
@@ -48,6 +49,14 @@ absent while nothing is known of it.
 
 """
 
+GATEWAY = """
+## Of a gateway
+
+`jitney gateway` serves these at its `/metrics`; their labels stand in
+[OpenAI](openai.md#figures). The histograms are real ones.
+
+"""
+
 KINDS = {
     "used": "Blocks that a live sequence refers to",
     "free": "All other blocks, those of the prefix cache too, which can be evicted",
@@ -75,8 +84,9 @@ sum(jitney_kv_used_blocks)
 """
 
 
-def make_page(metrics: Any, of_jobs: Any) -> str:
-    """The whole page, from the modules ``metrics`` of ``jitney.frontend`` and of jobs."""
+def make_page(metrics: Any, of_jobs: Any, of_gateway: str) -> str:
+    """The whole page, from the modules ``metrics`` of ``jitney.frontend`` and of jobs, and the
+    first page of a gateway's metrics."""
     outcomes = ", ".join(f"`{outcome}`" for outcome in metrics.OUTCOMES)
     requests = f"Requests by how they ended, in the label `outcome`: {outcomes}"
     causes = ", ".join(f"`{cause}`" for cause in metrics.CAUSES)
@@ -97,6 +107,7 @@ def make_page(metrics: Any, of_jobs: Any) -> str:
             f"\n## Load headers: `{metrics.ORCA}`\n" + ORCA,
             _table("`kv_cache_block_type`", KINDS),
             JOBS + _table("metric", jobs),
+            GATEWAY + _table("metric", dict(re.findall(r"# HELP (\S+) (.*)", of_gateway))),
             QUERIES,
         ]
     )
@@ -113,9 +124,11 @@ def main() -> int:
     name = "triton_python_backend_utils"
     sys.modules.setdefault(name, types.ModuleType(name))
     from jitney.frontend import metrics
+    from jitney.gateway.figures import Figures
     from jitney.offline import metrics as of_jobs
 
-    TARGET.write_text(make_page(metrics, of_jobs), encoding="utf-8")
+    of_gateway = Figures().page().decode()
+    TARGET.write_text(make_page(metrics, of_jobs, of_gateway), encoding="utf-8")
     return 0
 
 

@@ -20,7 +20,7 @@ for _, name in ipairs({ "content-encoding", "grpc-encoding" }) do
         return refuse(415, "a request cannot be compressed here")
     end
 end
-if path:find("^/inference%.") then return end
+if path:find("^/inference%.") or path == "/v1/files" then return end
 
 -- How many bytes of the body are JSON: all, unless tensors in binary form come after it.
 local json_bytes = 0x7fffffff

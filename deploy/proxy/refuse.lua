@@ -1,5 +1,6 @@
 -- The proxy's own refusals, in the form of the server's: JSON over HTTP; over gRPC headers alone,
--- with gRPC's status in a header and HTTP's 200.
+-- with gRPC's status in a header and HTTP's 200. In the place of a gateway, OpenAI's object, which
+-- Anthropic's clients read too.
 local UNAVAILABLE = { status = 503, grpc = 14, text = "the server is not there; try again" }
 local REFUSALS = {
     [401] = { grpc = 16, text = "a known API key is needed: Authorization: Bearer KEY" },
@@ -33,4 +34,10 @@ ngx.status = refusal.status or ngx.status
 if ngx.status == 401 then ngx.header["WWW-Authenticate"] = "Bearer" end
 if ngx.status == 429 then ngx.header["Retry-After"] = 1 end
 if ngx.status == 503 then ngx.header["Retry-After"] = 5 end
-ngx.print('{"error":"' .. text .. '"}')
+if not ngx.var.uri:find("^/v1/") then
+    ngx.print('{"error":"' .. text .. '"}')
+    return
+end
+local kind = ngx.status < 429 and "invalid_request_error" or "server_error"
+ngx.print('{"type":"error","error":{"message":"' .. text .. '","type":"' .. kind
+    .. '","param":null,"code":"refused_by_proxy"}}')

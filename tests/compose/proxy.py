@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import tempfile
 import threading
@@ -56,7 +58,7 @@ def why_not() -> str:
 
 @dataclass
 class Server:
-    """Stands in for Triton: answers everything, and notes what has reached it."""
+    """Stands in for Triton and for a gateway: answers everything, and notes what has reached it."""
 
     seen: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     """Method, target, headers (lower case) and body of each request over HTTP."""
@@ -64,6 +66,8 @@ class Server:
     """Method and metadata of each call over gRPC."""
     enough: threading.Event = field(default_factory=threading.Event)
     """Set: streams end, with a line more that says so."""
+    begun: threading.Event = field(default_factory=threading.Event)
+    """Set: a file is about to come."""
     http_port: int = 0
     grpc_port: int = 0
 
@@ -73,19 +77,33 @@ class Server:
 
 
 @contextmanager
-def serve() -> Iterator[Server]:
-    """A server on free ports. A generate_stream sends a line ten times a second, as many as
-    `max_tokens` says; a stream over gRPC answers each message with itself."""
+def serve(host: str = "127.0.0.1", port: int = 0) -> Iterator[Server]:
+    """A server on free ports, or one for HTTP. A generate_stream sends a line ten times a second,
+    as many as `max_tokens` says, a chat two events until it is enough; /v1/drop is not answered; a
+    stream over gRPC answers each message with itself."""
     state = Server()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
+            if self.path == "/v1/files":
+                state.begun.set()
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             headers = {name.lower(): value for name, value in self.headers.items()}
             state.seen.append((self.command, self.path, headers, body))
+            if self.path == "/v1/drop":
+                self.close_connection = True
+                return
             self.send_response(200)
+            if self.path == "/v1/chat/completions":
+                self.send_header("Connection", "close")
+                self.end_headers()
+                for seconds in (0.1, 60):  # not in one packet
+                    self.wfile.write(b"data: event\n\n")
+                    state.enough.wait(seconds)
+                self.wfile.write(b"data: [DONE]\n\n")
+                return
             if not self.path.endswith("generate_stream"):
                 self.send_header("Content-Length", "2")
                 self.end_headers()
@@ -99,7 +117,7 @@ def serve() -> Iterator[Server]:
                     break
             self.wfile.write(b'data: {"text_output": "end"}\n\n')
 
-        do_GET = do_POST
+        do_GET = do_DELETE = do_POST
 
         def handle(self) -> None:
             with contextlib.suppress(OSError):  # the client has left, which some tests are about
@@ -115,7 +133,7 @@ def serve() -> Iterator[Server]:
                 return grpc.stream_stream_rpc_method_handler(lambda messages, context: messages)
             return grpc.unary_unary_rpc_method_handler(lambda message, context: message)
 
-    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    web = http.server.ThreadingHTTPServer((host, port), Handler)
     web.daemon_threads = True
     threading.Thread(target=web.serve_forever, daemon=True).start()
     pool = ThreadPoolExecutor(8)
@@ -132,14 +150,44 @@ def serve() -> Iterator[Server]:
         pool.shutdown()
 
 
+@contextmanager
+def names(addresses: list[str]) -> Iterator[int]:
+    """The port of a name server that gives ``addresses``, as they are then, for every name."""
+
+    def answer(query: bytes) -> bytes:
+        question = query[12 : query.index(b"\0", 12) + 5]
+        head = query[:2] + struct.pack(">5H", 0x8180, 1, len(addresses), 0, 0)
+        record = b"\xc0\x0c" + struct.pack(">HHIH", 1, 1, 1, 4)
+        return head + question + b"".join(record + socket.inet_aton(each) for each in addresses)
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                query, client = listener.recvfrom(512)
+                if not query:
+                    return
+                listener.sendto(answer(query), client)
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.sendto(b"", listener.getsockname())
+        thread.join()
+
+
 # --------------------------------------------------------------------------- the proxy
 
 
 class Proxy:
     """deploy/proxy, run in a folder of its own. ``settings`` are environment variables;
-    ``kept_back`` is left out of the paths that it lets through, such as ``stat``."""
+    ``kept_back`` is left out of the paths that it lets through, such as ``stat``; ``names`` is the
+    port of its name server."""
 
-    def __init__(self, server: Server, kept_back: str = "", **settings: str) -> None:
+    def __init__(
+        self, server: Server, kept_back: str = "", names: int | None = None, **settings: str
+    ) -> None:
         self._kept_back = kept_back
         # Not pytest's folder: the path of a socket is at most 107 bytes long.
         self.folder = Path(tempfile.mkdtemp(prefix="proxy-"))
@@ -147,10 +195,13 @@ class Proxy:
         self._ports = {
             "$triton:8000": f"$triton:{server.http_port}",
             "$triton:8001": f"$triton:{server.grpc_port}",
+            "$gateway:9000": f"$gateway:{server.http_port}",
             "$grafana:3000": f"$grafana:{server.http_port}",
             "listen 8443": f"listen 127.0.0.1:{self.port}",
             "listen 3000": f"listen 127.0.0.1:{self.grafana_port}",
         }
+        if names is not None:
+            self._ports["\n    @RESOLVER@"] = f"\nresolver 127.0.0.1:{names} valid=1s ipv6=off;"
         for name in ("etc", "run", "tmp", "bin"):
             (self.folder / name).mkdir()
         for source in (DEPLOY / "proxy").iterdir():
@@ -167,6 +218,7 @@ class Proxy:
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}:/usr/sbin",
             "API_KEYS_FILE": str(self.secrets / "api_keys"),
             "TRITON_HOST": "127.0.0.1",
+            "GATEWAY_HOST": "127.0.0.1",
             "GRAFANA_HOST": "127.0.0.1",
             **settings,
         }

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from jitney.cli import app
+from typer.main import get_command
 
 from tests.compose.engine.tight_models import CROWD_PROMPT, CROWD_TOKENS, TIGHT_OPTIONS
 from tests.compose.monitoring import alerts, dashboard_queries, value_of
@@ -57,6 +59,34 @@ def test_every_setting_is_in_the_example_with_its_default() -> None:
     shown = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", example, re.M))
     of_compose = {"COMPOSE_PROFILES": "gpu", "COMPOSE_PROJECT_NAME": "jitney"}
     assert shown == used | of_compose
+
+
+def test_the_gateway_asks_the_server_that_there_is_and_checks_the_proxys_keys() -> None:
+    gateway = SERVICES["gateway"]
+    words = gateway["command"].split()
+    options = dict(zip(words[::2], words[1::2], strict=False))
+    assert options["--server"] == "triton:8001"
+    assert options["--metrics-url"] == "http://triton:8002/metrics"
+    assert options["--api-key-file"] == "/run/secrets/api_keys"
+    assert "api_keys" in gateway["secrets"]
+    assert gateway["volumes"] == [f"batches:{options['--batches']}"]
+    assert set(words[:12:2]) <= {
+        each for parameter in get_command(app).commands["gateway"].params for each in parameter.opts
+    }
+    proxy = (DEPLOY / "proxy" / "nginx.conf.in").read_text(encoding="utf-8")
+    assert f"http://$gateway:{options['--port']};" in proxy
+    assert f":{options['--port']}/metrics" in gateway["healthcheck"]["test"][-1]
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text("utf-8"))
+    (job,) = (each for each in scraped["scrape_configs"] if each["job_name"] == "gateway")
+    (found,) = job["dns_sd_configs"]
+    assert (found["names"], found["port"]) == (["gateway"], int(options["--port"]))
+
+
+def test_images_with_a_model_or_the_gateway_can_send_traces() -> None:
+    """Option trace_endpoint and --otlp-endpoint."""
+    for file, count in (("Dockerfile", 2), ("triton.Dockerfile", 1)):
+        text = (DEPLOY / file).read_text(encoding="utf-8")
+        assert len(re.findall(r"\botel >requirements\.txt", text)) == count
 
 
 def test_the_release_is_pinned_in_one_place() -> None:

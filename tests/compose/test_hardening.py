@@ -137,12 +137,14 @@ def test_every_way_to_the_server_but_health_takes_a_key_and_has_limits() -> None
     open_ways = {
         head for head, body in ways.items() if 'if ($key_name = "") { return 401; }' not in body
     }
-    assert open_ways == {"= /healthz", "= /v2/health/ready", "= /v2/health/live", "/"}
+    health = {"= /healthz", "= /v2/health/ready", "= /v2/health/live", "= /health"}
+    assert open_ways == health | {"/"}
     assert "$grafana" in ways["/"]
-    assert len(ways) == 7
-    for head in open_ways - {"/"}:
+    assert len(ways) == 10
+    asked = r"proxy_pass http://\$(triton:8000/v2/health/(live|ready)|gateway:9000/health);"
+    for head in health:
         assert "health.conf" in ways[head]
-        assert re.search(r"proxy_pass http://\$triton:8000/v2/health/(live|ready);", ways[head])
+        assert re.search(asked, ways[head])
     for head in set(ways) - open_ways:
         assert "limit_req zone=rate" in ways[head]
         assert "limit_conn open" in ways[head]
@@ -165,10 +167,14 @@ def test_every_way_to_the_server_but_health_takes_a_key_and_has_limits() -> None
 def test_a_path_that_the_server_would_read_otherwise_is_refused(
     sent: str, is_refused: bool
 ) -> None:
-    """The locations match what nginx made of a path; the server gets it as it was sent."""
-    (body,) = (body for body in locations().values() if "$triton:8000;" in body and "401" in body)
-    (pattern,) = re.findall(r'if \(\$request_uri ~\* "(.*)"\) \{ return 404; \}', body)
-    assert (re.search(pattern, sent, re.I) is not None) == is_refused
+    """The locations match what nginx made of a path; servers get it as it was sent."""
+    bodies = [
+        body for body in locations().values() if re.search(r"\$(triton:8000|gateway:9000);", body)
+    ]
+    assert len(bodies) == 3
+    for body in bodies:
+        (pattern,) = re.findall(r'if \(\$request_uri ~\* "(.*)"\) \{ return 404; \}', body)
+        assert (re.search(pattern, sent, re.I) is not None) == is_refused
 
 
 def test_nobody_without_a_key_has_a_body_stored() -> None:
@@ -179,7 +185,11 @@ def test_nobody_without_a_key_has_a_body_stored() -> None:
             assert "proxy_request_buffering off;" in body
 
 
-def test_the_key_ends_at_the_proxy() -> None:
+def test_the_key_ends_at_the_proxy_or_the_gateway() -> None:
     for name, kind in (("http.conf", "proxy"), ("grpc.conf", "grpc")):
         text = (DEPLOY / "proxy" / name).read_text(encoding="utf-8")
         assert f'{kind}_set_header Authorization "";' in text
+        assert f'{kind}_set_header X-Api-Key "";' in text
+    for body in locations().values():
+        if "$gateway:9000;" in body:
+            assert "include /etc/jitney/gateway.conf;" in body

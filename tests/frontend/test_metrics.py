@@ -7,6 +7,7 @@ import pytest
 from jitney.engine.engine import Health
 from jitney.errors import InvalidArgumentError
 from jitney.frontend import metrics as module
+from jitney.gateway.figures import Figures
 from jitney.messages import ModelInfo, StepStats, Timing
 
 LABELS = {"model": "m", "version": "1", "model_instance": "m_0_0"}
@@ -41,7 +42,7 @@ def test_the_page_about_them_is_current(pb: Any, monkeypatch: pytest.MonkeyPatch
     from jitney.offline import metrics as of_jobs
 
     written = metrics_table.TARGET.read_text(encoding="utf-8")
-    assert written == metrics_table.make_page(module, of_jobs), (
+    assert written == metrics_table.make_page(module, of_jobs, Figures().page().decode()), (
         "run: python scripts/metrics_table.py"
     )
     module.Metrics(LABELS, INFO)

@@ -80,6 +80,14 @@ class Client:
             connection.close()
         return events
 
+    def complete(self, max_tokens: int, prompt: str = PROMPT) -> list[str]:
+        """The lines of one stream of the gateway's, empty ones left out."""
+        body = {"model": "pylm", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        asked = json.dumps({**body, "temperature": 0, "ignore_eos": True}).encode()
+        status, _, answer = self.request("POST", "/v1/completions", asked)
+        assert status == 200, answer
+        return [line for line in answer.decode().splitlines() if line]
+
     def embed(self, text: str) -> list[float]:
         """A sentence embedding over HTTP. Raises AssertionError with the answer otherwise."""
         tensor = {"name": "text", "shape": [1, 1], "datatype": "BYTES", "data": [text]}

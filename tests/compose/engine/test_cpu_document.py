@@ -18,8 +18,8 @@ BLOCKS = [
     for block in read_page(Path("docs/deploying.md"))
     if block.language in ("bash", "python", "sh")
 ]
-# What other modules begin with: the fixtures `deployment` and `perf`.
-ELSEWHERE = ("docker-compose up --build", "--profile perf run")
+# What the fixtures of other modules begin with: `deployment`, `perf` and `two`.
+ELSEWHERE = ("docker-compose up --build", "--profile perf run", "--scale gateway=2")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ def run(user: Deployment, block: Block) -> str:
 # Part of a block -> what its output has, as a pattern.
 CASES = {
     "generate_stream": r'data: \{.*"text_output"',
+    "DefaultHttpxClient": r"^Completion\(.*text=",
     "InferenceServerClient": r"^True$",
     "docker build": "",
     "reload-keys": "",

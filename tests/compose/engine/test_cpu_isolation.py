@@ -20,6 +20,7 @@ INNER = [
     ("triton-cpu", "http://{}:8000/v2", "model_repository(unload_dependents)"),
     ("triton-cpu", "http://{}:8001/inference.GRPCInferenceService/ServerLive", "application/grpc"),
     ("triton-cpu", "http://{}:8002/metrics", "nv_inference_count"),
+    ("gateway", "http://{}:9000/metrics", "jitney_gateway_requests"),
     ("prometheus", "http://{}:9090/api/v1/status/buildinfo", "goVersion"),
     ("prober", "http://{}:9115/", "Blackbox"),
     ("grafana", "http://{}:3000/jitney.json", "panels"),
@@ -112,8 +113,8 @@ def test_a_container_of_another_network_reaches_nothing(deployment: Deployment) 
         deployment.engine.docker("network", "rm", network)
 
 
-@pytest.mark.parametrize(("service", "url", "sign"), BY_NAME[:3], ids=ids[:3])
-def test_the_proxy_reaches_the_server(
+@pytest.mark.parametrize(("service", "url", "sign"), BY_NAME[:4], ids=ids[:4])
+def test_the_proxy_reaches_the_servers(
     deployment: Deployment, service: str, url: str, sign: str
 ) -> None:
     assert reaches(deployment, "proxy", url, sign)

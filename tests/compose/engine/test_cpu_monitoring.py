@@ -30,9 +30,12 @@ QUERIES = list(dashboard_queries(interval="1m", model=".*"))
 
 @pytest.fixture(scope="module")
 def loaded(deployment: Deployment) -> Iterator[Deployment]:
-    """The deployment under traffic for every metric: streams with a common prefix, embeddings."""
+    """The deployment under traffic for every metric: streams with a common prefix, one of them at
+    the gateway, and embeddings."""
     wait_for(
-        lambda: len(deployment.query('up{job=~"triton|ready"} == 1')) == 2, "the first scrapes", 60
+        lambda: len(deployment.query('up{job=~"triton|ready|gateway"} == 1')) == 3,
+        "the first scrapes",
+        60,
     )
     client = deployment.client()
     enough = threading.Event()
@@ -41,12 +44,16 @@ def loaded(deployment: Deployment) -> Iterator[Deployment]:
         while not enough.is_set():
             client.stream(24)
 
+    def complete() -> None:
+        while not enough.is_set():
+            assert client.complete(24)[-1] == "data: [DONE]"
+
     def embed() -> None:
         while not enough.is_set():
             client.embed("how far is it to the next stop")
 
     with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(each) for each in (stream, stream, stream, embed)]
+        running = [pool.submit(each) for each in (stream, stream, complete, embed)]
         try:
             time.sleep(20)
             yield deployment

@@ -48,7 +48,9 @@ def test_the_configuration_reserves_the_gpus_and_shuts_the_server_in(
     engine: Engine, project: Path, gpu_settings: dict[str, str]
 ) -> None:
     made = resolved(engine, project, gpu_settings)
-    assert in_profile(made, "gpu") == {"triton", "proxy", "prometheus", "prober", "grafana"}
+    assert in_profile(made, "gpu") == {
+        *("triton", "gateway", "proxy", "prometheus", "prober", "grafana"),
+    }
     triton = made["services"]["triton"]
     (device,) = triton["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
