@@ -14,8 +14,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
+from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.gateway.answers import Body
 from jitney.gateway.backend import Backend, UnknownModelError
 from jitney.gateway.batch_records import Folder
@@ -33,6 +34,7 @@ from jitney.gateway.refusals import (
     as_json,
     describe,
     describe_for_messages,
+    fault,
     refusal,
 )
 from jitney.gateway.traced import Traced
@@ -119,7 +121,15 @@ def make_app(
 
 async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return refusal(StatusError(error.status_code, f"{request.url.path}: {error.detail}"), describe)
+    path = request.url.path
+    response = refusal(StatusError(error.status_code, f"{path}: {error.detail}"), _form_of(path))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _form_of(path: str) -> Callable[[JitneyError], tuple[int, Body]]:
+    """Of a refusal."""
+    return describe_for_messages if path.startswith("/v1/messages") else describe
 
 
 async def _read(answer: Handler, type_: type[Any], request: Request) -> Response:
@@ -146,7 +156,7 @@ class Gateway:
 
     async def serve(self, path: str, answer: Handler, request: Request) -> Response:
         """Check the key, answer, count; every error becomes an object."""
-        tell = describe_for_messages if path.startswith("/v1/messages") else describe
+        tell = _form_of(path)
         state, given = request.state, request.headers.get("x-request-id", "")
         state.model, state.key, state.id = "", "", secrets.token_hex(12)
         state.path = path
@@ -156,13 +166,14 @@ class Gateway:
             if path not in _OPEN:
                 state.key = self._owner(request.headers)
             response = await answer(request)
+        except ClientDisconnect:
+            response = refusal(CancelledError("the client has gone"), tell)
         except JitneyError as error:
             response = refusal(error, tell)
             if response.status_code >= 500:
                 _LOG.warning("request %s: %s", state.id, error)
         except Exception:
-            _LOG.exception("request %s could not be answered", state.id)
-            response = refusal(JitneyError(f"request {state.id} could not be answered"), tell)
+            response = refusal(fault(state.id), tell)
         response.headers["x-request-id"] = state.id
         if self._load is not None and (form := request.headers.get(REQUEST_HEADER)):
             response.headers.update(await self._load.header(form, state.model))

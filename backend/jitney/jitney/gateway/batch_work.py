@@ -173,32 +173,24 @@ class BatchWork:
         parts = [work / "out" / name for part in record.parts for name in part.files]
         good = (path for path in parts if path.parent.name == "out")
         bad = (path for path in parts if path.parent.name != "out")
-        batch.output_file_id, completed = self._gather(batch, "output", _lines(good))
+        batch.output_file_id = self._gather(batch, "output", _lines(good))
         errors = _error_lines(work / "input.jsonl", _lines(bad), record, end)
-        batch.error_file_id, failed = self._gather(batch, "errors", errors)
-        batch.request_counts |= {"completed": completed, "failed": failed}
+        batch.error_file_id = self._gather(batch, "errors", errors)
+        failed = batch.request_counts["total"] - record.written
+        batch.request_counts |= {"completed": record.written, "failed": failed}
         batch.cancelling_at = self._folder.seen(batch).cancelling_at
         why = self._folder.queue / "failed" / f"{batch.id}.txt"
         batch.end(end, [{"message": why.read_text("utf-8")}] if end == "failed" else [])
         self._folder.save(batch)
 
-    def _gather(
-        self, batch: BatchRecord, what: str, lines: Iterator[bytes]
-    ) -> tuple[str | None, int]:
-        """A file of the lines, if there are any, and their number."""
-        id_, number = f"file-{batch.id[-24:]}-{what}", 0
-
-        def counted() -> Iterator[bytes]:
-            nonlocal number
-            for line in lines:
-                number += 1
-                yield line
-
+    def _gather(self, batch: BatchRecord, what: str, lines: Iterator[bytes]) -> str | None:
+        """A file of the lines, if there are any."""
+        id_ = f"file-{batch.id[-24:]}-{what}"
         path = self._folder.files / id_
-        write_whole(path, counted())
-        if not number:
+        write_whole(path, lines)
+        if not path.stat().st_size:
             path.unlink()
-            return None, 0
+            return None
         record = FileRecord(
             id=id_,
             bytes=path.stat().st_size,
@@ -208,7 +200,7 @@ class BatchWork:
             owner=batch.owner,
         )
         self._folder.save(record)
-        return id_, number
+        return id_
 
 
 def _error_lines(given: Path, bad: Iterator[bytes], record: Record, end: str) -> Iterator[bytes]:

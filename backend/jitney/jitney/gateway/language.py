@@ -33,7 +33,7 @@ from jitney.gateway.messages_api import (
     chat_of_prompt,
 )
 from jitney.gateway.parsers import Parser
-from jitney.gateway.refusals import as_json
+from jitney.gateway.refusals import as_json, fault
 from jitney.gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
 from jitney.gateway.wire import (
     ChatRequest,
@@ -108,7 +108,7 @@ class Language:
     ) -> Response:
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
         watch = Watch(self._figures, body.model, request.state.key, bool(body.stream))
-        chunks = _chunks(self._backend.generate(asks, headers), answer, watch)
+        chunks = _chunks(self._backend.generate(asks, headers), answer, watch, request.state.id)
         if body.stream:
             first = await _unless_gone(request.receive, anext(chunks))
             return _Events(_events(first, chunks, answer), media_type="text/event-stream")
@@ -158,12 +158,16 @@ class Language:
 
 
 async def _chunks(
-    steps: AsyncGenerator[Step], answer: Told, watch: Watch
+    steps: AsyncGenerator[Step], answer: Told, watch: Watch, id_: str
 ) -> AsyncGenerator[list[Body]]:
     try:
         async for step in steps:
             watch.note(step)
             yield list(answer.feed(step))
+    except JitneyError:
+        raise
+    except Exception:
+        raise fault(id_) from None
     finally:
         await steps.aclose()
         watch.end(answer.usage.prompt, answer.usage.completion)

@@ -1,5 +1,6 @@
 """The gateway's own errors, and every error as a status and OpenAI's error object."""
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,8 @@ from jitney.errors import (
     JitneyError,
     UnavailableError,
 )
+
+_LOG = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 
@@ -52,6 +55,7 @@ _ASKED_BY = {
         "chat_template_kwargs", "text",
     ),
     "messages": ("input",),
+    "within": ("completion_window",),  # of a job
     "structured_outputs": (
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
         "response_format", "text", "output_config", "tool_choice",
@@ -117,6 +121,12 @@ def describe_for_messages(error: JitneyError) -> tuple[int, dict[str, Any]]:
     kind = _OF_MESSAGES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     said = {"type": kind, "message": body["error"]["message"]}
     return status, {"type": "error", "error": said}
+
+
+def fault(id_: str) -> JitneyError:
+    """Of a request, for an exception that nobody foresaw, which is logged."""
+    _LOG.exception("request %s could not be answered", id_)
+    return JitneyError(f"request {id_} could not be answered")
 
 
 def refusal(
