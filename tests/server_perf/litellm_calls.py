@@ -63,6 +63,7 @@ def main() -> None:
     response = litellm.responses(
         model="openai/pylm", input=CHAT["messages"][0]["content"], max_output_tokens=16, **OPENAI
     )
+    stop: Any = {"stop": ["context"], "extra_body": {"include_stop_str_in_output": True}}
     prompt = {"model": "text-completion-openai/pylm", "prompt": "def add(a, b):", "max_tokens": 16}
     texts = ["where the bus stops", "a cat"]
     vectors = litellm.embedding(
@@ -76,7 +77,7 @@ def main() -> None:
     found = {
         "chat": {"text": text(answer), "tokens": answer.usage.completion_tokens},
         "chat, streamed": joined(litellm.completion(**chat, **stream)),
-        "top_k": text(litellm.completion(**chat | {"temperature": 1, "extra_body": {"top_k": 1}})),
+        "stop": text(litellm.completion(**chat, **stop)),
         "tools": calls(litellm.completion(**chat | TOOLS)),
         "JSON": json.loads(text(litellm.completion(**chat, **JSON))),
         "refused": refused(),
