@@ -4,10 +4,11 @@
 
 One server, one gateway and the clients share the machine's cores. Both ways have the same workers,
 each with a connection of its own that it keeps. For each number of streams, runs over gRPC and
-through the gateway take turns; the table shows medians. A client reads raw bytes and counts events:
-what a library would parse is its own affair. Latencies are as in benchmarks.served. The prompts are
-in the prefix cache before the first run: it would pay for them alone, and the wait for a prefill
-would hide the gateway's share of the time to the first token.
+through the gateway take turns; the table shows medians. Each run is told on standard error when it
+ends. A client reads raw bytes and counts events: what a library would parse is its own affair.
+Latencies are as in benchmarks.served. The prompts are in the prefix cache before the first run: it
+would pay for them alone, and the wait for a prefill would hide the gateway's share of the time to
+the first token.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def main() -> None:
     threads = arguments.threads or len(os.sched_getaffinity(0))
     print("| streams | way | output tokens/s | of gRPC | TTFT p50, ms | TTFT p95, ms "
           "| responses per token | gateway's CPU, ms per token |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(prefix="jitney-gateway-") as repository:
         write_model(Path(repository), model, threads, arguments.dtype)
         with TritonServer(Path(repository)) as server, _gateway(server) as (process, url):
@@ -61,11 +62,21 @@ async def _measure(
         runs: dict[str, list[Served]] = {"gRPC": [], "gateway": []}
         for _ in range(arguments.repeats):
             runs["gRPC"].append(await run_streams(grpc_url, MODEL, workload, streams))
+            _say(streams, "gRPC", runs)
             before_s = sum(gateway.cpu_times()[:2])
             through = await run_events(url, workload, streams)
             through.front_cpu_s = sum(gateway.cpu_times()[:2]) - before_s
             runs["gateway"].append(through)
+            _say(streams, "gateway", runs)
         _print_rows(streams, runs)
+
+
+def _say(streams: int, way: str, runs: dict[str, list[Served]]) -> None:
+    """A run that has ended."""
+    run, number = runs[way][-1], len(runs[way])
+    first_ms = 1000 * statistics.median(run.first_s)
+    said = f"{run.tokens / run.seconds:.0f} tokens/s, TTFT p50 {first_ms:.1f} ms"
+    print(f"{streams} streams, {way}, run {number}: {said}", file=sys.stderr, flush=True)
 
 
 def _parse() -> argparse.Namespace:
