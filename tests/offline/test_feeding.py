@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jitney import LLM, SamplingParams
 from jitney.offline import executors
-from jitney.offline.feeding import Feeder
+from jitney.offline.executors import Feeder
 from jitney.offline.generate import EncodedPrompt
 from jitney.offline.prepare import Item
 

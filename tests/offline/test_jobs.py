@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from jitney import cli
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
-from jitney.offline import executors, feeding
+from jitney.offline import executors
 from jitney.offline.job import make_job
 from jitney.offline.progress import Progress, State
 from jitney.offline.run import read_record, run_job
@@ -74,7 +74,7 @@ def test_transient_errors_are_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr(executors, "Passing", Flaky)
         patched.setattr(Flaky, "error", error, raising=False)
-        patched.setattr(feeding, "pause", lambda tries: 0.001)
+        patched.setattr(executors, "pause", lambda tries: 0.001)
         if isinstance(error, UnavailableError):
             with pytest.raises(UnavailableError, match="it is away"):
                 run(source, tmp_path / "out", retries=2)

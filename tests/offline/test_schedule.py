@@ -13,8 +13,8 @@ import pytest
 from jitney import cli
 from jitney.errors import InvalidArgumentError
 from jitney.offline import executors, worker
-from jitney.offline.deadline import Deadline, due_at
-from jitney.offline.job import make_job, read_job
+from jitney.offline.job import due_at, make_job, read_job
+from jitney.offline.progress import Deadline
 from jitney.offline.run import read_record, status_of
 from typer.testing import CliRunner
 

@@ -19,7 +19,7 @@ from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
 from jitney.measure.bench import bench
 from jitney.measure.tune import tune
-from jitney.offline.command import batch
+from jitney.offline.command import batch, generate_on_terminal
 
 app = typer.Typer(
     help="In-flight batching over a paged KV cache, as a backend of Triton Inference Server.",
@@ -185,7 +185,6 @@ def generate(
         jitney generate "import os" --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 200
         jitney generate - --model path/to/checkpoint < prompt.txt
     """
-    from jitney.offline.terminal import generate_on_terminal
     from jitney.sampling_params import SamplingParams
     from jitney.server.installation import demo_checkpoint
 

@@ -33,7 +33,7 @@ from jitney.gateway.batch_records import (
 from jitney.gateway.batch_work import begin
 from jitney.gateway.refusals import FieldError, StatusError, as_json, describe
 from jitney.gateway.wire import MAX_BODY_BYTES, WireRecord, decode
-from jitney.offline.deadline import due_at
+from jitney.offline.job import due_at
 
 MAX_FILE_BYTES = 200 << 20
 MAX_LINES = 50_000

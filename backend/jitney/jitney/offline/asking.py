@@ -40,9 +40,6 @@ class InServer:
         self._running: dict[Future[Any], int] = {}
         self.figures: dict[str, float] = {}
 
-    def __len__(self) -> int:
-        return len(self._running)
-
     def rank(self, prepared: Any, ending: bool) -> int:
         return 0
 

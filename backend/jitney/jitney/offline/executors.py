@@ -1,24 +1,29 @@
 """What runs prepared rows: the engine in this process, an exported model, a server
 (``asking.py``), or nothing for a job without a model.
 
-Rows are handed over while an executor holds fewer than its capacity, which keeps the engine's queue
-filled, in the order of their rank (``feeding.py``); a step gives the results that are ready.
+A :class:`Feeder` hands rows over while an executor holds fewer than its capacity, which keeps the
+engine's queue filled; a step gives the results that are ready.
 """
 
+import heapq
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from jitney.errors import CheckpointError, InvalidArgumentError
+from jitney.errors import CheckpointError, InvalidArgumentError, JitneyError
 from jitney.offline.asking import InServer, OpenAiServer
+from jitney.offline.dataset import pause
 from jitney.offline.generate import EncodedPrompt, Language
 from jitney.offline.job import Job
 from jitney.offline.llm import LLM, Running
-from jitney.offline.prepare import Context
+from jitney.offline.prepare import Context, Item
 from jitney.offline.tensors import Arrays, chosen_output
+from jitney.standins.batch import Batcher, ModelRequest
+from jitney.standins.exchange import model_path
 from jitney.standins.signature import Signature
 
 Outcome = tuple[int, Any]
@@ -26,6 +31,7 @@ Outcome = tuple[int, Any]
 _SIZES = (8, 16, 32, 64, 128)
 _MEASURED = 3
 """Full batches of each size whose best rate counts: the first ones allocate."""
+_POLL_S = 0.1
 _OF_MODEL = (
     *("task", "model", "engine", "result", "batch_size", "tokenizer"),
     *("server", "tls", "ca_file", "api_key_file", "at_once"),
@@ -42,9 +48,6 @@ class Executor(Protocol):
     def capacity(self) -> int:
         """How many rows it may hold now."""
 
-    def __len__(self) -> int:
-        """How many rows it holds. If there are any, a step brings results, sooner or later."""
-
     def rank(self, prepared: Any, ending: bool) -> Any:
         """Rows of which many wait come in this order, or in its reverse unless it is ``ending``."""
 
@@ -52,7 +55,8 @@ class Executor(Protocol):
         """Take a row. Raises InvalidArgumentError for one that cannot be run."""
 
     def step(self) -> list[Outcome]:
-        """Work for a while; what has ended."""
+        """Work for a while; what has ended. Called while it holds rows: they all end, sooner or
+        later."""
 
     def close(self) -> None:
         """Give memory and connections back; what is under way is dropped."""
@@ -66,9 +70,6 @@ class Passing:
     def __init__(self) -> None:
         self._ready: list[Outcome] = []
         self.figures: dict[str, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._ready)
 
     def rank(self, prepared: Any, ending: bool) -> int:
         return 0
@@ -91,9 +92,6 @@ class InEngine:
         self._llm, self.capacity, self.figures = llm, llm.capacity, llm.figures
         self._running: Running = {}
 
-    def __len__(self) -> int:
-        return len(self._running)
-
     def rank(self, prepared: EncodedPrompt, ending: bool) -> tuple[int, list[int]]:
         """By prefix; in the end by length of output first, in powers of two."""
         return -prepared.params.max_tokens.bit_length() if ending else 0, prepared.ids
@@ -115,10 +113,8 @@ class InSession:
 
     def __init__(self, job: Job) -> None:
         """Raises a LoadError, and InvalidArgumentError for an output that the model lacks."""
-        # onnxruntime may be missing
-        from jitney.standins.batch import Batcher
         from jitney.standins.onnx_options import read_options
-        from jitney.standins.onnx_session import OnnxSession
+        from jitney.standins.onnx_session import OnnxSession  # onnxruntime may be missing
 
         session = OnnxSession(_file_of(Path(str(job.model))), read_options({}, None))
         self.signature = _of_rows(session.signature)
@@ -136,9 +132,6 @@ class InSession:
     def capacity(self) -> int:
         return self._sizes.now
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def rank(self, prepared: Arrays, ending: bool) -> int:
         return _size(prepared)
 
@@ -147,8 +140,6 @@ class InSession:
 
     def step(self) -> list[Outcome]:
         """Run them together. If that fails, each is run alone."""
-        from jitney.standins.batch import ModelRequest
-
         began, held, self._held = time.perf_counter(), self._held, {}
         rows = list(held.values())
         joined = [
@@ -190,13 +181,12 @@ def _size(row: Arrays) -> int:
 def _padded(rows: list[Arrays]) -> list[Arrays]:
     """Filled up with zeros to one length, which the mask excludes."""
     shapes = {name: np.max([row[name].shape for row in rows], axis=0) for name in rows[0]}
-    return [{name: _filled(array, shapes[name]) for name, array in row.items()} for row in rows]
-
-
-def _filled(array: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    made = np.zeros(shape, array.dtype)
-    made[tuple(map(slice, array.shape))] = array
-    return made
+    padded: list[Arrays] = []
+    for row in rows:
+        padded.append({name: np.zeros(shapes[name], array.dtype) for name, array in row.items()})
+        for name, array in row.items():
+            padded[-1][name][tuple(map(slice, array.shape))] = array
+    return padded
 
 
 def _of_rows(signature: Signature) -> Signature:
@@ -210,8 +200,6 @@ def _of_rows(signature: Signature) -> Signature:
 
 def _file_of(model: Path) -> Path:
     """The model's file: itself, of a version's folder, or of a model's newest version."""
-    from jitney.standins.exchange import model_path
-
     if model.is_file():
         return model
     if not model.is_dir():
@@ -280,3 +268,87 @@ def load(job: Job) -> tuple[Executor, Context]:
         )
     llm = LLM(job.model, **job.engine)
     return InEngine(llm), Context(job, Language(llm.tokenizer.data, llm.config, llm.info))
+
+
+class Feeder:
+    """Prepared rows in front of an executor: in an order that suits it, and tried again. For one
+    thread.
+
+    Looks ahead: rows go in generations. When all rows of one have gone, those that came meanwhile
+    are sorted by the executor's rank: so prompts with a common prefix follow one another, and rows
+    of like length meet. No row is passed by more than those of one generation, which its caller
+    bounds. Once the input has ended, all that is left is one generation, long outputs first.
+    """
+
+    def __init__(self, executor: Executor, retries: int) -> None:
+        self.tries = 0
+        """Rows that were tried again."""
+        self._executor, self._retries = executor, retries
+        self._new: list[Item] = []
+        self._sorted: deque[Item] = deque()
+        self._down = self._ending = False
+        self._running: dict[int, Item] = {}
+        """By key, those that the executor has."""
+        self._again: list[tuple[float, int, Item]] = []
+        """A heap: from when on a row may be tried again, its key and itself."""
+
+    def __len__(self) -> int:
+        return self.waiting + len(self._running) + len(self._again)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that the executor has not been given."""
+        return len(self._new) + len(self._sorted)
+
+    def add(self, item: Item) -> None:
+        """Take a row, whose key is its own."""
+        self._new.append(item)
+
+    def step(self, ending: bool) -> list[tuple[Item, Any]]:
+        """Fill the executor, and let it work for a while. The rows that have ended, with result or
+        JitneyError. ``ending``: no more rows come."""
+        if ending and not self._ending:
+            self._ending = True
+            self._new += self._sorted
+            self._sorted.clear()
+        if self._again and not self.waiting and not self._running:
+            time.sleep(max(0.0, min(_POLL_S, self._again[0][0] - time.monotonic())))
+        while self._again and self._again[0][0] <= time.monotonic():
+            self._sorted.appendleft(heapq.heappop(self._again)[-1])
+        ended: list[tuple[Item, Any]] = []
+        while self.waiting and len(self._running) < self._executor.capacity:
+            if not self._sorted:
+                self._look_ahead()
+            item = self._sorted.popleft()
+            try:
+                if isinstance(item.made, InvalidArgumentError):
+                    raise item.made
+                self._executor.submit(item.key, item.made)
+                self._running[item.key] = item
+            except InvalidArgumentError as error:
+                ended.append((item, error))
+        for key, result in self._executor.step() if self._running else ():
+            item = self._running.pop(key)
+            if _may_pass(result) and item.tries < self._retries:
+                heapq.heappush(self._again, (time.monotonic() + pause(item.tries), key, item))
+                item.tries += 1
+                self.tries += 1
+            else:
+                ended.append((item, result))
+        return ended
+
+    def _look_ahead(self) -> None:
+        """Begin a generation. Upwards and downwards in turn: where two meet, rows are alike."""
+
+        def rank(item: Item) -> Any:
+            bad = isinstance(item.made, InvalidArgumentError)
+            return (0,) if bad else (1, self._executor.rank(item.made, self._ending))
+
+        self._sorted.extend(sorted(self._new, key=rank, reverse=self._down and not self._ending))
+        self._new.clear()
+        self._down = not self._down
+
+
+def _may_pass(result: Any) -> bool:
+    """Whether a result is an error that another try may not meet."""
+    return isinstance(result, JitneyError) and result.code in ("UNAVAILABLE", "INTERNAL")

@@ -5,6 +5,7 @@ Each field's bound and help stand with it; the command line is made from them (`
 
 import os
 import re
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,8 +14,8 @@ from msgspec import Meta
 
 from jitney.config import field_at_fault
 from jitney.errors import InstallationError, InvalidArgumentError, nearest, show
-from jitney.offline.deadline import due_at
 
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 STOPPED, LATE = 130, 4
 """Exit statuses: what shells expect of an interrupted command; complete, but later than it was to
 be."""
@@ -172,6 +173,30 @@ def make_job(settings: dict[str, Any]) -> Job:
     if job.output_format == "parquet" and openai:
         raise InvalidArgumentError.of("output_format", "parquet", "jsonl for openai lines")
     return job
+
+
+def due_at(finish_by: str | int | None, within: str | None, now: float) -> float | None:
+    """When the job is to end; times in seconds since 1970. A clock time that has passed today means
+    tomorrow's. Raises InvalidArgumentError."""
+    if within is not None:
+        pieces = re.findall(r"(\d+(?:\.\d+)?)([dhms])", within)
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in pieces)
+        if "".join(number + unit for number, unit in pieces) != within or not 0 < seconds <= 1e9:
+            raise InvalidArgumentError.of("within", within, "a time such as 4h, 90m or 1h30m")
+        return now + seconds
+    if finish_by is None:
+        return None
+    if isinstance(finish_by, int):  # YAML takes 16:00 for a number of minutes
+        finish_by = "{}:{:02}".format(*divmod(finish_by, 60))
+    try:
+        clock = datetime.strptime(finish_by, "%H:%M").time()
+    except ValueError:
+        bound = "a clock time of this machine, such as 06:00"
+        raise InvalidArgumentError.of("finish_by", finish_by, bound) from None
+    due = datetime.combine(datetime.fromtimestamp(now).date(), clock)
+    if due.timestamp() <= now:
+        due += timedelta(days=1)
+    return due.timestamp()
 
 
 def _absolute(place: str) -> str:

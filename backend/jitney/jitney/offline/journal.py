@@ -20,8 +20,7 @@ from pathlib import Path
 import msgspec
 
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney.offline.deadline import due_at
-from jitney.offline.job import Job, differences
+from jitney.offline.job import Job, differences, due_at
 
 VERSION = 2
 Interval = tuple[int, int, int]

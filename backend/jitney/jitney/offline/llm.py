@@ -10,6 +10,8 @@ steps there: it may die, and what is open goes on in another one.
 """
 
 import itertools
+import queue
+import threading
 import time
 import weakref
 from collections import deque
@@ -21,9 +23,10 @@ from typing import Any
 
 import msgspec
 
-from jitney.config import make_config
+from jitney.config import EngineConfig, make_config
 from jitney.engine.engine import Engine
 from jitney.engine.grammar_check import GrammarChecker
+from jitney.engine.supervisor import EngineProcess
 from jitney.errors import (
     InternalError,
     InvalidArgumentError,
@@ -31,15 +34,23 @@ from jitney.errors import (
     UnavailableError,
     from_code,
 )
-from jitney.messages import Cancel, Failed, Finished, Logprob, ModelInfo, Submit, Timing
-from jitney.offline.process_engine import ProcessEngine
+from jitney.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    Logprob,
+    ModelInfo,
+    StepReport,
+    Submit,
+    Timing,
+)
 from jitney.offline.progress import Progress, State
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
 from jitney.text.completion import Completion, SequenceDelta
 from jitney.text.grammar_process import setup
 from jitney.text.intake import encode_chat, encode_prompt, make_submit
-from jitney.text.tokenizer import Tokenizer
+from jitney.text.tokenizer import Tokenizer, TokenizerData
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -323,6 +334,42 @@ class LLM:
     def _check_open(self) -> None:
         if not self._give_back.alive:
             raise InvalidArgumentError("this LLM has been closed")
+
+
+class ProcessEngine:
+    """An engine in a process of its own, which may die and is started again. Has the calls of
+    :class:`~jitney.engine.engine.Engine` that LLM makes. It makes its steps by itself; a thread
+    takes its reports. Call :meth:`close` at the end."""
+
+    has_work = False
+    """Nothing has to be driven: after a cancel, too, the engine makes its steps by itself."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the process and load the model. Raises a LoadError if that fails."""
+        self.supervisor = EngineProcess(config)
+        data = self.supervisor.start()
+        self.tokenizer = Tokenizer(msgspec.msgpack.decode(data, type=TokenizerData))
+        self.info = self.supervisor.info
+        self.send = self.supervisor.send
+        self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self.supervisor.run, args=(self._reports,), name="jitney-engine", daemon=True
+        )
+        self._thread.start()
+
+    def step(self) -> StepReport:
+        """The next report. To be called while a request is open: each one ends in a report."""
+        return self._reports.get()
+
+    def reset(self) -> None:
+        """Drop the reports that wait. What is open has been cancelled."""
+        while not self._reports.empty():
+            self._reports.get()
+
+    def close(self) -> None:
+        """End the process and wait until it has ended."""
+        self.supervisor.stop()
+        self._thread.join()
 
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:

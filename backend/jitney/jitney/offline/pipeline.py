@@ -1,27 +1,183 @@
 """The pipeline of a job: read, prepare, run, write, each ahead of the next within a bound.
 
 A thread reads chunks; workers prepare them; this thread keeps the executor filled with what they
-have prepared (``feeding.py``) and gathers results into parts (``gathering.py``); another thread
-writes a part and notes it in the journal. At most ``in_flight`` rows are between reading and a
-part, and half of them wait for the executor; a part has at most ``part_rows``, and one is written
-while the next fills. So memory does not depend on the input.
+have prepared and gathers results into parts; another thread writes a part and notes it in the
+journal. At most ``in_flight`` rows are between reading and a part, and half of them wait for the
+executor; a part has at most ``part_rows``, and one is written while the next fills. So memory does
+not depend on the input. On a cluster (``ray_data.py``) only the gathering is done here.
 """
 
+import os
+import signal
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from jitney.offline.dataset import Chunk, Dataset
-from jitney.offline.executors import Executor
-from jitney.offline.feeding import Feeder
-from jitney.offline.gathering import Gathering
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
+from jitney.offline.dataset import Chunk, Dataset, reason
+from jitney.offline.executors import Feeder, Models
 from jitney.offline.job import Job
-from jitney.offline.journal import FileRows, JobJournal
-from jitney.offline.output import Output
-from jitney.offline.prepare import Prepared, Task, Workers, in_background
+from jitney.offline.journal import End, FileRows, JobJournal
+from jitney.offline.output import Ended, Output
+from jitney.offline.prepare import (
+    Item,
+    Prepared,
+    Task,
+    Workers,
+    in_background,
+    make_task,
+)
 
 _POLL_S = 0.2
+_JUDGED = 100
+"""A share of bad rows ends the job once so many are done."""
+_SECONDS = ("read_s", "prepare_s", "waited_s", "run_s", "write_s")
+"""``waited_s`` is the time in which the executor had nothing to do."""
+_COUNTS = ("done", "bad", "tries", "most_in_flight", "taken", "position")
+"""``position`` is the share of the input that has been read, and ``taken`` its rows."""
+
+
+class Gathering(ABC):
+    """One run of a job."""
+
+    def __init__(self, job: Job, journal: JobJournal, output: Output, task: Task) -> None:
+        output.expect(task.fields)
+        self._counts = {**dict.fromkeys((*_SECONDS, *_COUNTS), 0.0), "moved_at": time.time()}
+        self._began, self._cpu = time.monotonic(), time.process_time()
+        self._run = journal.record.next_number
+        self._job, self._journal, self._output, self._task = job, journal, output, task
+        self._in_flight = 0
+        """Rows between reading and a part."""
+        self._stop = False
+        self._before = journal.record.failed, journal.record.failed + journal.record.written
+        """Bad rows, and all rows, of the runs before."""
+        self._held: dict[int, Ended] = {}
+        """By key, those that wait for one before them, if the order is kept."""
+        self._next_key = 0
+        self._part: list[Ended] = []
+        self._part_began = 0.0
+        self._writing: Future[None] | None = None
+        """Of the part before."""
+
+    def run(self, show: Callable[[dict[str, float]], None]) -> bool:
+        """Work until every row is in a committed part, or until SIGINT or SIGTERM; what is finished
+        by then is committed. Returns whether the job is complete. ``show`` is called often, and at
+        the end. Raises InvalidArgumentError if too many rows are bad, UnavailableError if input or
+        model are away.
+        """
+        signals = (signal.SIGINT, signal.SIGTERM)
+        main = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.getsignal(number) for number in signals if main}
+
+        def stop(number: int, frame: object) -> None:
+            """Between two steps; a second signal does what it did before."""
+            self._stop = True
+            signal.signal(number, handlers[signal.Signals(number)])
+
+        for number in handlers:
+            signal.signal(number, stop)
+        try:
+            while not self._stop and self._has_work:
+                self._advance()
+                self._judge()
+                show(self._figures())
+                self._commit()
+        finally:
+            self._commit(all_rows=True)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if self._stop:
+            return False
+        self._judge()
+        self._journal.append(End(time.time()))
+        show(self._figures())
+        return True
+
+    @property
+    @abstractmethod
+    def _has_work(self) -> bool:
+        """Whether a row is on its way, or may come."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Work for a while, and finish what has ended."""
+
+    def _finish(self, item: Item, result: Any) -> None:
+        """The model is done with a row, for good."""
+        if isinstance(result, UnavailableError):
+            raise result  # not the row's fault: the job ends, and can be resumed
+        row = item.row or {}
+        ended: Any
+        try:
+            if isinstance(result, JitneyError):
+                raise result
+            ended = self._output.merged(row, self._task.finish(row, result))
+        except Exception as error:  # a user's function may raise anything
+            ended = self._output.bad_row(item.place, reason(error), item.row)
+            self._counts["bad"] += 1
+        self._counts["done"] += 1
+        self._counts["moved_at"] = time.time()
+        self._held[item.key] = item.place, ended
+        key = self._next_key if self._job.ordered else item.key
+        while key in self._held:
+            self._part_began = self._part_began if self._part else time.monotonic()
+            self._part.append(self._held.pop(key))
+            self._in_flight -= 1
+            key += 1
+        self._next_key = key
+        self._commit()
+
+    def _commit(self, *, all_rows: bool = False) -> None:
+        """Have the part written if it is full or old. Waits while the one before it is still being
+        written; with ``all_rows`` until nothing is left. Raises what went wrong in writing."""
+        old = time.monotonic() - self._part_began >= self._job.part_seconds
+        due = self._part and (all_rows or old or len(self._part) >= self._job.part_rows)
+        if self._writing is not None and (due or all_rows or self._writing.done()):
+            writing, self._writing = self._writing, None
+            writing.result()
+        if due:
+            part, self._part = self._part, []
+            self._writing = in_background(partial(self._write, part, self._figures()))
+            if all_rows:
+                self._writing.result()
+
+    def _write(self, part: list[Ended], figures: dict[str, float]) -> None:
+        """In a thread."""
+        began = time.monotonic()
+        self._output.write(part, figures)
+        self._counts["write_s"] += time.monotonic() - began
+
+    def _judge(self) -> None:
+        """Raise InvalidArgumentError if too many rows are bad."""
+        number, share = self._job.most_errors
+        failed = self._before[0] + self._counts["bad"] + self._output.misfits
+        done = self._before[1] + self._counts["done"]
+        over = share is not None and done >= _JUDGED and failed > share * done
+        if over or (number is not None and failed > number):
+            bad = self._output.last_bad
+            one = f"; one is row {bad.row} of {bad.file}: {bad.error}" if bad else ""
+            raise InvalidArgumentError(
+                f"{failed:,.0f} of {done:,.0f} rows are bad, more than max_errors "
+                f"({self._job.max_errors}) allows{one}"
+            )
+
+    def _figures(self) -> dict[str, float]:
+        """For the journal: of this run so far. ``run`` is the number of its first part, and
+        ``cpu_s`` of all processes."""
+        return {
+            **self._counts,
+            "bad": self._counts["bad"] + self._output.misfits,
+            "run": self._run,
+            "cpu_s": time.process_time() - self._cpu,
+            "seconds": time.monotonic() - self._began,
+            "at": time.time(),
+        }
 
 
 class Pipeline(Gathering):
@@ -33,13 +189,17 @@ class Pipeline(Gathering):
         dataset: Dataset,
         journal: JobJournal,
         output: Output,
-        task: Task,
-        workers: Workers,
-        executor: Executor,
+        closing: ExitStack,
+        models: Models,
     ) -> None:
-        super().__init__(job, journal, output, task)
-        self._workers, self._executor = workers, executor
-        self._feeder = Feeder(executor, job.retries)
+        """Raises a LoadError, and InvalidArgumentError for a task that cannot be done."""
+        self._executor, context = models.load(job)
+        super().__init__(job, journal, output, make_task(context))
+        cores = len(os.sched_getaffinity(0))
+        workers = max(1, cores // 2) if job.workers is None else job.workers
+        self._workers = Workers(context, workers)
+        closing.callback(self._workers.close)
+        self._feeder = Feeder(self._executor, job.retries)
         self._chunk_rows = max(1, min(256, job.in_flight // 8))
         self._chunks = dataset.chunks(journal.record, self._chunk_rows)
         self._reading: Future[Chunk | FileRows | None] | None = None

@@ -1,4 +1,5 @@
-"""How far a job or a call of LLM is: a line that changes, or off a terminal one now and then."""
+"""How far a job or a call of LLM is, and whether it will be late: a line that changes, or off a
+terminal one now and then."""
 
 import time
 from collections.abc import Mapping
@@ -7,6 +8,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.live import Live
 
+_SETTLED_S = 10.0
+"""An estimate counts after so many seconds of a run."""
+_SURE = 0.9
+"""A job that was late is in time again if it needs at most this share of the time that is left."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -14,7 +20,7 @@ class State:
     1970."""
 
     figures: Mapping[str, float]
-    """Of this run: ``gathering.py``."""
+    """Of this run: ``pipeline.py``."""
     done_before: int = 0
     """Rows that had ended before it, and the bad ones of them."""
     bad_before: int = 0
@@ -96,3 +102,32 @@ class Progress:
     def close(self) -> None:
         """Take the display away."""
         self._live.stop()
+
+
+def clock_text(at: float) -> str:
+    """A time of this machine's."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+class Deadline:
+    """Judges a run by what it has seen."""
+
+    def __init__(self, due: float | None) -> None:
+        self._due = due
+        self.late = False
+
+    def judge(self, now: float, seconds: float, left: float | None) -> str | None:
+        """What to tell the user if the answer has changed. The run has taken so many ``seconds``,
+        and needs about ``left`` more, None if nothing tells."""
+        if self._due is None:
+            return None
+        late = self.late
+        if now >= self._due:
+            late = True
+        elif left is not None and seconds >= _SETTLED_S:
+            late = left > (self._due - now) * (_SURE if late else 1.0)
+        if late == self.late:
+            return None
+        self.late = late
+        end = "" if left is None else f": it will end about {clock_text(now + left)}"
+        return f"{'late' if late else 'in time again'}{end}, was to end by {clock_text(self._due)}"

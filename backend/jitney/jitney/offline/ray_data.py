@@ -24,12 +24,11 @@ import numpy as np
 
 from jitney.errors import InstallationError, JitneyError, UnavailableError
 from jitney.offline.dataset import Chunk, Dataset
-from jitney.offline.executors import load
-from jitney.offline.feeding import Feeder
-from jitney.offline.gathering import Gathering
+from jitney.offline.executors import Feeder, load
 from jitney.offline.job import Job
 from jitney.offline.journal import FileRows, JobJournal, Record
 from jitney.offline.output import Output
+from jitney.offline.pipeline import Gathering
 from jitney.offline.prepare import Context, Item, Workers, in_background, make_task
 
 try:
@@ -72,9 +71,7 @@ class RayPipeline(Gathering):
             context = ray.get(load_once.remote(job))
         except ray.exceptions.RayTaskError as error:
             raise _cause(error) from None
-        task = make_task(context)
-        output.expect(task.fields)
-        super().__init__(job, journal, output, task)
+        super().__init__(job, journal, output, make_task(context))
         self._sizes = dataset.sizes
         self._rows = _stream(job, dataset, journal.record, context, gpus)
         self._pulling: Future[Things | None] | None = None

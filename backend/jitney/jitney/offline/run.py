@@ -1,6 +1,5 @@
 """A job from its settings to its end, and what is said of it afterwards: status and report."""
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,15 +8,12 @@ from pathlib import Path
 
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney.offline.dataset import Dataset
-from jitney.offline.deadline import Deadline, clock_text
 from jitney.offline.executors import Models
-from jitney.offline.gathering import Gathering
 from jitney.offline.job import Job
 from jitney.offline.journal import JobJournal, Part, Record
 from jitney.offline.output import Output
-from jitney.offline.pipeline import Pipeline
-from jitney.offline.prepare import Workers, make_task
-from jitney.offline.progress import Progress, State
+from jitney.offline.pipeline import Gathering, Pipeline
+from jitney.offline.progress import Deadline, Progress, State, clock_text
 
 _STAGES = {
     "read_s": "read: the reader's thread at work",
@@ -59,7 +55,7 @@ def run_job(
                 if models is None:
                     models = Models()
                     closing.callback(models.close)
-                pipeline = _on_this_machine(models, job, dataset, journal, output, closing)
+                pipeline = Pipeline(job, dataset, journal, output, closing, models)
             progress, deadline = Progress(), Deadline(begun.due)
             closing.callback(progress.close)
 
@@ -79,23 +75,6 @@ def run_job(
                 f"output {job.output} cannot be written: {error}; when it can be, `jitney "
                 "batch resume` goes on"
             ) from error
-
-
-def _on_this_machine(
-    models: Models,
-    job: Job,
-    dataset: Dataset,
-    journal: JobJournal,
-    output: Output,
-    closing: ExitStack,
-) -> Gathering:
-    executor, context = models.load(job)
-    task = make_task(context)
-    output.expect(task.fields)
-    cores = len(os.sched_getaffinity(0))
-    workers = Workers(context, max(1, cores // 2) if job.workers is None else job.workers)
-    closing.callback(workers.close)
-    return Pipeline(job, dataset, journal, output, task, workers, executor)
 
 
 def read_record(output: str, journal: str | None) -> Record:
