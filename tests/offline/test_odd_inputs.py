@@ -8,8 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney.offline import dataset, pipeline
 from jitney.offline.command import resume
 from jitney.offline.job import make_job
+from jitney.offline.run import read_record
 
 from tests.offline.job_rows import bad, fail_at_part, ids, read, run, write_lines
 
@@ -120,3 +122,27 @@ def test_a_journal_of_another_version(tmp_path: Path) -> None:
     journal.write_text(journal.read_text().replace('"version":2', '"version":3'))
     with pytest.raises(InvalidArgumentError, match="of version 3"):
         run(source, output, map=MARKED)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
+def test_rows_that_are_large_are_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """Rows of 10 KB: a chunk has 2 of them, 10 and one more chunk are on their way, a part has
+    20."""
+    monkeypatch.setattr(dataset, "_CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(pipeline, "_IN_FLIGHT_BYTES", 100_000)
+    monkeypatch.setattr(pipeline, "_PART_BYTES", 200_000)
+    rows = [{"id": i, "text": chr(97 + i % 26) * 10_000} for i in range(100)]
+    source, table = tmp_path / f"in.{suffix}", pa.Table.from_pylist(rows)
+    if suffix == "jsonl":
+        write_lines(source, rows)
+    elif suffix == "arrow":
+        with pa.ipc.new_file(source, table.schema) as file:
+            file.write_table(table)
+    else:
+        pq.write_table(table, source, use_dictionary=False)
+    assert sorted(row["id"] for row in read_job_of(source, tmp_path / "out")) == [*range(100)]
+    parts = read_record(str(tmp_path / "out"), None).parts
+    assert max(part.written for part in parts) <= 20
+    assert parts[-1].figures["most_in_flight"] <= 12

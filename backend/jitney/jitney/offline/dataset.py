@@ -52,6 +52,8 @@ _OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError)
 _ERRORS = (OSError, pa.ArrowInvalid, csv.Error)
 _PARTITION = re.compile(r"([^=]+)=(.*)")
 _BUFFER = 1 << 20
+_CHUNK_BYTES = 8 << 20
+"""About the most of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,13 @@ class Chunk:
     """Of the partition: the same in every row."""
     position: float = 0.0
     """The share of the whole input that has been read with this chunk, 0 to 1."""
+
+    @property
+    def nbytes(self) -> int:
+        """About, as they were read; 0 for paths and CSV."""
+        if isinstance(self.data, pa.RecordBatch):
+            return self.data.nbytes
+        return sum(map(len, self.data)) if self.format in LINES else 0
 
     def only(self, index: int) -> "Chunk":
         """One of the rows."""
@@ -246,9 +255,11 @@ class Dataset:
                 _check_names(parquet.schema_arrow.names, file.path)
                 first, total = 0, max(1, parquet.metadata.num_rows)
                 for group in range(parquet.num_row_groups):
-                    rows = parquet.metadata.row_group(group).num_rows
+                    of_group = parquet.metadata.row_group(group)
+                    rows = of_group.num_rows
                     skip = done.covers(index, first, first + rows)
-                    batches = [range(rows)] if skip else parquet.iter_batches(size, [group])
+                    few = _fewer(size, rows, of_group.total_byte_size)
+                    batches = [range(rows)] if skip else parquet.iter_batches(few, [group])
                     for batch in batches:
                         first += len(batch)
                         yield batch, first / total
@@ -257,8 +268,9 @@ class Dataset:
                 _check_names(reader.schema.names, file.path)
                 for number in range(reader.num_record_batches):
                     batch = reader.get_batch(number)
-                    for start in range(0, len(batch), size):
-                        yield batch.slice(start, size), (number + 1) / reader.num_record_batches
+                    few = _fewer(size, len(batch), batch.nbytes)
+                    for start in range(0, len(batch), few):
+                        yield batch.slice(start, few), (number + 1) / reader.num_record_batches
             else:
                 codec = _COMPRESSED.get(posixpath.splitext(file.path.lower())[1])
                 source = text = io.BufferedReader(raw, _BUFFER)
@@ -266,7 +278,7 @@ class Dataset:
                     text = io.BufferedReader(pa.CompressedInputStream(source, codec))
                 of_csv = self.format == "csv"
                 lines = _records(text, file.path) if of_csv else filter(bytes.strip, text)
-                for data in iter(lambda: list(islice(lines, size)), []):
+                for data in iter(lambda: _next_of(lines, size), []):
                     yield data, 1.0 if raw.closed else source.tell() / file.size
 
     def _partition(self, path: str) -> dict[str, str]:
@@ -284,6 +296,22 @@ def _records(source: io.BufferedReader, path: str) -> Iterator[tuple[list[str], 
     head = next(records, [])
     _check_names(head, path)
     return ((head, record) for record in records if record)
+
+
+def _fewer(size: int, rows: int, nbytes: int) -> int:
+    """``size``, or fewer rows if they are large."""
+    return min(size, max(1, _CHUNK_BYTES * rows // max(1, nbytes)))
+
+
+def _next_of(lines: Iterator[Any], size: int) -> list[Any]:
+    """``size`` lines, or fewer if they are large."""
+    taken, nbytes = [], 0
+    for line in islice(lines, size):
+        taken.append(line)
+        nbytes += len(line)
+        if nbytes >= _CHUNK_BYTES:
+            break
+    return taken
 
 
 def _check_names(names: list[str], path: str) -> None:

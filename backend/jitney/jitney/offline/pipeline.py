@@ -35,6 +35,8 @@ from jitney.offline.prepare import (
 )
 
 _POLL_S = 0.2
+_IN_FLIGHT_BYTES, _PART_BYTES = 128 << 20, 64 << 20
+"""Of rows as they were read: with more of them no chunk is read, and a part is written."""
 _JUDGED = 100
 """A share of bad rows ends the job once so many are done."""
 _SECONDS = ("read_s", "prepare_s", "waited_s", "run_s", "write_s")
@@ -54,6 +56,8 @@ class Gathering(ABC):
         self._job, self._journal, self._output, self._task = job, journal, output, task
         self._in_flight = 0
         """Rows between reading and a part."""
+        self._bytes = self._part_bytes = 0
+        """Of rows on their way, and of those that have ended since the last part."""
         self._stop = False
         self._before = journal.record.failed, journal.record.failed + journal.record.written
         """Bad rows, and all rows, of the runs before."""
@@ -121,6 +125,8 @@ class Gathering(ABC):
         except Exception as error:  # a user's function may raise anything
             ended = self._output.bad_row(item.place, reason(error), item.row)
             self._counts["bad"] += 1
+        self._bytes -= item.nbytes
+        self._part_bytes += item.nbytes
         self._counts["done"] += 1
         self._counts["moved_at"] = time.time()
         self._held[item.key] = item.place, ended
@@ -137,12 +143,13 @@ class Gathering(ABC):
         """Have the part written if it is full or old. Waits while the one before it is still being
         written; with ``all_rows`` until nothing is left. Raises what went wrong in writing."""
         old = time.monotonic() - self._part_began >= self._job.part_seconds
-        due = self._part and (all_rows or old or len(self._part) >= self._job.part_rows)
+        full = len(self._part) >= self._job.part_rows or self._part_bytes >= _PART_BYTES
+        due = self._part and (all_rows or old or full)
         if self._writing is not None and (due or all_rows or self._writing.done()):
             writing, self._writing = self._writing, None
             writing.result()
         if due:
-            part, self._part = self._part, []
+            part, self._part, self._part_bytes = self._part, [], 0
             self._writing = in_background(partial(self._write, part, self._figures()))
             if all_rows:
                 self._writing.result()
@@ -228,7 +235,8 @@ class Pipeline(Gathering):
         """Hand to the workers what is read, while there is room for more."""
         while not self._input_ended:
             if self._reading is None:
-                if self._in_flight + self._chunk_rows > self._job.in_flight:
+                full = self._in_flight + self._chunk_rows > self._job.in_flight
+                if full or self._bytes >= _IN_FLIGHT_BYTES:
                     return
                 self._reading = in_background(self._next_chunk)
             if not self._reading.done():
@@ -236,6 +244,7 @@ class Pipeline(Gathering):
             read, self._reading = self._reading.result(), None
             if isinstance(read, Chunk):
                 self._in_flight += len(read.rows)
+                self._bytes += read.nbytes // len(read.rows) * len(read.rows)
                 most = max(self._counts["most_in_flight"], self._in_flight)
                 self._counts["most_in_flight"] = most
                 self._preparing.append((read, self._workers.submit(read)))
@@ -262,7 +271,7 @@ class Pipeline(Gathering):
             self._counts["prepare_s"] += seconds
             self._counts["position"] = chunk.position
             for item in items:
-                item.key = int(self._counts["taken"])
+                item.key, item.nbytes = int(self._counts["taken"]), chunk.nbytes // len(items)
                 self._counts["taken"] += 1
                 self._feeder.add(item)
 

@@ -47,6 +47,8 @@ class Item:
     key: int = 0
     """Of this run; rows count from 0 in the order of the input."""
     tries: int = 0
+    nbytes: int = 0
+    """About, as it was read."""
 
 
 Prepared = tuple[list[Item], float]
