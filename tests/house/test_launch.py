@@ -3,11 +3,15 @@
 import logging
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from jitney.server import launch as module
 from jitney.server.launch import launch
+
+from tests.server.client import wait_until
 
 PROGRAM = "import sys; print(*sys.argv[1:], flush=True); sys.stdin.read()"
 COMMAND = [sys.executable, "-c", PROGRAM, "--plain=1"]
@@ -56,3 +60,43 @@ def test_where_that_is_not_allowed_it_is_started_all_the_same(
     assert got == "--plain=1 --key=3f9a --other=77aa\n"
     assert "3f9a" in shown
     assert "visible to every local user" in caplog.text
+
+
+PARENT = """
+import sys
+from jitney.server import launch as module
+if sys.argv[1] == "open":
+    module._TRACED = "import os; os._exit(99)"
+process = module.launch(["/bin/sleep", "600"], [], {})
+print(process.pid, flush=True)
+process.wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["hidden", "open"])
+def test_the_program_ends_with_its_parent(how: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, how], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        started = psutil.Process(int(parent.stdout.readline()))
+        wait_until(lambda: started.name() == "sleep")
+        parent.kill()
+    try:
+        assert psutil.wait_procs([started], 60)[1] == []
+    finally:
+        if started.is_running():
+            started.kill()
+
+
+def test_the_program_outlives_a_thread_that_started_it() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        process = pool.submit(
+            launch, COMMAND, [], {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ).result()
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"--plain=1\n"
+        process.stdin.close()
+        assert process.wait(60) == 0

@@ -12,6 +12,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ _LOG = logging.getLogger(__name__)
 
 _PTRACE_DETACH = 17
 _NOT_ALLOWED = 99
+# The kernel kills (9) the program when the thread ends that started it, however it does; 0: never.
 # A process that asks to be traced (request 0) stops after its next exec. Not a function that runs
 # between fork and exec in this process: its other threads may hold locks.
-_TRACED = f"""
-import ctypes, os, sys
+_BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, int(sys.argv[1]))"
+_EXEC = "os.execv(sys.argv[2], sys.argv[2:])"
+_TRACED = f"""{_BOUND}
 ctypes.CDLL(None).ptrace(0, 0, None, None) == 0 or os._exit({_NOT_ALLOWED})
-os.execv(sys.argv[1], sys.argv[1:])
-"""
+{_EXEC}"""
 # Positions in /proc/PID/stat behind the name: where the stack starts, and the bounds of the command
 # line and of the environment.
 _START_STACK, _ARG_START, _ENV_END = 25, 45, 49
@@ -46,12 +48,15 @@ def launch(
     command: Sequence[str], secret: Sequence[str], environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` with the arguments ``secret`` at its end; ``options`` are Popen's.
+    Called in the main thread, it binds the program to the life of this process.
 
     Where the system does not allow to look into a child (a container may forbid it), the program is
     started with the arguments in the open, and a warning is logged.
     """
     names = [f"JITNEY_ARGUMENT_{number}" for number in range(len(secret))]
-    program = [sys.executable, "-I", "-S", "-c", _TRACED, *command, *names]
+    is_main = threading.current_thread() is threading.main_thread()
+    python, bound = [sys.executable, "-I", "-S", "-c"], "9" if is_main else "0"
+    program = [*python, _TRACED, bound, *command, *names]
     hidden = {**environment, **dict(zip(names, secret, strict=True))}
     process = subprocess.Popen(program, env=hidden, **options)
     try:
@@ -67,7 +72,8 @@ def launch(
     process.kill()
     process.wait()
     _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
-    return subprocess.Popen([*command, *secret], env=environment, **options)
+    program = [*python, f"{_BOUND}; {_EXEC}", bound, *command, *secret]
+    return subprocess.Popen(program, env=environment, **options)
 
 
 def _redirect(pid: int, names: Sequence[str]) -> None:
