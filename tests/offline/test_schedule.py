@@ -199,6 +199,22 @@ def test_files_of_a_model_that_changed_are_loaded_again(tmp_path: Path, monkeypa
     assert context.job is jobs[2]
 
 
+@pytest.mark.parametrize("options", [{"server": "127.0.0.1:1"}, {"model": None}])
+def test_a_folder_that_is_called_as_a_servers_model_is_not_looked_into(
+    tmp_path: Path, monkeypatch: Any, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(
+        executors, "load", lambda job: (executors.Passing(), executors.Context(job))
+    )
+    monkeypatch.chdir(tmp_path)
+    model, models = options.get("model", "tiny"), executors.Models()
+    job = job_of(tmp_path / "in", tmp_path / "out", **{"model": "tiny", **options})
+    (tmp_path / str(model)).mkdir()
+    first, _ = models.load(job)
+    os.utime(tmp_path / str(model), (1, 1))
+    assert models.load(job)[0] is first
+
+
 def test_no_two_workers_have_one_job_and_a_killed_ones_is_taken_over(tmp_path: Path) -> None:
     folder = tmp_path / "jobs"
     for name in "ab":

@@ -78,6 +78,14 @@ def test_a_key_that_is_new_is_known_without_a_restart(deployment: Deployment) ->
         deployment.run_in("proxy", "reload-keys")
 
 
+@pytest.mark.parametrize("service", ["gateway", "triton-cpu"])
+def test_an_image_can_send_traces(deployment: Deployment, service: str) -> None:
+    program = (
+        "from jitney.tracing import Tracing; Tracing('http://127.0.0.1:1', 'x'); print('it can')"
+    )
+    assert deployment.run_in(service, "/opt/jitney/bin/python", "-c", program) == "it can\n"
+
+
 @pytest.fixture
 def two(deployment: Deployment) -> Iterator[list[str]]:
     """The containers of two gateways, healthy; one of them is new."""

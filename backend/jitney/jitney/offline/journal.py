@@ -23,6 +23,7 @@ from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney.offline.job import Job, differences, due_at
 
 VERSION = 2
+_MANY = 1 << 17
 Interval = tuple[int, int, int]
 """Rows of a file: (file, first, end)."""
 
@@ -110,19 +111,23 @@ class Record:
         """File -> its rows, of those read to the end."""
         self.schema: bytes | None = None
         self.parts: list[Part] = []
+        """Without their rows, of which there may be as many intervals as rows."""
         self.written = self.failed = 0
         """Rows in parts, and bad rows."""
         self.ended: End | None = None
-        decoder = msgspec.json.Decoder(Line)
+        decoder, pieces = msgspec.json.Decoder(Line), list[Interval]()
         with path.open("rb") if path.is_file() else io.BytesIO() as lines:
             for number, line in enumerate(lines, 1):
                 if line.endswith(b"\n"):  # else it was torn
                     try:
-                        self.apply(decoder.decode(line), len(line))
+                        said = decoder.decode(line)
                     except msgspec.DecodeError as error:
                         bad = f"line {number} of {path} is damaged: {error}"
                         raise InvalidArgumentError(bad) from None
-        self.done = Ranges(rows for part in self.parts for rows in part.rows)
+                    self.apply(said, len(line))
+                    pieces += said.rows if isinstance(said, Part) else ()
+                    pieces = pieces if len(pieces) < _MANY else Ranges(pieces).pieces
+        self.done = Ranges(pieces)
         """The rows that were committed when the journal was read."""
 
     def apply(self, line: Line, size: int) -> None:
@@ -137,7 +142,7 @@ class Record:
         elif isinstance(line, FileRows):
             self.rows[line.file] = line.rows
         elif isinstance(line, Part):
-            self.parts.append(line)
+            self.parts.append(msgspec.structs.replace(line, rows=[]))
             self.written += line.written
             self.failed += line.failed
             self.schema = self.schema or line.schema
