@@ -102,10 +102,8 @@ def _parse() -> argparse.Namespace:
 
 
 def save_tokenizer(model: Path) -> None:
-    """A tokenizer for random ids: a byte-level one whose every token is a short word, so that the
-    server has text to decode. Does nothing if there is one."""
-    if (model / "tokenizer.json").exists():
-        return
+    """A tokenizer for random ids: a byte-level one of 256 bytes and of short words, so that the
+    server has text to decode, and grammars can be spelled."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -117,8 +115,10 @@ def save_tokenizer(model: Path) -> None:
             text += letters[digit]
         return "Ġ" + text
 
-    vocabulary = {word(number): number for number in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="Ġ"))
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens += [word(number) for number in range(len(tokens), VOCAB_SIZE)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(model / "tokenizer.json"))

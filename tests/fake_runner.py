@@ -107,7 +107,7 @@ class FakeState:
 
     def mask(self) -> bytes:
         bits = sum(1 << id for id in self.allowed(VOCAB_SIZE))
-        return bits.to_bytes(-(-VOCAB_SIZE // 8), "little")
+        return bits.to_bytes(-(-VOCAB_SIZE // 32) * 4, "little")
 
 
 def _ids(mask: bytes) -> list[int]:

@@ -42,24 +42,29 @@ def load(arguments: argparse.Namespace) -> Run:
     keys = iter(range(1 << 30))
 
     def run(workload: Workload) -> Outcome:
-        return _serve(engine, workload, keys, watches)
+        return serve(engine, workload, keys, watches)
 
     return run
 
 
-def _serve(
+def serve(
     engine: AnyEngine,
     workload: Workload,
     keys: Iterator[int],
-    watches: Stopwatches | None,
+    watches: Stopwatches | None = None,
+    grammar: str = "",
 ) -> Outcome:
+    """Run the workload; each request has ``grammar``, if there is one."""
     if watches is not None:
         watches.reset()
     cpu_began = _other_cpu_s(engine)
     began = time.perf_counter()
     for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True):
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, seed=0)
-        engine.send(Submit(key=next(keys), prompt=prompt, params=params, arrival=time.monotonic()))
+        submit = Submit(
+            key=next(keys), prompt=prompt, params=params, arrival=time.monotonic(), grammar=grammar
+        )
+        engine.send(submit)
     tokens, steps, first, left = 0, 0, None, len(workload.prompts)
     while left:
         report = engine.step()

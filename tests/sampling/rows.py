@@ -15,7 +15,7 @@ class Allows:
     ended = False
 
     def __init__(self, *ids: int, size: int = 80) -> None:
-        self._mask = sum(1 << token for token in ids).to_bytes(size // 8, "little")
+        self._mask = sum(1 << token for token in ids).to_bytes(-(-size // 32) * 4, "little")
 
     def accept(self, token_ids: list[int]) -> None:
         """Not asked here."""

@@ -1,6 +1,7 @@
 """The sampler against a plain statement of vLLM's semantics, one row at a time."""
 
 import math
+import random
 from collections import Counter
 
 import pytest
@@ -72,6 +73,20 @@ def test_a_grammar_allows_tokens_in_its_rows_alone(temperature: float) -> None:
     together = sampled(logits[[1, 2, 3, 3]], [(row, 0) for row in masked])
     assert [one.token_id for one in together[:2]] == [got[1].token_id, 9]
     assert together[0].logprobs is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_greedy_row_of_a_grammar_takes_the_first_of_the_best_allowed(dtype: torch.dtype) -> None:
+    chance = random.Random(0)
+    sets = [sorted(chance.sample(range(100), chance.choice((1, 3, 40, 99)))) for _ in range(40)]
+    logits = logits_of(40, 100).round().to(dtype)  # many are equal
+    logits[7, sets[7]] = -math.inf
+    logits[8, [id for id in range(100) if id not in sets[8]]] = math.nan
+    rows = [(make_row(temperature=0, grammar=Allows(*ids, size=128)), 0) for ids in sets]
+    got = sampled(logits, rows)
+    best = [max(ids, key=lambda id, i=i: logits[i, id].item()) for i, ids in enumerate(sets)]
+    assert [each.token_id for each in got] == [-1 if i == 7 else id for i, id in enumerate(best)]
+    assert isinstance(got[7].error, InvalidArgumentError)
 
 
 def test_a_grammar_leaves_logprobs_as_they_are() -> None:

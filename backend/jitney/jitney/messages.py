@@ -229,7 +229,8 @@ class GrammarState(Protocol):
         spelling; empty as a rule. Allowed in this order, and within the model's vocabulary."""
 
     def mask(self) -> bytes:
-        """A bit for each id, the lowest of a byte first: whether it may be next."""
+        """A bit for each id, the lowest of a byte first: whether it may be next. Whole words of 32
+        bits."""
 
 
 class Grammar(Protocol):

@@ -24,10 +24,21 @@ _BITS_OF_A_BYTE = np.left_shift(1, np.arange(8)).astype(np.uint8)
 
 def needs_processing(row: Row) -> bool:
     """Whether :func:`process_logits` would change this row's logits."""
+    return row.grammar is not None or _needs_more(row)
+
+
+def lone_mask(row: Row) -> bytes | None:
+    """The mask of a greedy row's grammar, if nothing else would change its logits."""
+    if row.grammar is None or not row.params.greedy or _needs_more(row):
+        return None
+    return row.grammar.mask()
+
+
+def _needs_more(row: Row) -> bool:
+    """Whether :func:`process_logits` would change them without a grammar, too."""
     params = row.params
     return bool(
-        row.grammar is not None
-        or params.allowed_token_ids is not None
+        params.allowed_token_ids is not None
         or row.bad_words_ids
         or params.logit_bias
         or _ends_too_early(row)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
 from jitney.execution.filters import choose_tokens
-from jitney.execution.logits_processors import needs_processing, process_logits
+from jitney.execution.logits_processors import lone_mask, needs_processing, process_logits
 from jitney.execution.machine import to_device
 from jitney.messages import Logprob, Row
 
@@ -60,6 +61,38 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
             return found, torch.isfinite(logits.gather(1, found[:, None])[:, 0])
     best, found = logits.max(dim=-1)
     return found, torch.isfinite(best)
+
+
+def _choose_allowed(
+    logits: Tensor, masks: dict[int, bytes], chosen: Tensor, allowed: Tensor
+) -> None:
+    """Correct ``chosen`` and ``allowed`` [S] for greedy rows of which nothing but a grammar's mask
+    changes ``logits`` [S, V]. On a CPU this takes a tenth of the time of masking them."""
+    best = chosen.tolist()
+    found: dict[int, npt.NDArray[np.int64]] = {}
+    for i, mask in masks.items():
+        if not mask[best[i] >> 3] >> (best[i] & 7) & 1:
+            found[i] = _ids_of(mask, logits.shape[1])
+            allowed[i] = bool(len(found[i]))
+    found = {i: ids for i, ids in found.items() if len(ids)}
+    if not found:
+        return
+    every = np.empty((len(found), max(map(len, found.values()))), np.int64)
+    for row, ids in zip(every, found.values(), strict=True):
+        row[: len(ids)], row[len(ids) :] = ids, ids[0]
+    index, names = torch.tensor(list(found)), torch.from_numpy(every)
+    places, allowed[index] = argmax(logits[index.unsqueeze(1), names])
+    chosen[index] = names.gather(1, places.unsqueeze(1)).squeeze(1)
+
+
+def _ids_of(mask: bytes, size: int) -> npt.NDArray[np.int64]:
+    """The ids below ``size`` that a mask, whole words of 32 bits, allows, ascending."""
+    words = np.frombuffer(mask, np.uint32)
+    places = words.nonzero()[0]
+    bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
+    rows, columns = bits.nonzero()
+    ids: npt.NDArray[np.int64] = 32 * places[rows] + columns
+    return ids[: np.searchsorted(ids, size)]
 
 
 class Samples:
@@ -121,13 +154,19 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
     chosen, finite = argmax(logits)
     allowed = finite
     special = [i for i, row in enumerate(rows) if not row.params.greedy or needs_processing(row)]
+    if logits.device.type == "cpu":
+        masks = {i: mask for i in special if (mask := lone_mask(rows[i])) is not None}
+        if masks:
+            special = [i for i in special if i not in masks]
+            allowed = finite.clone()
+            _choose_allowed(logits, masks, chosen, allowed)
     if special:
         index = to_device(special, logits.device)
         copied = logits[index].float()  # a copy: indexing with a tensor always is
         processed = [rows[i] for i in special]
         if any(needs_processing(row) for row in processed):
             process_logits(copied, processed)
-            allowed = finite.index_put((index,), torch.isfinite(copied.amax(dim=-1)))
+            allowed = allowed.index_put((index,), torch.isfinite(copied.amax(dim=-1)))
         chosen[index] = choose_tokens(copied, [pairs[i] for i in special])
     asked = {i: row.params.logprobs for i, row in enumerate(rows)}
     counts = {i: count for i, count in asked.items() if count is not None}
