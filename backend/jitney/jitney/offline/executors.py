@@ -227,8 +227,10 @@ class Models:
 
     def load(self, job: Job) -> tuple[Executor, Context]:
         """As :func:`load`. Files of a model that changed are read again."""
-        root = Path(str(job.model))
-        files = [each for each in (root, *sorted(root.rglob("*"))) if each.exists()]
+        files: list[Path] = []
+        if job.server is None and job.model is not None:  # else a name on a server, or none
+            root = Path(str(job.model))
+            files = [each for each in (root, *sorted(root.rglob("*"))) if each.exists()]
         key = [getattr(job, name) for name in _OF_MODEL], [each.stat().st_mtime for each in files]
         if self._loaded is None or key != self._key:
             self.close()
