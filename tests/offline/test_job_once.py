@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney.offline.journal import JobJournal, Ranges, Record
+from jitney.offline.journal import JobJournal, Part, Ranges, Record
 from jitney.offline.run import read_record
 
 from tests.offline.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
@@ -194,6 +195,29 @@ def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (output / "_job" / "journal.jsonl").unlink()
     with pytest.raises(InvalidArgumentError, match=r"has part-0.*, but no journal"):
         run(source, output)
+
+
+def test_what_is_known_of_parts_does_not_grow_with_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second row of a file is in one part, the others in another, as rows that end in any
+    order may be."""
+    monkeypatch.setattr("jitney.offline.journal._MANY", 1000)
+    figures = {"run": 0.0}
+    journal = JobJournal(job_of(tmp_path / "in.jsonl", tmp_path / "out"))
+    tracemalloc.start()
+    for number in range(100):
+        rows = [(0, i, i + 1) for i in range(number % 2 + number // 2 * 1000, 50_000, 2)[:500]]
+        journal.append(Part(number, {}, rows, 500, 0, figures))
+    grown, _ = tracemalloc.get_traced_memory()
+    record = Record(tmp_path / "out" / "_job" / "journal.jsonl")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    journal.close()
+    assert record.done.pieces == [(0, 0, 50_000)]
+    assert record.written == 50_000
+    assert grown < 500_000, "50,000 intervals would have 5 MB"
+    assert peak - grown < 1_500_000
 
 
 def test_two_runs_exclude_each_other(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from jitney.offline.job import Job, differences, due_at
 
 VERSION = 2
 _MANY = 1 << 17
+"""Intervals of rows that are kept before they are joined."""
 Interval = tuple[int, int, int]
 """Rows of a file: (file, first, end)."""
 
