@@ -1,7 +1,9 @@
 """Files and batches on a folder, with a server that answers lines by their prompts."""
 
+import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,8 +171,8 @@ def test_batches_that_fail(place: Place, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(batches, "MAX_FAULTS", 3)
     monkeypatch.setattr(batches, "MAX_BODY_BYTES", 200)
     for lines, said, number in (
-        ([b"", b" "], "the input file has 0 requests", 1),
-        ([*map(line, "abc")], "the input file has 3 requests, but must have 1 to 2", 1),
+        ([b"", b" "], "the input file must have 1 to 2 requests", 1),
+        ([*map(line, "abc"), b"never read"], "the input file must have 1 to 2 requests", 1),
         ([line("a", model="nowhere")], "there is no model nowhere", 1),
         ([b"x"] * 4, "the body: JSON is malformed", 3),
         ([line("a", prompt="x" * 200)], "the line has more than 200 bytes", 1),
@@ -321,6 +323,23 @@ def test_without_a_folder() -> None:
         assert "--batches FOLDER" in refused.json()["error"]["message"]
     refused = client.post("/v1/batches", json=batch_of("x"))
     assert "--batches FOLDER" in refused.json()["error"]["message"]
+
+
+def test_the_thread_ends_with_a_gateway_that_is_stopped_by_force(place: Place) -> None:
+    async def main() -> None:
+        async def serve() -> None:
+            async with batch_work.working(place.folder, place.url):
+                await asyncio.Event().wait()
+
+        serving = asyncio.create_task(serve())
+        await asyncio.sleep(0)
+        assert threading.active_count() == before + 1
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    before = threading.active_count()
+    asyncio.run(main())
+    assert threading.active_count() == before
 
 
 def test_one_batch_holds_up_no_other(place: Place) -> None:

@@ -74,8 +74,10 @@ async def working(folder: Folder | None, url: str) -> AsyncIterator[None]:
         return
     work = BatchWork(folder, url)
     work.start()
-    yield
-    await asyncio.to_thread(work.stop)
+    try:
+        yield
+    finally:  # even if the gateway is stopped by force, which cancels what runs
+        await asyncio.to_thread(work.stop)
 
 
 class BatchWork:

@@ -249,12 +249,12 @@ def _faults(batch: BatchRecord, lines: Iterable[bytes]) -> list[dict[str, Any]]:
                 _check_line(line, batch, ids)
         except InvalidArgumentError as error:
             faults.append(_said(error, number))
-        if len(faults) == MAX_FAULTS:
+        if len(faults) == MAX_FAULTS or len(ids) > MAX_LINES:
             break
     batch.request_counts["total"] = len(ids)
     if not faults and not 0 < len(ids) <= MAX_LINES:
-        bound = f"has {len(ids):,} requests, but must have 1 to {MAX_LINES:,}"
-        faults.append(_said(FieldError("input_file_id", f"the input file {bound}"), number))
+        said = f"the input file must have 1 to {MAX_LINES:,} requests"
+        faults.append(_said(FieldError("input_file_id", said), number))
     return faults
 
 
