@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney.offline import dataset, pipeline
+from jitney.offline import dataset, executors, pipeline
 from jitney.offline.command import resume
 from jitney.offline.job import make_job
 from jitney.offline.run import read_record
@@ -63,6 +63,13 @@ def test_a_table_without_rows(tmp_path: Path) -> None:
     assert read_job_of(source, tmp_path / "out") == []
 
 
+def test_columns_of_views(tmp_path: Path) -> None:
+    """Which other libraries write by default."""
+    columns = {"id": [1, 2], "text": pa.array(["a", None], pa.string_view())}
+    source = write_table(tmp_path / "in.parquet", **columns)
+    assert [row["text"] for row in read_job_of(source, tmp_path / "out")] == ["a", None]
+
+
 def test_lines_with_a_byte_order_mark(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'\xef\xbb\xbf{"id": 1}\r\n{"id": 2}')
@@ -101,6 +108,23 @@ def test_a_template_longer_than_a_files_name() -> None:
 def test_an_output_inside_of_the_input_by_another_way() -> None:
     with pytest.raises(InvalidArgumentError, match="outside of the input"):
         make_job({"input": "in", "output": "other/../in/out", "model": "m"})
+
+
+def test_settings_may_be_put_right_before_anything_is_committed(tmp_path: Path) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", ids(0, 5)), tmp_path / "out"
+    with pytest.raises(InvalidArgumentError, match="cannot be imported"):
+        run(source, output, map="tests.offline.job_rows:marks")
+    assert len(read_job_of(source, output)) == 5
+    with pytest.raises(InvalidArgumentError, match="map was"):
+        run(source, output, map="tests.offline.job_rows:marks")
+
+
+def test_the_newest_tokenizer_beside_a_model(tmp_path: Path) -> None:
+    for version in ("9", "10"):
+        place = tmp_path / "text_tokenizer" / version / "tokenizer.json"
+        place.parent.mkdir(parents=True)
+        place.touch()
+    assert executors._tokenizer_of(str(tmp_path / "text")) == str(place)
 
 
 def test_resume_where_the_output_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

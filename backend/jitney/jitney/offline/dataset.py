@@ -52,6 +52,8 @@ _OF_THE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError)
 _ERRORS = (OSError, pa.ArrowInvalid, csv.Error)
 _PARTITION = re.compile(r"([^=]+)=(.*)")
 _BUFFER = 1 << 20
+_PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+"""Types that Arrow cannot take rows of, and what stands for them here."""
 _CHUNK_BYTES = 8 << 20
 """About the most of a chunk."""
 
@@ -324,7 +326,8 @@ def _check_names(names: list[str], path: str) -> None:
 def _taken(data: Any, at: list[int]) -> Any:
     """Those of the rows. A copy: a slice of a record batch would be pickled as the whole batch."""
     if isinstance(data, pa.RecordBatch):
-        return data.take(pa.array(at, pa.int64()))
+        plain = {field.name: _PLAIN.get(field.type, field.type) for field in data.schema}
+        return data.cast(pa.schema(plain)).take(pa.array(at, pa.int64()))
     return [data[i] for i in at]
 
 

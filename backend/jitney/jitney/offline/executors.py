@@ -204,18 +204,23 @@ def _file_of(model: Path) -> Path:
         return model
     if not model.is_dir():
         raise CheckpointError(f"the model {model} is not there")
-    versions = sorted((int(each.name), each) for each in model.iterdir() if each.name.isdigit())
-    return model_path(versions[-1][1] if versions else model, "model.onnx")
+    return model_path(_newest(model), "model.onnx")
+
+
+def _newest(model: Path) -> Path:
+    """The folder of a model's newest version, or the folder itself if it has none."""
+    found = [each for each in model.glob("*/") if each.name.isdigit()]
+    return max(found, key=lambda each: int(each.name), default=model)
 
 
 def _tokenizer_of(model: str) -> str | None:
-    """The ``tokenizer.json`` beside a model: in its version, or in that of the model NAME_tokenizer
-    of the same repository."""
+    """The ``tokenizer.json`` beside a model: in its folder, in its newest version, or in those of
+    the model NAME_tokenizer of the same repository."""
     folder = Path(model)
     for place in (folder, folder.with_name(f"{folder.name}_tokenizer")):
-        found = sorted([*place.glob("tokenizer.json"), *place.glob("*/tokenizer.json")])
-        if found:
-            return str(found[-1])
+        for path in (_newest(place) / "tokenizer.json", place / "tokenizer.json"):
+            if path.is_file():
+                return str(path)
     return None
 
 

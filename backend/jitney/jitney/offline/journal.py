@@ -203,14 +203,18 @@ class JobJournal:
 
     def begin(self, job: Job, files: list[InputFile], whole: bool) -> None:
         """Write the first line, or check that the one that is there says the same. Raises
-        InvalidArgumentError that says what differs."""
+        InvalidArgumentError that says what differs, if any row is committed; else begins anew."""
         begun = self.record.begin
-        if begun is None:
-            self.append(Begin(VERSION, job, files, whole, time.time()))
-        elif changes := differences(begun.job, job) + _changed(begun.files, files):
+        changes = differences(begun.job, job) + _changed(begun.files, files) if begun else []
+        if changes and self.record.parts:
             raise InvalidArgumentError(
                 f"{self._path.parent.parent} holds another job: {'; '.join(changes[:5])}"
             )
+        if changes:
+            os.ftruncate(self._file, 0)
+            self.record = Record(self._path)
+        if begun is None or changes:
+            self.append(Begin(VERSION, job, files, whole, time.time()))
         else:  # one list of the files is enough
             self.record.begin = msgspec.structs.replace(begun, files=files)
 
