@@ -134,7 +134,11 @@ def test_logprobs_of_completions() -> None:
     chunks = [*answer.feed(step("ab", logprobs=[[best]]))]
     chunks += answer.feed(step("ab", logprobs=[[best]], end="stop"))
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [2]]
-    assert answer.whole()["choices"][0]["logprobs"] == {
+    at_once = completion(1, logprobs=1)
+    list(at_once.feed(step("abab", logprobs=[[best, best]], end="stop")))
+    whole = answer.whole()["choices"][0]["logprobs"]
+    assert at_once.whole()["choices"][0]["logprobs"] == whole
+    assert whole == {
         "tokens": ["ab", "ab"],
         "token_logprobs": [-0.1, -0.1],
         "top_logprobs": [{"ab": -0.1}] * 2,

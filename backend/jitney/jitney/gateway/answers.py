@@ -6,6 +6,7 @@ the same deltas.
 
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from jitney.errors import JitneyError
@@ -139,15 +140,15 @@ class Answer:
             best = [list(position.values()) for position in positions]
             tokens = [each[0]["decoded_token"] for each in best]
             tops = [{one["decoded_token"]: one["logprob"] for one in each} for each in best]
-            offset = sum(map(len, whole.get("tokens", [])))
+            before = whole["text_offset"][-1] + len(whole["tokens"][-1]) if whole else 0
             made |= {
                 "tokens": tokens,
                 "token_logprobs": [each[0]["logprob"] for each in best],
                 "top_logprobs": [top if self._top else None for top in tops],
-                "text_offset": [offset + len("".join(tokens[:i])) for i in range(len(tokens))],
+                "text_offset": [*accumulate(map(len, tokens[:-1]), initial=before)],
             }
         for name, values in made.items():
-            whole[name] = whole.get(name, []) + values
+            whole.setdefault(name, []).extend(values)
         return made
 
 

@@ -20,12 +20,16 @@ class Block(msgspec.Struct, kw_only=True):
     index: int
     """In the answer."""
     id: str
-    text: str = ""
-    """Of a call: its arguments, as JSON."""
     name: str | None = None
     """Of a call."""
+    pieces: list[str] = []
     complete: bool | None = None
     """None: open. False: the answer ended in it before the model did."""
+
+    @property
+    def text(self) -> str:
+        """All of it. Of a call: its arguments, as JSON."""
+        return "".join(self.pieces)
 
 
 Event = tuple[Literal["start", "delta", "stop"], Block, str]
@@ -61,7 +65,7 @@ class Blocks:
                 id_ = secrets.token_hex(12)
                 self.all.append(Block(kind=kind, index=len(self.all), id=id_, name=name))
                 yield "start", self.all[-1], ""
-            self.all[-1].text += more
+            self.all[-1].pieces.append(more)
             yield "delta", self.all[-1], more
         self.finish_reason = finish_reason
         if finish_reason is not None:

@@ -36,11 +36,11 @@ from jitney.gateway.wire import (
 )
 
 _NAMES = {
-    "text": ("output_text", "text"),
-    "reasoning": ("reasoning_text", "text"),
-    "call": ("function_call_arguments", "arguments"),
+    "text": ("output_text", "text", "msg"),
+    "reasoning": ("reasoning_text", "text", "rs"),
+    "call": ("function_call_arguments", "arguments", "fc"),
 }
-"""Kind of a block -> its name in events, and where they have all of it."""
+"""Kind of a block -> its name in events, where they have all of it, and what its id begins with."""
 _SAME = (
     "model", "params", "stream", "structured_outputs", "chat_template_kwargs",
     "parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "service_tier",
@@ -223,9 +223,9 @@ class ResponseAnswer:
                 yield from self._block_events(what, block, text)
 
     def _block_events(self, what: str, block: Block, text: str) -> Iterator[Body]:
-        name, key = _NAMES[block.kind]
+        name, key, prefix = _NAMES[block.kind]
         item: Body = {"output_index": block.index}
-        at: Body = {**item, "item_id": self._item(block)["id"]}
+        at: Body = {**item, "item_id": f"{prefix}_{block.id}"}
         parts = block.kind != "call"
         if parts:
             at["content_index"] = 0
@@ -256,14 +256,14 @@ class ResponseAnswer:
 
     def _item(self, block: Block) -> Body:
         status = {None: "in_progress", True: "completed", False: "incomplete"}[block.complete]
+        item: Body = {"id": f"{_NAMES[block.kind][2]}_{block.id}", "status": status}
         if block.kind == "call":
             called = {"call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
-            return {"type": "function_call", "id": f"fc_{block.id}", "status": status, **called}
-        content = [self._part(block)] if block.text else []
-        said: Body = {"type": "message", "id": f"msg_{block.id}", "role": "assistant"}
+            return {**item, "type": "function_call", **called}
+        item["content"] = [self._part(block)] if block.text else []
         if block.kind == "reasoning":
-            said = {"type": "reasoning", "id": f"rs_{block.id}", "summary": []}
-        return {**said, "status": status, "content": content}
+            return {**item, "type": "reasoning", "summary": []}
+        return {**item, "type": "message", "role": "assistant"}
 
     def last(self) -> list[Body]:
         """The last events of a stream."""

@@ -120,7 +120,7 @@ def _arguments(function: Mapping[str, Any], body: str) -> str:
     properties, python = schema.get("properties", {}), body == "python"
     for name in (function["name"], *properties):
         if python and (not name.isidentifier() or keyword.iskeyword(name)):
-            raise InvalidArgumentError.of("a name in tools", name, "one that Python allows")
+            raise InvalidArgumentError(f"tools: {name!r} is no name that Python allows")
     write, comma = (_keyword, '", "') if python else (_tag, "")
     fields = {name: write(name, each, schema) for name, each in properties.items()}
     required = [fields.pop(name) for name in schema.get("required", ()) if name in fields]
