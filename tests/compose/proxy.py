@@ -172,9 +172,11 @@ def names(addresses: list[str]) -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=run)
         thread.start()
-        yield listener.getsockname()[1]
-        listener.sendto(b"", listener.getsockname())
-        thread.join()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.sendto(b"", listener.getsockname())
+            thread.join()
 
 
 # --------------------------------------------------------------------------- the proxy

@@ -1,8 +1,14 @@
 """How the gateway listens."""
 
+import signal
 import socket
+from typing import Any
 
+import pytest
+import uvicorn
+from jitney.cli import app
 from jitney.gateway.command import listen
+from typer.testing import CliRunner
 
 
 def test_connections_send_small_pieces_at_once() -> None:
@@ -12,3 +18,18 @@ def test_connections_send_small_pieces_at_once() -> None:
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(("words", "seconds"), [([], 10), (["--grace", "31"], 31)])
+def test_streams_get_the_grace_at_a_stop(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], seconds: int
+) -> None:
+    def run(server: Any, sockets: list[socket.socket]) -> None:
+        given.append(server.config.timeout_graceful_shutdown)
+        sockets[0].close()
+
+    given: list[int] = []
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    done = CliRunner().invoke(app, ["gateway", "--port", "0", *words])
+    assert (done.exit_code, given) == (0, [seconds])

@@ -80,13 +80,17 @@ class Client:
             connection.close()
         return events
 
-    def complete(self, max_tokens: int, prompt: str = PROMPT) -> list[str]:
-        """The lines of one stream of the gateway's, empty ones left out."""
-        body = {"model": "pylm", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+    def complete(self, max_tokens: int) -> str:
+        """The text of one stream of the gateway's. Raises AssertionError if it is cut off."""
+        body = {"model": "pylm", "prompt": PROMPT, "max_tokens": max_tokens, "stream": True}
         asked = json.dumps({**body, "temperature": 0, "ignore_eos": True}).encode()
         status, _, answer = self.request("POST", "/v1/completions", asked)
         assert status == 200, answer
-        return [line for line in answer.decode().splitlines() if line]
+        *events, last = answer.decode().removeprefix("data: ").strip().split("\n\ndata: ")
+        assert last == "[DONE]", answer
+        choices = [json.loads(event)["choices"][0] for event in events]
+        assert choices[-1]["finish_reason"] == "length", answer
+        return "".join(choice["text"] for choice in choices)
 
     def embed(self, text: str) -> list[float]:
         """A sentence embedding over HTTP. Raises AssertionError with the answer otherwise."""

@@ -164,17 +164,24 @@ def test_an_upgrade_drains_and_replaces_what_changed_alone(deployment: Deploymen
 def test_a_stop_lets_streams_end_and_every_container_ends_with_0(deployment: Deployment) -> None:
     client = deployment.client()
     client.stream(8)
+    client.complete(8)
     idle = client.grpc()  # an open stream without a request: it must not hold up the end
     idle.start_stream(lambda result, error: None, headers=client.headers)
     with ThreadPoolExecutor(12) as pool:
-        over_http = [pool.submit(client.stream, 600) for _ in range(8)]
-        over_grpc = [pool.submit(client.grpc_stream, 600) for _ in range(4)]
+        began = time.monotonic()
+        list(pool.map(client.stream, [100] * 12))
+        # Some three seconds: they must be met while all run, and end within the model's five.
+        long = max(600, min(900, int(300 / (time.monotonic() - began))))
+        over_http = [pool.submit(client.stream, long) for _ in range(4)]
+        at_gateway = [pool.submit(client.complete, long) for _ in range(4)]
+        over_grpc = [pool.submit(client.grpc_stream, long) for _ in range(4)]
         wait_for(lambda: running(deployment) == 12, "all streams to run", 10)
         began = time.monotonic()
         deployment.compose("stop", timeout_s=120)
         took = time.monotonic() - began
         streams = [each.result() for each in over_http]
         texts = ["".join(text for _, text in each.result()) for each in over_grpc]
+        texts += [each.result() for each in at_gateway]
     idle.close()
     for events in streams:
         assert events[-1][1]["finish_reason"] == "length", events[-1]
