@@ -2,19 +2,25 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney.gateway.ask import Ask, Description, ask_chat, ask_completions, ask_tokens
+from jitney.gateway.batches import BatchRequest
+from jitney.gateway.messages_api import MessageRequest
 from jitney.gateway.refusals import FieldError, as_asked, describe
+from jitney.gateway.responses_api import ResponseRequest
 from jitney.gateway.wire import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Generation,
+    StreamOptions,
     TokenizeRequest,
+    WireRecord,
     decode,
 )
 from jitney.sampling_params import NAMES
@@ -340,3 +346,19 @@ def test_structured_outputs_are_one(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["foo-bar", "a b", "", "a`b", "a\nb"])
 def test_any_unknown_name_is_told(name: str) -> None:
     assert refused(CHAT | {name: 1})[0] == (name or None)
+
+
+def records(of: type[WireRecord]) -> Iterator[type[WireRecord]]:
+    for each in of.__subclasses__():
+        yield each
+        yield from records(each)
+
+
+def test_null_stands_for_an_absent_field_everywhere() -> None:
+    found = {*records(WireRecord)}
+    assert {StreamOptions, ResponseRequest, MessageRequest, BatchRequest} <= found
+    for record in found:
+        for field in msgspec.structs.fields(record):
+            if not field.required and field.name != "params":
+                assert msgspec.convert(None, field.type) is None, (record, field.name)
+                assert field.default is None

@@ -266,7 +266,7 @@ def _message(index: int, message: Message) -> dict[str, Any]:
     return made
 
 
-def arguments_of(field: str, text: str) -> dict[str, Any]:
+def arguments_of(field: str, text: str | None) -> dict[str, Any]:
     """Those of a call. Raises FieldError."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])

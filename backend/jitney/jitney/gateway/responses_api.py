@@ -71,7 +71,7 @@ class InputItem(WireRecord, kw_only=True):
     """One item of the input. Fields that change nothing, and those that must be null, are of items
     of earlier answers."""
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[TextPart] | None = None
     call_id: str | None = None
@@ -170,6 +170,7 @@ def chat_of_response(body: ResponseRequest, known: Description) -> ChatRequest:
 
 def _read(at: str, item: InputItem) -> Message | tuple[Kind, str | Call]:
     """A message, or what the model said before."""
+    item.type = item.type or "message"
     check_parts(at, item, _PARTS)
     if item.type == "function_call":
         arguments_of(f"{at}.arguments", str(item.arguments))

@@ -50,7 +50,7 @@ class Called(WireRecord):
     """The function of a call."""
 
     name: str
-    arguments: str = "{}"
+    arguments: str | None = None
     """JSON."""
 
 
@@ -151,9 +151,9 @@ class StructuredOutputs(WireRecord):
 class StreamOptions(WireRecord):
     """What a stream has beside its deltas."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class Generation(WireRecord, kw_only=True):
