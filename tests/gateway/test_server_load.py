@@ -42,7 +42,8 @@ def url() -> Iterator[str]:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b'nv_inference_count{model="one"} 9\n' + PAGE.encode())
+            other = b'# not UTF-8: \xff\nnv_inference_count{model="one"} 9\n'
+            self.wfile.write(other + PAGE.encode())
 
         def log_message(self, *args: object) -> None:
             pass

@@ -90,7 +90,7 @@ class Load:
     def _fetch(self) -> str:
         with self._opener.open(self._url, timeout=_TIMEOUT_S) as answer:
             page: bytes = answer.read()
-        return page.decode()
+        return page.decode(errors="replace")
 
 
 def parse(page: str) -> dict[str, Figures]:
