@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -69,12 +70,15 @@ class OpenAiServer:
     def __init__(self, job: Job) -> None:
         """Raises InvalidArgumentError for files that cannot be read."""
         self._place, self._access = urlsplit(str(job.server)).netloc, access_of(job)
+        context, plain = self._access.context, http.client.HTTPConnection
+        kind = partial(http.client.HTTPSConnection, context=context) if context else plain
+        self._connect = partial(kind, self._place, timeout=TIMEOUT_S)
         self._headers = {"content-type": "application/json", **dict(self._access.headers)}
         self._open: set[http.client.HTTPConnection] = set()
 
     def ask(self, line: Line) -> Any | JitneyError:
         """The object that the server answers, or an error whose text is the status and the body."""
-        connection = self._connection()
+        connection = self._connect()
         self._open.add(connection)
         try:
             connection.request("POST", *line, self._headers)
@@ -99,9 +103,3 @@ class OpenAiServer:
             if sock is not None:
                 with suppress(OSError):  # its thread has just closed it
                     sock.shutdown(socket.SHUT_RDWR)
-
-    def _connection(self) -> http.client.HTTPConnection:
-        if self._access.context is None:
-            return http.client.HTTPConnection(self._place, timeout=TIMEOUT_S)
-        context = self._access.context
-        return http.client.HTTPSConnection(self._place, timeout=TIMEOUT_S, context=context)

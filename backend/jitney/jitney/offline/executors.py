@@ -255,26 +255,23 @@ def load(job: Job) -> tuple[Executor, Context]:
     """Load what the job runs on, and what its task must know of it. Raises LoadError."""
     if job.task == "map":
         return Passing(), Context(job)
-    if not isinstance(job.model, str):
-        raise InvalidArgumentError.of("model", job.model, "a checkpoint")
+    if job.server is not None and job.input_format == "openai":
+        api = OpenAiServer(job)
+        return InServer(api.ask, job.at_once, api.abort), Context(job)
     if job.server is not None:
-        if job.input_format == "openai":
-            api = OpenAiServer(job)
-            return InServer(api.ask, job.at_once, api.abort), Context(job)
         from jitney.offline.remote import TritonModel  # tritonclient may be missing
 
         server = TritonModel(job)
         if server.language != (job.task == "generate"):
             raise InvalidArgumentError.of("task", job.task, "generate, for a language model alone")
-        executor = InServer(server.ask, job.at_once)
-        return executor, Context(job, None, server.signature, job.tokenizer)
-    if job.task != "generate":
-        session = InSession(job)
-        return session, Context(
-            job, None, session.signature, job.tokenizer or _tokenizer_of(job.model)
-        )
-    llm = LLM(job.model, **job.engine)
-    return InEngine(llm), Context(job, Language(llm.tokenizer.data, llm.config, llm.info))
+        context = Context(job, signature=server.signature, tokenizer=job.tokenizer)
+        return InServer(server.ask, job.at_once), context
+    model = str(job.model)
+    if job.task == "generate":
+        llm = LLM(model, **job.engine)
+        return InEngine(llm), Context(job, Language(llm.tokenizer.data, llm.config, llm.info))
+    session, tokenizer = InSession(job), job.tokenizer or _tokenizer_of(model)
+    return session, Context(job, signature=session.signature, tokenizer=tokenizer)
 
 
 class Feeder:

@@ -198,11 +198,8 @@ class OpenAiLinesOnServer:
 
 
 def _check_line(row: Row) -> None:
-    for name, kind, bound in (
-        ("custom_id", str, "a string"),
-        ("url", str, "a string"),
-        ("body", dict, "an object"),
-    ):
+    kinds = {"custom_id": (str, "a string"), "url": (str, "a string"), "body": (dict, "an object")}
+    for name, (kind, bound) in kinds.items():
         if not isinstance(row.get(name), kind):
             raise InvalidArgumentError.of(name, row.get(name), bound)
     if row.get("method") != "POST":

@@ -87,8 +87,9 @@ class Gathering(ABC):
         for number in handlers:
             signal.signal(number, stop)
         try:
-            while not self._stop and self._has_work:
-                self._advance()
+            more = True
+            while more and not self._stop:
+                more = self._advance()
                 self._judge()
                 show(self._figures())
                 self._commit()
@@ -103,14 +104,9 @@ class Gathering(ABC):
         show(self._figures())
         return True
 
-    @property
     @abstractmethod
-    def _has_work(self) -> bool:
-        """Whether a row is on its way, or may come."""
-
-    @abstractmethod
-    def _advance(self) -> None:
-        """Work for a while, and finish what has ended."""
+    def _advance(self) -> bool:
+        """Work for a while, and finish what has ended. Whether a row is on its way, or may come."""
 
     def _finish(self, item: Item, result: Any) -> None:
         """The model is done with a row, for good."""
@@ -213,11 +209,7 @@ class Pipeline(Gathering):
         self._input_ended = False
         self._preparing: deque[tuple[Chunk, Future[Prepared]]] = deque()
 
-    @property
-    def _has_work(self) -> bool:
-        return not self._input_ended or bool(self._preparing or len(self._feeder))
-
-    def _advance(self) -> None:
+    def _advance(self) -> bool:
         self._read()
         self._take()
         began = time.monotonic()
@@ -225,11 +217,12 @@ class Pipeline(Gathering):
             for item, result in self._feeder.step(self._input_ended and not self._preparing):
                 self._finish(item, result)
             self._counts["run_s"] += time.monotonic() - began
-            return
-        coming: list[Future[Any]] = [future for _, future in [*self._preparing][:1]]
-        coming += [self._reading] if self._reading else []
-        wait(coming, _POLL_S, FIRST_COMPLETED)
-        self._counts["waited_s"] += time.monotonic() - began
+        else:
+            coming: list[Future[Any]] = [future for _, future in [*self._preparing][:1]]
+            coming += [self._reading] if self._reading else []
+            wait(coming, _POLL_S, FIRST_COMPLETED)
+            self._counts["waited_s"] += time.monotonic() - began
+        return not self._input_ended or bool(self._preparing or len(self._feeder))
 
     def _read(self) -> None:
         """Hand to the workers what is read, while there is room for more."""

@@ -75,16 +75,11 @@ class RayPipeline(Gathering):
         self._sizes = dataset.sizes
         self._rows = _stream(job, dataset, journal.record, context, gpus)
         self._pulling: Future[Things | None] | None = None
-        self._ended = False
         self._seen: dict[int, bytearray] = {}
         """File -> 1 for each of its rows that has come in this run."""
         self._of_actors: dict[str, dict[str, float]] = {}
 
-    @property
-    def _has_work(self) -> bool:
-        return not self._ended
-
-    def _advance(self) -> None:
+    def _advance(self) -> bool:
         """Take what the cluster has finished, or wait a moment."""
         began = time.monotonic()
         if self._pulling is None:
@@ -92,16 +87,15 @@ class RayPipeline(Gathering):
         wait([self._pulling], _POLL_S)
         self._counts["run_s"] += time.monotonic() - began
         if not self._pulling.done():
-            return
+            return True
         pulled, self._pulling = self._pulling, None
         try:
             batch = pulled.result()
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
         if batch is None:
-            self._ended = True
             self._check()
-            return
+            return False
         for thing in batch[_COLUMN]:
             if isinstance(thing, Item):
                 self._take(thing)
@@ -110,6 +104,7 @@ class RayPipeline(Gathering):
                 self._counts["position"] += self._sizes[thing.file] / max(1, sum(self._sizes))
             else:
                 self._of_actors |= thing
+        return True
 
     def _take(self, item: Item) -> None:
         file, row = item.place
