@@ -158,6 +158,11 @@ def test_the_messages_become_a_chat() -> None:
     assert json.loads(same) == chat(BODY | {"messages": TALK})  # type: ignore[arg-type]
 
 
+def test_turns_of_the_user_that_follow_one_another_are_one() -> None:
+    said = [USER, {"role": "user", "content": [{"type": "text", "text": "there"}]}]
+    assert chat(BODY | {"messages": said})["messages"] == [{"role": "user", "content": "hi\nthere"}]
+
+
 def test_thinking_is_what_the_model_can_choose() -> None:
     def asked(kind: str, known: Description) -> Any:
         return chat(BODY | {"thinking": {"type": kind}}, known).get("chat_template_parameters")

@@ -1,6 +1,7 @@
 """``/v1/messages``, Anthropic's Messages API: its body as a chat, and its answer. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -159,7 +160,7 @@ def chat_of_prompt(body: PromptRequest, known: Description) -> ChatRequest:
     read = (each for i, turn in enumerate(body.messages) for each in _read(f"messages[{i}]", turn))
     chat = ChatRequest(
         model=body.model,
-        messages=[*before, *turns(read)],
+        messages=[*before, *_merged(turns(read))],
         tools=[_tool(each) for each in body.tools or ()],
         tool_choice=chosen if body.tool_choice else None,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -200,6 +201,16 @@ def _read(at: str, turn: InputTurn) -> Iterator[Message | tuple[Kind, str | Call
             texts.append(str(block.text))
     if texts:
         yield Message(role="user" if turn.role == "user" else "system", content="\n".join(texts))
+
+
+def _merged(messages: Iterable[Message]) -> Iterator[Message]:
+    """What the user said in several turns is one, as Anthropic has it: many chat templates want
+    the roles to alternate."""
+    for role, group in groupby(messages, lambda each: each.role):
+        if role == "user":
+            yield Message(role=role, content="\n".join(str(each.content) for each in group))
+        else:
+            yield from group
 
 
 def _tool(tool: CustomTool) -> Tool:
