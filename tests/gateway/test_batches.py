@@ -343,12 +343,14 @@ def test_the_thread_ends_with_a_gateway_that_is_stopped_by_force(place: Place) -
 
 
 def test_one_batch_holds_up_no_other(place: Place) -> None:
-    """With the thread at work, and its own worker."""
-    stuck, done = place.make([line("a")]), place.make([line("b")])
+    """With the thread at work, and its own workers."""
+    stuck, waits, done = (place.make([line("a", prompt=word)]) for word in ("b", "for ever", "b"))
     (place.folder.batches / f"{stuck}.json").write_bytes(b"{}")
     place.work.start()
     try:
         wait_until(lambda: place.see(done)["status"] == "completed")
+        assert place.see(waits)["status"] == "in_progress"
     finally:
         place.work.stop()
     assert (place.folder.work / stuck).exists()
+    assert all(worker.poll() is not None for worker in place.work._workers)

@@ -2,8 +2,8 @@
 
 A thread of one of the folder's gateways, the one that holds its lock, looks at every open batch
 time and again. Each of its steps may be cut off anywhere, and is then taken again. The jobs are
-those of a worker process (``jitney batch worker``), which asks this gateway for each line; their
-journals have which of them are done. It ends when no job waits, and with the gateway.
+those of worker processes (``jitney batch worker``), which ask this gateway for each line; their
+journals have which of them are done. They end when no job waits, and with the gateway.
 """
 
 import asyncio
@@ -35,6 +35,9 @@ _LOG = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _BETWEEN_WORKERS_S = 5.0
+_MOST_WORKERS = 4
+"""Batches that run at a time: one whose model is away, and is asked again and again, holds up no
+other."""
 _ABANDONED_S = 3600.0
 _JOB = {"input_format": "openai", "workers": 0, "retries": 8, "max_errors": "100%"}
 _JOB |= {"part_seconds": 2.0}
@@ -85,7 +88,7 @@ class BatchWork:
 
     def __init__(self, folder: Folder, url: str) -> None:
         self._folder, self._url = folder, url
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._workers: list[subprocess.Popen[bytes]] = []
         self._not_before = 0.0
         """Monotonic seconds: of the next worker."""
         self._stopping = threading.Event()
@@ -96,7 +99,7 @@ class BatchWork:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the worker has committed what is finished, and ended."""
+        """Returns when the workers have committed what is finished, and ended."""
         self._stopping.set()
         self._thread.join()
 
@@ -106,9 +109,10 @@ class BatchWork:
                 with contextlib.suppress(BlockingIOError):  # else another gateway does it
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     self._look()
-            if self._worker is not None:
-                self._worker.terminate()
-                self._worker.wait()
+            for worker in self._workers:
+                worker.terminate()
+            for worker in self._workers:
+                worker.wait()
 
     def _look(self) -> None:
         """At every batch; one that cannot go on holds up no other."""
@@ -122,16 +126,17 @@ class BatchWork:
                 _LOG.exception("a batch waits")
 
     def _tend(self) -> None:
-        """Have a worker run while a job waits, or lies where one was killed."""
-        if self._worker is not None and self._worker.poll() is not None:
-            self._worker = None
+        """Have a worker for each job that waits or runs, of which some were killed perhaps."""
+        live = [one for one in self._workers if one.poll() is None]
+        if len(live) < len(self._workers):
             self._not_before = time.monotonic() + _BETWEEN_WORKERS_S
+        self._workers = live
         jobs = [*self._folder.queue.glob("*.yaml"), *self._folder.queue.glob("running/*.yaml")]
-        if self._worker is None and jobs and time.monotonic() >= self._not_before:
+        wanted = min(len(jobs), _MOST_WORKERS)
+        if len(live) < wanted and time.monotonic() >= self._not_before:
             command = [sys.executable, "-c", _WORKER, "batch", "worker", str(self._folder.queue)]
-            self._worker = subprocess.Popen(
-                [*command, "--server", self._url, *_OPTIONS], stdout=subprocess.DEVNULL
-            )
+            command += ["--server", self._url, *_OPTIONS]
+            live.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
 
     def advance(self, id_: str) -> None:
         """Take the next step of a batch, if it is time for it."""

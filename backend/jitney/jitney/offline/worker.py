@@ -12,12 +12,15 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jitney.errors import InvalidArgumentError
 from jitney.offline.job import STOPPED, make_job, read_job
+
+if TYPE_CHECKING:
+    from jitney.offline.executors import Models
 
 _POLL_S = 1.0
 _FILES = ("model", "template", "labels", "tokenizer", "journal", "ca_file", "api_key_file")
@@ -69,14 +72,29 @@ def worker(
     push_gateway: Annotated[str | None, typer.Option(help="Likewise.")] = None,
 ) -> None:
     """Run the job files of a folder one after another. The status is 1 if any of them failed."""
-    from jitney.offline.dataset import reason
     from jitney.offline.executors import Models
-    from jitney.offline.run import run_job
 
     sys.path.insert(0, os.getcwd())  # functions of the user's, which processes import too
-    models, failed = Models(), 0
     telling = {"metrics_port": metrics_port, "metrics_host": metrics_host}
     telling |= {"push_gateway": push_gateway, "server": server}
+    with contextlib.closing(Models()) as models:  # so that it waits for no server when stopped
+        failed = _work(folder, until_empty, tries, backoff, telling, models)
+    raise typer.Exit(int(failed > 0))
+
+
+def _work(
+    folder: Path,
+    until_empty: bool,
+    tries: int,
+    backoff: float,
+    telling: dict[str, Any],
+    models: "Models",
+) -> int:
+    """Returns how many jobs failed."""
+    from jitney.offline.dataset import reason
+    from jitney.offline.run import run_job
+
+    failed = 0
     while (claimed := _claim(folder)) or not until_empty:
         if claimed is None:
             time.sleep(_POLL_S)
@@ -103,8 +121,7 @@ def worker(
         os.close(lock)
         if not state:
             raise typer.Exit(STOPPED)
-    models.close()
-    raise typer.Exit(int(failed > 0))
+    return failed
 
 
 def _claim(folder: Path) -> tuple[Path, int] | None:
