@@ -6,9 +6,11 @@ import contextlib
 import itertools
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -256,17 +258,30 @@ def test_a_key_has_so_many_requests_under_way_and_a_stream_so_much_to_say(
     narrow: Deployment,
 ) -> None:
     client = narrow.client()
+    enough = threading.Event()
+    ends: list[dict[str, Any]] = []
+
+    def go_on() -> None:
+        while not enough.is_set():
+            ends.append(client.stream(900)[-1][1])
+
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(client.stream, 1000) for _ in range(2)]
-        wait_for(lambda: client.request("GET", "/v2")[0] == 429, "both places to be taken", 20)
-        assert narrow.client("limited").request("GET", "/v2")[0] == 200
+        running = [pool.submit(go_on) for _ in range(2)]
+        try:
+            wait_for(lambda: client.request("GET", "/v2")[0] == 429, "both places to be taken", 20)
+            assert narrow.client("limited").request("GET", "/v2")[0] == 200
+        finally:
+            enough.set()
         for each in running:
-            assert each.result()[-1][1]["finish_reason"] == "length"
+            each.result()
+    # A stream may find that a question from above has its place.
+    assert {str(end.get("finish_reason", end.get("status"))) for end in ends} <= {"length", "429"}
     assert client.request("GET", "/v2")[0] == 200
     with pytest.raises(InferenceServerException) as refused:
         client.grpc_stream(1, prompt="x" * 120_000)
     assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
-    assert "too large" in refused.value.message()
+    said = refused.value.message()  # of a body that came at once, or later
+    assert "too large" in said or "larger than" in said
 
 
 # --------------------------------------------------------------------------- what errors say
@@ -276,7 +291,7 @@ def test_a_key_has_so_many_requests_under_way_and_a_stream_so_much_to_say(
     ("path", "body"),
     [
         ("/v2/models/pylm/generate", b"not json"),
-        ("/v2/models/pylm/generate", b'{"text_input": "x", "max_tokens": -1}'),
+        ("/v2/models/pylm/generate", b'{"text_input": "x", "max_tokens": -2}'),
         ("/v2/models/pylm/generate", b'{"text_input": "x", "temperature": "hot"}'),
         ("/v2/models/pylm/generate", b'{"text_input": ["x"], "nonsense": {}}'),
         ("/v2/models/pylm/infer", b'{"inputs": []}'),
