@@ -69,12 +69,17 @@ def _choose_allowed(
     """Correct ``chosen`` and ``allowed`` [S] for greedy rows of which nothing but a grammar's mask
     changes ``logits`` [S, V]. On a CPU this takes a tenth of the time of masking them."""
     best = chosen.tolist()
+    ids_of: dict[bytes, npt.NDArray[np.int64]] = {}  # rows of one grammar often have one mask
     found: dict[int, npt.NDArray[np.int64]] = {}
     for i, mask in masks.items():
-        if not mask[best[i] >> 3] >> (best[i] & 7) & 1:
-            found[i] = _ids_of(mask, logits.shape[1])
-            allowed[i] = bool(len(found[i]))
-    found = {i: ids for i, ids in found.items() if len(ids)}
+        if mask[best[i] >> 3] >> (best[i] & 7) & 1:
+            continue
+        if mask not in ids_of:
+            ids_of[mask] = _allowed_ids(mask, logits.shape[1])
+        if len(ids_of[mask]):
+            found[i] = ids_of[mask]
+        else:
+            allowed[i] = False
     if not found:
         return
     every = np.empty((len(found), max(map(len, found.values()))), np.int64)
@@ -85,7 +90,7 @@ def _choose_allowed(
     chosen[index] = names.gather(1, places.unsqueeze(1)).squeeze(1)
 
 
-def _ids_of(mask: bytes, size: int) -> npt.NDArray[np.int64]:
+def _allowed_ids(mask: bytes, size: int) -> npt.NDArray[np.int64]:
     """The ids below ``size`` that a mask, whole words of 32 bits, allows, ascending."""
     words = np.frombuffer(mask, np.uint32)
     places = words.nonzero()[0]
