@@ -44,9 +44,9 @@ INSTALLERS = 4
 package."""
 
 # Lines of pip's output about indexes that lack a package, about itself, about unpinned hashes, and
-# about what another of its runs is replacing at that moment (renamed to begin with "~").
+# about packages that another of its runs is writing or replacing at that moment.
 _NOISE = re.compile(
-    r"^(WARNING: (Location|The directory|Running pip as|Skipping \S*/~)|\[notice\]|\s*$)"
+    r"^(WARNING: (Location|The directory|Running pip as|Skipping \S+-info due)|\[notice\]|\s*$)"
 )
 _ASK_TORCH = """
 import importlib.metadata, json
