@@ -111,4 +111,4 @@ def test_the_manifests_job_is_one_and_its_pod_is_shut_in() -> None:
 def test_the_images_have_what_jobs_need() -> None:
     for name in ("Dockerfile", "triton.Dockerfile"):
         text = (ROOT / "deploy" / name).read_text(encoding="utf-8")
-        assert " jobs >requirements.txt" in text
+        assert " jobs otel >requirements.txt" in text
