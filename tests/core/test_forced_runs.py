@@ -85,6 +85,19 @@ def test_a_run_keeps_to_the_budget_of_a_step() -> None:
     assert any(row.start >= len(row.prompt) for row in unsampled), "a run in two steps"
 
 
+def test_a_run_leaves_every_other_sequence_its_token() -> None:
+    play = Play(block_size=16, num_blocks=512, max_num_batched_tokens=16, max_model_len=3000)
+    forcing = play.submit([1, 2, 3], max_tokens=400, grammar="2,3:400:300")
+    plain = [play.submit([key, 2, 3], max_tokens=30) for key in range(4)]
+    play.step(2)
+    for count in range(2, 30):
+        play.step()
+        assert {len(play.got(key)[0]) for key in plain} == {count + 1}
+    play.drain()
+    check_streams(play, forcing, *plain)
+    assert 12 in runs(play)
+
+
 @pytest.mark.parametrize(("overlap", "longest"), [(False, 30), (True, 3)])
 def test_a_long_run(overlap: bool, longest: int) -> None:
     """Planned ahead, it takes one new block in each step."""

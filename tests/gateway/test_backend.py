@@ -21,10 +21,13 @@ STEPS = 5
 
 
 class FakeStream:
-    """So many responses, one a turn of the loop, and the end; ``ends`` False: no last one comes."""
+    """So many responses, one a turn of the loop, and the end; ``ends`` False: no last one comes,
+    and if it ``breaks`` the stream ends without."""
 
-    def __init__(self, steps: int = STEPS, ends: bool = True, error: str = "") -> None:
-        self._steps, self._ends, self._error = steps, ends, error
+    def __init__(
+        self, steps: int = STEPS, ends: bool = True, error: str = "", breaks: bool = False
+    ) -> None:
+        self._steps, self._ends, self._error, self._breaks = steps, ends, error, breaks
         self.sent = 0
         self.state = "open"
 
@@ -34,7 +37,7 @@ class FakeStream:
     async def _read(self) -> AsyncIterator[Any]:
         while self.state == "open":
             await asyncio.sleep(0)
-            if self.sent == self._steps and not self._ends:
+            if self.sent == self._steps and not (self._ends or self._breaks):
                 await asyncio.Event().wait()
             if self.sent == self._steps:
                 self.state = "read to its end"
@@ -98,6 +101,12 @@ def test_a_stream_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [step.finish_reasons for step in made] == [[None]] * (STEPS - 1) + [["length"]]
     assert made[-1].timing == {"total_s": 1.0}
     assert stream.state == "read to its end", "a cancel at the final response harms the server"
+
+
+def test_an_answer_without_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = FakeStream(ends=False, breaks=True)
+    with pytest.raises(UnavailableError, match="broke off"):
+        asyncio.run(read(backend_of(monkeypatch, stream), STEPS + 1))
 
 
 def test_who_leaves_in_the_middle_cancels(monkeypatch: pytest.MonkeyPatch) -> None:

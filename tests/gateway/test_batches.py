@@ -342,6 +342,27 @@ def test_the_thread_ends_with_a_gateway_that_is_stopped_by_force(place: Place) -
     assert threading.active_count() == before
 
 
+def test_a_passing_fault_of_the_machine_ends_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = iter([OSError(24, "Too many open files")])
+    glob = Path.glob
+
+    def failing(path: Path, pattern: str) -> Iterator[Path]:
+        if path == place.folder.work and (fault := next(faults, None)):
+            raise fault
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", failing)
+    id_ = place.make([line("a")])
+    place.work.start()
+    try:
+        wait_until(lambda: place.see(id_)["status"] == "completed")
+    finally:
+        place.work.stop()
+    assert next(faults, None) is None
+
+
 def test_one_batch_holds_up_no_other(place: Place) -> None:
     """With the thread at work, and its own workers."""
     stuck, waits, done = (place.make([line("a", prompt=word)]) for word in ("b", "for ever", "b"))

@@ -71,6 +71,23 @@ def test_keys_of_jobs_last_and_come_with_new_owners(tmp_path: Path) -> None:
     assert folder.key_file("bob").stat().st_mode & 0o077 == 0
 
 
+def test_a_full_disk_keeps_no_key_that_is_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = Folder(tmp_path / "batches"), tmp_path / "keys"
+    write(file, f"alice:{OLD}\n")
+    keys = Keys(file, folder)
+
+    def full(path: Path, pieces: list[bytes]) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(keys_module, "write_whole", full)
+        write(file, f"bob:{NEW}\n")
+        assert dict(keys.items()) == {NEW: "bob"}
+    assert sorted(dict(keys.items()).values()) == ["bob", "bob"]
+
+
 def test_gateways_that_start_at_once_agree_on_the_keys_of_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,24 @@ def test_a_worker_runs_what_is_there_and_sets_aside_what_fails(
     assert work(folder) == 0, "nothing is left"
 
 
+def test_a_job_lies_where_it_failed_only_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who is killed between leaves one without."""
+    folder, source = tmp_path / "jobs", write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    job_file(folder, "d", source, map="tests.offline.job_rows:not_there")
+    rename = Path.rename
+
+    def checked(path: Path, target: Path) -> Path:
+        if Path(target) == folder / "failed" / "d.yaml":
+            assert (folder / "failed" / "d.txt").exists()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", checked)
+    assert work(folder, "--tries", "1") == 1
+    assert states(folder)[0].startswith("failed d: map")
+
+
 def test_files_of_a_model_that_changed_are_loaded_again(tmp_path: Path, monkeypatch: Any) -> None:
     loaded: list[Any] = []
 

@@ -133,8 +133,9 @@ class Planner:
                 full = len(sequence.table) * block_size < end
                 if full and not self._make_room(plan, sequence, end):
                     continue
-                if left > 1:
-                    most = plan.tokens_left - plan.kept_for_prefill
+                if left > 1:  # with a token left for each that comes after it
+                    after = plan.kept_for_prefill + len(running) - position
+                    most = max(plan.tokens_left - after, 1)
                     room = len(sequence.table) * block_size - start
                     self._plan_chunk(plan, sequence, min(most, room))
                 elif left == 1:

@@ -202,6 +202,8 @@ class Backend:
                     yield arrays
                     if ended:
                         break
+                if not ended:
+                    raise UnavailableError("the answer broke off")
             finally:
                 if ended:
                     drain = asyncio.create_task(_drain(stream))

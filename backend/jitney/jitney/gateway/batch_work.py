@@ -106,9 +106,13 @@ class BatchWork:
     def _run(self) -> None:
         with self._folder.lock.open("w") as lock:
             while not self._stopping.wait(_POLL_S):
-                with contextlib.suppress(BlockingIOError):  # else another gateway does it
+                try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     self._look()
+                except BlockingIOError:
+                    pass  # another gateway does it
+                except Exception:  # too many open files, say, for a moment
+                    _LOG.exception("batches wait")
             for worker in self._workers:
                 worker.terminate()
             for worker in self._workers:

@@ -45,7 +45,11 @@ class Keys:
         keys = read_keys(self._file)
         if self._folder is not None:
             for owner in set(keys.values()):
-                keys |= _key_of_jobs(self._folder, owner)
+                try:
+                    keys |= _key_of_jobs(self._folder, owner)
+                except (ConfigError, OSError) as error:  # a full disk keeps no old key alive
+                    _LOG.warning("batches of %s wait for their key: %s", owner, error)
+                    self._seen = None  # so that it is tried again
         return keys
 
 

@@ -156,6 +156,6 @@ def _files(folder: Path) -> list[Path]:
 def _move(path: Path, folder: Path) -> None:
     """A job, with why its last try failed."""
     folder.mkdir(exist_ok=True)
-    path.rename(folder / path.name)
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # before the job: who sees it there reads it
         path.with_suffix(".txt").rename(folder / f"{path.stem}.txt")
+    path.rename(folder / path.name)
