@@ -1,6 +1,7 @@
 -- The proxy's own refusals, in the form of the server's: JSON over HTTP; over gRPC headers alone,
 -- with gRPC's status in a header and HTTP's 200. In the place of a gateway, OpenAI's object, which
 -- Anthropic's clients read too.
+local most = ngx.var.uri == "/v1/files" and "201m" or ngx.var.max_body -- as nginx.conf.in has it
 local UNAVAILABLE = { status = 503, grpc = 14, text = "the server is not there; try again" }
 local REFUSALS = {
     [401] = { grpc = 16, text = "a known API key is needed: Authorization: Bearer KEY" },
@@ -8,7 +9,7 @@ local REFUSALS = {
     [411] = { grpc = 3, text = "a request needs its length" },
     [413] = {
         grpc = 8,
-        text = "the request is larger than " .. ngx.var.max_body
+        text = "the request is larger than " .. most
             .. ", or a stream's requests together than its limit, or one for readiness has a body",
     },
     [415] = { grpc = 12 },

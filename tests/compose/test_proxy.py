@@ -369,6 +369,12 @@ def test_a_file_passes_through_as_it_comes(proxy: Proxy, server: Server) -> None
     connection.close()
     assert [len(body) for _, _, _, body in server.seen] == [2 * len(half)]
     assert send(proxy, "/v1/files", b"...", ("Content-Encoding", "gzip"))[0] == 415
+    connection = client.connect()
+    connection.request("POST", "/v1/files", b"", {**client.headers, "Content-Length": "300000000"})
+    refused = connection.getresponse()
+    assert refused.status == 413
+    assert "201m" in json.loads(refused.read())["error"]["message"]
+    connection.close()
 
 
 @pytest.mark.parametrize(
