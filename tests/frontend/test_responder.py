@@ -49,11 +49,13 @@ RETURNS = frozenset({"logprobs", "finish_reason", "num_output_tokens"})
 class Desk:
     """A responder and the order of what it sends."""
 
-    def __init__(self, pb: Any, tokenizer: Tokenizer, send_share: float = 1.0) -> None:
+    def __init__(
+        self, pb: Any, tokenizer: Tokenizer, send_share: float = 1.0, max_pending: int = 1 << 16
+    ) -> None:
         self.pb, self.tokenizer = pb, tokenizer
         self.told: list[Message] = []
         metrics = Metrics({"model": "m"}, INFO)
-        self.responder = Responder(self.told.append, metrics, 1 << 16, send_share)
+        self.responder = Responder(self.told.append, metrics, max_pending, send_share)
         self.senders: dict[int, Any] = {}
         self.order: list[int] = []
 
@@ -99,6 +101,16 @@ def test_first_responses_leave_in_the_order_of_their_tokens(make_desk: Callable[
     desk.report(*(event for key in range(5) for event in token(key)))
     desk.turn_until(lambda: len(desk.order) >= 5)
     assert desk.order == [0, 1, 2, 3, 4]
+
+
+def test_many_tokens_at_once_are_no_pile(make_desk: Callable[..., Desk]) -> None:
+    desk = make_desk(max_pending=4)
+    desk.add(0)
+    for count in (1, 2, 3):
+        desk.report(Tokens(key=0, index=0, ids=[65] * 20))
+        desk.turn_until(lambda count=count: len(desk.order) == count or len(desk.told) > 1)
+    assert [type(each) for each in desk.told] == [Submit]
+    assert all(each.error is None for each in desk.senders[0].sent)
 
 
 def test_a_stream_that_ends_while_it_waits_is_sent_next(make_desk: Callable[..., Desk]) -> None:

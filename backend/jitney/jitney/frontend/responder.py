@@ -257,10 +257,10 @@ class Responder:
     def _feed(self, reply: Reply, event: Event, at: float) -> None:
         if isinstance(event, Tokens):
             self._observe_latency(reply, event, at)
+            if reply.streamed:
+                self._bound(reply)
         for finish in reply.completion.feed(event):
             self._send_message(finish)
-        if reply.streamed:
-            self._bound(reply)
         if self._may_send(reply):
             self._line_up(reply)
 
@@ -283,7 +283,8 @@ class Responder:
         reply.last_token_at[tokens.index] = at
 
     def _bound(self, reply: Reply) -> None:
-        """Cancel a stream whose tokens cannot be sent as fast as they are made."""
+        """Cancel a stream whose tokens cannot be sent as fast as they are made: by what waited
+        before its next ones, of which a grammar may force any number."""
         waiting = reply.completion.pending_tokens
         if waiting > self._max_pending_tokens and not reply.cancel_reason:
             reply.cancel_reason = (
