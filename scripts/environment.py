@@ -46,7 +46,8 @@ package."""
 # Lines of pip's output about indexes that lack a package, about itself, about unpinned hashes, and
 # about packages that another of its runs is writing or replacing at that moment.
 _NOISE = re.compile(
-    r"^(WARNING: (Location|The directory|Running pip as|Skipping \S+-info due)|\[notice\]|\s*$)"
+    r"^(WARNING: (Location|The directory|Running pip as|Skipping \S+-info|Ignoring invalid dist)"
+    r"|\[notice\]|\s*$)"
 )
 _ASK_TORCH = """
 import importlib.metadata, json
@@ -57,17 +58,15 @@ except importlib.metadata.PackageNotFoundError:
     print('["", []]')
 """
 _COMPILE = """
-import importlib, logging, sys
+import contextlib, importlib, logging, sys
 logging.disable()
 sys.dont_write_bytecode = False
 for name in sys.argv[1:]:
     module, _, function = name.partition(":")
-    try:
+    with contextlib.suppress(Exception):  # not of this part, or its user says what is wrong with it
         found = importlib.import_module(module)
         if function:
             getattr(found, function)()
-    except Exception:
-        pass  # not of this part, or whoever needs it says why it cannot be imported
 """
 
 
