@@ -29,18 +29,22 @@ import aiohttp
 import psutil
 from jitney.server.server import TritonServer
 
-from benchmarks.engine import ROOT
-from benchmarks.served import MODEL, Served, run_clients, run_streams, save_tokenizer, write_model
-from benchmarks.workloads import Workload, save_m100, w1, warm_up
+from benchmarks.served import (
+    MODEL,
+    Served,
+    add_engine_options,
+    run_clients,
+    run_streams,
+    save_spelling_m100,
+    write_model,
+)
+from benchmarks.workloads import Workload, w1, warm_up
 
 
 def main() -> None:
     """Run both in turn and print the table."""
     arguments = _parse()
-    folder = arguments.work_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    model = save_m100(folder / "m100")
-    save_tokenizer(model)
+    model = save_spelling_m100(arguments.work_dir)
     threads = arguments.threads or len(os.sched_getaffinity(0))
     print("| streams | way | output tokens/s | of gRPC | TTFT p50, ms | TTFT p95, ms "
           "| responses per token | gateway's CPU, ms per token |")  # fmt: skip
@@ -86,9 +90,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, help="of W1; default: 8 a stream, at most 64")
-    parser.add_argument("--threads", type=int, help="of the engine; default: all cores")
-    parser.add_argument("--dtype", default="auto", help="of the engine")
-    parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
+    add_engine_options(parser)
     return parser.parse_args()
 
 

@@ -273,7 +273,50 @@ def kills(arguments: argparse.Namespace, folder: Path) -> None:
     )
 
 
-WHAT = {each.__name__: each for each in (generate, embed, ray, memory, kills)}
+def nodes(arguments: argparse.Namespace, folder: Path) -> None:
+    """Kill a node of a cluster of two again and again, and let a new one join, while jobs run."""
+    from ray.cluster_utils import Cluster
+
+    chance, rows, killed, jobs = random.Random(arguments.seed), arguments.kill_rows, 0, 0
+    texts = [f"def function_{i}(" for i in range(rows)]
+    sources = folder / "many"
+    sources.mkdir(exist_ok=True)
+    for file in range(20):
+        ids = list(range(file, rows, 20))
+        table = pa.table({"id": ids, "text": [texts[i] for i in ids]})
+        pq.write_table(table, sources / f"{file}.parquet")
+    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000}
+    node: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 200 << 20}
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**node, "include_dashboard": False, "_system_config": quick},
+    )
+    output = folder / "nodes-out"
+    settings: dict[str, Any] = {"input": str(sources), "output": str(output), "model": str(PYLM)}
+    settings |= {"max_tokens": 24, "part_seconds": 0.5, "ray": cluster.address}
+    seconds: list[float] = []
+    while killed < arguments.kills:
+        shutil.rmtree(output, ignore_errors=True)
+        began, jobs = time.monotonic(), jobs + 1
+        child = start({"contender": "job", "settings": settings})
+        while child.poll() is None and killed < arguments.kills:
+            other = cluster.add_node(**node)
+            time.sleep(chance.uniform(1, arguments.node_s))
+            if child.poll() is None:
+                killed += 1
+                print(f"  job {jobs}: node {killed} killed", file=sys.stderr, flush=True)
+            cluster.remove_node(other, allow_graceful=False)
+        _, errors = child.communicate()
+        if child.returncode:
+            raise RuntimeError(f"job {jobs} ended with {child.returncode}:\n{errors[-3000:]}")
+        _check_ids(output, rows)
+        seconds.append(time.monotonic() - began)
+    cluster.shutdown()
+    took = ", ".join(f"{each:.0f}" for each in seconds)
+    print(f"{killed} kills of a node, {jobs} jobs ({took} s): {rows:,} rows in each, each once")
+
+
+WHAT = {each.__name__: each for each in (generate, embed, ray, memory, kills, nodes)}
 
 
 def main() -> None:
@@ -291,6 +334,7 @@ def main() -> None:
     parser.add_argument("--kill-rows", type=int, default=10_000)
     parser.add_argument("--start-s", type=float, default=5.0, help="kills of a start: within that")
     parser.add_argument("--work-s", type=float, default=3.0, help="kills at work: within that")
+    parser.add_argument("--node-s", type=float, default=12.0, help="a node is killed within that")
     parser.add_argument("--seed", type=int, default=0, help="of the kills' moments")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)

@@ -69,10 +69,7 @@ class Served:
 def main() -> None:
     """Run both in turn and print the table."""
     arguments = _parse()
-    folder = arguments.work_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    model = save_m100(folder / "m100")
-    save_tokenizer(model)
+    model = save_spelling_m100(arguments.work_dir)
     threads = arguments.threads or len(os.sched_getaffinity(0))
     workload = w1() if arguments.requests is None else w1().head(arguments.requests)
     options = ["--dtype", arguments.dtype]
@@ -95,10 +92,23 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--streams", type=int, default=32, help="requests under way at once")
     parser.add_argument("--requests", type=int, help="only the first so many of W1, for a look")
+    add_engine_options(parser)
+    return parser.parse_args()
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark of m100 with text asks about its engine, and where m100 is kept."""
     parser.add_argument("--threads", type=int, help="of the engine; default: all cores")
     parser.add_argument("--dtype", default="auto", help="of the engine")
     parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
-    return parser.parse_args()
+
+
+def save_spelling_m100(folder: Path) -> Path:
+    """m100 in ``folder``, with a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = save_m100(folder / "m100")
+    save_tokenizer(model)
+    return model
 
 
 def save_tokenizer(model: Path) -> None:

@@ -15,7 +15,6 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from jitney.config import make_config
 from jitney.engine.assemble import grammar_compiler, load_runner
@@ -24,14 +23,12 @@ from jitney.sampling_params import StructuredOutputs
 from jitney.text.grammar import GrammarCompiler, prove_grammar
 from jitney.text.tokenizer import read_tokenizer
 
-from benchmarks.engine import ROOT
 from benchmarks.engines.jitney import serve
-from benchmarks.served import save_tokenizer
+from benchmarks.served import add_engine_options, save_spelling_m100
 from benchmarks.workloads import (
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     Workload,
-    save_m100,
     w1,
     warm_up,
 )
@@ -52,10 +49,7 @@ ITEMS = {"strings": {"type": "string"}, "numbers": {"type": "number"}, "objects"
 def main() -> None:
     """Run the pairs and print the table."""
     arguments = _parse()
-    folder = arguments.work_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    model = save_m100(folder / "m100")
-    save_tokenizer(model)
+    model = save_spelling_m100(arguments.work_dir)
     options = {
         "model": str(model.resolve()),
         "dtype": arguments.dtype,
@@ -91,9 +85,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--schemas", nargs="+", choices=ITEMS, default=list(ITEMS))
     parser.add_argument("--requests", type=int, help="only the first so many of W1, for a look")
-    parser.add_argument("--threads", type=int, help="of the engine; default: all cores")
-    parser.add_argument("--dtype", default="auto", help="of the engine")
-    parser.add_argument("--work-dir", type=Path, default=ROOT / "build" / "benchmarks")
+    add_engine_options(parser)
     return parser.parse_args()
 
 

@@ -317,3 +317,21 @@ class Proxy:
             text=True,
             check=False,
         )
+
+
+def send(
+    proxy: Proxy, path: str, body: bytes, *headers: tuple[str, str], key: bool = True
+) -> tuple[int, bytes]:
+    """Status and body of a POST with these headers, which may be given twice."""
+    client = proxy.client(None if key else "")
+    connection = client.connect()
+    try:
+        connection.putrequest("POST", path)
+        for name, value in (*client.headers.items(), *headers):
+            connection.putheader(name, value)
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
