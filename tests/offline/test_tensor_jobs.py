@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import CheckpointError, InvalidArgumentError
-from jitney.offline.executors import Sizes
+from jitney.offline.executors import InSession, Sizes
+from jitney.offline.job import make_job
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -50,6 +51,24 @@ def test_embeddings(tmp_path: Path) -> None:
         (direct,) = session.run(["sentence_embedding"], feeds)
         np.testing.assert_allclose(row["embedding"], direct[0], atol=1e-5)
     assert "text is 5, but must be a text" in bad(tmp_path / "out")[0]["error"]
+
+
+@built
+def test_a_batch_has_more_short_rows_than_long_ones() -> None:
+    """So many elements, padding counted; at least one row, however long. A size in rows, if one is
+    asked for, counts rows."""
+    settings = {"input": "in", "output": "out", "task": "embed", "model": str(EMBEDDER)}
+    for more, short, long in (({}, 64, 4), ({"batch_size": 5}, 5, 5)):
+        session = InSession(make_job(settings | more))
+        for length, most in ((4, short), (64, long), (256, 1 if not more else 5)):
+            row = dict.fromkeys(("input_ids", "attention_mask"), np.ones(length, np.int64))
+            held = 0
+            while held == 0 or held < session.capacity:
+                session.submit(held, row)
+                held += 1
+            assert held == most
+            assert len(session.step()) == held
+        assert session.figures["rows_in_steps"] == 3 * session.figures["most_rows"]
 
 
 def pictures() -> np.ndarray:

@@ -29,6 +29,7 @@ from jitney.standins.signature import Signature
 Outcome = tuple[int, Any]
 """The row's key, and its result or a JitneyError."""
 _SIZES = (8, 16, 32, 64, 128)
+_ELEMENTS = (512, 1024, 2048, 4096)
 _MEASURED = 3
 """Full batches of each size whose best rate counts: the first ones allocate."""
 _POLL_S = 0.1
@@ -108,8 +109,9 @@ class InEngine:
 
 
 class InSession:
-    """An exported model, run by ONNX Runtime in this process. Its rows come by length, so that a
-    batch has little padding, or none if the model could tell."""
+    """An exported model, run by ONNX Runtime in this process. Its rows come by length, and a batch
+    holds so many elements, of short rows more than of long ones: so it has little padding; or none,
+    and so many rows, if the model could tell."""
 
     def __init__(self, job: Job) -> None:
         """Raises a LoadError, and InvalidArgumentError for an output that the model lacks."""
@@ -123,35 +125,43 @@ class InSession:
         masked = any(info.name == "attention_mask" for info in self.signature.inputs)
         (taken,) = (info for info in self.signature.outputs if info.name == self._output)
         self._pads = masked and min(taken.dims, default=1) >= 0
-        sizes = (job.batch_size,) if job.batch_size else _SIZES
+        self._by_rows = bool(job.batch_size) or not (self._pads and session.signature.can_batch)
+        sizes = (job.batch_size,) if job.batch_size else _SIZES if self._by_rows else _ELEMENTS
         self._sizes = Sizes(sizes if session.signature.can_batch else (1,))
         self._held: dict[int, Arrays] = {}
+        self._longest = 1
+        """Of the rows that are held; 1 if that does not count."""
         self.figures = dict.fromkeys(("steps", "rows_in_steps", "most_rows"), 0.0)
 
     @property
     def capacity(self) -> int:
-        return self._sizes.now
+        return max(1, self._sizes.now // self._longest)
 
     def rank(self, prepared: Arrays, ending: bool) -> int:
         return _size(prepared)
 
     def submit(self, key: int, prepared: Arrays) -> None:
         self._held[key] = prepared
+        if not self._by_rows:
+            self._longest = max(self._longest, _size(prepared))
 
     def step(self) -> list[Outcome]:
         """Run them together. If that fails, each is run alone."""
-        began, held, self._held = time.perf_counter(), self._held, {}
+        began, held, room = time.perf_counter(), self._held, float(self.capacity)
+        self._held, self._longest = {}, 1
         rows = list(held.values())
         joined = [
             ModelRequest({name: array[None] for name, array in row.items()}, (self._output,))
             for row in (_padded(rows) if self._pads else rows)
         ]
         answers = self._batcher.execute(joined)
-        if len(held) == self._sizes.now:
+        if len(held) >= room:
             self._sizes.note(sum(map(_size, rows)) / (time.perf_counter() - began))
-        self.figures["steps"] += 1
-        self.figures["rows_in_steps"] += len(held)
-        self.figures["most_rows"] = max(self.figures["most_rows"], self._sizes.now)
+        figures = self.figures
+        room += figures["most_rows"] * figures["steps"]
+        figures["steps"] += 1
+        figures["rows_in_steps"] += len(held)
+        figures["most_rows"] = room / figures["steps"]  # of a step, on average
         return list(zip(held, answers, strict=True))
 
     def close(self) -> None:
