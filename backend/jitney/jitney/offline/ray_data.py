@@ -48,7 +48,10 @@ _CONNECT_S = 10.0
 _READ_TASKS = 500
 _CHUNK_ROWS = 64
 _BATCH_ROWS = 16
-"""Rows that an engine's actor takes and gives back together; it holds several batches."""
+"""Rows that an engine's actor takes and gives back together."""
+_TASKS = 4
+"""Of Ray's, that an engine's actor works on at the same time: each hands it a few batches, waits
+for the slowest, and in the end for all of them. More rows than fit wait in the actor."""
 _BLOCK_BYTES = 1 << 17
 """Of things that travel together, and are done again together: some hundred prompts."""
 _SHARE = 0.2
@@ -175,7 +178,8 @@ def _stream(
     cores = int(ray.cluster_resources().get("CPU", 1))
     preparers = max(1, cores // 2 if job.workers is None else job.workers)
     rows = _apply(chunks, _Preparer, context, size=1, most=preparers)
-    rows = _apply(rows, _Engine, job, size=_BATCH_ROWS, most=gpus or nodes, num_gpus=min(1, gpus))
+    needs = {"num_gpus": min(1, gpus), "max_concurrency": _TASKS}
+    rows = _apply(rows, _Engine, job, size=_BATCH_ROWS, most=gpus or nodes, **needs)
     return iter(rows.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1))
 
 
