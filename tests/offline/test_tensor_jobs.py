@@ -67,7 +67,9 @@ def test_a_batch_has_more_short_rows_than_long_ones() -> None:
                 session.submit(held, row)
                 held += 1
             assert held == most
+            assert session.step() == []
             assert len(session.step()) == held
+        session.close()
         assert session.figures["rows_in_steps"] == 3 * session.figures["most_rows"]
 
 
@@ -142,5 +144,5 @@ def test_the_fastest_batch_size_is_kept() -> None:
     seen = []
     for _ in range(20):
         seen.append(sizes.now)
-        sizes.note({8: 5.0, 16: 9.0, 32: 7.0}[sizes.now])
+        sizes.note(sizes.now, {8: 5.0, 16: 9.0, 32: 7.0}[sizes.now])
     assert seen == [8] * 3 + [16] * 3 + [32] * 3 + [16] * 11

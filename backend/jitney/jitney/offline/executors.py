@@ -8,6 +8,7 @@ engine's queue filled; a step gives the results that are ready.
 import heapq
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -131,11 +132,14 @@ class InSession:
         self._held: dict[int, Arrays] = {}
         self._longest = 1
         """Of the rows that are held; 1 if that does not count."""
+        self._pool = ThreadPoolExecutor(1, "jitney-session")
+        self._ahead: tuple[list[int], Future[list[Any]]] = [], Future()
+        """Keys of the rows that run, while their caller does something else, and what comes."""
         self.figures = dict.fromkeys(("steps", "rows_in_steps", "most_rows"), 0.0)
 
     @property
     def capacity(self) -> int:
-        return max(1, self._sizes.now // self._longest)
+        return len(self._ahead[0]) + max(1, self._sizes.now // self._longest)
 
     def rank(self, prepared: Arrays, ending: bool) -> int:
         return _size(prepared)
@@ -146,26 +150,35 @@ class InSession:
             self._longest = max(self._longest, _size(prepared))
 
     def step(self) -> list[Outcome]:
-        """Run them together. If that fails, each is run alone."""
-        began, held, room = time.perf_counter(), self._held, float(self.capacity)
+        """Have those that are held run together, or, if that fails, each alone; the results of
+        those that ran before."""
+        keys, future = self._ahead
+        rows, room = list(self._held.values()), self.capacity - len(keys)
+        self._ahead = [*self._held], self._pool.submit(self._run, rows, room, self._sizes.now)
         self._held, self._longest = {}, 1
-        rows = list(held.values())
+        return list(zip(keys, future.result(), strict=True)) if keys else []
+
+    def _run(self, rows: list[Arrays], room: int, size: int) -> list[Any]:
+        """In the pool's thread: the answers."""
+        if not rows:
+            return []
+        began, figures = time.perf_counter(), self.figures
         joined = [
             ModelRequest({name: array[None] for name, array in row.items()}, (self._output,))
             for row in (_padded(rows) if self._pads else rows)
         ]
         answers = self._batcher.execute(joined)
-        if len(held) >= room:
-            self._sizes.note(sum(map(_size, rows)) / (time.perf_counter() - began))
-        figures = self.figures
-        room += figures["most_rows"] * figures["steps"]
+        if len(rows) >= room:
+            self._sizes.note(size, sum(map(_size, rows)) / (time.perf_counter() - began))
+        room_before = figures["most_rows"] * figures["steps"]
         figures["steps"] += 1
-        figures["rows_in_steps"] += len(held)
-        figures["most_rows"] = room / figures["steps"]  # of a step, on average
-        return list(zip(held, answers, strict=True))
+        figures["rows_in_steps"] += len(rows)
+        figures["most_rows"] = (room_before + room) / figures["steps"]  # of a step, on average
+        return list(answers)
 
     def close(self) -> None:
         self._held.clear()
+        self._pool.shutdown(cancel_futures=True)
 
 
 class Sizes:
@@ -175,11 +188,11 @@ class Sizes:
         self._rates: dict[int, list[float]] = {size: [] for size in sizes}
         self.now = sizes[0]
 
-    def note(self, rate: float) -> None:
-        """A full batch of the present size ran at that rate."""
-        if len(self._rates[self.now]) < _MEASURED:
-            self._rates[self.now].append(rate)
-            left = [size for size, rates in self._rates.items() if len(rates) < _MEASURED]
+    def note(self, size: int, rate: float) -> None:
+        """A full batch of that size ran at that rate."""
+        if len(self._rates[size]) < _MEASURED:
+            self._rates[size].append(rate)
+            left = [each for each, rates in self._rates.items() if len(rates) < _MEASURED]
             self.now = left[0] if left else max(self._rates, key=lambda at: max(self._rates[at]))
 
 
