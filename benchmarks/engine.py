@@ -1,13 +1,15 @@
-"""W1, W2 and W3 on m100 in bf16: Jitney in-process beside other engines, in one run.
+"""W1, W2 and W3 on m100: Jitney in-process beside other engines, in one run.
 
     python -m benchmarks.engine                                 # what is installed here
     python -m benchmarks.engine --openvino-python PATH          # an environment with OpenVINO GenAI
     python -m benchmarks.engine --engines jitney --breakdown    # where the time goes
+    python -m benchmarks.engine --engines jitney,jitney_int8,openvino,openvino_int8
 
 Every run is a separate process; the engines take turns, and the table shows medians. OpenVINO GenAI
 needs a converted model: a separate environment with ``openvino-genai``, ``optimum-intel`` and
 torch's CPU build, without ``torchvision``, converts and runs it. Compare ratios within one run;
-absolute figures differ between machines.
+absolute figures differ between machines. JITNEY_INSTRUCTIONS=avx2 in the environment takes from all
+of them what is above, as far as oneDNN does it for them.
 """
 
 import argparse
@@ -19,16 +21,21 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from jitney.kernels.cpu.instructions import limit_instructions
+
 from benchmarks.engines.measure import MARK
 from benchmarks.workloads import save_m100
 
 ROOT = Path(__file__).parent.parent
 ENGINES = {
     "jitney": "Jitney",
+    "jitney_int8": "Jitney, int8 weights and activations",
     "openvino": "OpenVINO GenAI, continuous batching",
+    "openvino_int8": "OpenVINO GenAI, int8 weights",
     "transformers_static": "transformers generate, static batches of 32",
     "transformers_continuous": "transformers continuous batching, paged sdpa",
 }
+DEFAULT = [name for name in ENGINES if not name.endswith("int8")]
 UNITS = {"W1": "output tok/s", "W2": "decode tok/s", "W3": "prompt tok/s"}
 # transformers' continuous batching is slow: a part of W1, once, and neither of the others.
 CONTINUOUS_REQUESTS = 16
@@ -48,13 +55,17 @@ class Command:
 
     def run(self, threads: int) -> dict:
         """One process; returns what it reports. Raises RuntimeError with the end of its output."""
+        module = self.name.removesuffix("_int8")
         command = [
-            self.python, "-m", f"benchmarks.engines.{self.name}", "--model", str(self.model),
+            self.python, "-m", f"benchmarks.engines.{module}", "--model", str(self.model),
             "--threads", str(threads), "--workloads", ",".join(self.workloads), *self.options,
         ]  # fmt: skip
+        environment = dict(os.environ)
+        limit_instructions(environment)  # for the others, which know our variable not
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
+            check=False,
+        )  # fmt: skip
         for line in done.stdout.splitlines():
             if line.startswith(MARK):
                 result: dict = json.loads(line.removeprefix(MARK))
@@ -89,7 +100,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--engines",
         type=lambda text: text.split(","),
-        default=list(ENGINES),
+        default=DEFAULT,
         help="comma-separated",
     )
     parser.add_argument(
@@ -118,15 +129,17 @@ def _command(name: str, model: Path, arguments: argparse.Namespace) -> Command |
     requests = arguments.requests
     if name == "jitney" and arguments.breakdown:
         options.append("--breakdown")
+    if name == "jitney_int8":
+        options += ["--quantization", "int8"]
     if name == "transformers_continuous":
         workloads, repeats = [w for w in workloads if w == "W1"], 1
         requests = min(requests or CONTINUOUS_REQUESTS, CONTINUOUS_REQUESTS)
-    if name == "openvino":
+    if name.startswith("openvino"):
         python = arguments.openvino_python
         if _missing(python, "openvino_genai"):
             print(f"without {ENGINES[name]}: openvino_genai is not installed in {python}")
             return None
-        model = _convert(python, model)
+        model = _convert(python, model, "int8" if name.endswith("int8") else "fp16")
     if requests:
         options += ["--requests", str(requests)]
     return Command(name, python, model, workloads, repeats, options) if workloads else None
@@ -136,16 +149,16 @@ def _missing(python: str, module: str) -> bool:
     return bool(subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode)
 
 
-def _convert(python: str, model: Path) -> Path:
-    """The model in OpenVINO's format, beside the original; made once. 16-bit weights."""
-    target = model.with_name(f"{model.name}-openvino")
+def _convert(python: str, model: Path, weights: str) -> Path:
+    """The model in OpenVINO's format with such ``weights``, beside the original; made once."""
+    target = model.with_name(f"{model.name}-openvino-{weights}")
     if not (target / "openvino_model.bin").exists():
         tool = Path(python).parent / "optimum-cli"
         if not tool.exists():
             raise SystemExit(f"{tool} is missing: install optimum-intel there, or use --engines")
         subprocess.run(
             [str(tool), "export", "openvino", "--model", str(model), "--task",
-             "text-generation-with-past", "--weight-format", "fp16", str(target)],
+             "text-generation-with-past", "--weight-format", weights, str(target)],
             check=True, capture_output=True,
         )  # fmt: skip
     return target

@@ -27,6 +27,7 @@ def load(arguments: argparse.Namespace) -> Run:
     options: dict[str, object] = {
         "model": arguments.model,
         "dtype": arguments.dtype,
+        "quantization": arguments.quantization,
         "threads": arguments.threads,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
@@ -92,6 +93,7 @@ def _other_cpu_s(engine: AnyEngine) -> float:
 def options(parser: argparse.ArgumentParser) -> None:
     """What can be switched for a comparison."""
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--process", action="store_true", help="the engine in its own process")
     parser.add_argument("--no-fuse", action="store_true")
     parser.add_argument("--no-prepack", action="store_true")

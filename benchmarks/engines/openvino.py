@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching, in bf16, over a model that ``optimum-cli`` converted.
+"""OpenVINO GenAI's continuous batching over a model that ``optimum-cli`` converted.
 
 Runs in an environment that has ``openvino-genai`` and numpy; torch and Jitney are not needed.
 """
@@ -22,10 +22,9 @@ def load(arguments: argparse.Namespace) -> Run:
     scheduling.dynamic_split_fuse = True
     scheduling.enable_prefix_caching = False
     scheduling.cache_size = 1  # GiB
-    properties = {
-        "INFERENCE_PRECISION_HINT": arguments.precision,
-        "INFERENCE_NUM_THREADS": arguments.threads,
-    }
+    properties = {"INFERENCE_NUM_THREADS": arguments.threads}
+    if arguments.precision != "default":
+        properties["INFERENCE_PRECISION_HINT"] = arguments.precision
     pipeline = openvino_genai.ContinuousBatchingPipeline(
         arguments.model, scheduling, "CPU", properties
     )
@@ -55,8 +54,8 @@ def load(arguments: argparse.Namespace) -> Run:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """The precision in which it computes."""
-    parser.add_argument("--precision", default="bf16")
+    """The precision in which it computes; by default its own choice."""
+    parser.add_argument("--precision", default="default")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from jitney.errors import ConfigError
 from jitney.quantization import quantize
 from jitney.quantization.e4m3 import DTYPE
 from jitney.quantization.e4m3 import quantize_rows as plain_rows
-from jitney.quantization.fp8 import Fp8Linear
+from jitney.quantization.eight_bits import Fp8Linear
 from jitney.quantization.quantize import quantize_linears
 from jitney.quantization.torchao import TorchaoLinear
 from jitney.sampling_params import SamplingParams

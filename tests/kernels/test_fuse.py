@@ -11,8 +11,10 @@ import torch
 from jitney.config import make_config
 from jitney.engine.assemble import load_model
 from jitney.execution import interface
-from jitney.kernels.cpu.accelerator import fuse_for_cpu
-from jitney.kernels.cpu.linear import can_pack, prepack_linears
+from jitney.execution.probe import embedding_weight
+from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
+from jitney.kernels.cpu.linear import prepack_linears
+from jitney.kernels.fused import fuse as search
 from jitney.kernels.fused import layers
 from jitney.kernels.fused.fuse import FuseReport, known_activation
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
@@ -102,7 +104,8 @@ def load(tmp_path, name: str, dtype: str = "float32"):
 def fuse(module, device: str) -> Fused:
     before = interface.forward(module, *INPUTS, attend)
     if device == "cpu":
-        report = fuse_for_cpu(module, 8, MAX_LENGTH)
+        kernels = CpuLayerKernels(embedding_weight(module).dtype, 8)
+        report = search.fuse(module, kernels, MAX_LENGTH)
     else:
         report = fuse_for_gpu(module, make_config({"model": "any", "device": "cpu"}), MAX_LENGTH)
     return Fused(module, before, report)
@@ -120,25 +123,13 @@ def test_the_same_logits(tmp_path, device: str, name: str) -> None:
 
 @on(*itertools.product(("cpu", "gpu"), ["llama", "olmo2", "phi3"]))  # gpt_oss' router may flip
 def test_the_same_logits_in_16_bits(tmp_path, device: str, name: str) -> None:
-    """A processor without packed products of bfloat16 fuses nothing and says why."""
     fused = fuse(load(tmp_path, name, "bfloat16"), device)
     assert fused.error < TOLERANCE["bfloat16"]
-    obstacle = can_pack(torch.bfloat16) if device == "cpu" else None
-    if obstacle is not None:
-        assert fused.counts == (0, 0, 0, False)
-        assert fused.report.reasons == {f"model: {obstacle}": 1}
-    elif (device, name) == ("cpu", "olmo2"):
+    if (device, name) == ("cpu", "olmo2"):
         reason = "the angles of its rotary embedding are of another dtype"
         assert fused.report.reasons[f"layer: {reason}"] == 2
     else:
         assert fused.counts == WHOLE
-
-
-def test_a_cpu_leaves_float16_alone(tmp_path) -> None:
-    """It has no packed products of it."""
-    fused = fuse(load(tmp_path, "llama").half(), "cpu")
-    assert fused.counts == (0, 0, 0, False)
-    assert any("float16" in reason for reason in fused.report.reasons)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])

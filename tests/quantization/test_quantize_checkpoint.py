@@ -15,7 +15,7 @@ from jitney.execution import weights
 from jitney.execution.interface import LoadedModel
 from jitney.quantization import checkpoint as quantize_checkpoint
 from jitney.quantization.e4m3 import DTYPE, MAX
-from jitney.quantization.fp8 import Fp8Linear
+from jitney.quantization.eight_bits import Fp8Linear
 from jitney.quantization.torchao import TorchaoLinear
 from jitney.sampling_params import SamplingParams
 from safetensors.torch import load_file, save_file

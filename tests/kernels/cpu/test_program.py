@@ -1,7 +1,4 @@
-"""A step's layers as one native call: the same bits as kernel by kernel.
-
-Where the processor has no tile unit, loops stand in for its products.
-"""
+"""A step's layers as one native call: the same bits as kernel by kernel."""
 
 import pytest
 import torch
@@ -10,6 +7,7 @@ from jitney.engine.assemble import load_model
 from jitney.execution.attention import build_metadata
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep, forward
 from jitney.execution.memory import make_layer_caches
+from jitney.kernels.fused.fuse import fuse
 from jitney.kernels.fused.trial import relative_error
 from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
@@ -20,47 +18,11 @@ from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 pytest.importorskip("numba")
 
 from jitney.kernels.cpu import tile_linear
-from jitney.kernels.cpu.accelerator import fuse_for_cpu
-from jitney.kernels.cpu.linear import can_pack
-from jitney.kernels.cpu.products import host_has_amx
+from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
 from jitney.kernels.cpu.program import LayerProgram
-from jitney.kernels.cpu.simd import BF16, ZERO, inner, load_one, store_f32
 
-pytestmark = pytest.mark.skipif(
-    can_pack(torch.bfloat16) is not None,
-    reason=f"bfloat16 is not packed: {can_pack(torch.bfloat16)}",
-)
 BLOCK_SIZE = 16
 BLOCKS_PER_ROW = 8
-
-
-@pytest.fixture(autouse=True)
-def _tile_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    if host_has_amx():
-        return
-    monkeypatch.setattr(tile_linear, "multiply_32", make_multiply(32))
-    monkeypatch.setattr(tile_linear, "multiply_16", make_multiply(16))
-    monkeypatch.setattr(tile_linear, "may_use_amx", lambda: True)
-    # Part of the key of what Numba keeps.
-    version = tile_linear.source_version()
-    monkeypatch.setattr(tile_linear, "source_version", lambda: version + 1)
-
-
-def make_multiply(rows: int):
-    """float32 ``out`` [rows, 32] = rows of x times two columns of a packed weight."""
-
-    @inner
-    def multiply(x, x_stride, column, steps, out):
-        for m in range(rows):
-            for n in range(32):
-                total = ZERO
-                weight = column + n // 16 * steps * 1024 + n % 16 * 4
-                for k in range(32 * steps):
-                    at = weight + k // 2 * 64 + k % 2 * 2
-                    total += load_one(BF16, x + m * x_stride + 2 * k) * load_one(BF16, at)
-                store_f32(out + m * 128 + n * 4, total)
-
-    return multiply
 
 
 def rows_of(spec: list[tuple[int, int]]) -> list[Row]:
@@ -105,9 +67,9 @@ def run(step, model: LoadedModel) -> torch.Tensor:
     return torch.cat(results)
 
 
-def load(tmp_path, name: str) -> LoadedModel:
+def load(tmp_path, name: str, quantization: str = "none") -> LoadedModel:
     options = {"model": str(make_checkpoint(tmp_path, name)), "dtype": "bfloat16", "device": "cpu"}
-    return load_model(make_config(options))
+    return load_model(make_config({**options, "quantization": quantization}))
 
 
 def caches_of(model: LoadedModel, attention: str) -> list[LayerCache]:
@@ -118,17 +80,24 @@ def caches_of(model: LoadedModel, attention: str) -> list[LayerCache]:
     )
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize(
     ("name", "threads"), [("llama", 2), ("mistral", 1), ("qwen2", 2), ("qwen3", 1)]
 )
-def test_one_call_gives_the_same_bits(tmp_path, name: str, threads: int) -> None:
+def test_one_call_gives_the_same_bits(
+    tmp_path, monkeypatch, name: str, threads: int, tiles: bool, quantization: str
+) -> None:
     """As kernel by kernel; and close to the module before it was fused."""
+    if tiles and not tile_linear.may_use_amx():
+        pytest.skip("the processor has no tile unit")
+    monkeypatch.setattr(tile_linear, "may_use_amx", lambda: tiles)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        model = load(tmp_path, name)
+        model = load(tmp_path, name, quantization)
         plain = run(lambda *step: forward(model.module, *step), model)
-        fused = fuse_for_cpu(model.module, 8, 256).forward
+        fused = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
         assert isinstance(fused.program, LayerProgram)
         program = run(fused, model)
         fused.program = None
@@ -141,7 +110,7 @@ def test_one_call_gives_the_same_bits(tmp_path, name: str, threads: int) -> None
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "olmo2", "mixtral"])
 def test_other_forms_run_kernel_by_kernel(tmp_path, name: str) -> None:
     """With norms behind the branches, sinks, or experts."""
-    fused = fuse_for_cpu(load(tmp_path, name).module, 8, 256).forward
+    fused = fuse(load(tmp_path, name).module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
     assert fused is None or fused.program is None
 
 
@@ -149,7 +118,7 @@ def test_other_steps_run_kernel_by_kernel(tmp_path) -> None:
     """A recorder, the reference attention, or positions behind the table of angles are nothing
     that a program can take."""
     model = load(tmp_path, "llama")
-    program = fuse_for_cpu(model.module, 8, 30).forward.program
+    program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 30).forward.program
     assert not program.fits(lambda call: call.query)
     for attention, fits in (("reference", False), ("cpu", True)):
         meta = build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)

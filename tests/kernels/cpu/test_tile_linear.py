@@ -1,24 +1,37 @@
-"""Products on the tile unit, where there is one."""
+"""Products by the tile unit, where there is one, and by vectors: of bfloat16 and of bytes."""
 
 import pytest
 import torch
+from jitney.kernels.fused.layers import ACTIVATIONS, Activation
 from jitney.kernels.fused.trial import relative_error
+from jitney.quantization.eight_bits import Int8Linear
 from torch.nn import functional
 
 pytest.importorskip("numba")
 
-from jitney.kernels.cpu.compiled import Kernel
+from jitney.kernels.cpu import tile_linear
 from jitney.kernels.cpu.products import may_use_amx
-from jitney.kernels.cpu.tile_linear import TileLinear, compile_product
-
-pytestmark = pytest.mark.skipif(not may_use_amx(), reason="the processor has no tile unit")
+from jitney.kernels.cpu.tile_linear import Products, TileLinear
 
 TOLERANCE = 4e-3
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    return compile_product(torch.bfloat16)
+def products() -> Products:
+    return Products()
+
+
+@pytest.fixture(autouse=True, params=["tiles", "vectors"])
+def unit(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "tiles" and not may_use_amx():
+        pytest.skip("the processor has no tile unit")
+    monkeypatch.setattr(tile_linear, "may_use_amx", lambda: request.param == "tiles")
+
+
+def of_bytes(
+    plain: Int8Linear, products: Products, activation: Activation | None = None
+) -> TileLinear:
+    return TileLinear(plain.weight, plain.bias, products, activation, plain.scale)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,34 +41,34 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(32, 32), (96, 64), (768, 1056)])
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 31, 32, 33, 127, 128, 300])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_product(kernel, shape, rows, with_bias) -> None:
+def test_product(products, shape, rows, with_bias) -> None:
     """Whole tiles and every kind of rest, alone and with a sum."""
     weight, x = normal(*shape) * 0.2, normal(1, rows, shape[1])
     other = normal(1, rows, shape[0], seed=1)
     bias = normal(shape[0], seed=2) if with_bias else None
     right = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    layer = TileLinear(weight, bias, kernel)
+    layer = TileLinear(weight, bias, products)
     assert relative_error(layer(x), right) < TOLERANCE
     assert relative_error(layer.plus(x, other), right + other.float()) < TOLERANCE
 
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated(kernel, rows, activation) -> None:
+def test_gated(products, rows, activation) -> None:
     weight, bias, x = normal(192, 64) * 0.3, normal(192, seed=1), normal(1, rows, 64)
     gate, up = functional.linear(x.float(), weight.float(), bias.float()).chunk(2, -1)
     if activation == "silu":
         right = functional.silu(gate) * up
     else:
         right = functional.gelu(gate, approximate="tanh") * up
-    layer = TileLinear(weight, bias, kernel, activation)
+    layer = TileLinear(weight, bias, products, activation)
     assert relative_error(layer(x), right) < TOLERANCE
 
 
-def test_activation_at_extremes(kernel) -> None:
+def test_activation_at_extremes(products) -> None:
     """Large gates give themselves times up or nothing, and no NaN."""
     identity = torch.eye(32).bfloat16()
-    layer = TileLinear(torch.cat([identity, identity]), None, kernel, "silu")
+    layer = TileLinear(torch.cat([identity, identity]), None, products, "silu")
     x = torch.tensor([-3e38, -1e4, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4] * 4).bfloat16()
     got = layer(x[None, None])[0, 0, 1:8].float()
     assert got.isfinite().all()
@@ -63,19 +76,69 @@ def test_activation_at_extremes(kernel) -> None:
     assert torch.allclose(got[4:], x[5:8].float() ** 2, rtol=1e-2)
 
 
-def test_nothing_is_read_or_written_beyond_the_rows(kernel) -> None:
+def test_nothing_is_read_or_written_beyond_the_rows(products) -> None:
     """Neighbours of the input are NaN, and neighbours of a result stay as they were."""
     weight = normal(64, 64)
     padded = torch.full((40, 64), float("nan")).bfloat16()
     padded[3:22] = normal(19, 64)
-    layer = TileLinear(weight, None, kernel)
+    layer = TileLinear(weight, None, products)
     assert torch.equal(layer(padded[3:22]), layer(padded[3:22].clone()))
     assert layer(padded[3:22]).isfinite().all()
 
 
-def test_a_row_is_the_same_in_every_batch(kernel) -> None:
-    layer = TileLinear(normal(64, 96), normal(64, seed=1), kernel)
+def test_a_row_is_the_same_in_every_batch(products) -> None:
+    layer = TileLinear(normal(64, 96), normal(64, seed=1), products)
     x = normal(150, 96)
+    together = layer(x)
+    for first, last in ((0, 1), (7, 30), (100, 133)):
+        assert torch.equal(layer(x[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("shape", [(32, 16), (96, 80), (768, 1056)])
+@pytest.mark.parametrize("rows", [1, 6, 7, 33, 130])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_product_of_bytes(products, shape, rows, with_bias) -> None:
+    """As the plain layer, whose sums are exact at these sizes; nothing but the last rounding to
+    bfloat16 differs."""
+    weight, x = normal(*shape) * 0.2, normal(1, rows, shape[1])
+    other = normal(1, rows, shape[0], seed=1)
+    plain = Int8Linear.of(weight, normal(shape[0], seed=2) if with_bias else None)
+    layer = of_bytes(plain, products)
+    assert relative_error(layer(x), plain(x)) < 1e-3
+    assert relative_error(layer.plus(x, other), plain(x).float() + other.float()) < 2 * TOLERANCE
+    assert relative_error(layer(x), functional.linear(x, weight, plain.bias)) < 2e-2
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_bytes(products, activation) -> None:
+    plain, x = Int8Linear.of(normal(192, 64) * 0.3, normal(192, seed=1)), normal(1, 40, 64)
+    gate, up = plain(x).float().chunk(2, -1)
+    right = ACTIVATIONS[activation](gate) * up
+    assert relative_error(of_bytes(plain, products, activation)(x), right) < 1e-2
+
+
+def test_the_largest_bytes_do_not_clip(products) -> None:
+    """Two of them multiplied and added do not fit into 16 bits."""
+    plain = Int8Linear.of(torch.ones(32, 4096).bfloat16(), None)
+    x = torch.ones(3, 4096).bfloat16()
+    assert torch.equal(of_bytes(plain, products)(x), torch.full((3, 32), 4096.0).bfloat16())
+    assert torch.equal(of_bytes(plain, products)(-x), torch.full((3, 32), -4096.0).bfloat16())
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_a_broken_row_is_not_hidden_and_harms_no_other(products, strange) -> None:
+    layer, x = of_bytes(Int8Linear.of(normal(64, 96), None), products), normal(5, 96)
+    whole = layer(x)
+    x[2, 7] = strange
+    x[4] = 0
+    got = layer(x)
+    assert not got[2].isfinite().any()
+    assert torch.equal(got[[0, 1, 3]], whole[[0, 1, 3]])
+    assert not got[4].any()
+
+
+def test_a_row_of_bytes_is_the_same_in_every_batch(products) -> None:
+    layer, x = of_bytes(Int8Linear.of(normal(64, 96), None), products), normal(150, 96)
     together = layer(x)
     for first, last in ((0, 1), (7, 30), (100, 133)):
         assert torch.equal(layer(x[first:last]), together[first:last])

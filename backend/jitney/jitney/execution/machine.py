@@ -5,11 +5,13 @@ A container sees the host's figures in most places; the limits that bind it stan
 files (docs.kernel.org/admin-guide/cgroup-v2).
 """
 
+import logging
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor
 
 from jitney.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,8 +88,9 @@ def resolve_dtype(
 ) -> torch.dtype:
     """The dtype for option ``key`` with value ``name`` and a checkpoint in ``stored``.
 
-    ``auto`` on a CPU takes bfloat16 for 16-bit checkpoints where the processor multiplies it, and
-    float32 otherwise. Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
+    ``auto`` on a CPU takes bfloat16 for 16-bit checkpoints where the processor multiplies it or our
+    kernels widen it, and float32 otherwise. Raises ConfigError for float16 on a CPU, for which
+    there are no fast kernels.
     """
     if name != "auto":
         dtype = DTYPES[name]
@@ -93,14 +98,18 @@ def resolve_dtype(
         dtype = stored
     else:
         dtype = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+        _log.info("dtype auto: %s, for weights stored in %s", dtype, stored)
     if device.type == "cpu" and dtype == torch.float16:
         raise ConfigError.of(key, name, "auto, float32 or bfloat16 on a CPU")
     return dtype
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the processor has instructions for bfloat16 products."""
+    """Whether the processor has instructions for bfloat16 products, or those that kernels compiled
+    by Numba widen it with."""
     found = torch.cpu.get_capabilities()
+    if found.get("avx2") and find_spec("numba") is not None:
+        return True
     return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 

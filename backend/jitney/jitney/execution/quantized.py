@@ -28,6 +28,10 @@ class QuantizedLinear(nn.Module):
     """Whether it rounds x to 8 bits: a difference in a last bit of x then shows in the result."""
     exact = False
     """Set it to compute without that rounding."""
+    has_bytes = False
+    """Whether the weight is int8, and x is rounded to bytes with a scale for each of its rows."""
+    scale: Tensor
+    """float32 [1, out_features], of a weight that has one."""
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "QuantizedLinear | None":

@@ -32,7 +32,7 @@ from jitney.execution.quantized import WeightFormat
 from jitney.execution.support import refuse
 from jitney.execution.weights import count_bytes, missing_package
 from jitney.quantization.e4m3 import ALIGNMENT, DTYPE
-from jitney.quantization.fp8 import Fp8Linear
+from jitney.quantization.eight_bits import Fp8Linear
 from jitney.quantization.quantize import QuantizeWhileLoading, check_option
 from jitney.quantization.torchao import TorchaoLinear, is_torchao
 

@@ -3,7 +3,7 @@
 All linear layers are but the head, whose logits every token depends on and which is often the
 embedding too; routers, whose choice of experts flips at the smallest change; and shapes that the
 kernels do not take. Experts that transformers keeps as one stacked tensor are no linear layers, and
-stay as they are. The layers are those of ``fp8`` and ``torchao``.
+stay as they are. The layers are those of ``eight_bits`` and ``torchao``.
 """
 
 import logging
@@ -23,7 +23,7 @@ from jitney.execution.support import stored_dtype
 from jitney.execution.weights import count_bytes, missing_package, stream
 from jitney.quantization import torchao
 from jitney.quantization.e4m3 import ALIGNMENT
-from jitney.quantization.fp8 import Fp8Linear
+from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
 from jitney.quantization.torchao import TorchaoLinear
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ class QuantizeWhileLoading:
 
 def check_option(kind: Quantization, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError if this machine cannot run layers of ``kind`` in ``dtype``."""
-    if kind in ("int8", "int4") and (obstacle := missing_package("torchao")) is not None:
+    needs_torchao = kind == "int4" or (kind == "int8" and device.type == "cuda")
+    if needs_torchao and (obstacle := missing_package("torchao")) is not None:
         raise ConfigError.of("quantization", kind, f"'none' or 'fp8' here: {obstacle}")
     if device.type != "cuda" or kind in ("none", "int8"):
         return
@@ -111,7 +112,7 @@ def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.d
     for layer in _choose(module, kind)[0]:
         weight = weight_of(layer)
         size = weight.numel() + 4 * len(weight)
-        if kind == "int8" or kind == "int4":
+        if kind == "int4" or (kind == "int8" and device.type == "cuda"):
             rows, columns = weight.shape
             size = torchao.packed_bytes(rows, columns, kind, weight.dtype, device)
         saved += weight.numel() * weight.element_size() - size
@@ -122,7 +123,11 @@ def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.d
 def _quantize(weight: Tensor, bias: Tensor | None, kind: Quantization) -> QuantizedLinear:
     assert kind != "none"
     weight = weight.contiguous()  # GPT-2's are transposed
-    return Fp8Linear.of(weight, bias) if kind == "fp8" else TorchaoLinear.of(weight, bias, kind)
+    if kind == "fp8":
+        return Fp8Linear.of(weight, bias)
+    if kind == "int8" and weight.device.type == "cpu":
+        return Int8Linear.of(weight, bias)
+    return TorchaoLinear.of(weight, bias, kind)
 
 
 def _choose(

@@ -188,9 +188,9 @@ def _processor() -> Finding:
     text = f"{cores} cores usable; {', '.join(fast) or 'none of ' + ', '.join(_ISA)}"
     if "avx2" not in flags:
         return Finding("warns", f"{text}: inference will be slow")
-    if not {"avx512_bf16", "amx_bf16"} & flags:
-        text += " (no bfloat16 arithmetic: weights are computed in float32)"
-    return Finding("ok", text)
+    kinds = {"AMX": "amx_bf16", "AVX-512": "avx512f", "AVX2": "avx2"}
+    best = next(kind for kind, flag in kinds.items() if flag in flags)
+    return Finding("ok", f"{text}; kernels are of {best}")
 
 
 def _gpu() -> Finding:

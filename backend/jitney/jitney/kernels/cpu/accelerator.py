@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from jitney.config import EngineConfig
 from jitney.execution.attention import AttentionShape
@@ -17,7 +16,7 @@ from jitney.execution.load import refuse_gpu_options
 from jitney.execution.memory import StepMemory
 from jitney.execution.probe import embedding_weight
 from jitney.execution.runner import TorchRunner
-from jitney.kernels.cpu.linear import can_pack, prepack_linears
+from jitney.kernels.cpu.linear import prepack_linears
 from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.messages import ModelInfo
 
@@ -50,11 +49,18 @@ class CpuAccelerator:
 
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
         """Fuse what fits, then pack the linear layers that are left."""
-        report = FuseReport()
-        if self._config.fuse:
-            report = fuse_for_cpu(model.module, rows, model.max_model_len)
+        module, report, make = model.module, FuseReport(), None
+        try:
+            from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
+        except ImportError as error:
+            report.kept("model", f"Numba is missing ({error})")
+        else:
+            kernels = CpuLayerKernels(embedding_weight(module).dtype, rows)
+            make = kernels.linear
+            if self._config.fuse:
+                report = fuse(module, kernels, model.max_model_len)
         if self._config.prepack:
-            prepack_linears(model.module, rows, report)
+            prepack_linears(module, rows, report, make)
         return report.applied(model)
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
@@ -79,21 +85,3 @@ def prepare_kernels() -> None:
         from jitney.kernels.cpu import attention, compiled, layer_kernels  # noqa: F401
 
         compiled.import_compiler()
-
-
-def fuse_for_cpu(module: PreTrainedModel, rows: int, length: int) -> FuseReport:
-    """See :func:`fused.fuse.fuse`. ``rows`` is the number of tokens of a usual step.
-
-    Run once, after loading and before ``linear.prepack_linears``, which takes the layers left over.
-    """
-    report, dtype = FuseReport(), embedding_weight(module).dtype
-    obstacle = can_pack(dtype)
-    if obstacle is None:
-        try:
-            from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
-        except ImportError as error:
-            obstacle = f"Numba is missing ({error})"
-        else:
-            return fuse(module, CpuLayerKernels(dtype, rows), length)
-    report.kept("model", obstacle)
-    return report

@@ -19,7 +19,7 @@ from jitney.kernels.cpu import layout
 from jitney.kernels.cpu.attention_kernel import attend_body
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.layout import AttentionArguments, write_body
-from jitney.kernels.cpu.products import GROUP_TOKENS, may_use_amx
+from jitney.kernels.cpu.products import GROUP_TOKENS, instruction_set, may_use_amx
 from jitney.kernels.cpu.simd import BF16, F32
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ class CpuAttention:
         self.write = Kernel(lambda address: write_body(tag, address) if version else None)
         done = "loaded" if self.attend.was_cached and self.write.was_cached else "compiled"
         seconds = time.perf_counter() - began
-        _log.info("attention kernel for %s %s in %.1f s", dtype, done, seconds)
+        text = "attention kernel for %s, of %s instructions, %s in %.1f s"
+        _log.info(text, dtype, instruction_set(), done, seconds)
         self._tiles = int(dtype == torch.bfloat16 and may_use_amx())
         self._scratch = np.empty(0, np.uint8)
         self._areas = np.empty((0, 0), np.int64)

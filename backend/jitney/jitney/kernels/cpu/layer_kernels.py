@@ -1,17 +1,19 @@
 """What a CPU computes fused layers with. Imported only where Numba is."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from jitney.execution.quantized import QuantizedLinear
 from jitney.kernels.cpu.attention import TAGS
 from jitney.kernels.cpu.compiled import Kernel, source_version
-from jitney.kernels.cpu.linear import PackedLinear
+from jitney.kernels.cpu.linear import PackedLinear, can_pack
 from jitney.kernels.cpu.program import LayerProgram
 from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm, rows_body
-from jitney.kernels.cpu.tile_linear import TileLinear, compile_product, fits_tiles
+from jitney.kernels.cpu.tile_linear import Products, TileLinear, fits_tiles
 from jitney.kernels.fused.layers import (
     Activation,
     AttentionForm,
@@ -32,22 +34,34 @@ class CpuLayerKernels:
         self._dtype, self._rows = dtype, rows
         tag, version = TAGS[dtype], source_version()
         self._kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
-        self._tiles = compile_product(dtype)
+        self._products, self._obstacle = Products(), cache(can_pack)
 
     def norm(self, form: NormForm) -> RowNorm:
         """See :class:`fused.layers.LayerKernels`, here and below."""
         return RowNorm(form, self._dtype, self._kernel)
 
     def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
-        if any(type(each) is not nn.Linear for each in products):
-            raise Misfit("a CPU has no fused products of quantized weights")
-        plain = merged_linears(products)
-        if self._tiles is not None and fits_tiles(plain, activation):
-            return TileLinear(plain.weight, plain.bias, self._tiles, activation)
+        first, scale = products[0], None
+        if isinstance(first, QuantizedLinear):
+            joined = first.merge(products)
+            if joined is None or self._dtype != torch.bfloat16 or not joined.has_bytes:
+                raise Misfit("a CPU has no fused products of such quantized weights")
+            weight, bias, scale = joined.weight, joined.bias, joined.scale
+        elif any(type(each) is not nn.Linear for each in products):
+            raise Misfit("it has quantized products and others")
+        else:
+            plain = merged_linears(products)
+            weight, bias = plain.weight, plain.bias
+        if fits_tiles(weight, activation):
+            return TileLinear(weight, bias, self._products, activation, scale)
+        if scale is not None:
+            raise Misfit("its sizes are not those of whole tiles")
+        if reason := self._obstacle(weight.dtype):
+            raise Misfit(reason)
         if activation is None:
-            return PackedLinear(plain.weight, plain.bias, self._rows)
-        biases = (None, None) if plain.bias is None else plain.bias.chunk(2)
-        weights = plain.weight.chunk(2)
+            return PackedLinear(weight, bias, self._rows)
+        biases = (None, None) if bias is None else bias.chunk(2)
+        weights = weight.chunk(2)
         gate, up = (PackedLinear(*each, self._rows) for each in zip(weights, biases, strict=True))
         return _SplitGate(gate, up, activation)
 

@@ -11,15 +11,16 @@ dropped unless another module, a tied embedding, holds it as well.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
-from jitney.execution.quantized import is_linear, weight_of
+from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.fused.fuse import FuseReport, swap_children
 from jitney.kernels.fused.layers import ACTIVATIONS, Activation, Misfit
 from jitney.kernels.fused.trial import relative_error
@@ -107,23 +108,34 @@ def can_pack(dtype: torch.dtype) -> str | None:
     return None
 
 
-def prepack_linears(module: nn.Module, rows: int, report: FuseReport) -> None:
-    """Replace each ``nn.Linear`` and each of GPT-2's transposed ones below ``module``.
+def prepack_linears(
+    module: nn.Module,
+    rows: int,
+    report: FuseReport,
+    make: Callable[[Sequence[Any]], nn.Module] | None = None,
+) -> None:
+    """Replace each ``nn.Linear``, each of GPT-2's transposed ones, and each of bytes below
+    ``module``; ``make`` is that of :class:`fused.layers.LayerKernels`, if it has any.
 
     ``rows`` is the number of tokens of a usual step. Layers whose class is derived from these (and
-    so may do something else), quantized or of another dtype stay as they are. What others hold too
-    is memory beyond what the module took before.
+    so may do something else), and those of another dtype, stay as they are. What others hold too is
+    memory beyond what the module took before.
     """
     holders = Counter(p for each in module.modules() for p in each.parameters(recurse=False))
     obstacle = cache(can_pack)
 
-    def pack(linear: Any) -> PackedLinear:
-        weight = weight_of(linear)
-        if reason := obstacle(weight.dtype):
+    def pack(linear: Any) -> nn.Module:
+        if make is not None and type(linear) is not Conv1D:
+            packed = make([linear])
+        elif reason := obstacle(linear.weight.dtype):
             raise Misfit(reason)
-        packed = PackedLinear(weight, linear.bias, rows)
-        if holders.pop(linear.weight) > 1:  # with a tied embedding
-            report.added_bytes += weight.nbytes
+        else:
+            packed = PackedLinear(weight_of(linear), linear.bias, rows)
+        if holders.pop(linear.weight, 0) > 1:  # with a tied embedding
+            report.added_bytes += linear.weight.nbytes
         return packed
 
-    swap_children(module, "linear layer", is_linear, pack, report)
+    def fits(each: nn.Module) -> bool:
+        return is_linear(each) or (isinstance(each, QuantizedLinear) and each.has_bytes)
+
+    swap_children(module, "linear layer", fits, pack, report)

@@ -36,6 +36,7 @@ from jitney.kernels.cpu.simd import (
     every,
     f32x,
     host_has,
+    i16,
     i32,
     i32x,
     i64,
@@ -47,8 +48,6 @@ from jitney.kernels.cpu.simd import (
 )
 
 MAX_ROWS = 6
-"""6 rows of 4 columns are 24 accumulators: with 4 vectors of b and a broadcast they fill the 32
-registers of AVX-512."""
 MAX_ROWS_AMX = 16
 COLUMNS = 4
 GROUP_TOKENS = LANES
@@ -81,6 +80,16 @@ def may_use_amx() -> bool:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     return libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+
+
+def instruction_set() -> str:
+    """What kernels are made of here: ``amx``, ``avx512`` with what it has of bfloat16 and bytes,
+    ``avx2``, or ``vectors`` of another kind."""
+    if may_use_amx():
+        return "amx"
+    if host_has("avx512f"):
+        return " ".join(["avx512", *(x for x in ("bf16", "vnni") if host_has(f"avx512{x}"))])
+    return "avx2" if host_has("avx2") else "vectors"
 
 
 def emit_amx(builder: Any, name: str, *args: Any) -> None:
@@ -126,7 +135,10 @@ def amx_end(builder):
 
 
 def _dot(builder: Any, tag: Any, acc: Any, a: Any, b: Any) -> Any:
-    """IR: acc + a . b per lane; a and b are vectors of 16 units as int32."""
+    """IR: acc + a . b per lane; a and b are vectors of 16 units as int32. Of bytes, those of a are
+    unsigned and those of b signed, and the float32 lanes of acc hold the bits of int32."""
+    if tag == types.int8:
+        return builder.bitcast(_dot_bytes(builder, builder.bitcast(acc, i32x), a, b), f32x)
     if tag == types.uint16 and host_has("avx512bf16"):
         pairs = ir.VectorType(bf16, 2 * LANES)
         args = [acc, builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
@@ -139,8 +151,51 @@ def _dot(builder: Any, tag: Any, acc: Any, a: Any, b: Any) -> Any:
     return call_llvm(builder, "llvm.fma.v16f32", f32x, [*last, acc])
 
 
-def _make_tile(columns: int, *, across: bool) -> Any:
-    """A Numba function for one tile of ``columns`` vectors.
+def _dot_bytes(builder: Any, acc: Any, a: Any, b: Any) -> Any:
+    """IR: acc + a . b per lane, exactly; all are vectors of int32."""
+    if host_has("avx512vnni"):
+        return _by_parts(builder, "avx512.vpdpbusd.512", i8, acc, a, b)
+    if host_has("avxvnni"):
+        return _by_parts(builder, "avx512.vpdpbusd.256", i8, acc, a, b)
+    # As int16 the even bytes of both, then the odd ones: an instruction multiplies them and adds
+    # two products. (That for bytes would add them in int16, where they do not fit.)
+    pairs = ir.VectorType(i16, 2 * LANES)
+    eight, low = (ir.Constant(pairs, [x] * (2 * LANES)) for x in (8, 255))
+    a, b = builder.bitcast(a, pairs), builder.bitcast(b, pairs)
+    even = builder.and_(a, low), builder.ashr(builder.shl(b, eight), eight)
+    odd = builder.lshr(a, eight), builder.ashr(b, eight)
+    name = "avx512.pmaddw.d.512" if host_has("avx512bw") else "avx2.pmadd.wd"
+    for each in (even, odd):
+        acc = builder.add(acc, _by_parts(builder, name, i16, *each))
+    return acc
+
+
+def _by_parts(builder: Any, name: str, element: Any, *values: Any) -> Any:
+    """IR: an instruction on vectors, of 256 bits or 512 as its ``name`` says, for all lanes. The
+    last two ``values`` are of ``element``; any other, and the result, of int32."""
+    count = 1 if name.endswith("512") else 2
+    lanes = LANES // count
+    done = []
+    for part in range(count):
+        mine = ir.Constant(ir.VectorType(i32, lanes), list(range(part * lanes, (part + 1) * lanes)))
+        units = [builder.bitcast(value, i32x) for value in values]
+        arguments = [builder.shuffle_vector(each, each, mine) for each in units]
+        kind = ir.VectorType(element, lanes * 32 // element.width)
+        arguments[-2:] = [builder.bitcast(each, kind) for each in arguments[-2:]]
+        done.append(call_llvm(builder, f"llvm.x86.{name}", ir.VectorType(i32, lanes), arguments))
+    if count == 1:
+        return done[0]
+    return builder.shuffle_vector(*done, ir.Constant(i32x, list(range(LANES))))
+
+
+def _accumulators() -> int:
+    """Vectors of 16 lanes that stay in registers at once: 24 of AVX-512's 32, beside 4 of b and a
+    broadcast, or 6 pairs of AVX2's 16."""
+    return 24 if host_has("avx512f") else 6
+
+
+def make_tile(columns: int, *, across: bool, ahead: int = PREFETCH_GROUPS) -> Any:
+    """A Numba function for one tile of ``columns`` vectors, which prefetches groups so far ahead.
 
     ``a``: address of [rows] times ``count`` times ``units`` units, rows ``a_stride`` bytes apart.
     ``groups``: address of int64 addresses of groups, whose units are ``step`` bytes apart and begin
@@ -157,19 +212,19 @@ def _make_tile(columns: int, *, across: bool) -> Any:
         def entry(index: Any) -> Any:
             return builder.load(pointer(builder, offset_by(builder, groups, index, 8), i64))
 
-        def vectors(group: Any, ahead: int) -> list[Any]:
+        def vectors(group: Any, chosen: Sequence[int], further: int = 0) -> list[Any]:
             """Addresses of the first units."""
             if across:
-                return [entry(ir.Constant(i64, n + ahead)) for n in range(columns)]
-            start = builder.add(entry(offset_by(builder, group, ahead)), offset)
-            return [offset_by(builder, start, n, VECTOR_BYTES) for n in range(columns)]
+                return [entry(ir.Constant(i64, n + further)) for n in chosen]
+            start = builder.add(entry(offset_by(builder, group, further)), offset)
+            return [offset_by(builder, start, n, VECTOR_BYTES) for n in chosen]
 
-        def by_vectors(m: int) -> None:
+        def by_vectors(m: int, chosen: Sequence[int]) -> None:
             starts = [offset_by(builder, out, i, out_stride) for i in range(m)]
             outs = [
                 pointer(builder, offset_by(builder, start, n, VECTOR_BYTES), f32x)
                 for start in starts
-                for n in range(columns)
+                for n in chosen
             ]
             # In registers, once LLVM has promoted these stack slots.
             accumulators = [cgutils.alloca_once(builder, f32x) for _ in outs]
@@ -178,7 +233,7 @@ def _make_tile(columns: int, *, across: bool) -> Any:
                 builder.store(begin, slot)
             with cgutils.for_range(builder, count) as group:
                 first = builder.mul(group.index, units)
-                now, soon = (vectors(group.index, ahead) for ahead in (0, PREFETCH_GROUPS))
+                now, soon = (vectors(group.index, chosen, further) for further in (0, ahead))
                 with cgutils.for_range(builder, units) as unit:
                     for b in soon:
                         prefetch_line(builder, offset_by(builder, b, unit.index, step))
@@ -189,7 +244,7 @@ def _make_tile(columns: int, *, across: bool) -> Any:
                         where = pointer(builder, offset_by(builder, u, i, a_stride), i32)
                         left = splat_value(builder, builder.load(where, align=4))
                         for n, right in enumerate(loaded):
-                            slot = accumulators[i * columns + n]
+                            slot = accumulators[i * len(chosen) + n]
                             builder.store(_dot(builder, tag, builder.load(slot), left, right), slot)
             for where, slot in zip(outs, accumulators, strict=True):
                 builder.store(builder.load(slot), where, align=4)
@@ -203,7 +258,7 @@ def _make_tile(columns: int, *, across: bool) -> Any:
                     move_tile(builder, "tileloadd64", n, where, out_stride)
             with cgutils.for_range(builder, count) as group:
                 first = builder.mul(group.index, units)
-                starts = vectors(group.index, 0)
+                starts = vectors(group.index, range(columns))
 
                 def add(unit: Any, left: int, right: int) -> None:
                     u = builder.add(first, unit)
@@ -233,13 +288,15 @@ def _make_tile(columns: int, *, across: bool) -> Any:
             block = builder.append_basic_block(f"rows.{m}")
             switch.add_case(ir.Constant(i64, m), block)
             builder.position_at_end(block)
-            by_vectors(m)
+            width = max(1, min(columns, _accumulators() // m))
+            for n in range(0, columns, width):
+                by_vectors(m, range(n, min(n + width, columns)))
             builder.branch(done)
         builder.position_at_end(done)
 
     return tile
 
 
-score_tile = _make_tile(COLUMNS, across=True)
-value_tile_wide = _make_tile(COLUMNS, across=False)
-value_tile_narrow = _make_tile(1, across=False)
+score_tile = make_tile(COLUMNS, across=True)
+value_tile_wide = make_tile(COLUMNS, across=False)
+value_tile_narrow = make_tile(1, across=False)

@@ -34,7 +34,7 @@ from jitney.kernels.cpu.compiled import (
 )
 from jitney.kernels.cpu.layout import AttentionArguments
 from jitney.kernels.cpu.simd import emitted, fetch_add, i32, i64, inner, load_i64, pointer
-from jitney.kernels.cpu.tile_linear import ProductCall, TileLinear
+from jitney.kernels.cpu.tile_linear import STEP_BYTES, ProductCall, TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP
 
 SPINS = 2000
@@ -50,8 +50,6 @@ _OF_STEP = slice(
     AttentionArguments.works.offset // 8,  # type: ignore[attr-defined]
     ctypes.sizeof(AttentionArguments) // 8,
 )
-_KERNELS, _ATTENTION = 9, slice(3, 5)
-"""Of a layer; those that write K and V and attend."""
 
 
 # --------------------------------------------------------------------------- the native call
@@ -134,8 +132,12 @@ class _Memory:
     arguments: np.ndarray
     """int64 [kernels, _WIDTH], in the order in which they run: those of the layers, of the last
     norm, and of the head if it is a TileLinear."""
+    of_layers: int
+    """Of these, those of the layers."""
     attention: np.ndarray
-    """Of these, as [layers, 2, _WIDTH]."""
+    """Of those, what writes K and V and what attends: [layers, 2, _WIDTH]."""
+    rounded: list[Tensor]
+    """Rows of bytes, and their scales."""
     kernels: np.ndarray
     """int64 [kernels, 2]: addresses of body and arguments."""
     kinds: list[tuple[AttentionCall, LayerCache, Any]]
@@ -150,7 +152,8 @@ def _can_run(layer: FusedDecoderLayer) -> bool:
     if not isinstance(mlp, FusedMLP) or attention.form.sinks is not None:
         return False
     products = attention.qkv, attention.output, mlp.gated, mlp.down
-    return all(isinstance(each, TileLinear) for each in products)
+    tiles = [each for each in products if isinstance(each, TileLinear)]
+    return len(tiles) == len(products) and len({each.kernel for each in tiles}) == 1
 
 
 class LayerProgram:
@@ -174,6 +177,8 @@ class LayerProgram:
         if len(model.tables) > 1 or type(model.embed) is not nn.Embedding:
             return None
         if not all(map(_can_run, model.layers)) or not (team_size and give_way):
+            return None
+        if len({layer.self_attn.output.kernel for layer in model.layers}) > 1:
             return None
         return cls(model, ProgramCall(team_size=team_size, give_way=give_way))
 
@@ -204,7 +209,7 @@ class LayerProgram:
         memory.indices[0, :tokens] = meta.positions
         memory.indices[1, :count] = rows
         memory.arguments[:, _HEAD] = 0, 0, tokens
-        memory.arguments[_KERNELS * len(self._layers) :, _COUNT] = count
+        memory.arguments[memory.of_layers :, _COUNT] = count
         out = normed = memory.activations[2][:count]
         if isinstance(self._head, TileLinear):
             out = torch.empty(count, self._head.out_features, dtype=out.dtype)
@@ -231,8 +236,10 @@ class LayerProgram:
         hidden, middle, normed, qkv, attended, inside = (each.data_ptr() for each in tensors)
         positions, rows = (each.data_ptr() for each in indices)
         cos, sin = self._table.unbind(1)
-        norm, product = self._norm.kernel.address, attention.qkv.kernel.address
-        calls: list[tuple[int, ctypes.Structure]] = []
+        most = tokens * (max(widths) + STEP_BYTES)
+        rounded = [torch.empty(most, dtype=torch.uint8), torch.empty(tokens)]
+        spare = rounded[0].data_ptr(), rounded[1].data_ptr()
+        norm, calls, attending = self._norm.kernel, list[tuple[Kernel, ctypes.Structure]](), 0
         kinds: dict[object, tuple[AttentionCall, LayerCache, list[int]]] = {}
         for number, layer in enumerate(self._layers):
             attention, norms, mlp = layer.self_attn, layer.norms, layer.mlp
@@ -244,28 +251,36 @@ class LayerProgram:
             set_layer(arguments, call.query, call.key, call.value, cache, attended)
             kind = (attend, cache.keys.shape, replace(form, layer=0, norms=None))
             kinds.setdefault(kind, (call, cache, []))[2].append(number)
+            before = len(calls)
             calls += [
                 (norm, norms.attention.kernel.call_for(hidden, normed)),
-                (product, attention.qkv.call_for(normed, qkv)),
-                (rotate.kernel.address, rotate.call_for(tensors[3], cos, sin, positions)),
-                (attend.write.address, arguments),
-                (attend.attend.address, arguments),
-                (product, attention.output.call_for(attended, middle, hidden)),
-                (norm, norms.mlp.kernel.call_for(middle, normed)),
-                (product, mlp.gated.call_for(normed, inside)),
-                (product, mlp.down.call_for(inside, hidden, middle)),
+                *attention.qkv.calls(normed, qkv, 0, spare),
+                (rotate.kernel, rotate.call_for(tensors[3], cos, sin, positions)),
             ]
+            attending = len(calls) - before
+            calls += [
+                (attend.write, arguments),
+                (attend.attend, arguments),
+                *attention.output.calls(attended, middle, hidden, spare),
+                (norm, norms.mlp.kernel.call_for(middle, normed)),
+                *mlp.gated.calls(normed, inside, 0, spare),
+                *mlp.down.calls(inside, hidden, middle, spare),
+            ]
+        of_layers = len(calls)
         calls.append((norm, self._norm.call_for(hidden, normed, rows)))
         if isinstance(self._head, TileLinear):
-            calls.append((product, self._head.call_for(normed, 0)))
+            calls += self._head.calls(normed, 0, 0, spare)
         table = np.zeros((len(calls), _WIDTH), np.int64)
         kernels = np.zeros((len(calls), 2), np.int64)
-        for number, (body, each) in enumerate(calls):
-            kernels[number] = body, table[number].ctypes.data
+        for number, (kernel, each) in enumerate(calls):
+            kernels[number] = kernel.address, table[number].ctypes.data
             ctypes.memmove(table[number].ctypes.data, ctypes.addressof(each), ctypes.sizeof(each))
-        of_layers = table[: _KERNELS * len(self._layers)].reshape(-1, _KERNELS, _WIDTH)
+        by_layer = table[:of_layers].reshape(len(self._layers), -1, _WIDTH)
         of_kinds: list[tuple[AttentionCall, LayerCache, Any]] = list(kinds.values())
         if len(of_kinds) == 1:
             of_kinds = [(*of_kinds[0][:2], slice(None))]  # which numpy writes faster than a list
         self._call.count, self._call.kernels = len(calls), kernels.ctypes.data
-        return _Memory(tokens, tensors, indices, table, of_layers[:, _ATTENTION], kernels, of_kinds)
+        attended_by = by_layer[:, attending : attending + 2]
+        return _Memory(
+            tokens, tensors, indices, table, of_layers, attended_by, rounded, kernels, of_kinds
+        )

@@ -1,6 +1,7 @@
-"""Norms and rotary embedding over the rows of a step: the kernel, and its calls on torch's threads.
+"""Norms, rotary embedding and rounding to bytes over the rows of a step: the kernels, and the calls
+of the first on torch's threads.
 
-Its body takes the address of its record and takes items, some rows each, from a counter until none
+A body takes the address of its record and takes items, some rows each, from a counter until none
 is left. A row is computed by one thread in a fixed order, whatever the batch. Elements
 are float32 or bfloat16, told apart by the type of ``tag`` (``simd``); sums are float32.
 """
@@ -12,6 +13,7 @@ from torch import Tensor
 from jitney.execution.interface import PagedFunction
 from jitney.kernels.cpu.compiled import Call, Kernel, reader, record
 from jitney.kernels.cpu.simd import (
+    BF16,
     LANES,
     ONE,
     ZERO,
@@ -19,7 +21,9 @@ from jitney.kernels.cpu.simd import (
     fetch_add,
     fma,
     inner,
+    lane_max,
     lane_sum,
+    larger,
     load,
     load_as,
     load_f32,
@@ -27,6 +31,8 @@ from jitney.kernels.cpu.simd import (
     load_one,
     splat,
     store_as,
+    store_bytes,
+    store_f32,
     store_one,
 )
 from jitney.kernels.fused.layers import AttentionForm, Misfit, NormForm
@@ -154,6 +160,49 @@ def rows_body(tag, arguments):
             finish_heads(
                 tag, call, row + keys, out + keys, call.key_heads, call.key_scale, angles
             )  # fmt: skip
+
+
+# --------------------------------------------------------------------------- bytes
+
+
+@record
+class RoundCall(Call):
+    """Arguments of :func:`round_body`."""
+
+    x: int
+    """bfloat16 [count, size]"""
+    size: int
+    """A multiple of 16."""
+    out: int
+    """uint8 [count, size]"""
+    out_stride: int
+    scales: int
+    """Address of float32 [count]."""
+
+
+read_round = reader(RoundCall)
+
+
+@inner
+def round_body(arguments):
+    """x -> 128 + x / scale, where a scale for each row makes its largest element 127."""
+    call = read_round(arguments)
+    while True:
+        first = fetch_add(arguments) * _ROWS_PER_ITEM
+        if first >= call.count:
+            return
+        for r in range(first, min(first + _ROWS_PER_ITEM, call.count)):
+            row, out = call.x + r * call.size * 2, call.out + r * call.out_stride
+            best, strange = splat(ZERO), splat(ZERO)
+            for i in range(0, call.size, LANES):
+                x = load_as(BF16, row + 2 * i)
+                best = larger(larger(x, splat(ZERO) - x), best)
+                strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
+            largest = lane_max(best)
+            store_f32(call.scales + 4 * r, largest / np.float32(127.0) + lane_sum(strange))
+            share = splat(np.float32(127.0) / largest if largest > ZERO else ZERO)
+            for i in range(0, call.size, LANES):
+                store_bytes(out + i, load_as(BF16, row + 2 * i) * share)
 
 
 # --------------------------------------------------------------------------- calls

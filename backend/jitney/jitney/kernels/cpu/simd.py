@@ -27,6 +27,8 @@ take a fifth of the time to compile."""
 
 F32 = np.float32(0)
 BF16 = np.uint16(0)
+I8 = np.int8(0)
+"""Of products of bytes: four to a unit."""
 
 ZERO, ONE, LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(1.4426950408889634)
 
@@ -274,6 +276,22 @@ def keep_between(builder, value, low, high, other):
         builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high)
     )
     return builder.select(inside, value, splat_value(builder, other))
+
+
+@emitted(vector, types.intp, types.intp)
+def load_difference(builder, address, other):
+    """int32 at ``address`` less those at ``other``, as float32."""
+    a, b = (builder.load(pointer(builder, x, i32x), align=4) for x in (address, other))
+    return builder.sitofp(builder.sub(a, b), f32x)
+
+
+@emitted(types.void, types.intp, vector)
+def store_bytes(builder, address, value):
+    """Lanes of -128 to 127, rounded to nearest even, plus 128, as bytes without a sign."""
+    nearest = call_llvm(builder, "llvm.rint.v16f32", f32x, [value])
+    whole = builder.add(builder.fptosi(nearest, i32x), every(i32x, 128))
+    narrow = ir.VectorType(ir.IntType(8), LANES)
+    builder.store(builder.trunc(whole, narrow), pointer(builder, address, narrow), align=1)
 
 
 @emitted(types.float32, vector)

@@ -1,16 +1,18 @@
-"""Linear layers on the tile unit of the processor (AMX), for bfloat16, with what follows them.
+"""Linear layers in bfloat16 by our own kernel, with what follows them.
 
-The product is our own kernel: at the few rows of a decode step it reads weights faster than
-oneDNN's, a call costs a tenth, and it can be a step of a ``program``, which a call into torch
-cannot. Where the processor has no tile unit, ``linear`` packs for oneDNN. Imported only where Numba
-is.
+At the few rows of a decode step it reads weights faster than oneDNN's, a call costs a tenth, and it
+can be a step of a ``program``, which a call into torch cannot. The product of a few rows is one of
+two micro-kernels: the tile unit's (AMX) where there is one, else that of vectors, which widens to
+float32 what the processor does not multiply. Imported only where Numba is.
 
 A weight [N, K] is packed in columns of 16 outputs, each ``[K / 2, 16, 2]``: 16 rows of a column are
-one tile. Two columns at a time meet at most 32 rows of x, so that four tiles accumulate and each
-tile loaded is used twice. An item is a few pairs of columns and ROWS_PER_CHUNK rows; a row's result
-depends on nothing but that row.
+one tile, and each row is one vector. Two columns at a time meet at most 32 rows of x in the tile
+unit, so that four tiles accumulate and each tile loaded is used twice; or MAX_ROWS in vectors. An
+item is a few pairs of columns and ROWS_PER_CHUNK rows; a row's result depends on nothing but that
+row.
 """
 
+from functools import cached_property
 from typing import Any
 
 import llvmlite.ir as ir
@@ -19,20 +21,30 @@ import torch
 from numba import types
 from numba.core import cgutils
 from torch import Tensor, nn
+from torch.nn import functional
 
 from jitney.kernels.cpu.compiled import Call, Kernel, reader, record, source_version
 from jitney.kernels.cpu.products import (
+    MAX_ROWS,
+    VECTOR_BYTES,
     amx_end,
     emit_amx,
     emit_shapes,
     i8,
+    make_tile,
     may_use_amx,
     move_tile,
     stack_memory,
 )
+from jitney.kernels.cpu.rows import RoundCall, round_body
 from jitney.kernels.cpu.simd import (
     BF16,
+    I8,
+    LANES,
     ONE,
+    TAG,
+    UNIT_BYTES,
+    element_bytes,
     emitted,
     fetch_add,
     fma,
@@ -40,15 +52,18 @@ from jitney.kernels.cpu.simd import (
     inner,
     load,
     load_as,
+    load_difference,
+    load_f32,
     offset_by,
     sigmoid,
     splat,
     store_as,
+    store_i64,
 )
 from jitney.kernels.fused.layers import Activation
 
-STEP = 32
-"""Elements of K that one tile holds."""
+STEP_BYTES = 64
+"""Of a row of x: what one tile holds."""
 ROWS_PER_CHUNK = 128
 _ITEMS = 64
 """About so many items a product is cut into: many enough to share out, few enough to be cheap."""
@@ -63,7 +78,7 @@ class ProductCall(Call):
     x: int
     """[count, K]"""
     steps: int
-    """K / STEP."""
+    """Of STEP_BYTES in a row of x."""
     weight: int
     """Packed."""
     pairs: int
@@ -78,6 +93,14 @@ class ProductCall(Call):
     """Address of [count, N], ``out_stride`` apart, added to the result. 0: none."""
     bias: int
     """Address of float32 [N]. 0: none."""
+    tiles: int
+    """Whether the processor's tile unit is used: 0 or 1."""
+    row_scales: int
+    """Of bytes: address of float32 [count]."""
+    scales: int
+    """Of bytes: address of float32 [N]."""
+    shifts: int
+    """Of bytes: address of int32 [N], 128 times the sum of each output's weights."""
 
 
 read_product = reader(ProductCall)
@@ -85,12 +108,20 @@ read_product = reader(ProductCall)
 # Tiles 0 to 3 are the results of (upper, lower rows) x (first, second column), in this order.
 _X, _COLUMN = 4, 6
 """The first of two tiles: of rows of x, and of columns."""
+_AHEAD = 2
+"""The vectors' micro-kernel asks for the pair of columns after the one it reads."""
 
 
 @emitted(types.int64)
 def result_memory(builder):
     """The address of float32 [32, 32]."""
     return stack_memory(builder, 4096)
+
+
+@emitted(types.int64)
+def column_list(builder):
+    """The address of int64 [2 + _AHEAD]."""
+    return stack_memory(builder, 8 * (2 + _AHEAD))
 
 
 @emitted(types.void, *[types.int64] * 2)
@@ -101,11 +132,12 @@ def set_shapes(builder, upper, lower):
 
 
 def _make_multiply(with_lower: bool) -> Any:
-    """float32 ``out`` [32 or 16, 32] = rows of x times two columns of the weight, the second right
-    behind the first."""
+    """``out`` [32 or 16, 32] = rows of x times two columns of the weight, the second right behind
+    the first: float32, or int32 of bytes."""
 
-    @emitted(types.void, *[types.int64] * 5)
-    def multiply(builder, x, x_stride, column, steps, out):
+    @emitted(types.void, TAG, *[types.int64] * 5)
+    def multiply(builder, tag, x, x_stride, column, steps, out):
+        dot = "tdpbusd" if tag == types.int8 else "tdpbf16ps"
         line = ir.Constant(i64, 64)
         second = offset_by(builder, column, steps, 1024)
         lower = offset_by(builder, x, 16, x_stride)
@@ -120,7 +152,7 @@ def _make_multiply(with_lower: bool) -> Any:
                 where = offset_by(builder, start, loop.index, line)
                 move_tile(builder, "tileloadd64", _X + n, where, x_stride)
             for tile in results:
-                emit_amx(builder, "tdpbf16ps", tile, _X + tile // 2, _COLUMN + tile % 2)
+                emit_amx(builder, dot, tile, _X + tile // 2, _COLUMN + tile % 2)
         for tile in results:
             where = offset_by(builder, out, tile // 2 * 16 * 128 + tile % 2 * 64)
             move_tile(builder, "tilestored64", tile, where, ir.Constant(i64, 128))
@@ -130,6 +162,7 @@ def _make_multiply(with_lower: bool) -> Any:
 
 multiply_32 = _make_multiply(True)
 multiply_16 = _make_multiply(False)
+multiply_vectors = make_tile(2, across=True, ahead=_AHEAD)
 
 
 @inner
@@ -142,11 +175,18 @@ def activate(kind, x):
 
 
 @inner
-def finish(call, pair, first, rows, result):
-    """Write the float32 [rows, 32] of one pair to the output."""
+def finish(tag, call, pair, first, rows, result):
+    """Write the [rows, 32] of one pair to the output."""
     bias = call.bias + pair * 128
     for m in range(rows):
-        a, b = load(result + m * 128), load(result + m * 128 + 64)
+        where = result + m * 128
+        if element_bytes(tag) == 1:
+            shift, scale = call.shifts + pair * 128, call.scales + pair * 128
+            row = splat(load_f32(call.row_scales + 4 * (first + m)))
+            a = load_difference(where, shift) * (load(scale) * row)
+            b = load_difference(where + 64, shift + 64) * (load(scale + 64) * row)
+        else:
+            a, b = load(where), load(where + 64)
         if call.bias != 0:
             a, b = a + load(bias), b + load(bias + 64)
         at = (first + m) * call.out_stride + pair * (64 if call.activation == 0 else 32)
@@ -161,10 +201,10 @@ def finish(call, pair, first, rows, result):
 
 
 @inner
-def multiply_chunk(call, pair, first, last, result, shaped):
+def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
     """Rows [first, last) times one pair. ``shaped`` is the row count that the tiles are set for,
     at most 32; returns the one they are set for afterwards."""
-    column, x_stride = call.weight + pair * call.steps * 2048, call.steps * 2 * STEP
+    column, x_stride = call.weight + pair * call.steps * 2048, call.steps * STEP_BYTES
     while first < last:
         rows = min(last - first, 32)
         if rows != shaped:
@@ -172,19 +212,36 @@ def multiply_chunk(call, pair, first, last, result, shaped):
             shaped = rows
         start = call.x + first * x_stride
         if rows > 16:
-            multiply_32(start, x_stride, column, call.steps, result)
+            multiply_32(tag, start, x_stride, column, call.steps, result)
         else:
-            multiply_16(start, x_stride, column, call.steps, result)
-        finish(call, pair, first, rows, result)
+            multiply_16(tag, start, x_stride, column, call.steps, result)
+        finish(tag, call, pair, first, rows, result)
         first += rows
     return shaped
 
 
 @inner
-def product_body(arguments):
+def multiply_by_vectors(tag, call, pair, first, last, result, columns):
+    """Rows [first, last) times one pair, in slices of equal size. ``columns`` is overwritten."""
+    x_stride, count = call.steps * STEP_BYTES, last - first
+    for n in range(2 + _AHEAD):
+        store_i64(columns + 8 * n, call.weight + (2 * pair + n) * call.steps * 1024)
+    slices = -(-count // MAX_ROWS)
+    for i in range(slices):
+        begin = first + count * i // slices
+        rows = first + count * (i + 1) // slices - begin
+        multiply_vectors(
+            tag, False, rows, call.x + begin * x_stride, x_stride, columns, 1,
+            call.steps * 16, VECTOR_BYTES, 0, result, 128,
+        )  # fmt: skip
+        finish(tag, call, pair, begin, rows, result)
+
+
+@inner
+def product_body(tag, arguments):
     """Take items until none is left."""
     call = read_product(arguments)
-    result = result_memory()
+    result, columns = result_memory(), column_list()
     groups = -(-call.pairs // call.pairs_per_item)
     shaped = np.int64(0)
     while True:
@@ -195,28 +252,47 @@ def product_body(arguments):
         begin = item % groups * call.pairs_per_item
         for pair in range(begin, min(begin + call.pairs_per_item, call.pairs)):
             last = min(first + ROWS_PER_CHUNK, call.count)
-            shaped = multiply_chunk(call, pair, first, last, result, shaped)
-    amx_end()
+            if call.tiles != 0:
+                shaped = multiply_by_tiles(tag, call, pair, first, last, result, shaped)
+            else:
+                multiply_by_vectors(tag, call, pair, first, last, result, columns)
+    if call.tiles != 0:
+        amx_end()
 
 
 # --------------------------------------------------------------------------- layers
 
 
-def compile_product(dtype: torch.dtype) -> Kernel | None:
-    """The product, for :class:`TileLinear`; None if this process may use no tile unit for products
-    of ``dtype``."""
-    version = source_version()
-    if dtype != torch.bfloat16 or not may_use_amx():
-        return None
-    return Kernel(lambda address: product_body(address) if version else None)
+class Products:
+    """The kernels of linear layers, each compiled, or found in Numba's cache, at its first use."""
+
+    @cached_property
+    def halves(self) -> Kernel:
+        """Of bfloat16."""
+        version = source_version()
+        return Kernel(lambda address: product_body(BF16, address) if version else None)
+
+    @cached_property
+    def bytes(self) -> Kernel:
+        """Of bytes."""
+        version = source_version()
+        return Kernel(lambda address: product_body(I8, address) if version else None)
+
+    @cached_property
+    def round(self) -> Kernel:
+        """From bfloat16 to bytes."""
+        version = source_version()
+        return Kernel(lambda address: round_body(address) if version else None)
 
 
-def fits_tiles(linear: nn.Linear, activation: Activation | None = None) -> bool:
-    """Whether both sizes are those of whole tiles, and the ``activation`` is one of the kernel's;
-    with one, ``linear`` is that of gate and up."""
-    outputs = 32 if activation is None else 64
-    whole = linear.in_features % STEP == 0 and linear.out_features % outputs == 0
-    return whole and activation in ACTIVATIONS
+def fits_tiles(weight: Tensor, activation: Activation | None = None) -> bool:
+    """Whether there is a product of its dtype, both sizes are those of whole tiles (rows of bytes
+    are filled up with zeros), and the ``activation`` is one of the kernel's; with one, ``weight``
+    is that of gate and up."""
+    if weight.dtype not in (torch.bfloat16, torch.int8) or activation not in ACTIVATIONS:
+        return False
+    outputs, inputs = 32 if activation is None else 64, 32 if weight.dtype == torch.bfloat16 else 16
+    return weight.shape[0] % outputs == 0 and weight.shape[1] % inputs == 0
 
 
 class TileLinear(nn.Module):
@@ -224,46 +300,66 @@ class TileLinear(nn.Module):
 
     With an activation, ``weight`` [2 N, K] is that of a gate and of what it is multiplied with, one
     above the other, and the result [..., N] is ``activation(gate) * up``.
+
+    A weight of int8 has a float32 ``scale`` [N] for each output; each row of x is rounded to bytes
+    of a scale of its own, and the sums of their products are exact.
     """
 
     def __init__(
         self,
         weight: Tensor,
         bias: Tensor | None,
-        kernel: Kernel,
+        products: Products,
         activation: Activation | None = None,
+        scale: Tensor | None = None,
     ) -> None:
         super().__init__()
         outputs, self.in_features = weight.shape
         self.out_features = outputs if activation is None else outputs // 2
-        self.kernel = kernel
-        gated = activation is not None
-        columns = weight.detach().view(outputs // 16, 16, self.in_features // 2, 2)
-        self._packed = _interleave(columns.permute(0, 2, 1, 3), gated)
-        self._bias = None
+        self._products, self._rounds = products, scale is not None
+        self.kernel = products.bytes if self._rounds else products.halves
+        unit, step = UNIT_BYTES // weight.itemsize, STEP_BYTES // weight.itemsize
+        filled = functional.pad(weight.detach(), (0, -self.in_features % step))
+        columns = filled.view(outputs // LANES, LANES, -1, unit)
+        pairs, gated = outputs // (2 * LANES), activation is not None
+        packed = {"weight": _interleave(columns.permute(0, 2, 1, 3), gated)}
         if bias is not None:
-            self._bias = _interleave(bias.detach().float().view(-1, 16), gated)
-        pairs = outputs // 32
+            packed["bias"] = _interleave(bias.detach().float().view(-1, LANES), gated)
+        if scale is not None:
+            packed["scales"] = _interleave(scale.detach().float().view(-1, LANES), gated)
+            sums = 128 * weight.detach().sum(1, dtype=torch.int32)
+            packed["shifts"] = _interleave(sums.view(-1, LANES), gated)
+        self._packed = packed
         self._call = ProductCall(
-            steps=self.in_features // STEP,
-            weight=self._packed.data_ptr(),
+            steps=filled.shape[1] // step,
             pairs=pairs,
             pairs_per_item=max(1, pairs // _ITEMS),
             out_stride=2 * self.out_features,
             activation=ACTIVATIONS[activation],
-            bias=0 if self._bias is None else self._bias.data_ptr(),
+            tiles=int(may_use_amx()),
+            **{name: each.data_ptr() for name, each in packed.items()},
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """x is [..., in_features]."""
         return self.plus(x, None)
 
-    def call_for(self, x: int, out: int, other: int = 0) -> ProductCall:
-        """The kernel's arguments for contiguous rows at these addresses; 0 is no ``other``. The
-        number of rows is left to be set."""
+    def calls(
+        self, x: int, out: int, other: int, rounded: tuple[int, int]
+    ) -> list[tuple[Kernel, Call]]:
+        """Kernels and their arguments for contiguous rows at these addresses; 0 is no ``other``,
+        and ``rounded`` has room for rows of bytes and for their scales. The number of rows is left
+        to be set."""
         call = ProductCall.from_buffer_copy(self._call)
         call.x, call.out, call.other = x, out, other
-        return call
+        if not self._rounds:
+            return [(self.kernel, call)]
+        call.x, call.row_scales = rounded
+        stride = call.steps * STEP_BYTES
+        first = RoundCall(
+            x=x, size=self.in_features, out=rounded[0], out_stride=stride, scales=rounded[1]
+        )
+        return [(self._products.round, first), (self.kernel, call)]
 
     def plus(self, x: Tensor, other: Tensor | None) -> Tensor:
         """The result, plus ``other`` [..., out_features] if there is one."""
@@ -273,9 +369,13 @@ class TileLinear(nn.Module):
         if other is not None:
             assert other.shape == out.shape
             other = other.contiguous()
-        call = self.call_for(x.data_ptr(), out.data_ptr(), 0 if other is None else other.data_ptr())
-        call.count = x.numel() // self.in_features
-        self.kernel.run(call, torch.get_num_threads())
+        rows = x.numel() // self.in_features
+        size = rows * self._call.steps * STEP_BYTES if self._rounds else 0
+        spare = torch.empty(size, dtype=torch.uint8), torch.empty(rows)
+        places = x.data_ptr(), out.data_ptr(), 0 if other is None else other.data_ptr()
+        for kernel, call in self.calls(*places, (spare[0].data_ptr(), spare[1].data_ptr())):
+            call.count = rows
+            kernel.run(call, torch.get_num_threads())
         return out
 
 

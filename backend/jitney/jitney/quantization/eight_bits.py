@@ -1,0 +1,148 @@
+"""Linear layers whose weights and activations have 8 bits: e4m3, or int8 on a CPU.
+
+A weight has one scale per output channel, fixed at load; an activation has one per token, taken
+anew at every call. The product is scaled once at the end. That of e4m3 is torch's
+(``torch._scaled_mm``), which sums in float32 on a CPU and in the tensor cores' accumulators on a
+GPU; that of int8 is one of floats, since a CPU's kernels take the place of such layers. Made by
+``quantize`` (options ``fp8`` and ``int8``) and ``checkpoint`` (checkpoints stored that way).
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jitney.execution.quantized import QuantizedLinear
+from jitney.quantization import e4m3
+
+_MOST = 127
+
+
+class EightBitLinear(QuantizedLinear):
+    """A :class:`QuantizedLinear` of 8 bits; x and the result are in ``dtype``."""
+
+    weight: Tensor
+    """[out_features, in_features]; the kernels read its transpose, which is column-major."""
+    bias: Tensor | None
+    rounds_inputs = True
+    kind: torch.dtype
+    """Of the weight."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """``weight`` and ``scale`` as the attributes are."""
+        super().__init__()
+        assert weight.dtype == self.kind
+        assert weight.is_contiguous()
+        assert scale.dtype == torch.float32
+        assert scale.shape == (1, len(weight))
+        self.out_features, self.in_features = weight.shape
+        self.dtype = dtype
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale.contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().to(dtype))
+
+    @staticmethod
+    def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of x [T, K] as 8 bits [T, K] and their scales, float32 [T, 1]: x ≈ q · scale."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [T, in_features], rounded, times the weight, plus the bias: [T, out_features]."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
+        """Quantize a weight [out_features, in_features]; the layer computes in its dtype."""
+        quantized, scale = cls.quantize_rows(weight.detach())
+        return cls(quantized, scale.t(), bias, weight.dtype)
+
+    @staticmethod
+    def merge(linears: Sequence[nn.Module]) -> "EightBitLinear | None":
+        """One layer that gives the results of all, one after the other, for the same input: every
+        output channel keeps its weights and scale, so nothing is rounded again. None if the layers
+        do not fit together."""
+        each = [linear for linear in linears if isinstance(linear, EightBitLinear)]
+        if len(each) != len(linears) or not each:
+            return None
+        keys = {(type(x), x.in_features, x.dtype, x.bias is None) for x in each}
+        if len(keys) > 1:
+            return None
+        biases = [linear.bias for linear in each if linear.bias is not None]
+        return type(each[0])(
+            # Bytes: not every version of torch concatenates e4m3.
+            torch.cat([linear.weight.view(torch.uint8) for linear in each]).view(each[0].kind),
+            torch.cat([linear.scale for linear in each], 1),
+            torch.cat(biases) if biases else None,
+            each[0].dtype,
+        )
+
+    def dequantized(self) -> Tensor:
+        """The weight as it acts: float32 [out_features, in_features]."""
+        return self.weight.float() * self.scale.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.exact:
+            return functional.linear(x, self.dequantized().to(self.dtype), self.bias)
+        y = self.product(x.reshape(-1, self.in_features))
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        kind = str(self.kind).removeprefix("torch.")
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
+
+
+class Fp8Linear(EightBitLinear):
+    """In e4m3."""
+
+    kind = e4m3.DTYPE
+    quantize_rows = staticmethod(e4m3.quantize_rows)
+
+    def product(self, x: Tensor) -> Tensor:
+        quantize_rows = self.quantize_rows
+        if x.device.type == "cuda":
+            from jitney.quantization import fp8_kernel  # needs triton
+
+            quantize_rows = fp8_kernel.quantize_rows
+        quantized, scale = quantize_rows(x)
+        y: Tensor = torch._scaled_mm(
+            quantized,
+            self.weight.t(),
+            scale_a=scale,
+            scale_b=self.scale,
+            bias=self.bias,
+            out_dtype=self.dtype,
+            use_fast_accum=True,
+        )
+        return y
+
+
+class Int8Linear(EightBitLinear):
+    """In int8, for CPUs."""
+
+    kind = torch.int8
+    has_bytes = True
+
+    @staticmethod
+    def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of x [T, K] as int8 [T, K] and their scales, float32 [T, 1]: x ≈ q · scale. A NaN or
+        an infinity in a row makes the row's scale NaN: a broken activation is never hidden."""
+        wide = x.float()
+        largest = wide.abs().amax(1, keepdim=True)
+        share = torch.where(largest > 0, _MOST / largest, 0.0)
+        scale = largest / _MOST + (wide * 0).sum(1, keepdim=True)
+        return (wide * share).nan_to_num().round().to(torch.int8), scale
+
+    def product(self, x: Tensor) -> Tensor:
+        quantized, scale = self.quantize_rows(x)  # not by torch._int_mm: with AVX2 its sums clip
+        y = functional.linear(quantized.float(), self.weight.float()) * (self.scale * scale)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.to(self.dtype)
