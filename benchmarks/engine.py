@@ -15,13 +15,16 @@ of them what is above, as far as oneDNN does it for them.
 import argparse
 import json
 import os
+import platform
+import re
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from jitney.kernels.cpu.instructions import limit_instructions
+from jitney.kernels.cpu.instructions import VARIABLE, limit_instructions
 
 from benchmarks.engines.measure import MARK
 from benchmarks.workloads import save_m100
@@ -88,7 +91,11 @@ def main() -> None:
                 results[command.name].append(command.run(threads))
                 print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
+    print(f"{_processor()}, {threads} threads, {os.environ.get(VARIABLE) or 'all instructions'}\n")
     _print_table(commands, results)
+    decode = _median(results.get("jitney", []), "W2") if "W2" in arguments.workloads else None
+    if decode:
+        _print_bandwidth(model, threads, decode)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
@@ -165,6 +172,28 @@ def _convert(python: str, model: Path, weights: str) -> Path:
 
 
 # --------------------------------------------------------------------------- the table
+
+
+def _processor() -> str:
+    found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
+    return found[1] if found else platform.machine()
+
+
+def _print_bandwidth(model: Path, threads: int, tokens_per_s: float) -> None:
+    """What W2 reads of weights in a second, beside a plain loop that reads memory."""
+    import torch
+
+    torch.set_num_threads(threads)
+    memory = torch.ones(1 << 28)
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        memory.sum()
+        seconds.append(time.perf_counter() - began)
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    loop, reads = memory.nbytes / min(seconds) / 1e9, weights * tokens_per_s / 1e9
+    print(f"\nJitney's W2 reads {reads:.1f} GB/s of weights, a plain loop {loop:.1f} GB/s: "
+          f"{reads / loop:.2f}")  # fmt: skip
 
 
 def _median(runs: list[dict], workload: str) -> float | None:
