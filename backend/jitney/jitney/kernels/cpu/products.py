@@ -134,9 +134,17 @@ def amx_end(builder):
     emit_amx(builder, "tilerelease")
 
 
-def _dot(builder: Any, tag: Any, acc: Any, a: Any, b: Any) -> Any:
-    """IR: acc + a . b per lane; a and b are vectors of 16 units as int32. Of bytes, those of a are
-    unsigned and those of b signed, and the float32 lanes of acc hold the bits of int32."""
+def _dot(builder: Any, tag: Any, acc: Any, units: Sequence[Any], b: Any) -> Any:
+    """IR: acc + a . b per lane; a, the only one of ``units``, and b are vectors of 16 units as
+    int32. Of bytes, those of a are unsigned and those of b signed, and the float32 lanes of acc
+    hold the bits of int32. WIDE has two units of a, the low elements and the high ones."""
+    if tag == types.uint32:
+        halves = widen_bf16(builder, b), builder.bitcast(builder.and_(b, every(i32x, -65536)), f32x)
+        for unit, half in zip(units, halves, strict=True):
+            args = [builder.bitcast(unit, f32x), half, acc]
+            acc = call_llvm(builder, "llvm.fma.v16f32", f32x, args)
+        return acc
+    (a,) = units
     if tag == types.int8:
         return builder.bitcast(_dot_bytes(builder, builder.bitcast(acc, i32x), a, b), f32x)
     if tag == types.uint16 and host_has("avx512bf16"):
@@ -239,10 +247,16 @@ def make_tile(columns: int, *, across: bool, ahead: int = PREFETCH_GROUPS) -> An
                         prefetch_line(builder, offset_by(builder, b, unit.index, step))
                     wheres = [offset_by(builder, b, unit.index, step) for b in now]
                     loaded = [builder.load(pointer(builder, x, i32x), align=4) for x in wheres]
-                    u = offset_by(builder, a, builder.add(first, unit.index), UNIT_BYTES)
+                    parts = 2 if tag == types.uint32 else 1
+                    at = builder.add(first, unit.index)
+                    u = offset_by(builder, a, at, parts * UNIT_BYTES)
                     for i in range(m):
-                        where = pointer(builder, offset_by(builder, u, i, a_stride), i32)
-                        left = splat_value(builder, builder.load(where, align=4))
+                        row = offset_by(builder, u, i, a_stride)
+                        wheres = [offset_by(builder, row, n, UNIT_BYTES) for n in range(parts)]
+                        left = [
+                            splat_value(builder, builder.load(pointer(builder, x, i32), align=4))
+                            for x in wheres
+                        ]
                         for n, right in enumerate(loaded):
                             slot = accumulators[i * len(chosen) + n]
                             builder.store(_dot(builder, tag, builder.load(slot), left, right), slot)

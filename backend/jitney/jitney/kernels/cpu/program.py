@@ -34,7 +34,7 @@ from jitney.kernels.cpu.compiled import (
 )
 from jitney.kernels.cpu.layout import AttentionArguments
 from jitney.kernels.cpu.simd import emitted, fetch_add, i32, i64, inner, load_i64, pointer
-from jitney.kernels.cpu.tile_linear import STEP_BYTES, ProductCall, TileLinear
+from jitney.kernels.cpu.tile_linear import ProductCall, TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP
 
 SPINS = 2000
@@ -236,8 +236,12 @@ class LayerProgram:
         hidden, middle, normed, qkv, attended, inside = (each.data_ptr() for each in tensors)
         positions, rows = (each.data_ptr() for each in indices)
         cos, sin = self._table.unbind(1)
-        most = tokens * (max(widths) + STEP_BYTES)
-        rounded = [torch.empty(most, dtype=torch.uint8), torch.empty(tokens)]
+        most = max(
+            each.spare_bytes
+            for layer in self._layers
+            for each in (layer.self_attn.qkv, layer.self_attn.output, *layer.mlp.children())
+        )
+        rounded = [torch.empty(tokens * most, dtype=torch.uint8), torch.empty(tokens)]
         spare = rounded[0].data_ptr(), rounded[1].data_ptr()
         norm, calls, attending = self._norm.kernel, list[tuple[Kernel, ctypes.Structure]](), 0
         kinds: dict[object, tuple[AttentionCall, LayerCache, list[int]]] = {}

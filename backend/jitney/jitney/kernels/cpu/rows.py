@@ -1,5 +1,5 @@
-"""Norms, rotary embedding and rounding to bytes over the rows of a step: the kernels, and the calls
-of the first on torch's threads.
+"""What is computed for each row of a step by itself: norms, rotary embedding, its other form before
+a product. The kernels, and the calls of the first two on torch's threads.
 
 A body takes the address of its record and takes items, some rows each, from a counter until none
 is left. A row is computed by one thread in a fixed order, whatever the batch. Elements
@@ -30,6 +30,7 @@ from jitney.kernels.cpu.simd import (
     load_i64,
     load_one,
     splat,
+    store,
     store_as,
     store_bytes,
     store_f32,
@@ -162,22 +163,22 @@ def rows_body(tag, arguments):
             )  # fmt: skip
 
 
-# --------------------------------------------------------------------------- bytes
+# --------------------------------------------------------------------------- before a product
 
 
 @record
 class RoundCall(Call):
-    """Arguments of :func:`round_body`."""
+    """Arguments of :func:`round_body` and :func:`widen_body`."""
 
     x: int
     """bfloat16 [count, size]"""
     size: int
     """A multiple of 16."""
     out: int
-    """uint8 [count, size]"""
+    """uint8, or float32, [count, size]"""
     out_stride: int
     scales: int
-    """Address of float32 [count]."""
+    """Of bytes: address of float32 [count]."""
 
 
 read_round = reader(RoundCall)
@@ -203,6 +204,20 @@ def round_body(arguments):
             share = splat(np.float32(127.0) / largest if largest > ZERO else ZERO)
             for i in range(0, call.size, LANES):
                 store_bytes(out + i, load_as(BF16, row + 2 * i) * share)
+
+
+@inner
+def widen_body(arguments):
+    """bfloat16 to float32."""
+    call = read_round(arguments)
+    while True:
+        first = fetch_add(arguments) * _ROWS_PER_ITEM
+        if first >= call.count:
+            return
+        for r in range(first, min(first + _ROWS_PER_ITEM, call.count)):
+            row, out = call.x + r * call.size * 2, call.out + r * call.out_stride
+            for i in range(0, call.size, LANES):
+                store(out + 4 * i, load_as(BF16, row + 2 * i))
 
 
 # --------------------------------------------------------------------------- calls

@@ -29,6 +29,8 @@ F32 = np.float32(0)
 BF16 = np.uint16(0)
 I8 = np.int8(0)
 """Of products of bytes: four to a unit."""
+WIDE = np.uint32(0)
+"""Of products of bfloat16, where one factor has been widened to float32 before."""
 
 ZERO, ONE, LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(1.4426950408889634)
 

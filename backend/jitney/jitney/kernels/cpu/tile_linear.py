@@ -36,7 +36,7 @@ from jitney.kernels.cpu.products import (
     move_tile,
     stack_memory,
 )
-from jitney.kernels.cpu.rows import RoundCall, round_body
+from jitney.kernels.cpu.rows import RoundCall, round_body, widen_body
 from jitney.kernels.cpu.simd import (
     BF16,
     I8,
@@ -44,10 +44,12 @@ from jitney.kernels.cpu.simd import (
     ONE,
     TAG,
     UNIT_BYTES,
+    WIDE,
     element_bytes,
     emitted,
     fetch_add,
     fma,
+    host_has,
     i64,
     inner,
     load,
@@ -63,7 +65,7 @@ from jitney.kernels.cpu.simd import (
 from jitney.kernels.fused.layers import Activation
 
 STEP_BYTES = 64
-"""Of a row of x: what one tile holds."""
+"""Of an output's weights: what one tile holds."""
 ROWS_PER_CHUNK = 128
 _ITEMS = 64
 """About so many items a product is cut into: many enough to share out, few enough to be cheap."""
@@ -77,8 +79,10 @@ class ProductCall(Call):
 
     x: int
     """[count, K]"""
+    x_stride: int
+    """Bytes from row to row."""
     steps: int
-    """Of STEP_BYTES in a row of x."""
+    """Of STEP_BYTES in an output's weights."""
     weight: int
     """Packed."""
     pairs: int
@@ -204,7 +208,7 @@ def finish(tag, call, pair, first, rows, result):
 def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
     """Rows [first, last) times one pair. ``shaped`` is the row count that the tiles are set for,
     at most 32; returns the one they are set for afterwards."""
-    column, x_stride = call.weight + pair * call.steps * 2048, call.steps * STEP_BYTES
+    column, x_stride = call.weight + pair * call.steps * 2048, call.x_stride
     while first < last:
         rows = min(last - first, 32)
         if rows != shaped:
@@ -223,7 +227,7 @@ def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
 @inner
 def multiply_by_vectors(tag, call, pair, first, last, result, columns):
     """Rows [first, last) times one pair, in slices of equal size. ``columns`` is overwritten."""
-    x_stride, count = call.steps * STEP_BYTES, last - first
+    count = last - first
     for n in range(2 + _AHEAD):
         store_i64(columns + 8 * n, call.weight + (2 * pair + n) * call.steps * 1024)
     slices = -(-count // MAX_ROWS)
@@ -231,7 +235,7 @@ def multiply_by_vectors(tag, call, pair, first, last, result, columns):
         begin = first + count * i // slices
         rows = first + count * (i + 1) // slices - begin
         multiply_vectors(
-            tag, False, rows, call.x + begin * x_stride, x_stride, columns, 1,
+            tag, False, rows, call.x + begin * call.x_stride, call.x_stride, columns, 1,
             call.steps * 16, VECTOR_BYTES, 0, result, 128,
         )  # fmt: skip
         finish(tag, call, pair, begin, rows, result)
@@ -263,20 +267,31 @@ def product_body(tag, arguments):
 # --------------------------------------------------------------------------- layers
 
 
+def widens() -> bool:
+    """Whether the processor multiplies no bfloat16, so that it has to be widened."""
+    return not may_use_amx() and not host_has("avx512bf16")
+
+
 class Products:
     """The kernels of linear layers, each compiled, or found in Numba's cache, at its first use."""
 
     @cached_property
     def halves(self) -> Kernel:
         """Of bfloat16."""
-        version = source_version()
-        return Kernel(lambda address: product_body(BF16, address) if version else None)
+        version, tag = source_version(), WIDE if widens() else BF16
+        return Kernel(lambda address: product_body(tag, address) if version else None)
 
     @cached_property
     def bytes(self) -> Kernel:
         """Of bytes."""
         version = source_version()
         return Kernel(lambda address: product_body(I8, address) if version else None)
+
+    @cached_property
+    def widen(self) -> Kernel:
+        """From bfloat16 to float32."""
+        version = source_version()
+        return Kernel(lambda address: widen_body(address) if version else None)
 
     @cached_property
     def round(self) -> Kernel:
@@ -316,8 +331,10 @@ class TileLinear(nn.Module):
         super().__init__()
         outputs, self.in_features = weight.shape
         self.out_features = outputs if activation is None else outputs // 2
-        self._products, self._rounds = products, scale is not None
-        self.kernel = products.bytes if self._rounds else products.halves
+        self.kernel = products.halves if scale is None else products.bytes
+        self._before = None if scale is None else products.round
+        if scale is None and widens():
+            self._before = products.widen
         unit, step = UNIT_BYTES // weight.itemsize, STEP_BYTES // weight.itemsize
         filled = functional.pad(weight.detach(), (0, -self.in_features % step))
         columns = filled.view(outputs // LANES, LANES, -1, unit)
@@ -330,7 +347,11 @@ class TileLinear(nn.Module):
             sums = 128 * weight.detach().sum(1, dtype=torch.int32)
             packed["shifts"] = _interleave(sums.view(-1, LANES), gated)
         self._packed = packed
+        stride = filled.shape[1] * (4 if scale is None and widens() else weight.itemsize)
+        self.spare_bytes = 0 if self._before is None else stride
+        """For each row of x: see :meth:`calls`."""
         self._call = ProductCall(
+            x_stride=stride,
             steps=filled.shape[1] // step,
             pairs=pairs,
             pairs_per_item=max(1, pairs // _ITEMS),
@@ -345,21 +366,20 @@ class TileLinear(nn.Module):
         return self.plus(x, None)
 
     def calls(
-        self, x: int, out: int, other: int, rounded: tuple[int, int]
+        self, x: int, out: int, other: int, spare: tuple[int, int]
     ) -> list[tuple[Kernel, Call]]:
         """Kernels and their arguments for contiguous rows at these addresses; 0 is no ``other``,
-        and ``rounded`` has room for rows of bytes and for their scales. The number of rows is left
-        to be set."""
+        and ``spare`` has room for ``spare_bytes`` and for a float32 for each row. The number of
+        rows is left to be set."""
         call = ProductCall.from_buffer_copy(self._call)
         call.x, call.out, call.other = x, out, other
-        if not self._rounds:
+        if self._before is None:
             return [(self.kernel, call)]
-        call.x, call.row_scales = rounded
-        stride = call.steps * STEP_BYTES
+        call.x, call.row_scales = spare
         first = RoundCall(
-            x=x, size=self.in_features, out=rounded[0], out_stride=stride, scales=rounded[1]
+            x=x, size=self.in_features, out=call.x, out_stride=call.x_stride, scales=spare[1]
         )
-        return [(self._products.round, first), (self.kernel, call)]
+        return [(self._before, first), (self.kernel, call)]
 
     def plus(self, x: Tensor, other: Tensor | None) -> Tensor:
         """The result, plus ``other`` [..., out_features] if there is one."""
@@ -370,8 +390,7 @@ class TileLinear(nn.Module):
             assert other.shape == out.shape
             other = other.contiguous()
         rows = x.numel() // self.in_features
-        size = rows * self._call.steps * STEP_BYTES if self._rounds else 0
-        spare = torch.empty(size, dtype=torch.uint8), torch.empty(rows)
+        spare = torch.empty(rows * self.spare_bytes, dtype=torch.uint8), torch.empty(rows)
         places = x.data_ptr(), out.data_ptr(), 0 if other is None else other.data_ptr()
         for kernel, call in self.calls(*places, (spare[0].data_ptr(), spare[1].data_ptr())):
             call.count = rows
