@@ -8,8 +8,8 @@
 Every run is a separate process; the engines take turns, and the table shows medians. OpenVINO GenAI
 needs a converted model: a separate environment with ``openvino-genai``, ``optimum-intel`` and
 torch's CPU build, without ``torchvision``, converts and runs it. Compare ratios within one run;
-absolute figures differ between machines. JITNEY_INSTRUCTIONS=avx2 in the environment takes from all
-of them what is above, as far as oneDNN does it for them.
+absolute figures differ between machines. `--instructions avx2` takes from all of them what is
+above; from OpenVINO as far as oneDNN does it.
 """
 
 import argparse
@@ -24,9 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from jitney.kernels.cpu.instructions import VARIABLE, limit_instructions
-
 from benchmarks.engines.measure import MARK
+from benchmarks.instructions import INSTRUCTIONS, limited_to
 from benchmarks.workloads import save_m100
 
 ROOT = Path(__file__).parent.parent
@@ -55,6 +54,7 @@ class Command:
     workloads: list[str]
     repeats: int
     options: list[str]
+    instructions: str = "all"
 
     def run(self, threads: int) -> dict:
         """One process; returns what it reports. Raises RuntimeError with the end of its output."""
@@ -63,8 +63,7 @@ class Command:
             self.python, "-m", f"benchmarks.engines.{module}", "--model", str(self.model),
             "--threads", str(threads), "--workloads", ",".join(self.workloads), *self.options,
         ]  # fmt: skip
-        environment = dict(os.environ)
-        limit_instructions(environment)  # for the others, which know our variable not
+        environment = {**os.environ, **limited_to(self.instructions)}
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
             check=False,
@@ -91,7 +90,7 @@ def main() -> None:
                 results[command.name].append(command.run(threads))
                 print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print(f"{_processor()}, {threads} threads, {os.environ.get(VARIABLE) or 'all instructions'}\n")
+    print(f"{_processor()}, {threads} threads, instructions: {arguments.instructions}\n")
     _print_table(commands, results)
     decode = _median(results.get("jitney", []), "W2") if "W2" in arguments.workloads else None
     if decode:
@@ -116,6 +115,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, help="only the first so many of W1, for a look")
     parser.add_argument("--threads", type=int, help="default: the cores this process may use")
+    parser.add_argument("--instructions", choices=INSTRUCTIONS, default="all")
     parser.add_argument("--breakdown", action="store_true", help="Jitney: time the parts of a step")
     parser.add_argument("--openvino-python", default=sys.executable, metavar="PATH")
     parser.add_argument(
@@ -149,7 +149,9 @@ def _command(name: str, model: Path, arguments: argparse.Namespace) -> Command |
         model = _convert(python, model, "int8" if name.endswith("int8") else "fp16")
     if requests:
         options += ["--requests", str(requests)]
-    return Command(name, python, model, workloads, repeats, options) if workloads else None
+    if not workloads:
+        return None
+    return Command(name, python, model, workloads, repeats, options, arguments.instructions)
 
 
 def _missing(python: str, module: str) -> bool:

@@ -12,8 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jitney.kernels.cpu.instructions import VARIABLE, limit_instructions
-
+from benchmarks.instructions import limited_to
 from tests.export.emulated import EMULATOR
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,8 +30,7 @@ ELSEWHERE = [
 
 def main(arguments: list[str]) -> int:
     """Run them; returns the exit status."""
-    environment = {**os.environ, VARIABLE: "avx2"}
-    limit_instructions(environment)  # for what begins before Jitney is imported
+    environment = {**os.environ, **limited_to("avx2")}
     if "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
         if qemu := find_qemu():
             environment[EMULATOR] = f"{qemu} -cpu Haswell"
