@@ -18,6 +18,8 @@ def limited_to(instructions: str) -> dict[str, str]:
     else:
         import llvmlite.binding as llvm  # only here: Numba may be missing
 
+        if not llvm.get_host_cpu_features().get("avx512f"):
+            raise ValueError("this processor has no AVX-512")
         name, onednn, above = llvm.get_host_cpu_name(), "AVX512_CORE_BF16", ("amx", "avx10")
         found = llvm.get_host_cpu_features().items()
         features = [

@@ -1,6 +1,7 @@
 """Architectures that a paged cache cannot serve are refused at load, by name and reason."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -245,12 +246,20 @@ def test_device_that_is_not_there(name: str) -> None:
         resolve_device(name)
 
 
-def test_dtype() -> None:
+def test_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert resolve_dtype("auto", torch.float32, cpu) == torch.float32
     assert resolve_dtype("auto", torch.float16, gpu) == torch.float16
     assert resolve_dtype("float32", torch.bfloat16, cpu) == torch.float32
     assert resolve_dtype("auto", torch.float16, cpu) in (torch.bfloat16, torch.float32)
+    for found, widened, dtype in (
+        ({"avx512_bf16": True}, False, torch.bfloat16),
+        ({"avx2": True}, True, torch.bfloat16 if find_spec("numba") else torch.float32),
+        ({"avx2": True}, False, torch.float32),
+        ({}, True, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        assert resolve_dtype("auto", torch.bfloat16, cpu, widened=widened) == dtype
     with pytest.raises(ConfigError, match="option dtype is 'float16'"):
         resolve_dtype("float16", torch.float16, cpu)
 

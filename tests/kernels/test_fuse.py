@@ -12,7 +12,6 @@ from jitney.config import make_config
 from jitney.engine.assemble import load_model
 from jitney.execution import interface
 from jitney.execution.probe import embedding_weight
-from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
 from jitney.kernels.cpu.linear import prepack_linears
 from jitney.kernels.fused import fuse as search
 from jitney.kernels.fused import layers
@@ -26,6 +25,7 @@ from tests.tiny_models import ARCHITECTURES, MAX_LENGTH, make_checkpoint
 pytest.importorskip("numba")
 pytest.importorskip("triton")
 
+from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
 from jitney.kernels.gpu.layer_kernels import fuse_for_gpu
 
 # Layers, gated MLPs, norms (the last two standing alone), whether the whole is fused.

@@ -89,6 +89,15 @@ def test_products_of_integers(kind: str, bound: float, dtype: torch.dtype) -> No
     assert 0 < relative(got, right) < bound
 
 
+def test_int8_layers_are_merged_without_rounding_again() -> None:
+    layers = [Int8Linear.of(draw(n, 64, dtype=torch.bfloat16, seed=n), None) for n in (32, 16)]
+    x = draw(3, 64).bfloat16()
+    merged = Int8Linear.merge(layers)
+    assert merged is not None
+    assert torch.equal(merged(x), torch.cat([each(x) for each in layers], -1))
+    assert Int8Linear.merge([layers[0], Fp8Linear.of(draw(32, 64).bfloat16(), None)]) is None
+
+
 def test_rows_of_zeros_and_rows_that_are_broken() -> None:
     x = draw(4, 64)
     x[1] = 0

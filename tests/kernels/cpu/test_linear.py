@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from jitney.kernels.cpu import linear
 from jitney.kernels.cpu.linear import PackedLinear, can_pack, prepack_linears
 from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.trial import relative_error
@@ -146,3 +147,21 @@ def test_what_cannot_be_packed_is_left_with_the_reason(monkeypatch, error, reaso
 def test_operators_that_compute_something_else_are_not_used(monkeypatch) -> None:
     monkeypatch.setattr(PackedLinear, "plus", lambda self, x, other: self(x))
     assert "wrong results" in str(can_pack(torch.float32))
+
+
+def test_what_one_dnn_does_not_pack_our_kernels_do(monkeypatch) -> None:
+    """GPT-2's transposed layers too."""
+    pytest.importorskip("numba")
+    from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
+    from jitney.kernels.cpu.tile_linear import TileLinear
+
+    monkeypatch.setattr(linear, "can_pack", lambda dtype: "no such product")
+    model = tied_model().bfloat16()
+    x, names = normal(3, 32).bfloat16(), ("inner", "conv", "head")
+    before = {name: model[name](x) for name in names}
+    report = FuseReport()
+    prepack_linears(model, 8, report, CpuLayerKernels(torch.bfloat16, 8).linear)
+    assert report.swapped == {"linear layer": 3}
+    for name in names:
+        assert type(model[name]) is TileLinear
+        assert relative_error(model[name](x), before[name]) < TOLERANCE[torch.bfloat16]

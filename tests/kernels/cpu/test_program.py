@@ -107,6 +107,35 @@ def test_one_call_gives_the_same_bits(
         torch.set_num_threads(before)
 
 
+def test_layers_of_different_widths_run_kernel_by_kernel(tmp_path) -> None:
+    """The memory of a program is as wide as its first layer."""
+    model = load(tmp_path, "llama")
+    mlp = model.module.model.layers[1].mlp
+    size = mlp.gate_proj.in_features
+    for name, shape in (
+        ("gate_proj", (96, size)),
+        ("up_proj", (96, size)),
+        ("down_proj", (size, 96)),
+    ):
+        getattr(mlp, name).weight = torch.nn.Parameter(torch.randn(*shape).bfloat16() * 0.1)
+        getattr(mlp, name).out_features, getattr(mlp, name).in_features = shape
+    fused = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
+    assert fused is not None
+    assert fused.program is None
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_all_rows_of_a_wide_head(tmp_path, monkeypatch, quantization: str) -> None:
+    """The room beside the rows is enough for the head too, whose rows are widened where those of
+    the layers are rounded to bytes."""
+    monkeypatch.setattr(tile_linear, "may_use_amx", lambda: False)
+    model = load(tmp_path, "llama", quantization)
+    program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward.program
+    program.fits(PagedStep(caches_of(model, "cpu"), build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)))
+    room = program._lay_out(64).rounded[0].numel()
+    assert room >= 64 * program._head.spare_bytes
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "olmo2", "mixtral"])
 def test_other_forms_run_kernel_by_kernel(tmp_path, name: str) -> None:
     """With norms behind the branches, sinks, or experts."""

@@ -142,3 +142,16 @@ def test_a_row_of_bytes_is_the_same_in_every_batch(products) -> None:
     together = layer(x)
     for first, last in ((0, 1), (7, 30), (100, 133)):
         assert torch.equal(layer(x[first:last]), together[first:last])
+
+
+@pytest.mark.parametrize("outputs", [8, 80, 1025])
+def test_outputs_are_filled_up(products, outputs) -> None:
+    """As of a vocabulary that is no multiple of 32."""
+    weight, bias, x = normal(outputs, 96), normal(outputs, seed=1), normal(2, 3, 96)
+    other = normal(2, 3, outputs, seed=2)
+    right = functional.linear(x.float(), weight.float(), bias.float())
+    layer, plain = TileLinear(weight, bias, products), Int8Linear.of(weight, bias)
+    assert layer(x).shape == right.shape
+    assert relative_error(layer(x), right) < TOLERANCE
+    assert relative_error(layer.plus(x, other), right + other.float()) < 2 * TOLERANCE
+    assert relative_error(of_bytes(plain, products)(x), plain(x)) < 1e-3

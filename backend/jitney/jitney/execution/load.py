@@ -95,7 +95,10 @@ def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> Load
     checkpoint = check_checkpoint(resolve_folder(config.model))
     hf_config = support.parse_config(checkpoint)
     max_model_len = support.context_length(config, hf_config)
-    dtype = machine.resolve_dtype(config.dtype, support.stored_dtype(checkpoint), device)
+    # Experts are no linear layers, and stay torch's.
+    widened = config.fuse and config.prepack and "expert" not in " ".join(checkpoint.config)
+    stored = support.stored_dtype(checkpoint)
+    dtype = machine.resolve_dtype(config.dtype, stored, device, widened=widened)
     weights = (quantizer or _no_quantizer)(checkpoint, config, dtype, device)
     needed = checkpoint.num_values * dtype.itemsize
     if weights is not None:
@@ -166,11 +169,12 @@ def _speed_up(
     """Let the accelerator rearrange the module, and check that it still gives the same."""
     with machine.threads_for(model.weight_bytes):
         before = probe.probe_logits(model.module, model.layers)
+        coarse = bool(coarse_layers(model.module))
         faster = accelerator.speed_up(model, rows)
     attention = select_attention(config, model.layers, model.dtype, model.device, accelerator)
     form = attention, config.block_size, faster.forward
     after = probe.probe_logits(model.module, model.layers, *form)
-    probe.check_same(before, after, coarse=bool(coarse_layers(model.module)))
+    probe.check_same(before, after, coarse=coarse)
     return faster
 
 

@@ -84,20 +84,26 @@ def to_device(
 
 
 def resolve_dtype(
-    name: str, stored: torch.dtype, device: torch.device, key: str = "dtype"
+    name: str,
+    stored: torch.dtype,
+    device: torch.device,
+    key: str = "dtype",
+    *,
+    widened: bool = False,
 ) -> torch.dtype:
     """The dtype for option ``key`` with value ``name`` and a checkpoint in ``stored``.
 
-    ``auto`` on a CPU takes bfloat16 for 16-bit checkpoints where the processor multiplies it or our
-    kernels widen it, and float32 otherwise. Raises ConfigError for float16 on a CPU, for which
-    there are no fast kernels.
+    ``auto`` on a CPU takes bfloat16 for 16-bit checkpoints where the processor multiplies it, or
+    where our kernels compute all of the model's layers (``widened``) and can widen it, else
+    float32. Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
     """
     if name != "auto":
         dtype = DTYPES[name]
     elif device.type == "cuda" or stored == torch.float32:
         dtype = stored
     else:
-        dtype = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
+        fits = cpu_has_bfloat16() or (widened and cpu_widens_bfloat16())
+        dtype = torch.bfloat16 if fits else torch.float32
         _log.info("dtype auto: %s, for weights stored in %s", dtype, stored)
     if device.type == "cpu" and dtype == torch.float16:
         raise ConfigError.of(key, name, "auto, float32 or bfloat16 on a CPU")
@@ -105,12 +111,14 @@ def resolve_dtype(
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the processor has instructions for bfloat16 products, or those that kernels compiled
-    by Numba widen it with."""
+    """Whether the processor has instructions for bfloat16 products."""
     found = torch.cpu.get_capabilities()
-    if found.get("avx2") and find_spec("numba") is not None:
-        return True
     return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def cpu_widens_bfloat16() -> bool:
+    """Whether kernels compiled by Numba are fast in computing bfloat16 as float32."""
+    return bool(torch.cpu.get_capabilities().get("avx2")) and find_spec("numba") is not None
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:

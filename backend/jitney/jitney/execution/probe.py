@@ -126,7 +126,7 @@ def _check_products(layers: list[QuantizedLinear]) -> None:
         error = float((got - right).norm() / right.norm())
         if not error <= _E4M3_PRODUCT:
             raise InstallationError(
-                f"torch's product of 8-bit floats gives results {error:.2g} away from the right "
+                f"a product of 8 bits gives results {error:.2g} away from the right "
                 "ones on this machine: set the option quantization to 'none'"
             )
 

@@ -105,13 +105,18 @@ class Fp8Linear(EightBitLinear):
     kind = e4m3.DTYPE
     quantize_rows = staticmethod(e4m3.quantize_rows)
 
-    def product(self, x: Tensor) -> Tensor:
-        quantize_rows = self.quantize_rows
-        if x.device.type == "cuda":
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__(weight, scale, bias, dtype)
+        self._round = e4m3.quantize_rows
+        if weight.device.type == "cuda":
             from jitney.quantization import fp8_kernel  # needs triton
 
-            quantize_rows = fp8_kernel.quantize_rows
-        quantized, scale = quantize_rows(x)
+            self._round = fp8_kernel.quantize_rows
+
+    def product(self, x: Tensor) -> Tensor:
+        quantized, scale = self._round(x)
         y: Tensor = torch._scaled_mm(
             quantized,
             self.weight.t(),

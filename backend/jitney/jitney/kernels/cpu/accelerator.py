@@ -50,6 +50,8 @@ class CpuAccelerator:
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
         """Fuse what fits, then pack the linear layers that are left."""
         module, report, make = model.module, FuseReport(), None
+        if not self._config.fuse and not self._config.prepack:
+            return model
         try:
             from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
         except ImportError as error:

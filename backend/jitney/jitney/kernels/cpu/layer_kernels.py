@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jitney.execution.quantized import QuantizedLinear
+from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.cpu.attention import TAGS
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
@@ -43,10 +43,14 @@ class CpuLayerKernels:
     def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
         first, scale = products[0], None
         if isinstance(first, QuantizedLinear):
-            joined = first.merge(products)
-            if joined is None or self._dtype != torch.bfloat16 or not joined.has_bytes:
+            if not first.has_bytes or first.dtype != torch.bfloat16:
                 raise Misfit("a CPU has no fused products of such quantized weights")
+            joined = first.merge(products)
+            if joined is None:
+                raise Misfit("its products are quantized in different ways")
             weight, bias, scale = joined.weight, joined.bias, joined.scale
+        elif len(products) == 1 and is_linear(first):
+            weight, bias = weight_of(first), first.bias
         elif any(type(each) is not nn.Linear for each in products):
             raise Misfit("it has quantized products and others")
         else:
@@ -55,7 +59,7 @@ class CpuLayerKernels:
         if fits_tiles(weight, activation):
             return TileLinear(weight, bias, self._products, activation, scale)
         if scale is not None:
-            raise Misfit("its sizes are not those of whole tiles")
+            raise Misfit("there is no product of its sizes and activation for bytes")
         if reason := self._obstacle(weight.dtype):
             raise Misfit(reason)
         if activation is None:

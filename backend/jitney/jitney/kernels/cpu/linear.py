@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.fused.fuse import FuseReport, swap_children
@@ -125,12 +124,14 @@ def prepack_linears(
     obstacle = cache(can_pack)
 
     def pack(linear: Any) -> nn.Module:
-        if make is not None and type(linear) is not Conv1D:
-            packed = make([linear])
-        elif reason := obstacle(linear.weight.dtype):
-            raise Misfit(reason)
-        else:
+        packed: nn.Module
+        reason = obstacle(linear.weight.dtype)
+        if reason is None:  # many rows of a layer that stands alone are oneDNN's strength
             packed = PackedLinear(weight_of(linear), linear.bias, rows)
+        elif make is not None:
+            packed = make([linear])
+        else:
+            raise Misfit(reason)
         if holders.pop(linear.weight, 0) > 1:  # with a tied embedding
             report.added_bytes += linear.weight.nbytes
         return packed

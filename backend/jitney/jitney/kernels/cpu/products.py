@@ -162,9 +162,9 @@ def _dot(builder: Any, tag: Any, acc: Any, units: Sequence[Any], b: Any) -> Any:
 def _dot_bytes(builder: Any, acc: Any, a: Any, b: Any) -> Any:
     """IR: acc + a . b per lane, exactly; all are vectors of int32."""
     if host_has("avx512vnni"):
-        return _by_parts(builder, "avx512.vpdpbusd.512", i8, acc, a, b)
+        return _by_parts(builder, "avx512.vpdpbusd.512", i32, acc, a, b)
     if host_has("avxvnni"):
-        return _by_parts(builder, "avx512.vpdpbusd.256", i8, acc, a, b)
+        return _by_parts(builder, "avx512.vpdpbusd.256", i32, acc, a, b)
     # As int16 the even bytes of both, then the odd ones: an instruction multiplies them and adds
     # two products. (That for bytes would add them in int16, where they do not fit.)
     pairs = ir.VectorType(i16, 2 * LANES)

@@ -33,8 +33,9 @@ from jitney.kernels.cpu.compiled import (
     source_version,
 )
 from jitney.kernels.cpu.layout import AttentionArguments
+from jitney.kernels.cpu.product_kernel import ProductCall
 from jitney.kernels.cpu.simd import emitted, fetch_add, i32, i64, inner, load_i64, pointer
-from jitney.kernels.cpu.tile_linear import ProductCall, TileLinear
+from jitney.kernels.cpu.tile_linear import TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP
 
 SPINS = 2000
@@ -151,9 +152,16 @@ def _can_run(layer: FusedDecoderLayer) -> bool:
         return False
     if not isinstance(mlp, FusedMLP) or attention.form.sinks is not None:
         return False
-    products = attention.qkv, attention.output, mlp.gated, mlp.down
+    products = _products(layer)
     tiles = [each for each in products if isinstance(each, TileLinear)]
-    return len(tiles) == len(products) and len({each.kernel for each in tiles}) == 1
+    whole = all(each.width == each.out_features for each in tiles)
+    return whole and len(tiles) == len(products) and len({each.kernel for each in tiles}) == 1
+
+
+def _products(layer: FusedDecoderLayer) -> list[Any]:
+    """Those of query, key and value, of attention's output, and of the MLP."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.qkv, attention.output, mlp.gated, mlp.down]
 
 
 class LayerProgram:
@@ -178,7 +186,11 @@ class LayerProgram:
             return None
         if not all(map(_can_run, model.layers)) or not (team_size and give_way):
             return None
-        if len({layer.self_attn.output.kernel for layer in model.layers}) > 1:
+        shapes = {
+            tuple((each.kernel, each.in_features, each.width) for each in _products(layer))
+            for layer in model.layers
+        }
+        if len(shapes) > 1:
             return None
         return cls(model, ProgramCall(team_size=team_size, give_way=give_way))
 
@@ -212,7 +224,7 @@ class LayerProgram:
         memory.arguments[memory.of_layers :, _COUNT] = count
         out = normed = memory.activations[2][:count]
         if isinstance(self._head, TileLinear):
-            out = torch.empty(count, self._head.out_features, dtype=out.dtype)
+            out = torch.empty(count, self._head.width, dtype=out.dtype)
             memory.arguments[-1, _OUT] = out.data_ptr()
         for call, cache, layers in memory.kinds:
             assert isinstance(cache.attend, CpuAttention)
@@ -223,7 +235,7 @@ class LayerProgram:
             memory.attention[layers, :, _COUNT] = step.write_items, step.items
         self._call.arrived = 0
         self._kernel.run(self._call, torch.get_num_threads())
-        return self._head(normed) if out is normed else out
+        return self._head(normed) if out is normed else self._head.without_filling(out)
 
     def _lay_out(self, tokens: int) -> _Memory:
         """Memory for steps of at most ``tokens`` rows, rounded up to a power of two."""
@@ -239,9 +251,11 @@ class LayerProgram:
         most = max(
             each.spare_bytes
             for layer in self._layers
-            for each in (layer.self_attn.qkv, layer.self_attn.output, *layer.mlp.children())
+            for each in (*_products(layer), self._head)
+            if isinstance(each, TileLinear)
         )
-        rounded = [torch.empty(tokens * most, dtype=torch.uint8), torch.empty(tokens)]
+        kinds_of_room = (tokens * most, torch.uint8), (tokens, torch.float32)
+        rounded = [torch.empty(count, dtype=kind) for count, kind in kinds_of_room]
         spare = rounded[0].data_ptr(), rounded[1].data_ptr()
         norm, calls, attending = self._norm.kernel, list[tuple[Kernel, ctypes.Structure]](), 0
         kinds: dict[object, tuple[AttentionCall, LayerCache, list[int]]] = {}

@@ -1,0 +1,253 @@
+"""The product of linear layers as a Numba kernel, with what follows it.
+
+At the few rows of a decode step it reads weights faster than oneDNN's, a call costs a tenth, and it
+can be a step of a ``program``, which a call into torch cannot. The product of a few rows is one of
+two micro-kernels: the tile unit's (AMX) where there is one, else that of vectors, which widens to
+float32 what the processor does not multiply. Imported only where Numba is.
+
+A weight [N, K] is packed in columns of 16 outputs, each ``[K / 2, 16, 2]``: 16 rows of a column are
+one tile, and each row is one vector. Two columns at a time meet at most 32 rows of x in the tile
+unit, so that four tiles accumulate and each tile loaded is used twice; or MAX_ROWS in vectors. An
+item is a few pairs of columns and ROWS_PER_CHUNK rows; a row's result depends on nothing but that
+row.
+"""
+
+from typing import Any
+
+import llvmlite.ir as ir
+import numpy as np
+from numba import types
+from numba.core import cgutils
+
+from jitney.kernels.cpu.compiled import Call, reader, record
+from jitney.kernels.cpu.products import (
+    MAX_ROWS,
+    VECTOR_BYTES,
+    amx_end,
+    emit_amx,
+    emit_shapes,
+    i8,
+    make_tile,
+    move_tile,
+    stack_memory,
+)
+from jitney.kernels.cpu.simd import (
+    BF16,
+    ONE,
+    TAG,
+    element_bytes,
+    emitted,
+    fetch_add,
+    fma,
+    i64,
+    inner,
+    load,
+    load_as,
+    load_difference,
+    load_f32,
+    offset_by,
+    sigmoid,
+    splat,
+    store_as,
+    store_i64,
+)
+from jitney.kernels.fused.layers import Activation
+
+STEP_BYTES = 64
+"""Of an output's weights: what one tile holds."""
+ROWS_PER_CHUNK = 128
+ITEMS = 64
+"""About so many items a product is cut into: many enough to share out, few enough to be cheap."""
+SILU, GELU_TANH = 1, 2
+ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": SILU, "gelu_tanh": GELU_TANH}
+
+
+@record
+class ProductCall(Call):
+    """Arguments of :func:`product_body`."""
+
+    x: int
+    """[count, K]"""
+    x_stride: int
+    """Bytes from row to row."""
+    steps: int
+    """Of STEP_BYTES in an output's weights."""
+    weight: int
+    """Packed."""
+    pairs: int
+    """Of columns: N / 32."""
+    pairs_per_item: int
+    out: int
+    out_stride: int
+    """Bytes from row to row."""
+    activation: int
+    """0: none. Else the pairs are (gate, up), and 16 outputs come of each."""
+    other: int
+    """Address of [count, N], ``out_stride`` apart, added to the result. 0: none."""
+    bias: int
+    """Address of float32 [N]. 0: none."""
+    tiles: int
+    """Whether the processor's tile unit is used: 0 or 1."""
+    row_scales: int
+    """Of bytes: address of float32 [count]."""
+    scales: int
+    """Of bytes: address of float32 [N]."""
+    shifts: int
+    """Of bytes: address of int32 [N], 128 times the sum of each output's weights."""
+
+
+read_product = reader(ProductCall)
+
+# Tiles 0 to 3 are the results of (upper, lower rows) x (first, second column), in this order.
+_X, _COLUMN = 4, 6
+"""The first of two tiles: of rows of x, and of columns."""
+_AHEAD = 2
+"""The vectors' micro-kernel asks for the pair of columns after the one it reads."""
+
+
+@emitted(types.int64)
+def result_memory(builder):
+    """The address of float32 [32, 32]."""
+    return stack_memory(builder, 4096)
+
+
+@emitted(types.int64)
+def column_list(builder):
+    """The address of int64 [2 + _AHEAD]."""
+    return stack_memory(builder, 8 * (2 + _AHEAD))
+
+
+@emitted(types.void, *[types.int64] * 2)
+def set_shapes(builder, upper, lower):
+    """Set this thread's tiles for 1 to 16 ``upper`` rows and as many ``lower`` ones of x."""
+    upper, lower = (builder.trunc(rows, i8) for rows in (upper, lower))
+    emit_shapes(builder, [upper, upper, lower, lower, upper, lower, 16, 16], [64] * 8)
+
+
+def _make_multiply(with_lower: bool) -> Any:
+    """``out`` [32 or 16, 32] = rows of x times two columns of the weight, the second right behind
+    the first: float32, or int32 of bytes."""
+
+    @emitted(types.void, TAG, *[types.int64] * 5)
+    def multiply(builder, tag, x, x_stride, column, steps, out):
+        dot = "tdpbusd" if tag == types.int8 else "tdpbf16ps"
+        line = ir.Constant(i64, 64)
+        second = offset_by(builder, column, steps, 1024)
+        lower = offset_by(builder, x, 16, x_stride)
+        results = range(4 if with_lower else 2)
+        for tile in results:
+            emit_amx(builder, "tilezero", tile)
+        with cgutils.for_range(builder, steps) as loop:
+            for n, start in enumerate((column, second)):
+                where = offset_by(builder, start, loop.index, 1024)
+                move_tile(builder, "tileloadd64", _COLUMN + n, where, line)
+            for n, start in enumerate((x, lower)[: 1 + with_lower]):
+                where = offset_by(builder, start, loop.index, line)
+                move_tile(builder, "tileloadd64", _X + n, where, x_stride)
+            for tile in results:
+                emit_amx(builder, dot, tile, _X + tile // 2, _COLUMN + tile % 2)
+        for tile in results:
+            where = offset_by(builder, out, tile // 2 * 16 * 128 + tile % 2 * 64)
+            move_tile(builder, "tilestored64", tile, where, ir.Constant(i64, 128))
+
+    return multiply
+
+
+multiply_32 = _make_multiply(True)
+multiply_16 = _make_multiply(False)
+multiply_vectors = make_tile(2, across=True, ahead=_AHEAD)
+
+
+@inner
+def activate(kind, x):
+    """SiLU, or GELU by its tanh formula: x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3))."""
+    if kind == SILU:
+        return x * sigmoid(x)
+    inside = fma(x * x, splat(np.float32(0.044715)), splat(ONE)) * x
+    return x * sigmoid(inside * splat(np.float32(1.5957691216057308)))
+
+
+@inner
+def finish(tag, call, pair, first, rows, result):
+    """Write the [rows, 32] of one pair to the output."""
+    bias = call.bias + pair * 128
+    for m in range(rows):
+        where = result + m * 128
+        if element_bytes(tag) == 1:
+            shift, scale = call.shifts + pair * 128, call.scales + pair * 128
+            row = splat(load_f32(call.row_scales + 4 * (first + m)))
+            a = load_difference(where, shift) * (load(scale) * row)
+            b = load_difference(where + 64, shift + 64) * (load(scale + 64) * row)
+        else:
+            a, b = load(where), load(where + 64)
+        if call.bias != 0:
+            a, b = a + load(bias), b + load(bias + 64)
+        at = (first + m) * call.out_stride + pair * (64 if call.activation == 0 else 32)
+        if call.activation != 0:
+            store_as(BF16, call.out + at, activate(call.activation, a) * b)
+            continue
+        if call.other != 0:
+            a = a + load_as(BF16, call.other + at)
+            b = b + load_as(BF16, call.other + at + 32)
+        store_as(BF16, call.out + at, a)
+        store_as(BF16, call.out + at + 32, b)
+
+
+@inner
+def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
+    """Rows [first, last) times one pair. ``shaped`` is the row count that the tiles are set for,
+    at most 32; returns the one they are set for afterwards."""
+    column, x_stride = call.weight + pair * call.steps * 2048, call.x_stride
+    while first < last:
+        rows = min(last - first, 32)
+        if rows != shaped:
+            set_shapes(min(rows, 16), max(rows - 16, 1))
+            shaped = rows
+        start = call.x + first * x_stride
+        if rows > 16:
+            multiply_32(tag, start, x_stride, column, call.steps, result)
+        else:
+            multiply_16(tag, start, x_stride, column, call.steps, result)
+        finish(tag, call, pair, first, rows, result)
+        first += rows
+    return shaped
+
+
+@inner
+def multiply_by_vectors(tag, call, pair, first, last, result, columns):
+    """Rows [first, last) times one pair, in slices of equal size. ``columns`` is overwritten."""
+    count = last - first
+    for n in range(2 + _AHEAD):
+        store_i64(columns + 8 * n, call.weight + (2 * pair + n) * call.steps * 1024)
+    slices = -(-count // MAX_ROWS)
+    for i in range(slices):
+        begin = first + count * i // slices
+        rows = first + count * (i + 1) // slices - begin
+        multiply_vectors(
+            tag, False, rows, call.x + begin * call.x_stride, call.x_stride, columns, 1,
+            call.steps * 16, VECTOR_BYTES, 0, result, 128,
+        )  # fmt: skip
+        finish(tag, call, pair, begin, rows, result)
+
+
+@inner
+def product_body(tag, arguments):
+    """Take items until none is left."""
+    call = read_product(arguments)
+    result, columns = result_memory(), column_list()
+    groups = -(-call.pairs // call.pairs_per_item)
+    shaped = np.int64(0)
+    while True:
+        item = fetch_add(arguments)
+        first = item // groups * ROWS_PER_CHUNK
+        if first >= call.count:
+            break
+        begin = item % groups * call.pairs_per_item
+        for pair in range(begin, min(begin + call.pairs_per_item, call.pairs)):
+            last = min(first + ROWS_PER_CHUNK, call.count)
+            if call.tiles != 0:
+                shaped = multiply_by_tiles(tag, call, pair, first, last, result, shaped)
+            else:
+                multiply_by_vectors(tag, call, pair, first, last, result, columns)
+    if call.tiles != 0:
+        amx_end()
