@@ -338,7 +338,7 @@ def test_product_that_is_wrong_on_this_machine(monkeypatch: pytest.MonkeyPatch) 
     specs = probe.record_layers(module, layer_windows(module.config))
     inner = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: inner(*a, **k) * 1.1)
-    with pytest.raises(InstallationError, match=r"of 8-bit floats gives results 0\.1 away"):
+    with pytest.raises(InstallationError, match=r"of 8 bits gives results 0\.1 away"):
         probe.compare_with_eager(module, specs)
 
 

@@ -112,13 +112,11 @@ def test_layers_of_different_widths_run_kernel_by_kernel(tmp_path) -> None:
     model = load(tmp_path, "llama")
     mlp = model.module.model.layers[1].mlp
     size = mlp.gate_proj.in_features
-    for name, shape in (
-        ("gate_proj", (96, size)),
-        ("up_proj", (96, size)),
-        ("down_proj", (size, 96)),
-    ):
-        getattr(mlp, name).weight = torch.nn.Parameter(torch.randn(*shape).bfloat16() * 0.1)
-        getattr(mlp, name).out_features, getattr(mlp, name).in_features = shape
+    shapes = {"gate_proj": (320, size), "up_proj": (320, size), "down_proj": (size, 320)}
+    for name, shape in shapes.items():
+        linear = getattr(mlp, name)
+        linear.weight = torch.nn.Parameter(torch.randn(*shape).bfloat16() * 0.1)
+        linear.out_features, linear.in_features = shape
     fused = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
     assert fused is not None
     assert fused.program is None
