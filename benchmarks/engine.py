@@ -147,6 +147,8 @@ def _command(name: str, model: Path, arguments: argparse.Namespace) -> Command |
             print(f"without {ENGINES[name]}: openvino_genai is not installed in {python}")
             return None
         model = _convert(python, model, "int8" if name.endswith("int8") else "fp16")
+        if arguments.instructions == "avx2":  # what it takes by itself on such a processor
+            options += ["--precision", "f32"]
     if requests:
         options += ["--requests", str(requests)]
     if not workloads:
