@@ -167,8 +167,8 @@ def rows_body(tag, arguments):
 
 
 @record
-class RoundCall(Call):
-    """Arguments of :func:`round_body` and :func:`widen_body`."""
+class ConvertCall(Call):
+    """Arguments of :func:`convert_body`."""
 
     x: int
     """bfloat16 [count, size]"""
@@ -181,41 +181,37 @@ class RoundCall(Call):
     """Of bytes: address of float32 [count]."""
 
 
-read_round = reader(RoundCall)
+read_convert = reader(ConvertCall)
 
 
 @inner
-def round_body(arguments):
-    """x -> 128 + x / scale, where a scale for each row makes its largest element 127."""
-    call = read_round(arguments)
+def round_row(row, out, size, scale):
+    """x -> 128 + x / scale, as bytes, where the scale makes the row's largest element 127."""
+    best, strange = splat(ZERO), splat(ZERO)
+    for i in range(0, size, LANES):
+        x = load_as(BF16, row + 2 * i)
+        best = larger(larger(x, splat(ZERO) - x), best)
+        strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
+    largest = lane_max(best)
+    store_f32(scale, largest / np.float32(127.0) + lane_sum(strange))
+    share = splat(np.float32(127.0) / largest if largest > ZERO else ZERO)
+    for i in range(0, size, LANES):
+        store_bytes(out + i, load_as(BF16, row + 2 * i) * share)
+
+
+@inner
+def convert_body(tag, arguments):
+    """Rows of bfloat16 to the tag's type: I8, each with a scale of its own, or F32."""
+    call = read_convert(arguments)
     while True:
         first = fetch_add(arguments) * _ROWS_PER_ITEM
         if first >= call.count:
             return
         for r in range(first, min(first + _ROWS_PER_ITEM, call.count)):
             row, out = call.x + r * call.size * 2, call.out + r * call.out_stride
-            best, strange = splat(ZERO), splat(ZERO)
-            for i in range(0, call.size, LANES):
-                x = load_as(BF16, row + 2 * i)
-                best = larger(larger(x, splat(ZERO) - x), best)
-                strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
-            largest = lane_max(best)
-            store_f32(call.scales + 4 * r, largest / np.float32(127.0) + lane_sum(strange))
-            share = splat(np.float32(127.0) / largest if largest > ZERO else ZERO)
-            for i in range(0, call.size, LANES):
-                store_bytes(out + i, load_as(BF16, row + 2 * i) * share)
-
-
-@inner
-def widen_body(arguments):
-    """bfloat16 to float32."""
-    call = read_round(arguments)
-    while True:
-        first = fetch_add(arguments) * _ROWS_PER_ITEM
-        if first >= call.count:
-            return
-        for r in range(first, min(first + _ROWS_PER_ITEM, call.count)):
-            row, out = call.x + r * call.size * 2, call.out + r * call.out_stride
+            if element_bytes(tag) == 1:
+                round_row(row, out, call.size, call.scales + 4 * r)
+                continue
             for i in range(0, call.size, LANES):
                 store(out + 4 * i, load_as(BF16, row + 2 * i))
 

@@ -17,8 +17,8 @@ from jitney.kernels.cpu.product_kernel import (
     product_body,
 )
 from jitney.kernels.cpu.products import may_use_amx
-from jitney.kernels.cpu.rows import RoundCall, round_body, widen_body
-from jitney.kernels.cpu.simd import BF16, I8, LANES, UNIT_BYTES, WIDE, host_has
+from jitney.kernels.cpu.rows import ConvertCall, convert_body
+from jitney.kernels.cpu.simd import BF16, F32, I8, LANES, UNIT_BYTES, WIDE, host_has
 from jitney.kernels.fused.layers import Activation
 
 
@@ -46,13 +46,13 @@ class Products:
     def widen(self) -> Kernel:
         """From bfloat16 to float32."""
         version = source_version()
-        return Kernel(lambda address: widen_body(address) if version else None)
+        return Kernel(lambda address: convert_body(F32, address) if version else None)
 
     @cached_property
     def round(self) -> Kernel:
         """From bfloat16 to bytes."""
         version = source_version()
-        return Kernel(lambda address: round_body(address) if version else None)
+        return Kernel(lambda address: convert_body(I8, address) if version else None)
 
 
 def fits_tiles(weight: Tensor, activation: Activation | None = None) -> bool:
@@ -140,7 +140,7 @@ class TileLinear(nn.Module):
         if self._before is None:
             return [(self.kernel, call)]
         call.x, call.row_scales = spare
-        first = RoundCall(
+        first = ConvertCall(
             x=x, size=self.in_features, out=call.x, out_stride=call.x_stride, scales=spare[1]
         )
         return [(self._before, first), (self.kernel, call)]
