@@ -11,8 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney.errors import CheckpointError, InvalidArgumentError
+from jitney.offline import pipeline
 from jitney.offline.executors import InSession, Sizes
 from jitney.offline.job import make_job
+from jitney.offline.run import read_record
 from PIL import Image
 from tokenizers import Tokenizer
 
@@ -108,6 +110,21 @@ def test_images_are_classified(tmp_path: Path, form: str) -> None:
     assert [row["label"] for row in rows] == [f"digit {i}" for i in direct.argmax(1)]
     np.testing.assert_allclose([row["score"] for row in rows], direct.max(1), rtol=1e-5)
     assert len(bad(tmp_path / "out")) == (form == "files")
+
+
+@built
+def test_few_images_wait_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their paths have few bytes, the arrays that are made of them 256 each: 10 of them, or two
+    chunks of 8 that are not prepared yet, and one more chunk are on their way."""
+    monkeypatch.setattr(pipeline, "_IN_FLIGHT_BYTES", 10 * 256)
+    (source := tmp_path / "in").mkdir()
+    for i in range(60):
+        Image.fromarray(pictures()[i % 30]).save(source / f"{i:02}.png")
+    settings = {"task": "classify", "map": None, "model": str(DIGITS), "in_flight": 64}
+    assert run(source, tmp_path / "out", **settings)
+    assert len(read(tmp_path / "out")) == 60
+    parts = read_record(str(tmp_path / "out"), None).parts
+    assert parts[-1].figures["most_in_flight"] <= 18
 
 
 @built

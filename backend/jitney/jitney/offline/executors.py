@@ -119,7 +119,10 @@ class InSession:
         from jitney.standins.onnx_options import read_options
         from jitney.standins.onnx_session import OnnxSession  # onnxruntime may be missing
 
-        session = OnnxSession(_file_of(Path(str(job.model))), read_options({}, None))
+        # Waiting threads of ONNX Runtime spin where a job has the cores for itself.
+        spins = {"session.intra_op.allow_spinning": {"string_value": str(int(job.ray is None))}}
+        options = read_options({"parameters": spins}, None)
+        session = OnnxSession(_file_of(Path(str(job.model))), options)
         self.signature = _of_rows(session.signature)
         self._batcher = Batcher(session.run, session.signature, batching=True)
         self._output = chosen_output(job, self.signature)

@@ -36,7 +36,8 @@ from jitney.offline.prepare import (
 
 _POLL_S = 0.2
 _IN_FLIGHT_BYTES, _PART_BYTES = 128 << 20, 64 << 20
-"""Of rows as they were read: with more of them no chunk is read, and a part is written."""
+"""Of rows as they were read: with more of them, or with what was made of them, no chunk is read,
+and a part is written."""
 _JUDGED = 100
 """A share of bad rows ends the job once so many are done."""
 _SECONDS = ("read_s", "prepare_s", "waited_s", "run_s", "write_s")
@@ -207,6 +208,8 @@ class Pipeline(Gathering):
         self._chunks = dataset.chunks(journal.record, self._chunk_rows)
         self._reading: Future[Chunk | FileRows | None] | None = None
         self._input_ended = False
+        self._row_bytes = 0.0
+        """Of a row as it was read and prepared, on average: that of the last chunk taken."""
         self._preparing: deque[tuple[Chunk, Future[Prepared]]] = deque()
 
     def _advance(self) -> bool:
@@ -229,7 +232,9 @@ class Pipeline(Gathering):
         while not self._input_ended:
             if self._reading is None:
                 full = self._in_flight + self._chunk_rows > self._job.in_flight
-                if full or self._bytes >= _IN_FLIGHT_BYTES:
+                early = len(self._preparing) > 1 and not self._row_bytes
+                nbytes = max(self._bytes, self._row_bytes * self._in_flight)
+                if full or early or nbytes >= _IN_FLIGHT_BYTES:
                     return
                 self._reading = in_background(self._next_chunk)
             if not self._reading.done():
@@ -263,8 +268,11 @@ class Pipeline(Gathering):
             items, seconds = future.result()
             self._counts["prepare_s"] += seconds
             self._counts["position"] = chunk.position
+            nbytes = chunk.nbytes
+            made = sum(item.nbytes for item in items)
+            self._row_bytes = max(1, nbytes + made) / len(items)
             for item in items:
-                item.key, item.nbytes = int(self._counts["taken"]), chunk.nbytes // len(items)
+                item.key, item.nbytes = int(self._counts["taken"]), nbytes // len(items)
                 self._counts["taken"] += 1
                 self._feeder.add(item)
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from jitney.errors import InvalidArgumentError, UnavailableError
@@ -48,7 +49,7 @@ class Item:
     """Of this run; rows count from 0 in the order of the input."""
     tries: int = 0
     nbytes: int = 0
-    """About, as it was read."""
+    """About: of the arrays that were made of it; in the pipeline, as it was read."""
 
 
 Prepared = tuple[list[Item], float]
@@ -122,7 +123,10 @@ def make_preparer(context: Context) -> Preparer:
             items.append(item)
             try:
                 item.row = chunk.row(raw, storage)
-                item.made = task.prepare(item.row)
+                item.made = made = task.prepare(item.row)
+                if isinstance(made, dict):
+                    arrays = [each for each in made.values() if isinstance(each, np.ndarray)]
+                    item.nbytes = sum(array.nbytes for array in arrays)
             except UnavailableError:
                 raise
             except (Exception, SystemExit) as error:  # of a user's function or template

@@ -109,7 +109,7 @@ class Tensors:
     def finish(self, row: Row, result: Arrays) -> Row:
         values = result[self._output].ravel()
         if self._job.task == "embed":
-            return {"embedding": values.astype(np.float32)}
+            return {"embedding": values.astype(np.float32, copy=False)}
         if self._job.task == "score":
             if values.size != 1:
                 bound = "1: score needs a model of one number"
