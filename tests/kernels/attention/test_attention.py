@@ -121,17 +121,33 @@ def test_kernel_equals_float64_at_every_length(kernels):
     assert distance(out, paged.expected(0, 0, 300)) < 1e-6
 
 
-@pytest.mark.parametrize("chunks", [(1,) * 20, (7, 13), (19, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunks_do_not_change_a_row(chunks, dtype, kernels):
-    case = Case(heads=(12, 4), window=11, dtype=dtype)
-    whole = Sequences(case, [20]).step(kernels[dtype], [(0, 0, 20)])[0]
-    paged, start, parts = Sequences(case, [20]), 0, []
-    for n in chunks:
-        parts += paged.step(kernels[dtype], [(0, start, start + n)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(heads=(4, 4), size=16),
+        Case(heads=(6, 2)),
+        Case(heads=(8, 1), softcap=5.0, sinks=True),
+        Case(heads=(6, 2), window=300, size=80),
+        Case(heads=(2, 2), window=700, sinks=True),
+        Case(heads=(6, 2), window=11),
+    ],
+    ids=str,
+)
+def test_chunks_and_decodes_do_not_change_a_bit(case, dtype, kernels):
+    """Of contexts of three parts: whole, in chunks that end anywhere, and token by token around the
+    borders of spans, of parts and of windows."""
+    case, length = replace(case, dtype=dtype), 1100
+    whole = Sequences(case, [length]).step(kernels[dtype], [(0, 0, length)])[0]
+    chunked, start = Sequences(case, [length]), 0
+    for n in (5, 250, 1, 256, 1, 2, 17, 300, 191, 3, 74):
+        part = chunked.step(kernels[dtype], [(0, start, start + n)])[0]
+        assert torch.equal(part, whole[start : start + n]), start
         start += n
-    limit = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
-    assert distance(torch.cat(parts), whole) < limit
+    assert start == length
+    for p in (0, 9, 16, 100, 255, 256, 301, 511, 512, 513, 700, 900, 1023, 1024, 1050, 1099):
+        decoded = chunked.step(kernels[dtype], [(0, p, p + 1)])[0]
+        assert torch.equal(decoded[0], whole[p]), p
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -101,13 +101,13 @@ class CpuAttention:
             meta.context_len.numpy(),
             max(1, layout.TILE_ROWS // group),
             call.window or meta.max_context_len,
-            layout.SPLIT_TOKENS,
+            layout.PART_TOKENS,
             GROUP_TOKENS,
         )
         decode, width = meta.max_query_len == 1, table.stride(0)
         rows = max(layout.TILE_ROWS, group)
         self._reserve_scratch(threads, rows, padded, width * block_size)
-        floats = parts * group * (padded + 2) * kv_heads
+        floats = parts * group * (padded + layout.STATE_EXTRA) * kv_heads
         if self._parts.size < floats:
             self._parts = np.empty(floats, np.float32)
         if self._parts_done.size < split_rows * kv_heads:

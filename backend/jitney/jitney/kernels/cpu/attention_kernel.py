@@ -7,18 +7,24 @@ from a counter until none is left. ``tag`` is the element type of the cache (``s
 An item is a tile of one row's queries and one KV head, all query heads of its group together, so
 that K and V are read once for them; a tile's rows are (token, head of the group), token by token.
 It walks over the keys in spans of 256 with an online softmax (Milakov and Gimelshein 2018; Dao et
-al. 2022) in base 2. Decode rows of long contexts are split into items of SPLIT_TOKENS keys, and
-whichever ends last combines the parts in order. Neither tiles nor splits depend on the other rows
-of a batch, and so neither does a row's result.
+al. 2022) in base 2, which begins anew at every multiple of PART_TOKENS; the results of these parts
+are merged in order. The parts of a decode row are items of their own, and whichever ends last
+merges them.
+
+A row's result is bitwise the same from a prefill, a chunk and a decode, whatever else is in the
+batch: spans and parts lie on one grid for all, keys that are hidden from a row add exact zeros to
+its sums, and an item computes each row as it would alone.
 """
 
 import numpy as np
 
 from jitney.kernels.cpu.compiled import THREADS_OFFSET
 from jitney.kernels.cpu.layout import (
+    PART_TOKENS,
     SCRATCH_BYTES,
     SPAN_GROUPS,
     SPAN_TOKENS,
+    STATE_EXTRA,
     WORK_BYTES,
     copy_vector,
     find_groups,
@@ -71,8 +77,6 @@ from jitney.kernels.cpu.simd import (
 NEGATIVE_INFINITY = np.float32(-np.inf)
 LOWEST = np.float32(-1e30)
 """The running maximum before any key: finite, so that no difference is infinity less infinity."""
-AMX_LEAST_ROWS = 4
-"""Tiles of fewer rows are computed with vectors: the tile unit always computes 16."""
 
 
 @inner
@@ -80,52 +84,73 @@ def attend_body(tag, arguments):
     """Take items until none is left. A thread knows its next item while it works on one."""
     call = read_call(arguments)
     at = read_scratch(call.scratch + fetch_add(arguments + THREADS_OFFSET) * SCRATCH_BYTES)
-    if call.tiles != 0:
-        amx_begin()
+    shaped = np.int64(0)
     item = fetch_add(arguments)
     while item < call.count:
         upcoming = fetch_add(arguments)
-        attend_item(tag, call, item, upcoming if upcoming < call.count else item, at)
+        shaped = attend_item(
+            tag, call, item, upcoming if upcoming < call.count else item, at, shaped
+        )  # fmt: skip
         item = upcoming
     if call.tiles != 0:
         amx_end()
 
 
 @inner
-def attend_item(tag, call, item, upcoming, at):
-    """One tile of queries against all keys of its work."""
+def attend_item(tag, call, item, upcoming, at, shaped):
+    """One tile of queries against all keys of its work. The tile unit is set for slices of
+    ``shaped`` rows; returns for how many it is set afterwards."""
     kv_head = item % call.kv_heads
     work = read_work(call.works + item // call.kv_heads * WORK_BYTES)
     following = read_work(call.works + upcoming // call.kv_heads * WORK_BYTES)
     rows = work.num_tokens * call.group
+    if call.tiles != 0 and min(rows, MAX_ROWS_AMX) != shaped:
+        shaped = min(rows, MAX_ROWS_AMX)
+        amx_begin(shaped)
     if call.decode != 0 and work.part == work.num_parts - 1:
         write_token(tag, call, work.first_token, kv_head)
-    begin_rows(tag, call, work, kv_head, rows, at)
+    begin_queries(tag, call, work, kv_head, rows, at)
     find_groups(tag, call, work, kv_head, following, upcoming % call.kv_heads, at)
-    tiles = call.tiles != 0 and rows >= AMX_LEAST_ROWS
-    slices = -(-rows // (MAX_ROWS_AMX if tiles else MAX_ROWS))
-    for base in range(work.keys_begin, work.keys_end, SPAN_TOKENS):
-        width = min(SPAN_TOKENS, work.keys_end - base)
-        if tiles:
-            prefetch_span(tag, call, work, base + SPAN_TOKENS, at)
-        for i in range(slices):
-            first = i * MAX_ROWS_AMX if tiles else rows * i // slices
-            end = min(rows, first + MAX_ROWS_AMX) if tiles else rows * (i + 1) // slices
-            attend_rows(tag, call, work, first, end - first, base, width, tiles, at)
+    first_part = work.keys_begin // PART_TOKENS * PART_TOKENS
+    # The only part of rows without sinks is their total.
+    merges = work.num_parts == 1 and (work.keys_end > first_part + PART_TOKENS or call.sinks != 0)
+    if merges:
+        begin_states(call, work, kv_head, rows, at.totals, call.sinks)
+    for part in range(first_part, work.keys_end, PART_TOKENS):
+        begin_states(call, work, kv_head, rows, at.states, 0)
+        attend_part(tag, call, work, part, rows, at)
+        if merges:
+            merge_states(call, rows, at.totals, at.states)
     if work.num_parts > 1:
         finish_part(tag, call, work, kv_head, rows, at)
-        return
-    for r in range(rows):
-        emit_row(
-            tag, call, work.first_token + r // call.group, kv_head * call.group + r % call.group,
-            at.outputs + r * call.padded * 4, load_f32(at.sums + 4 * r), at.scores,
-        )  # fmt: skip
+    else:
+        emit_rows(tag, call, work, kv_head, rows, at.totals if merges else at.states, at.scores)
+    return shaped
+
+
+@inner
+def attend_part(tag, call, work, part, rows, at):
+    """The tile's states over those keys of the work that are in the part that begins at ``part``.
+
+    A span begins at a multiple of SPAN_TOKENS, or where the work does: keys before that are hidden
+    from all rows, and so no row's sums are added up in another order."""
+    tiles = call.tiles != 0
+    slices = -(-rows // (MAX_ROWS_AMX if tiles else MAX_ROWS))
+    begin = max(part, work.keys_begin // SPAN_TOKENS * SPAN_TOKENS)
+    for span in range(begin, min(part + PART_TOKENS, work.keys_end), SPAN_TOKENS):
+        base, end = max(span, work.keys_begin), min(span + SPAN_TOKENS, work.keys_end)
+        if tiles and rows >= MAX_ROWS:
+            prefetch_span(tag, call, work, span + SPAN_TOKENS, at)
+        for i in range(slices):
+            first = i * MAX_ROWS_AMX if tiles else rows * i // slices
+            last = min(rows, first + MAX_ROWS_AMX) if tiles else rows * (i + 1) // slices
+            attend_rows(tag, call, work, first, last - first, base, end - base, tiles, at)
 
 
 @inner
 def prefetch_span(tag, call, work, base, at):
-    """Ask for the K and V of the span at ``base``, or of the thread's next item: the vector
-    products do so as they go, the tile unit's do not."""
+    """Ask for the K and V of the span at ``base``, or of the thread's next item: the products of
+    few rows do so as they go, the tile unit's of many do not."""
     count = -(-(work.keys_end - work.keys_begin) // GROUP_TOKENS)
     begin = min((base - work.keys_begin) // GROUP_TOKENS, count)
     for g in range(begin, min(begin + SPAN_GROUPS, count + PREFETCH_GROUPS)):
@@ -136,24 +161,51 @@ def prefetch_span(tag, call, work, base, at):
 
 
 @inner
-def begin_rows(tag, call, work, kv_head, rows, at):
-    """The tile's queries, zeros beyond the head and up to a multiple of 16 rows, and running
-    maximum, sum and output before the first key; a sink counts as a key of no value."""
+def begin_queries(tag, call, work, kv_head, rows, at):
+    """The tile's queries, zeros beyond the head and up to a multiple of 16 rows."""
     size, all_rows = element_bytes(tag), -(-rows // LANES) * LANES
     stride = call.padded * size
     for r in range(rows):
         token, head = work.first_token + r // call.group, kv_head * call.group + r % call.group
         source = call.query + token * call.query_token_stride + head * call.query_head_stride
         copy_vector(tag, source, call.head_size, call.padded, at.queries + r * stride, size)
-        maximum, total = LOWEST, ZERO
-        if call.sinks != 0 and work.part == 0:
-            maximum, total = load_f32(call.sinks + 4 * head) * LOG2_E, ONE
-        store_f32(at.maxima + 4 * r, maximum)
-        store_f32(at.sums + 4 * r, total)
     for r in range(rows, all_rows):
         copy_vector(tag, at.queries, 0, call.padded, at.queries + r * stride, size)
-    for i in range(0, all_rows * call.padded, LANES):
-        store(at.outputs + i * 4, splat(ZERO))
+
+
+@inner
+def begin_states(call, work, kv_head, rows, states, sinks):
+    """Running maximum, sum and output of each row before the first key; a sink, if the address of
+    ``sinks`` is not 0, counts as a key of no value."""
+    stride = (call.padded + STATE_EXTRA) * 4
+    for r in range(rows):
+        state = states + r * stride
+        maximum, total = LOWEST, ZERO
+        if sinks != 0:
+            head = kv_head * call.group + r % call.group
+            maximum, total = load_f32(sinks + 4 * head) * LOG2_E, ONE
+        for d in range(0, call.padded, LANES):
+            store(state + 4 * d, splat(ZERO))
+        store_f32(state + 4 * call.padded, maximum)
+        store_f32(state + 4 * call.padded + 4, total)
+
+
+@inner
+def merge_states(call, rows, totals, states):
+    """Add each row's state over one part to its state over all parts before. A part of which a row
+    sees no key changes nothing."""
+    stride = (call.padded + STATE_EXTRA) * 4
+    for r in range(rows):
+        total, part = totals + r * stride, states + r * stride
+        before, theirs = load_f32(total + 4 * call.padded), load_f32(part + 4 * call.padded)
+        best = max(before, theirs)
+        kept, share = power_of_two(before - best), power_of_two(theirs - best)
+        for d in range(0, call.padded, LANES):
+            value = load(part + 4 * d) * splat(share)
+            store(total + 4 * d, fma(load(total + 4 * d), splat(kept), value))
+        where, other = total + 4 * call.padded + 4, part + 4 * call.padded + 4
+        store_f32(where, load_f32(where) * kept + load_f32(other) * share)
+        store_f32(where - 4, best)
 
 
 @inner
@@ -162,45 +214,52 @@ def attend_rows(tag, call, work, first, rows, base, width, tiles, at):
     size = element_bytes(tag)
     oldest = work.position + first // call.group
     newest = work.position + (first + rows - 1) // call.group
-    # Groups that no row here may see are left out: those after it, and a span before the window.
+    # Groups that no row here may see are left out: those after it, and those before the window.
     groups = min(-(-width // GROUP_TOKENS), (newest - base) // GROUP_TOKENS + 1)
-    if groups <= 0 or (call.window > 0 and base + SPAN_TOKENS <= oldest - call.window + 1):
+    if call.window > 0:
+        hidden = max(0, oldest - call.window + 1 - base) // GROUP_TOKENS
+        base += hidden * GROUP_TOKENS
+        groups -= hidden
+    if groups <= 0:
         return
     begin = (base - work.keys_begin) // GROUP_TOKENS * 8
-    stride = call.padded * size
+    stride, state_stride = call.padded * size, (call.padded + STATE_EXTRA) * 4
+    states = at.states + first * state_stride
     for g in range(0, groups, COLUMNS):  # of the last ones, more than are asked for
         score_tile(
             tag, tiles, rows, at.queries + first * stride, stride, at.key_groups + begin + 8 * g, 1,
             stride // UNIT_BYTES, VECTOR_BYTES, 0, at.scores + g * VECTOR_BYTES, SPAN_TOKENS * 4,
         )  # fmt: skip
     for r in range(rows):
-        p = work.position + (first + r) // call.group
+        p, state = work.position + (first + r) // call.group, states + r * state_stride
         rescale = weigh_row(
             tag, at.scores + r * SPAN_TOKENS * 4, at.weights + r * SPAN_TOKENS * size, groups,
             p - call.window + 1 - base if call.window > 0 else 0, p + 1 - base,
-            call.scale, call.softcap, at.maxima + 4 * (first + r), at.sums + 4 * (first + r),
+            call.scale, call.softcap, state + 4 * call.padded, state + 4 * call.padded + 4,
         )  # fmt: skip
         if rescale != ONE:
-            scale_row(at.outputs + (first + r) * call.padded * 4, call.padded, rescale)
-    outputs = at.outputs + first * call.padded * 4
-    add_values(tag, tiles, rows, at.weights, at.value_groups + begin, groups, call.padded, outputs)
+            scale_row(state, call.padded, rescale)
+    add_values(
+        tag, tiles, rows, at.weights, at.value_groups + begin, groups, call.padded, states
+    )  # fmt: skip
 
 
 @inner
-def add_values(tag, tiles, rows, weights, value_groups, groups, padded, outputs):
-    """outputs += weights times values, for all head elements."""
+def add_values(tag, tiles, rows, weights, value_groups, groups, padded, states):
+    """Outputs += weights times values, for all head elements."""
     stride, step = SPAN_TOKENS * element_bytes(tag), padded * UNIT_BYTES
+    state_stride = (padded + STATE_EXTRA) * 4
     units = GROUP_TOKENS * element_bytes(tag) // UNIT_BYTES
     wide = padded // (COLUMNS * LANES) * COLUMNS * LANES
     for d in range(0, wide, COLUMNS * LANES):
         value_tile_wide(
             tag, tiles, rows, weights, stride, value_groups, groups, units, step, d * UNIT_BYTES,
-            outputs + d * 4, padded * 4,
+            states + d * 4, state_stride,
         )  # fmt: skip
     for d in range(wide, padded, LANES):
         value_tile_narrow(
             tag, tiles, rows, weights, stride, value_groups, groups, units, step, d * UNIT_BYTES,
-            outputs + d * 4, padded * 4,
+            states + d * 4, state_stride,
         )  # fmt: skip
 
 
@@ -261,49 +320,36 @@ def scale_row(row, padded, factor):
 
 
 @inner
-def emit_row(tag, call, token, head, row, total, spare):
-    """One query head's output: the accumulated ``row`` over ``total``. ``spare`` is overwritten."""
+def emit_rows(tag, call, work, kv_head, rows, states, spare):
+    """Each row's output: what it added up over its sum. ``spare`` is overwritten."""
     size = element_bytes(tag)
-    target = call.out + (token * call.heads + head) * call.head_size * size
-    share = splat(ONE / total)
     whole = call.head_size // LANES * LANES
-    for d in range(0, whole, LANES):
-        store_as(tag, target + d * size, load(row + d * 4) * share)
-    if whole < call.head_size:
-        store_as(tag, spare, load(row + whole * 4) * share)
-        for e in range(call.head_size - whole):
-            copy_element(tag, spare + e * size, target + (whole + e) * size)
+    for r in range(rows):
+        token, head = work.first_token + r // call.group, kv_head * call.group + r % call.group
+        target = call.out + (token * call.heads + head) * call.head_size * size
+        state = states + r * (call.padded + STATE_EXTRA) * 4
+        share = splat(ONE / load_f32(state + 4 * call.padded + 4))
+        for d in range(0, whole, LANES):
+            store_as(tag, target + d * size, load(state + d * 4) * share)
+        if whole < call.head_size:
+            store_as(tag, spare, load(state + whole * 4) * share)
+            for e in range(call.head_size - whole):
+                copy_element(tag, spare + e * size, target + (whole + e) * size)
 
 
 @inner
 def finish_part(tag, call, work, kv_head, rows, at):
-    """Keep this part's sums; the last part of the row to end combines them all, in order."""
-    record = rows * (call.padded + 2) * 4
-    maxima, sums = rows * call.padded * 4, rows * (call.padded + 1) * 4
-    first = call.parts + (work.first_part * call.kv_heads + kv_head) * record
-    stride = call.kv_heads * record
-    mine = first + work.part * stride
-    for i in range(0, rows * call.padded, LANES):
-        store(mine + 4 * i, load(at.outputs + 4 * i))
-    for r in range(rows):
-        store_f32(mine + maxima + 4 * r, load_f32(at.maxima + 4 * r))
-        store_f32(mine + sums + 4 * r, load_f32(at.sums + 4 * r))
+    """Keep this part's states; the last part of the row to end merges them all, in order."""
+    size = rows * (call.padded + STATE_EXTRA) * 4
+    first = call.parts + (work.first_part * call.kv_heads + kv_head) * size
+    stride = call.kv_heads * size
+    for i in range(0, size, VECTOR_BYTES):
+        store(first + work.part * stride + i, load(at.states + i))
     done = call.parts_done + (work.split_row * call.kv_heads + kv_head) * 8
     if fetch_add(done) != work.num_parts - 1:
         return
     store_i64(done, 0)
-    for r in range(rows):
-        best = LOWEST
-        for i in range(work.num_parts):
-            best = max(best, load_f32(first + i * stride + maxima + 4 * r))
-        total = ZERO
-        row = at.outputs + r * call.padded * 4
-        scale_row(row, call.padded, ZERO)
-        for i in range(work.num_parts):
-            theirs = first + i * stride
-            factor = power_of_two(load_f32(theirs + maxima + 4 * r) - best)
-            total += factor * load_f32(theirs + sums + 4 * r)
-            for d in range(0, call.padded, LANES):
-                value = load(theirs + (r * call.padded + d) * 4)
-                store(row + d * 4, fma(value, splat(factor), load(row + d * 4)))
-        emit_row(tag, call, work.first_token, kv_head * rows + r, row, total, at.scores)
+    begin_states(call, work, kv_head, rows, at.totals, call.sinks)
+    for i in range(work.num_parts):
+        merge_states(call, rows, at.totals, first + i * stride)
+    emit_rows(tag, call, work, kv_head, rows, at.totals, at.scores)

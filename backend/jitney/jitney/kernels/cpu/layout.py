@@ -39,8 +39,10 @@ from jitney.kernels.cpu.simd import (
 SPAN_GROUPS = 16
 SPAN_TOKENS = SPAN_GROUPS * GROUP_TOKENS
 """Keys per turn of the online softmax."""
-SPLIT_TOKENS = 512
-"""Keys per item of a decode row."""
+PART_TOKENS = 512
+"""Keys of one part of a row: a whole number of spans."""
+STATE_EXTRA = LANES
+"""Of a row's state, float32 behind its outputs: running maximum (base 2), running sum, filling."""
 TILE_ROWS = 48
 """Query heads times tokens of one item, at most, unless one token has more."""
 WRITE_TOKENS = 16
@@ -74,8 +76,8 @@ class AttentionArguments(Call):
     scratch: int
     """Address of an array of Scratch, one per thread."""
     parts: int
-    """Records of split rows: per part and KV head, float32 outputs [heads of the group, padded],
-    running maxima and running sums [heads of the group]."""
+    """States of split rows: per part and KV head, float32 [heads of the group, padded +
+    STATE_EXTRA]."""
     parts_done: int
     """int64 [split rows, KV heads], all 0 at the start and at the end."""
     heads: int
@@ -122,7 +124,7 @@ class Work(ctypes.Structure):
     """Index among the parts of a split row."""
     num_parts: int
     first_part: int
-    """Record of the row's part 0, counted over all split rows."""
+    """Of the row's part 0 among the parts of all split rows."""
     split_row: int
 
 
@@ -133,10 +135,10 @@ class Scratch(ctypes.Structure):
     queries: int
     scores: int
     weights: int
-    outputs: int
-    maxima: int
-    """In base 2."""
-    sums: int
+    states: int
+    """Of each row of the tile, over the keys of one part so far."""
+    totals: int
+    """Of each row, over the parts so far."""
     last_values: int
     """A row's last group of values."""
     key_groups: int
@@ -155,9 +157,8 @@ def scratch_sizes(size: int, rows: int, padded: int, longest: int) -> list[int]:
         rows * padded * size,
         MAX_ROWS_AMX * SPAN_TOKENS * 4,
         MAX_ROWS_AMX * SPAN_TOKENS * size,
-        rows * padded * 4,
-        rows * 4,
-        rows * 4,
+        rows * (padded + STATE_EXTRA) * 4,
+        rows * (padded + STATE_EXTRA) * 4,
         GROUP_TOKENS * padded * size,
         groups * 8,
         groups * 8,
@@ -172,32 +173,32 @@ WORK_BYTES, SCRATCH_BYTES = ctypes.sizeof(Work), ctypes.sizeof(Scratch)
 
 
 @compile_function
-def cut_works(query_start, context_len, tile, reach, split_tokens, group_tokens):
+def cut_works(query_start, context_len, tile, reach, part_tokens, group_tokens):
     """Cut a step, whose queries see ``reach`` keys at most, into works.
 
-    A row of one token is split by its keys into parts of ``split_tokens``, a longer one by its
-    tokens into tiles of ``tile`` tokens. Neither looks at any other row. The first two arrays are
-    int32. Returns int64 [works, fields of ``Work``], the longest first, the number of parts of all
-    split rows, and the number of these. Done for every step, so it is compiled: that takes a tenth
-    of the time of NumPy's calls.
+    A row of one token is split by its keys at every multiple of ``part_tokens``, a longer one by
+    its tokens into tiles of ``tile`` tokens. Neither looks at any other row. The first two arrays
+    are int32. Returns int64 [works, fields of ``Work``], the longest first, the number of parts of
+    all split rows, and the number of these. Done for every step, so it is compiled: that takes a
+    tenth of the time of NumPy's calls.
     """
-    most = np.sum(context_len // split_tokens + 2) + query_start[-1] // tile
+    most = np.sum(context_len // part_tokens + 2) + query_start[-1] // tile
     works = np.empty((most, WORK_BYTES // 8), np.int64)
     done = parts = split_rows = 0
     for row in range(len(context_len)):
         start, context = np.int64(query_start[row]), np.int64(context_len[row])
         length = np.int64(query_start[row + 1]) - start
+        size = part_tokens if length == 1 else context
         for offset in range(0, length, tile):
             position = context - length + offset
             begin = max(position + 1 - reach, 0) // group_tokens * group_tokens
             end = min(position + tile, context)
-            tokens, size, count = end - position, end - begin, 1
-            if length == 1:
-                size, count = split_tokens, -(-(end - begin) // split_tokens)
+            tokens, first = end - position, begin // size
+            count = (end - 1) // size + 1 - first
             for part in range(count):
                 works[done] = (
-                    row, start + offset, tokens, position, begin + part * size,
-                    min(begin + (part + 1) * size, end), part, count, parts, split_rows,
+                    row, start + offset, tokens, position, max(begin, (first + part) * size),
+                    min((first + part + 1) * size, end), part, count, parts, split_rows,
                 )  # fmt: skip
                 done += 1
             if count > 1:

@@ -9,8 +9,8 @@ per lane and adds both products, which is one instruction on processors with AVX
 - ``value_tile_wide``, ``value_tile_narrow``: a = weights, u = tokens, lanes = 16 head elements of
   the values.
 
-Each takes ``tiles``: whether the processor's tile unit (AMX) computes it, of bfloat16 and always
-MAX_ROWS_AMX rows, or vectors, of 1 to MAX_ROWS rows.
+Each takes ``tiles``: whether the processor's tile unit (AMX) computes it, of bfloat16 and as many
+rows as :func:`amx_begin` was told, or vectors, of 1 to MAX_ROWS rows.
 
 A thread has eight tile registers of at most 16 rows of 64 bytes. Before it uses them it sets their
 shapes (:func:`emit_shapes`), and in the end it gives them back (:func:`amx_end`), so that nothing
@@ -56,11 +56,11 @@ VECTOR_BYTES = LANES * UNIT_BYTES
 PREFETCH_GROUPS = 8
 """The lists of groups go on for so many entries after those in use: what is read soon."""
 
-# Tiles 0 to 3 accumulate [16 rows, 16 float32]; 4 and 5 hold a and b for 16 units, 6 and 7 for 8
+# Tiles 0 to 3 accumulate [rows, 16 float32]; 4 and 5 hold a and b for 16 units, 6 and 7 for 8
 # units, because heads are multiples of 16 elements and a group holds 16 tokens: 8 units of
 # bfloat16.
 _A, _B, _A_HALF, _B_HALF = 4, 5, 6, 7
-_TILE_ROWS, _TILE_ROW_BYTES = [16] * 7 + [8], [64] * 6 + [32, 64]
+_TILE_ROW_BYTES = [64] * 6 + [32, 64]
 
 i8 = ir.IntType(8)
 # Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), see its Documentation/arch/x86/xstate.
@@ -122,10 +122,11 @@ def stack_memory(builder: Any, size: int) -> Any:
     return builder.ptrtoint(memory, i64)
 
 
-@emitted(types.void)
-def amx_begin(builder):
-    """Set the shapes of this thread's tiles for the products of attention."""
-    emit_shapes(builder, _TILE_ROWS, _TILE_ROW_BYTES)
+@emitted(types.void, types.int64)
+def amx_begin(builder, rows):
+    """Set the shapes of this thread's tiles for attention of slices of 1 to 16 ``rows``."""
+    rows = builder.trunc(rows, i8)
+    emit_shapes(builder, [*[rows] * 5, 16, rows, 8], _TILE_ROW_BYTES)
 
 
 @emitted(types.void)
@@ -264,6 +265,7 @@ def make_tile(columns: int, *, across: bool, ahead: int = PREFETCH_GROUPS) -> An
                 builder.store(builder.load(slot), where, align=4)
 
         def by_tiles() -> None:
+            few = builder.icmp_signed("<", rows, ir.Constant(i64, MAX_ROWS))
             outs = [offset_by(builder, out, n, VECTOR_BYTES) for n in range(columns)]
             for n, where in enumerate(outs):
                 if across:
@@ -272,9 +274,14 @@ def make_tile(columns: int, *, across: bool, ahead: int = PREFETCH_GROUPS) -> An
                     move_tile(builder, "tileloadd64", n, where, out_stride)
             with cgutils.for_range(builder, count) as group:
                 first = builder.mul(group.index, units)
-                starts = vectors(group.index, range(columns))
+                starts, soon = (vectors(group.index, range(columns), n) for n in (0, ahead))
 
                 def add(unit: Any, left: int, right: int) -> None:
+                    with builder.if_then(few):
+                        for b in soon:
+                            for line in range(16 if left == _A else 8):
+                                at = builder.add(unit, ir.Constant(i64, line))
+                                prefetch_line(builder, offset_by(builder, b, at, step))
                     u = builder.add(first, unit)
                     where = offset_by(builder, a, u, UNIT_BYTES)
                     move_tile(builder, "tileloadd64", left, where, a_stride)
