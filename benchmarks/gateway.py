@@ -47,8 +47,8 @@ def main() -> None:
     model = save_spelling_m100(arguments.work_dir)
     threads = arguments.threads or len(os.sched_getaffinity(0))
     print("| streams | way | output tokens/s | of gRPC | TTFT p50, ms | TTFT p95, ms "
-          "| responses per token | gateway's CPU, ms per token |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+          "| responses per token | gateway's CPU, ms per token | cores that waited |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(prefix="jitney-gateway-") as repository:
         write_model(Path(repository), model, threads, arguments.dtype)
         with TritonServer(Path(repository)) as server, _gateway(server) as (process, url):
@@ -64,15 +64,21 @@ async def _measure(
     for streams in arguments.streams:
         workload = w1().head(arguments.requests or min(64, 8 * streams))
         runs: dict[str, list[Served]] = {"gRPC": [], "gateway": []}
+        idle_s = dict.fromkeys(runs, 0.0)
         for _ in range(arguments.repeats):
-            runs["gRPC"].append(await run_streams(grpc_url, MODEL, workload, streams))
-            _say(streams, "gRPC", runs)
-            before_s = sum(gateway.cpu_times()[:2])
-            through = await run_events(url, workload, streams)
-            through.front_cpu_s = sum(gateway.cpu_times()[:2]) - before_s
-            runs["gateway"].append(through)
-            _say(streams, "gateway", runs)
-        _print_rows(streams, runs)
+            for way, run in (
+                ("gRPC", partial(run_streams, grpc_url, MODEL, workload, streams)),
+                ("gateway", partial(run_events, url, workload, streams)),
+            ):
+                before_s, idle_s[way] = (
+                    sum(gateway.cpu_times()[:2]), idle_s[way] - psutil.cpu_times().idle,
+                )  # fmt: skip
+                served = await run()
+                served.front_cpu_s = sum(gateway.cpu_times()[:2]) - before_s
+                idle_s[way] += psutil.cpu_times().idle
+                runs[way].append(served)
+                _say(streams, way, runs)
+        _print_rows(streams, runs, idle_s)
 
 
 def _say(streams: int, way: str, runs: dict[str, list[Served]]) -> None:
@@ -132,7 +138,8 @@ async def _request(
     served.tokens += json.loads(usage)["usage"]["completion_tokens"]
 
 
-def _print_rows(streams: int, runs: dict[str, list[Served]]) -> None:
+def _print_rows(streams: int, runs: dict[str, list[Served]], idle_s: dict[str, float]) -> None:
+    """``idle_s`` of all cores, in all runs of a way."""
     rates = {
         way: statistics.median(r.tokens / r.seconds for r in each) for way, each in runs.items()
     }
@@ -143,9 +150,10 @@ def _print_rows(streams: int, runs: dict[str, list[Served]]) -> None:
         share = "" if way == "gRPC" else f"{rates[way] / rates['gRPC']:.2f}"
         spent = "" if way == "gRPC" else f"{1000 * sum(r.front_cpu_s for r in each) / tokens:.2f}"
         p95 = first[int(0.95 * (len(first) - 1))]
+        waited = idle_s[way] / sum(run.seconds for run in each)
         print(
             f"| {streams} | {way} | {rates[way]:.0f} | {share} | {statistics.median(first):.1f} "
-            f"| {p95:.1f} | {per_token:.2f} | {spent} |",
+            f"| {p95:.1f} | {per_token:.2f} | {spent} | {waited:.2f} |",
             flush=True,
         )
 
