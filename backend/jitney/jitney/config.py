@@ -67,7 +67,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graph_sizes: tuple[int, ...] | None = None
     """Batch sizes that decode steps are padded to. None: powers of two, then multiples of 16."""
     batch_invariant: bool = False
-    """Fixed tiles and split sizes: a request's logits are bitwise the same in every batch."""
+    """A request's logits are bitwise the same in every batch: fixed tiles and split sizes. A model
+    with an operation that does not hold this is refused, by the operation's name."""
     compile: bool = False
     """Use ``torch.compile`` instead of ``fuse``: only on a GPU. Loading then takes minutes."""
 

@@ -102,7 +102,8 @@ def select(
         if name != "auto":
             raise ConfigError(f"option attention is {name!r}, but {reason}")
     if shape.batch_invariant:
-        raise ConfigError(f"option batch_invariant needs the attention kernels of a GPU: {reason}")
+        reason = reason or f"option attention is {name!r}"
+        raise ConfigError(f"option batch_invariant needs attention kernels: {reason}")
     if reason is not None:
         _log.warning("attention runs in plain torch, which is slow: %s", reason)
     return ReferenceAttention()

@@ -196,20 +196,20 @@ def _describe(
     )
 
 
-def refuse_gpu_options(config: EngineConfig) -> None:
-    """Refuse options that only the GPU's kernels give a meaning, where those do not run. Raises
-    ConfigError naming the first."""
+def refuse_gpu_options(config: EngineConfig, allowed: str = "") -> None:
+    """Refuse options that only the GPU's kernels give a meaning, where those do not run, but the
+    ``allowed`` one. Raises ConfigError naming the first."""
     others = "without the attention kernels of a GPU"
     refused: tuple[tuple[str, object, bool, str], ...] = (
-        ("batch_invariant", True, config.batch_invariant, "False"),
+        ("batch_invariant", True, config.batch_invariant, "False without a CPU's kernels or"),
         ("compile", True, config.compile, "False"),
         ("cuda_graphs", "load", config.cuda_graphs == "load", "lazy or never"),
         ("kv_cache_dtype", FLOAT8, config.kv_cache_dtype == FLOAT8, "another one"),
         ("cuda_graph_sizes", sizes := config.cuda_graph_sizes, sizes is not None, "None"),
     )
-    for key, value, given, allowed in refused:
-        if given:
-            raise ConfigError.of(key, value, f"{allowed} {others}")
+    for key, value, given, instead in refused:
+        if given and key != allowed:
+            raise ConfigError.of(key, value, f"{instead} {others}")
 
 
 def _cache_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:

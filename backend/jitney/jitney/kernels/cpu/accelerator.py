@@ -18,6 +18,7 @@ from jitney.execution.probe import embedding_weight
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.linear import prepack_linears
 from jitney.kernels.fused.fuse import FuseReport, fuse
+from jitney.kernels.fused.invariant import check_invariant
 from jitney.messages import ModelInfo
 
 
@@ -26,7 +27,7 @@ class CpuAccelerator:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError for an option that needs a GPU's kernels."""
-        refuse_gpu_options(config)
+        refuse_gpu_options(config, allowed="batch_invariant")
         self._config = config
 
     def attention(self, shape: AttentionShape) -> AttentionFunction | str:
@@ -48,22 +49,29 @@ class CpuAccelerator:
         return True
 
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
-        """Fuse what fits, then pack the linear layers that are left."""
+        """Fuse what fits, then pack the linear layers that are left. With ``batch_invariant``,
+        raises ConfigError if a result may still depend on the batch."""
         module, report, make = model.module, FuseReport(), None
-        if not self._config.fuse and not self._config.prepack:
+        fuses, invariant = self._config.fuse, self._config.batch_invariant
+        packs = self._config.prepack or invariant
+        if not fuses and not packs:
             return model
         try:
             from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
         except ImportError as error:
             report.kept("model", f"Numba is missing ({error})")
         else:
-            kernels = CpuLayerKernels(embedding_weight(module).dtype, rows)
+            dtype = embedding_weight(module).dtype
+            kernels = CpuLayerKernels(dtype, rows, batch_invariant=invariant)
             make = kernels.linear
-            if self._config.fuse:
-                report = fuse(module, kernels, model.max_model_len)
-        if self._config.prepack:
-            prepack_linears(module, rows, report, make)
-        return report.applied(model)
+            if fuses or invariant:
+                report = fuse(module, kernels, model.max_model_len, norms_alone=not fuses)
+        if packs:
+            prepack_linears(module, rows, report, make, batch_invariant=invariant)
+        faster = report.applied(model)
+        if invariant:
+            check_invariant(module, report.forward, on_cpu=True)
+        return faster
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
         """No cache of this device has scales."""

@@ -29,9 +29,10 @@ from jitney.kernels.fused.layers import (
 class CpuLayerKernels:
     """The :class:`fused.layers.LayerKernels` of a CPU, for one dtype."""
 
-    def __init__(self, dtype: torch.dtype, rows: int) -> None:
-        """Compile, or load from Numba's cache. ``rows`` are the tokens of a usual step."""
-        self._dtype, self._rows = dtype, rows
+    def __init__(self, dtype: torch.dtype, rows: int, *, batch_invariant: bool = False) -> None:
+        """Compile, or load from Numba's cache. ``rows`` are the tokens of a usual step. With
+        ``batch_invariant``, no product is torch's."""
+        self._dtype, self._rows, self._batch_invariant = dtype, rows, batch_invariant
         tag, version = TAGS[dtype], source_version()
         self._kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
         self._products, self._obstacle = Products(), cache(can_pack)
@@ -58,8 +59,8 @@ class CpuLayerKernels:
             weight, bias = plain.weight, plain.bias
         if fits_tiles(weight, activation):
             return TileLinear(weight, bias, self._products, activation, scale)
-        if scale is not None:
-            raise Misfit("there is no product of its sizes and activation for bytes")
+        if scale is not None or self._batch_invariant:
+            raise Misfit("there is no product of ours for its dtype, sizes and activation")
         if reason := self._obstacle(weight.dtype):
             raise Misfit(reason)
         if activation is None:

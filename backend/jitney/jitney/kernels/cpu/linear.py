@@ -112,13 +112,15 @@ def prepack_linears(
     rows: int,
     report: FuseReport,
     make: Callable[[Sequence[Any]], nn.Module] | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> None:
     """Replace each ``nn.Linear``, each of GPT-2's transposed ones, and each of bytes below
     ``module``; ``make`` is that of :class:`fused.layers.LayerKernels`, if it has any.
 
     ``rows`` is the number of tokens of a usual step. Layers whose class is derived from these (and
     so may do something else), and those of another dtype, stay as they are. What others hold too is
-    memory beyond what the module took before.
+    memory beyond what the module took before. With ``batch_invariant``, none are oneDNN's.
     """
     holders = Counter(p for each in module.modules() for p in each.parameters(recurse=False))
     obstacle = cache(can_pack)
@@ -126,12 +128,13 @@ def prepack_linears(
     def pack(linear: Any) -> nn.Module:
         packed: nn.Module
         reason = obstacle(linear.weight.dtype)
-        if reason is None:  # many rows of a layer that stands alone are oneDNN's strength
+        # Many rows of a layer that stands alone are oneDNN's strength.
+        if reason is None and not batch_invariant:
             packed = PackedLinear(weight_of(linear), linear.bias, rows)
         elif make is not None:
             packed = make([linear])
         else:
-            raise Misfit(reason)
+            raise Misfit(reason or "there is no product of ours")
         if holders.pop(linear.weight, 0) > 1:  # with a tied embedding
             report.added_bytes += linear.weight.nbytes
         return packed

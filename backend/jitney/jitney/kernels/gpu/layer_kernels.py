@@ -11,6 +11,7 @@ from jitney.config import EngineConfig
 from jitney.execution.interface import PagedFunction, PagedStep
 from jitney.execution.quantized import QuantizedLinear
 from jitney.kernels.fused.fuse import FuseReport, fuse
+from jitney.kernels.fused.invariant import check_invariant
 from jitney.kernels.fused.layers import (
     Activation,
     AttentionForm,
@@ -23,7 +24,7 @@ from jitney.kernels.fused.layers import (
     merged_linears,
 )
 from jitney.kernels.gpu.attention import GpuAttention, HeadTransform
-from jitney.kernels.gpu.invariant import check_invariant, make_invariant
+from jitney.kernels.gpu.invariant import make_invariant
 from jitney.kernels.gpu.norm import MOST_WIDTH, add_norm, gate, norm_in_place, rms_norm
 from jitney.kernels.gpu.products import InvariantLinear
 

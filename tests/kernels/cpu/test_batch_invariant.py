@@ -1,0 +1,106 @@
+"""Option ``batch_invariant`` on a CPU, over whole requests: no bit depends on how a token was
+computed, or on what else was in the batch."""
+
+import pytest
+import torch
+from jitney.config import make_config
+from jitney.engine.assemble import load_runner
+from jitney.errors import ConfigError
+from jitney.messages import Tokens
+from jitney.sampling_params import SamplingParams
+
+from tests.execution.drive import Driven, drive
+from tests.tiny_models import VOCAB_SIZE, make_checkpoint
+
+pytest.importorskip("numba")
+
+LENGTHS = [3, 1100, 40, 530, 700, 17, 511, 260, 90, 1030, 16, 300]
+SHARED = 288
+"""Tokens that prompts of even numbers have in common, as far as they go."""
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """24, half of them sampled; each length once with the tokens in common and once without."""
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randint(3, VOCAB_SIZE, (SHARED,), generator=generator).tolist()
+    made = []
+    for i, length in enumerate(LENGTHS * 2):
+        prompt = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+        if i >= len(LENGTHS):
+            prompt[:SHARED] = shared[:length]
+        sampled = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0.0}
+        params = SamplingParams(
+            max_tokens=(40 if length < 100 else 5) + i % 7, logprobs=2, ignore_eos=True, **sampled
+        )
+        made.append((prompt, params))
+    return made
+
+
+def bits(driven: Driven) -> dict[int, list[tuple[int, str]]]:
+    """Of each request: its tokens, and the bits of their and the best ones' log-probabilities."""
+    result: dict[int, list[tuple[int, str]]] = {}
+    for event in driven.events:
+        if isinstance(event, Tokens):
+            assert event.logprobs is not None
+            entries = [each for some in event.logprobs for each in some]
+            result.setdefault(event.key, []).extend(
+                (each.token_id, each.logprob.hex()) for each in entries
+            )
+    return result
+
+
+def options(folder, name: str, **more: object):
+    path = make_checkpoint(folder, name, max_position_embeddings=1280)
+    return make_config({
+        "model": str(path), "device": "cpu", "dtype": "bfloat16", "batch_invariant": True,
+        "kv_cache_bytes": 1 << 24, **more,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama", {}),  # two query heads to a KV head
+        ("llama", {"quantization": "int8"}),
+        ("gemma3", {}),  # norms behind the branches; no native call
+        ("mistral", {}),  # a window
+    ],
+    ids=str,
+)
+def test_alone_and_in_a_batch(tmp_path, name: str, more: dict[str, object]) -> None:
+    """24 requests one by one, in one batch, and in small chunks with preemptions."""
+    runner = load_runner(options(tmp_path, name, **more))
+    asked = requests()
+    alone = {}
+    for key, request in enumerate(asked):
+        ((_, alone[key]),) = bits(drive(runner, [request], budget=2048)).items()
+    together = drive(runner, asked, budget=1024)
+    assert bits(together) == alone
+    crowded = drive(runner, asked, budget=100, num_blocks=76)
+    assert crowded.preemptions > 0
+    assert crowded.hit_tokens > 0
+    assert bits(crowded) == alone
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mixtral", r"model.layers.0.mlp.* computes aten"),
+        ("olmo2", r"model.rotary_emb computes aten.cos"),
+        ("gemma2", r"computes aten.tanh"),
+        ("gpt2", r"computes aten"),
+    ],
+)
+def test_what_does_not_hold_it_is_refused_by_name(tmp_path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"batch_invariant is true, but .*{message}"):
+        load_runner(options(tmp_path, name))
+
+
+def test_plain_torch_is_refused(tmp_path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"batch_invariant needs attention kernels: .*'reference'"
+    ):
+        load_runner(options(tmp_path, "llama", attention="reference"))
+    with pytest.raises(ConfigError, match=r"batch_invariant is true, but .* computes"):
+        load_runner(options(tmp_path, "llama", fuse=False))
