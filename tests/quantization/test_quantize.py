@@ -18,8 +18,8 @@ from jitney.execution.weights import count_bytes
 from jitney.quantization import quantize
 from jitney.quantization.e4m3 import DTYPE, MAX, quantize_rows
 from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
+from jitney.quantization.four_bits import Int4Linear
 from jitney.quantization.quantize import quantize_linears
-from jitney.quantization.torchao import TorchaoLinear
 from jitney.sampling_params import SamplingParams
 from torch import Tensor, nn
 
@@ -40,9 +40,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
 
 
 def make_layer(kind: str, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-    if kind in ("fp8", "int8"):
-        return (Fp8Linear if kind == "fp8" else Int8Linear).of(weight, bias)
-    return TorchaoLinear.of(weight, bias, kind)  # type: ignore[arg-type]
+    return {"fp8": Fp8Linear, "int8": Int8Linear, "int4": Int4Linear}[kind].of(weight, bias)
 
 
 def relative(got: Tensor, right: Tensor) -> float:
@@ -89,13 +87,14 @@ def test_products_of_integers(kind: str, bound: float, dtype: torch.dtype) -> No
     assert 0 < relative(got, right) < bound
 
 
-def test_int8_layers_are_merged_without_rounding_again() -> None:
-    layers = [Int8Linear.of(draw(n, 64, dtype=torch.bfloat16, seed=n), None) for n in (32, 16)]
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+def test_integer_layers_are_merged_without_rounding_again(kind) -> None:
+    layers = [kind.of(draw(n, 64, dtype=torch.bfloat16, seed=n), None) for n in (32, 16)]
     x = draw(3, 64).bfloat16()
-    merged = Int8Linear.merge(layers)
+    merged = kind.merge(layers)
     assert merged is not None
     assert torch.equal(merged(x), torch.cat([each(x) for each in layers], -1))
-    assert Int8Linear.merge([layers[0], Fp8Linear.of(draw(32, 64).bfloat16(), None)]) is None
+    assert kind.merge([layers[0], Fp8Linear.of(draw(32, 64).bfloat16(), None)]) is None
 
 
 def test_rows_of_zeros_and_rows_that_are_broken() -> None:
@@ -234,10 +233,10 @@ def test_which_layers_are_quantized(
     if architecture == "gemma3n" and kind == "int4":
         assert any("groups of 32" in reason for reason in kept)
     else:
-        assert count == len(found) == layers
-    assert kept["the head"] == 1
+        assert count == len(found) == layers + (kind != "fp8")
+    assert kept["the head"] == (kind == "fp8")
     assert kept["a router"] == routers
-    assert type(module.get_output_embeddings()) is nn.Linear
+    assert type(module.get_output_embeddings()) is (nn.Linear if kind == "fp8" else Int8Linear)
     assert count_bytes(module) == planned
 
 
@@ -254,7 +253,7 @@ def test_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         quantize, "_quantize", lambda *args: most_left.append(len(alive)) or inner(*args)
     )
-    quantize_linears(module, "int8", CPU)
+    quantize_linears(module, "fp8", CPU)
     assert len(most_left) == total == 42
     assert most_left == list(range(42, 0, -1)), "each goes before the next one is quantized"
 
@@ -370,14 +369,15 @@ def test_products_that_the_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_torchao_that_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights.metadata, "version", lambda name: "0.9.1")
-    assert "torchao>=0.17 is needed, and 0.9.1 is installed" in refusal("int4", device="cpu")
+    assert "torchao>=0.17 is needed, and 0.9.1 is installed" in refusal("int4")
 
     def missing(name: str) -> str:
         raise weights.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(weights.metadata, "version", missing)
-    assert "torchao>=0.17 is not installed" in refusal("int4", device="cpu")
-    quantize.check_option("fp8", torch.float32, CPU)
+    assert "torchao>=0.17 is not installed" in refusal("int4")
+    for kind in KINDS:
+        quantize.check_option(kind, torch.float32, CPU)  # type: ignore[arg-type]
 
 
 def test_model_with_no_layer_that_fits() -> None:

@@ -46,8 +46,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fuse: bool = True
     """Replace norms, projections and gated activations by fused kernels, where they fit."""
     quantization: Quantization = "none"
-    """Quantize the linear layers while loading. ``fp8``, and ``int8`` on a CPU: weights and
-    activations; ``int8`` on a GPU and ``int4``: only weights."""
+    """Quantize the linear layers while loading. ``fp8``, and ``int8`` and ``int4`` on a CPU:
+    weights, and activations to 8 bits; ``int8`` and ``int4`` on a GPU: only weights."""
     instances: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Instances that share this device: the default cache size is divided by it."""
 

@@ -1,10 +1,11 @@
-"""Products by the tile unit, where there is one, and by vectors: of bfloat16 and of bytes."""
+"""Products by the tile unit, where there is one, and by vectors: of bfloat16, bytes and 4 bits."""
 
 import pytest
 import torch
 from jitney.kernels.fused.layers import ACTIVATIONS, Activation
 from jitney.kernels.fused.trial import relative_error
 from jitney.quantization.eight_bits import Int8Linear
+from jitney.quantization.four_bits import Int4Linear
 from torch.nn import functional
 
 pytest.importorskip("numba")
@@ -29,7 +30,7 @@ def unit(request, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_bytes(
-    plain: Int8Linear, products: Products, activation: Activation | None = None
+    plain: Int8Linear | Int4Linear, products: Products, activation: Activation | None = None
 ) -> TileLinear:
     return TileLinear(plain.weight, plain.bias, products, activation, plain.scale)
 
@@ -125,9 +126,10 @@ def test_the_largest_bytes_do_not_clip(products) -> None:
     assert torch.equal(of_bytes(plain, products)(-x), torch.full((3, 32), -4096.0).bfloat16())
 
 
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_a_broken_row_is_not_hidden_and_harms_no_other(products, strange) -> None:
-    layer, x = of_bytes(Int8Linear.of(normal(64, 96), None), products), normal(5, 96)
+def test_a_broken_row_is_not_hidden_and_harms_no_other(products, kind, strange) -> None:
+    layer, x = of_bytes(kind.of(normal(64, 96), None), products), normal(5, 96)
     whole = layer(x)
     x[2, 7] = strange
     x[4] = 0
@@ -144,14 +146,51 @@ def test_a_row_of_bytes_is_the_same_in_every_batch(products) -> None:
         assert torch.equal(layer(x[first:last]), together[first:last])
 
 
+@pytest.mark.parametrize("shape", [(32, 32), (96, 64), (160, 96), (768, 384)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 33, 130])
+def test_product_of_four_bits(products, shape, rows) -> None:
+    """In groups of 32, 64 and 128: as the plain layer, but for the order of sums; and a row's bits
+    are those of the row alone, which vectors multiply wherever the others go."""
+    x, other = normal(rows, shape[1]), normal(rows, shape[0], seed=1)
+    plain = Int4Linear.of(normal(*shape) * 0.2 + 0.3, normal(shape[0], seed=2))
+    layer = of_bytes(plain, products)
+    got = layer(x)
+    assert relative_error(got, plain(x)) < 1e-3
+    assert relative_error(layer.plus(x, other), plain(x).float() + other.float()) < 2 * TOLERANCE
+    for row in {0, rows // 2, rows - 1}:
+        assert torch.equal(layer(x[row : row + 1]), got[row : row + 1])
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_gated_four_bits(products, rows) -> None:
+    plain, x = Int4Linear.of(normal(192, 128) * 0.3, normal(192, seed=1)), normal(rows, 128)
+    gate, up = plain(x).float().chunk(2, -1)
+    got = of_bytes(plain, products, "silu")(x)
+    assert relative_error(got, functional.silu(gate) * up) < 1e-2
+
+
+def test_the_largest_of_four_bits_do_not_clip(products) -> None:
+    """Eight products of two fit into 16 bits, and no more."""
+    factors = torch.tensor([1.0, 0.0])[:, None, None].expand(2, 32, 32).bfloat16()
+    plain = Int4Linear(
+        torch.full((32, 2048), 255, dtype=torch.uint8), factors, None, torch.bfloat16
+    )
+    x = torch.ones(33, 4096).bfloat16()
+    for sign in (1, -1):
+        right = torch.full((33, 32), sign * 15.0 * 4096).bfloat16()
+        assert torch.equal(of_bytes(plain, products)(sign * x), right)
+        assert torch.equal(of_bytes(plain, products)(sign * x[:1]), right[:1])
+
+
 @pytest.mark.parametrize("outputs", [8, 80, 1025])
 def test_outputs_are_filled_up(products, outputs) -> None:
     """As of a vocabulary that is no multiple of 32."""
     weight, bias, x = normal(outputs, 96), normal(outputs, seed=1), normal(2, 3, 96)
     other = normal(2, 3, outputs, seed=2)
     right = functional.linear(x.float(), weight.float(), bias.float())
-    layer, plain = TileLinear(weight, bias, products), Int8Linear.of(weight, bias)
+    layer = TileLinear(weight, bias, products)
     assert layer(x).shape == right.shape
     assert relative_error(layer(x), right) < TOLERANCE
     assert relative_error(layer.plus(x, other), right + other.float()) < 2 * TOLERANCE
-    assert relative_error(of_bytes(plain, products)(x), plain(x)) < 1e-3
+    for plain in (Int8Linear.of(weight, bias), Int4Linear.of(weight, bias)):
+        assert relative_error(of_bytes(plain, products)(x), plain(x)) < 1e-3

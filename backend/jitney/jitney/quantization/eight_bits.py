@@ -18,6 +18,8 @@ from jitney.execution.quantized import QuantizedLinear
 from jitney.quantization import e4m3
 
 _MOST = 127
+_ROWS = 8192
+"""Of a weight that are floats at a time."""
 
 
 class EightBitLinear(QuantizedLinear):
@@ -89,10 +91,15 @@ class EightBitLinear(QuantizedLinear):
         return self.weight.float() * self.scale.t()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.exact:
-            return functional.linear(x, self.dequantized().to(self.dtype), self.bias)
-        y = self.product(x.reshape(-1, self.in_features))
+        rows = x.reshape(-1, self.in_features)
+        y = self.by_floats(rows.float(), self.scale) if self.exact else self.product(rows)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def by_floats(self, x: Tensor, scale: Tensor) -> Tensor:
+        """float32 x [T, in_features] times the weight, times ``scale``, plus the bias."""
+        parts = [functional.linear(x, part.float()) for part in self.weight.split(_ROWS)]
+        y = torch.cat(parts, 1) * scale
+        return (y if self.bias is None else y + self.bias).to(self.dtype)
 
     def extra_repr(self) -> str:
         kind = str(self.kind).removeprefix("torch.")
@@ -147,7 +154,4 @@ class Int8Linear(EightBitLinear):
 
     def product(self, x: Tensor) -> Tensor:
         quantized, scale = self.quantize_rows(x)  # not by torch._int_mm: with AVX2 its sums clip
-        y = functional.linear(quantized.float(), self.weight.float()) * (self.scale * scale)
-        if self.bias is not None:
-            y = y + self.bias
-        return y.to(self.dtype)
+        return self.by_floats(quantized.float(), self.scale * scale)

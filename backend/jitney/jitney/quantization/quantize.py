@@ -2,8 +2,9 @@
 
 All linear layers are but the head, whose logits every token depends on and which is often the
 embedding too; routers, whose choice of experts flips at the smallest change; and shapes that the
-kernels do not take. Experts that transformers keeps as one stacked tensor are no linear layers, and
-stay as they are. The layers are those of ``eight_bits`` and ``torchao``.
+kernels do not take. On a CPU ``int8`` and ``int4`` give the head 8 bits, as it is most of what a
+decode of a small model reads. Experts that transformers keeps as one stacked tensor are no linear
+layers, and stay as they are. The layers are those of ``eight_bits``, ``four_bits`` and ``torchao``.
 """
 
 import logging
@@ -24,6 +25,7 @@ from jitney.execution.weights import count_bytes, missing_package, stream
 from jitney.quantization import torchao
 from jitney.quantization.e4m3 import ALIGNMENT
 from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
+from jitney.quantization.four_bits import GROUPS, Int4Linear, group_size, packed_bytes
 from jitney.quantization.torchao import TorchaoLinear
 
 _log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class QuantizeWhileLoading:
 
 def check_option(kind: Quantization, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError if this machine cannot run layers of ``kind`` in ``dtype``."""
-    needs_torchao = kind == "int4" or (kind == "int8" and device.type == "cuda")
+    needs_torchao = kind in ("int8", "int4") and device.type != "cpu"
     if needs_torchao and (obstacle := missing_package("torchao")) is not None:
         raise ConfigError.of("quantization", kind, f"'none' or 'fp8' here: {obstacle}")
     if device.type != "cuda" or kind in ("none", "int8"):
@@ -91,14 +93,15 @@ def quantize_linears(
     The rest of the module stays where it is. Returns the number of quantized layers, and why others
     stayed as they were -> how many. Raises ConfigError if no layer can be quantized.
     """
-    chosen, kept = _choose(module, kind)
+    chosen, kept = _choose(module, kind, device)
     if not chosen:
         reasons = "; ".join(kept) or "there is none"
         raise ConfigError.of("quantization", kind, f"'none': no linear layer fits ({reasons})")
     weights = stream(map(weight_of, chosen), device)
     for (layer, parents), weight in zip(chosen.items(), weights, strict=True):
         bias = None if layer.bias is None else layer.bias.detach().to(device)
-        quantized = _quantize(weight, bias, kind)
+        of_head = layer is module.get_output_embeddings()
+        quantized = _quantize(weight, bias, "int8" if of_head else kind)
         for parent, name in parents:
             setattr(parent, name, quantized)
         layer.weight = None
@@ -108,14 +111,16 @@ def quantize_linears(
 def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.device) -> int:
     """Bytes of ``module`` once :func:`quantize_linears` has been over it for ``device``; of a
     module on the meta device, too."""
-    saved = 0
-    for layer in _choose(module, kind)[0]:
+    saved, embedding = 0, module.get_input_embeddings().weight
+    head = module.get_output_embeddings()
+    for layer in _choose(module, kind, device)[0]:
         weight = weight_of(layer)
-        size = weight.numel() + 4 * len(weight)
-        if kind == "int4" or (kind == "int8" and device.type == "cuda"):
-            rows, columns = weight.shape
+        size, (rows, columns) = weight.numel() + 4 * len(weight), weight.shape
+        if kind == "int4" and device.type == "cpu" and layer is not head:
+            size = packed_bytes(rows, columns)
+        elif kind in ("int8", "int4") and device.type == "cuda":
             size = torchao.packed_bytes(rows, columns, kind, weight.dtype, device)
-        saved += weight.numel() * weight.element_size() - size
+        saved += (0 if layer.weight is embedding else weight.nbytes) - size
     return count_bytes(module) - saved
 
 
@@ -125,13 +130,13 @@ def _quantize(weight: Tensor, bias: Tensor | None, kind: Quantization) -> Quanti
     weight = weight.contiguous()  # GPT-2's are transposed
     if kind == "fp8":
         return Fp8Linear.of(weight, bias)
-    if kind == "int8" and weight.device.type == "cpu":
-        return Int8Linear.of(weight, bias)
+    if weight.device.type == "cpu":
+        return Int8Linear.of(weight, bias) if kind == "int8" else Int4Linear.of(weight, bias)
     return TorchaoLinear.of(weight, bias, kind)
 
 
 def _choose(
-    module: PreTrainedModel, kind: Quantization
+    module: PreTrainedModel, kind: Quantization, device: torch.device
 ) -> tuple[dict[Any, list[tuple[nn.Module, str]]], Counter[str]]:
     """The linear layers to quantize, each with the (parent, name) where it stands, and why others
     are kept -> how many."""
@@ -139,7 +144,11 @@ def _choose(
     chosen: dict[Any, list[tuple[nn.Module, str]]] = {}
     kept: Counter[str] = Counter()
     for child, parents in find_children(module, is_linear).items():
-        reason = "the head" if child is head else _why_not(child, parents, kind)
+        reason = _why_not(child, parents, kind)
+        if child is head:
+            whole = weight_of(child).shape[1] % ALIGNMENT == 0
+            bytes_too = device.type == "cpu" and kind in ("int8", "int4") and whole
+            reason = None if bytes_too else "the head"
         if reason is None:
             chosen[child] = parents
         else:
@@ -156,6 +165,6 @@ def _why_not(
         return "a router"
     if out_features % ALIGNMENT or in_features % ALIGNMENT:
         return f"{in_features} by {out_features} is not in steps of {ALIGNMENT}"
-    if kind == "int4" and torchao.group_size(in_features) is None:
-        return f"{in_features} inputs are not in groups of {torchao.GROUPS[-1]}"
+    if kind == "int4" and group_size(in_features) is None:
+        return f"{in_features} inputs are not in groups of {GROUPS[-1]}"
     return None

@@ -4,9 +4,8 @@ torchao chooses the scales, packs the weights and multiplies; this module is the
 imports it. Made by ``quantize`` (options ``int8`` and ``int4``) and ``checkpoint``
 (checkpoints that torchao wrote).
 
-int8 has one scale per output channel. int4 has a scale and a zero point per group of :data:`GROUPS`
-inputs; on a GPU it is packed for torch's own int4 product, eight to a word. torchao has no such
-packing for a CPU: there each 4-bit value takes a byte, and is for tests.
+int8 has one scale per output channel. int4 has a scale and a zero point per group of inputs, and is
+packed for torch's own int4 product on a GPU, eight to a word.
 """
 
 from typing import Any, Literal
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.quantized import QuantizedLinear
+from jitney.quantization.four_bits import group_size
 
 Kind = Literal["int8", "int4"]
-
-GROUPS = (128, 64, 32)
-"""Inputs that share an int4 scale: the first of these that divides a layer's."""
 
 # Output channels and inputs of one tile of the packed int4 weight; what is not full is padded.
 _TILE, _DEPTH = 8, 1024
@@ -65,11 +62,6 @@ def is_torchao(weight: object) -> bool:
     )
 
 
-def group_size(in_features: int) -> int | None:
-    """Inputs that share a scale; None if no size of :data:`GROUPS` divides them."""
-    return next((size for size in GROUPS if in_features % size == 0), None)
-
-
 def packed_bytes(
     out_features: int, in_features: int, kind: Kind, dtype: torch.dtype, device: torch.device
 ) -> int:
@@ -78,8 +70,6 @@ def packed_bytes(
         return out_features * (in_features + 5)  # a scale of 4 bytes and a zero point of one
     size = group_size(in_features)
     assert size is not None, "such layers are not chosen"
-    if device.type != "cuda":
-        return out_features * (in_features + in_features // size * (dtype.itemsize + 1))
     rows = -(-out_features // _TILE) * _TILE
     columns = -(-in_features // _DEPTH) * _DEPTH
     return rows * columns // 2 + rows * (columns // size) * 2 * dtype.itemsize
@@ -90,21 +80,12 @@ def _recipe(kind: Kind, in_features: int, device: torch.device) -> Any:
     from torchao.quantization import (
         Int4WeightOnlyConfig,
         Int8WeightOnlyConfig,
-        IntxWeightOnlyConfig,
-        PerGroup,
     )
-    from torchao.quantization.quant_primitives import MappingType
 
     if kind == "int8":
         return Int8WeightOnlyConfig(set_inductor_config=False)
     size = group_size(in_features)
     assert size is not None, "such layers are not chosen"
-    if device.type == "cuda":
-        return Int4WeightOnlyConfig(
-            group_size=size, set_inductor_config=False, int4_packing_format="tile_packed_to_4d"
-        )
-    return IntxWeightOnlyConfig(
-        weight_dtype=torch.int4,  # type: ignore[attr-defined]
-        granularity=PerGroup(size),
-        mapping_type=MappingType.ASYMMETRIC,
+    return Int4WeightOnlyConfig(
+        group_size=size, set_inductor_config=False, int4_packing_format="tile_packed_to_4d"
     )

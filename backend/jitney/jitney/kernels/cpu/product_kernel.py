@@ -71,7 +71,10 @@ class ProductCall(Call):
     x_stride: int
     """Bytes from row to row."""
     steps: int
-    """Of STEP_BYTES in an output's weights."""
+    """Of STEP_BYTES in an output's weights. Of nibbles: bytes of a column."""
+    size: int
+    """Of nibbles: K, and how many of these are a group."""
+    group: int
     weight: int
     """Packed."""
     pairs: int
@@ -130,7 +133,7 @@ def _make_multiply(with_lower: bool) -> Any:
 
     @emitted(types.void, TAG, *[types.int64] * 5)
     def multiply(builder, tag, x, x_stride, column, steps, out):
-        dot = "tdpbusd" if tag == types.int8 else "tdpbf16ps"
+        dot = {types.int8: "tdpbusd", types.int16: "tdpbsud"}.get(tag, "tdpbf16ps")
         line = ir.Constant(i64, 64)
         second = offset_by(builder, column, steps, 1024)
         lower = offset_by(builder, x, 16, x_stride)
@@ -231,20 +234,26 @@ def multiply_by_vectors(tag, call, pair, first, last, result, columns):
 
 
 @inner
+def take_item(arguments, call):
+    """The next item's first and last row and pair; no row if none is left."""
+    parts = -(-call.pairs // call.pairs_per_item)
+    item = fetch_add(arguments)
+    first, begin = item // parts * ROWS_PER_CHUNK, item % parts * call.pairs_per_item
+    last = min(first + ROWS_PER_CHUNK, call.count)
+    return first, last, begin, min(begin + call.pairs_per_item, call.pairs)
+
+
+@inner
 def product_body(tag, arguments):
     """Take items until none is left."""
     call = read_product(arguments)
     result, columns = result_memory(), column_list()
-    groups = -(-call.pairs // call.pairs_per_item)
     shaped = np.int64(0)
     while True:
-        item = fetch_add(arguments)
-        first = item // groups * ROWS_PER_CHUNK
-        if first >= call.count:
+        first, last, begin, end = take_item(arguments, call)
+        if first >= last:
             break
-        begin = item % groups * call.pairs_per_item
-        for pair in range(begin, min(begin + call.pairs_per_item, call.pairs)):
-            last = min(first + ROWS_PER_CHUNK, call.count)
+        for pair in range(begin, end):
             if call.tiles != 0:
                 shaped = multiply_by_tiles(tag, call, pair, first, last, result, shaped)
             else:

@@ -179,9 +179,30 @@ def _dot_bytes(builder: Any, acc: Any, a: Any, b: Any) -> Any:
     return acc
 
 
-def _by_parts(builder: Any, name: str, element: Any, *values: Any) -> Any:
+def multiply_nibbles(builder: Any, part: Any, a: Any, b: Any) -> Any:
+    """IR: part + a . b per lane, exactly, for :func:`add_nibbles`, which must follow after eight of
+    them; a has bytes from 0 to 15, and b signed ones."""
+    if host_has("avx512vnni") or host_has("avxvnni"):
+        return _dot_bytes(builder, part, a, b)
+    # Eight sums of two products of 15 and 127 fit into 16 bits.
+    name = "avx512.pmaddubs.w.512" if host_has("avx512bw") else "avx2.pmadd.ub.sw"
+    pairs = ir.VectorType(i16, 2 * LANES)
+    product = builder.bitcast(_by_parts(builder, name, i8, a, b, result=i16), pairs)
+    return builder.bitcast(builder.add(builder.bitcast(part, pairs), product), i32x)
+
+
+def add_nibbles(builder: Any, total: Any, part: Any) -> Any:
+    """IR: int32 total + part."""
+    if not (host_has("avx512vnni") or host_has("avxvnni")):
+        name = "avx512.pmaddw.d.512" if host_has("avx512bw") else "avx2.pmadd.wd"
+        part = _by_parts(builder, name, i16, part, every(i32x, 0x10001))
+    return builder.add(total, part)
+
+
+def _by_parts(builder: Any, name: str, element: Any, *values: Any, result: Any = i32) -> Any:
     """IR: an instruction on vectors, of 256 bits or 512 as its ``name`` says, for all lanes. The
-    last two ``values`` are of ``element``; any other, and the result, of int32."""
+    last two ``values`` are of ``element``, and any other of int32. The ``result`` has elements of
+    this type, and is given as int32."""
     count = 1 if name.endswith("512") else 2
     lanes = LANES // count
     done = []
@@ -191,13 +212,15 @@ def _by_parts(builder: Any, name: str, element: Any, *values: Any) -> Any:
         arguments = [builder.shuffle_vector(each, each, mine) for each in units]
         kind = ir.VectorType(element, lanes * 32 // element.width)
         arguments[-2:] = [builder.bitcast(each, kind) for each in arguments[-2:]]
-        done.append(call_llvm(builder, f"llvm.x86.{name}", ir.VectorType(i32, lanes), arguments))
+        to = ir.VectorType(result, lanes * 32 // result.width)
+        value = call_llvm(builder, f"llvm.x86.{name}", to, arguments)
+        done.append(builder.bitcast(value, ir.VectorType(i32, lanes)))
     if count == 1:
         return done[0]
     return builder.shuffle_vector(*done, ir.Constant(i32x, list(range(LANES))))
 
 
-def _accumulators() -> int:
+def accumulators() -> int:
     """Vectors of 16 lanes that stay in registers at once: 24 of AVX-512's 32, beside 4 of b and a
     broadcast, or 6 pairs of AVX2's 16."""
     return 24 if host_has("avx512f") else 6
@@ -309,7 +332,7 @@ def make_tile(columns: int, *, across: bool, ahead: int = PREFETCH_GROUPS) -> An
             block = builder.append_basic_block(f"rows.{m}")
             switch.add_case(ir.Constant(i64, m), block)
             builder.position_at_end(block)
-            width = max(1, min(columns, _accumulators() // m))
+            width = max(1, min(columns, accumulators() // m))
             for n in range(0, columns, width):
                 by_vectors(m, range(n, min(n + width, columns)))
             builder.branch(done)

@@ -29,6 +29,8 @@ F32 = np.float32(0)
 BF16 = np.uint16(0)
 I8 = np.int8(0)
 """Of products of bytes: four to a unit."""
+I4 = np.int16(0)
+"""Of products of bytes with nibbles: four to a unit."""
 WIDE = np.uint32(0)
 """Of products of bfloat16, where one factor has been widened to float32 before."""
 
@@ -310,7 +312,8 @@ def lane_max(builder, value):
 
 
 @emitted(vector, vector)
-def _nearest(builder, value):
+def nearest(builder, value):
+    """Whole numbers, to nearest even."""
     return call_llvm(builder, "llvm.rint.v16f32", f32x, [value])
 
 
@@ -338,7 +341,7 @@ def exp2(x):
     least relative error over that interval, which is 2e-9.
     """
     x = larger(x, splat(np.float32(-1000.0)))  # so that -inf - -inf does not arise
-    n = _nearest(x)
+    n = nearest(x)
     f = x - n
     p = splat(np.float32(0.0001535335904918611))
     p = fma(p, f, splat(np.float32(0.0013398875016719103)))

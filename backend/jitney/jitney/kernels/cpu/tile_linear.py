@@ -1,5 +1,6 @@
-"""Linear layers in bfloat16 by ``product_kernel``, of weights in bfloat16 or int8: the kernels that
-they need, and their weights as these read them. Imported only where Numba is.
+"""Linear layers in bfloat16 by ``product_kernel`` and ``groups``, of weights in bfloat16, int8 or 4
+bits: the kernels that they need, and their weights as these read them. Imported only where Numba
+is.
 """
 
 from functools import cached_property
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.kernels.cpu.compiled import Call, Kernel, source_version
+from jitney.kernels.cpu.groups import RoundGroupsCall, groups_body, round_groups_body
 from jitney.kernels.cpu.product_kernel import (
     ACTIVATIONS,
     ITEMS,
@@ -43,6 +45,18 @@ class Products:
         return Kernel(lambda address: product_body(I8, address) if version else None)
 
     @cached_property
+    def nibbles(self) -> Kernel:
+        """Of 4 bits in groups."""
+        version = source_version()
+        return Kernel(lambda address: groups_body(address) if version else None)
+
+    @cached_property
+    def round_groups(self) -> Kernel:
+        """From bfloat16 to bytes, in groups."""
+        version = source_version()
+        return Kernel(lambda address: round_groups_body(address) if version else None)
+
+    @cached_property
     def widen(self) -> Kernel:
         """From bfloat16 to float32."""
         version = source_version()
@@ -58,10 +72,11 @@ class Products:
 def fits_tiles(weight: Tensor, activation: Activation | None = None) -> bool:
     """Whether there is a product of its dtype here, its sizes can be those of whole tiles, and the
     ``activation`` is one of the kernel's; with one, ``weight`` is that of gate and up. Rows of
-    bytes are filled up, and so are outputs without an activation."""
-    if weight.dtype not in (torch.bfloat16, torch.int8) or not host_has("avx2"):
+    bytes are filled up, and so are outputs without an activation. Nibbles are uint8, two in each.
+    """
+    inputs = {torch.bfloat16: 32, torch.int8: LANES, torch.uint8: LANES}.get(weight.dtype)
+    if inputs is None or not host_has("avx2"):
         return False
-    inputs = 32 if weight.dtype == torch.bfloat16 else LANES
     whole = activation is None or weight.shape[0] % 64 == 0
     return whole and weight.shape[1] % inputs == 0 and activation in ACTIVATIONS
 
@@ -73,7 +88,8 @@ class TileLinear(nn.Module):
     above the other, and the result [..., N] is ``activation(gate) * up``.
 
     A weight of int8 has a float32 ``scale`` [N] for each output; each row of x is rounded to bytes
-    of a scale of its own, and the sums of their products are exact.
+    of a scale of its own, and the sums of their products are exact. One of 4 bits is as
+    ``quantization.four_bits`` has it, with its ``scale``.
     """
 
     def __init__(
@@ -85,38 +101,52 @@ class TileLinear(nn.Module):
         scale: Tensor | None = None,
     ) -> None:
         super().__init__()
-        outputs, self.in_features = weight.shape
+        nibbles = weight.dtype == torch.uint8
+        outputs, self.in_features = weight.shape[0], weight.shape[1] * (2 if nibbles else 1)
         self.out_features = outputs if activation is None else outputs // 2
         gated, more = activation is not None, -outputs % (2 * LANES)
         outputs += more
         self.width = outputs // 2 if gated else outputs
         """Of a row of results, filled up with zeros."""
-        self.kernel = products.halves if scale is None else products.bytes
-        self._before = None if scale is None else products.round
-        if scale is None and widens():
-            self._before = products.widen
-        unit, step = UNIT_BYTES // weight.itemsize, STEP_BYTES // weight.itemsize
-        filled = weight.detach().contiguous()  # GPT-2's are transposed
-        if more or self.in_features % step:  # else it would be copied
-            filled = functional.pad(filled, (0, -self.in_features % step, 0, more))
-        columns, pairs = filled.view(outputs // LANES, LANES, -1, unit), outputs // (2 * LANES)
-        packed = {"weight": _interleave(columns.permute(0, 2, 1, 3), gated)}
+        if scale is None:
+            self.kernel, self._before = products.halves, products.widen if widens() else None
+        elif nibbles:
+            self.kernel, self._before = products.nibbles, products.round_groups
+        else:
+            self.kernel, self._before = products.bytes, products.round
+        size = 4 if scale is None and widens() else 1 if nibbles else weight.itemsize
+        step = 1 if nibbles else STEP_BYTES // weight.itemsize
+        stride, self._group = (self.in_features + -self.in_features % step) * size, 0
+        if nibbles:
+            assert scale is not None
+            self._group = self.in_features // scale.shape[2]
+            columns = _columns_of_nibbles(weight, scale, more)
+            stride += 8 * scale.shape[2]
+        else:
+            filled = weight.detach().contiguous()  # GPT-2's are transposed
+            if more or self.in_features % step:  # else it would be copied
+                filled = functional.pad(filled, (0, -self.in_features % step, 0, more))
+            unit = UNIT_BYTES // weight.itemsize
+            columns = filled.view(outputs // LANES, LANES, -1, unit).permute(0, 2, 1, 3)
+        packed = {"weight": _interleave(columns, gated)}
         if bias is not None:
             filled_bias = functional.pad(bias.detach().float(), (0, more))
             packed["bias"] = _interleave(filled_bias.view(-1, LANES), gated)
-        if scale is not None:
+        if scale is not None and not nibbles:
             filled_scale = functional.pad(scale.detach().float().view(-1), (0, more))
             packed["scales"] = _interleave(filled_scale.view(-1, LANES), gated)
             # In parts: each is copied as int32.
             sums = [128 * part.sum(1, dtype=torch.int32) for part in filled.split(1024)]
             packed["shifts"] = _interleave(torch.cat(sums).view(-1, LANES), gated)
         self._packed = packed
-        stride = filled.shape[1] * (4 if scale is None and widens() else weight.itemsize)
         self.spare_bytes = 0 if self._before is None else stride
         """For each row of x: see :meth:`calls`."""
+        pairs = outputs // (2 * LANES)
         self._call = ProductCall(
             x_stride=stride,
-            steps=filled.shape[1] // step,
+            steps=columns[0].numel() if nibbles else -(-self.in_features // step),
+            size=self.in_features,
+            group=self._group,
             pairs=pairs,
             pairs_per_item=max(1, pairs // ITEMS),
             out_stride=2 * self.width,
@@ -140,8 +170,11 @@ class TileLinear(nn.Module):
         if self._before is None:
             return [(self.kernel, call)]
         call.x, call.row_scales = spare
-        first = ConvertCall(
-            x=x, size=self.in_features, out=call.x, out_stride=call.x_stride, scales=spare[1]
+        fields = {"x": x, "size": self.in_features, "out": call.x, "out_stride": call.x_stride}
+        first: Call = (
+            RoundGroupsCall(**fields, group=self._group)
+            if self._group
+            else ConvertCall(**fields, scales=spare[1])
         )
         return [(self._before, first), (self.kernel, call)]
 
@@ -170,6 +203,18 @@ class TileLinear(nn.Module):
         """Rows of results as wide as they are."""
         whole = self.width == self.out_features
         return out if whole else out[..., : self.out_features].contiguous()
+
+
+def _columns_of_nibbles(weight: Tensor, scale: Tensor, more: int) -> Tensor:
+    """uint8 [N / 16, bytes of a column], as ``groups`` reads them, with so many more outputs."""
+    weight = functional.pad(weight, (0, 0, 0, more))
+    values = torch.stack((weight & 15, weight >> 4), -1).view(-1, LANES, weight.shape[1] // 4, 2, 4)
+    low, high = values.permute(3, 0, 2, 1, 4)
+    count = scale.shape[2]
+    vectors = (low | high << 4).reshape(len(values), count, -1)
+    factors = functional.pad(scale, (0, 0, 0, more)).view(2, -1, LANES, count).permute(1, 3, 2, 0)
+    pairs = factors.contiguous().view(torch.uint8).view(len(values), count, -1)
+    return torch.cat((pairs, vectors), 2).flatten(1)
 
 
 def _interleave(columns: Tensor, gated: bool) -> Tensor:
