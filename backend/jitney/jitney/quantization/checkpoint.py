@@ -1,12 +1,14 @@
-"""Checkpoints whose weights are stored quantized: torchao's and compressed-tensors'.
+"""Checkpoints whose weights are stored quantized: torchao's, compressed-tensors', GPTQ's and AWQ's.
 
 Linear layers end up as those of ``quantize``. :func:`weight_format`, which
 the loader calls, says which way is taken:
 
 - compressed-tensors in e4m3, with a scale per output channel or per tensor and quantized
   activations, is read by a small quantizer of ours (transformers' interface for that), and its
-  bytes become ``fp8`` layers as they are. A static scale of the activations is not used:
-  one per token is closer.
+  bytes become ``fp8`` layers as they are, on a CPU ``int8`` ones. A static scale of the activations
+  is not used: one per token is closer.
+- on a CPU, integers of 4 and 8 bits of compressed-tensors, GPTQ and AWQ are read by the same
+  quantizer, and become the layers of ``packed``.
 - every other form of compressed-tensors is decompressed to the model's dtype by that library.
 - torchao's tensors are put together by transformers and torchao, and multiply through torchao.
 """
@@ -33,17 +35,26 @@ from jitney.execution.support import refuse
 from jitney.execution.weights import count_bytes, missing_package
 from jitney.quantization.e4m3 import ALIGNMENT, DTYPE
 from jitney.quantization.eight_bits import Fp8Linear
+from jitney.quantization.packed import make_linear
 from jitney.quantization.quantize import QuantizeWhileLoading, check_option
 from jitney.quantization.torchao import TorchaoLinear, is_torchao
 
 _log = logging.getLogger(__name__)
 
-METHODS = ("torchao", "compressed-tensors")
-_NAME = "jitney_fp8"  # of the quantizer, in transformers' registry
+METHODS = ("torchao", "compressed-tensors", "gptq", "awq")
+_NAME = "jitney_stored"  # of the quantizer, in transformers' registry
 # Scales beside those of weights: of a cache, and static ones of activations.
 _SPARE = r"(\.[kv]_scale|put_scale)$"
 
-Way = Literal["fp8", "decompress", "torchao"]
+_DTYPES = {
+    "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": DTYPE,
+    "F16": torch.float32, "BF16": torch.float32, "F32": torch.float32,
+}  # fmt: skip
+"""Of a layer's stored tensors: as what they are read. Scales are few."""
+
+Way = Literal["fp8", "integers", "decompress", "torchao"]
+Room = dict[str, tuple[list[int], str]]
+"""Of a layer: last part of a tensor's name -> its shape and stored dtype."""
 
 
 def weight_format(
@@ -65,22 +76,29 @@ def weight_format(
     if method not in METHODS:
         raise refuse(
             model_type,
-            f"its weights are quantized by {show(method)}, and only {' and '.join(METHODS)} are "
-            "read; or quantize unquantized ones with the option quantization",
+            f"its weights are quantized by {show(method)}, and only {', '.join(METHODS[:-1])} and "
+            f"{METHODS[-1]} are read; or quantize unquantized ones with the option quantization",
         )
     if kind != "none":
         raise ConfigError.of("quantization", kind, f"'none' for weights quantized by {method}")
+    if method in ("gptq", "awq"):
+        _check_packed(model_type, method, stored, device)
     if method == "compressed-tensors":
-        scales = _fp8_scales(stored, checkpoint)
-        if scales:
+        rooms = _fp8_rooms(stored, checkpoint)
+        if rooms:
             try:
                 check_option("fp8", dtype, device)
-                return StoredWeights(method, "fp8", checkpoint, dtype, scales)
+                way: Way = "fp8" if _multiplies_e4m3(device) else "integers"
+                return StoredWeights(method, way, checkpoint, dtype, rooms)
             except ConfigError as error:
                 _log.info("e4m3 weights are decompressed: %s", error)
+    if device.type == "cpu" and (rooms := _integer_rooms(method, stored, checkpoint)):
+        return StoredWeights(method, "integers", checkpoint, dtype, rooms)
+    if method in ("gptq", "awq"):
+        raise refuse(model_type, f"none of its layers that {method} quantized is a linear one")
     if (obstacle := missing_package(method)) is not None:
         raise refuse(model_type, f"its weights are quantized by {method}: {obstacle}")
-    way: Way = "torchao" if method == "torchao" else "decompress"
+    way = "torchao" if method == "torchao" else "decompress"
     return StoredWeights(method, way, checkpoint, dtype, {})
 
 
@@ -93,8 +111,8 @@ class StoredWeights:
     way: Way
     checkpoint: Checkpoint
     dtype: torch.dtype
-    scales: dict[str, list[int]]
-    """Way ``fp8``: name of a linear layer -> shape of its weight's scale."""
+    rooms: dict[str, Room]
+    """Ways ``fp8`` and ``integers``, by a linear layer's name."""
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
@@ -103,11 +121,11 @@ class StoredWeights:
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         """Tell transformers, by the configuration that it will load with, which way to read."""
-        if self.way == "fp8":
+        if self.rooms:
             if _NAME not in AUTO_QUANTIZER_MAPPING:  # which belongs to the process
-                register_quantization_config(_NAME)(_Fp8Config)
-                register_quantizer(_NAME)(_Fp8Quantizer)
-            hf_config.quantization_config = {"quant_method": _NAME, "scales": self.scales}
+                register_quantization_config(_NAME)(_StoredConfig)
+                register_quantizer(_NAME)(_StoredQuantizer)
+            hf_config.quantization_config = {"quant_method": _NAME, "rooms": self.rooms}
         elif self.way == "decompress":
             hf_config.quantization_config = {**hf_config.quantization_config, "dequantize": True}
         else:
@@ -115,6 +133,13 @@ class StoredWeights:
 
     def after_reading(self, module: PreTrainedModel) -> None:
         """Replace what was loaded by layers of ours, and take the marks of transformers off."""
+        version = self.checkpoint.config["quantization_config"].get("checkpoint_format")
+        for key in self.rooms if self.way == "integers" else ():
+            linear: Any = module.get_submodule(key)
+            stored = {name: each.detach() for name, each in linear.named_parameters()}
+            plus_one, inputs = version != "gptq_v2", linear.in_features
+            made = make_linear(self.method, stored, inputs, self.dtype, plus_one=plus_one)
+            module.set_submodule(key, made)
         for parent in list(module.modules()):
             for name, child in list(parent._modules.items()):
                 if not isinstance(child, nn.Linear):
@@ -142,23 +167,71 @@ class StoredWeights:
 
     def __str__(self) -> str:
         what = {
-            "fp8": f"{len(self.scales)} linear layers in e4m3",
+            "fp8": f"{len(self.rooms)} linear layers in e4m3",
+            "integers": f"{len(self.rooms)} linear layers, multiplied as integers of 4 or 8 bits",
             "decompress": "decompressed while loading",
             "torchao": "through torchao",
         }
         return f"{self.method}, {what[self.way]}"
 
 
-def _fp8_scales(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Linear layers that can become e4m3 layers of ours, and the shapes of their scales. Empty if
-    that does not hold for all that are quantized. Raises CheckpointError if a scale is missing."""
+def _multiplies_e4m3(device: torch.device) -> bool:
+    """Whether layers stay e4m3: torch takes hundreds of times as long for them on a CPU as
+    int8 takes, and is no closer."""
+    return device.type != "cpu"
+
+
+def _check_packed(
+    model_type: str, method: str, config: Mapping[str, Any], device: torch.device
+) -> None:
+    """Raise UnsupportedModelError for a form of GPTQ or AWQ that is not read."""
+    if device.type != "cpu":
+        raise refuse(model_type, f"its weights are quantized by {method}, read on a CPU alone")
+    allowed = {"bits": (4, 8) if method == "gptq" else (4,), "version": ("gemm", "GEMM", None)}
+    for field, values in allowed.items():
+        if (found := config.get(field)) not in values:
+            texts = " or ".join(map(str, values))
+            reason = f"its quantization_config.{field} is {show(found)}, but must be {texts}"
+            raise refuse(model_type, reason)
+
+
+def _integer_rooms(
+    method: str, config: Mapping[str, Any], checkpoint: Checkpoint
+) -> dict[str, Room]:
+    """Linear layers of integers that ``packed`` reads. Empty if some are of another kind."""
+    groups = (config.get("config_groups") or {}).values()
+    if method == "torchao" or not all(map(_is_integer, groups)):
+        return {}
+    entries, rooms = checkpoint.tensors, dict[str, Room]()
+    for name, entry in entries.items():
+        layer, _, kind = name.rpartition(".")
+        if kind in ("qweight", "weight_packed") or entry.dtype == "I8":
+            rooms[layer] = {}
+    for name, entry in entries.items():
+        layer, _, kind = name.rpartition(".")
+        if layer in rooms:
+            rooms[layer][kind] = entry.shape, entry.dtype
+    return {} if any(".experts." in layer for layer in rooms) else rooms
+
+
+def _is_integer(group: Any) -> bool:
+    """Whether a group of layers of compressed-tensors has integers that ``packed`` reads."""
+    weights = group.get("weights") or {}
+    packed = weights.get("num_bits") == 8 or group.get("format", "pack") != "int-quantized"
+    good = weights.get("type") == "int" and weights.get("num_bits") in (4, 8) and packed
+    return good and weights.get("strategy") in ("tensor", "channel", "group")
+
+
+def _fp8_rooms(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Room]:
+    """Linear layers that can become e4m3 layers of ours. Empty if that does not hold for all
+    that are quantized. Raises CheckpointError if a scale is missing."""
     entries = checkpoint.tensors
     for name, entry in entries.items():
         if entry.dtype == "F8_E4M3" and f"{name}_scale" not in entries:
             raise CheckpointError(f"{entry.file} lacks {name}_scale")  # or it would count as 1
     if not all(map(_is_plain_fp8, (config.get("config_groups") or {}).values())):
         return {}
-    scales = {}
+    rooms = dict[str, Room]()
     for name, entry in entries.items():
         layer, _, kind = name.rpartition(".")
         if kind != "weight_scale":
@@ -172,8 +245,10 @@ def _fp8_scales(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, 
         # Experts are merged into one tensor, which is no linear layer.
         if ".experts." in layer or out_features % ALIGNMENT or in_features % ALIGNMENT:
             return {}
-        scales[layer] = list(entry.shape)
-    return scales
+        rooms[layer] = {
+            "weight": (weight.shape, weight.dtype), "weight_scale": (entry.shape, entry.dtype)
+        }  # fmt: skip
+    return rooms
 
 
 def _is_plain_fp8(group: Any) -> bool:
@@ -194,29 +269,32 @@ def _plain(linear: Any) -> nn.Linear:
     return plain
 
 
-class _Fp8Config(QuantizationConfigMixin):
-    """What :class:`StoredWeights` hands to :class:`_Fp8Quantizer` through transformers."""
+class _StoredConfig(QuantizationConfigMixin):
+    """What :class:`StoredWeights` hands to :class:`_StoredQuantizer` through transformers."""
 
-    def __init__(self, scales: dict[str, list[int]], **_: Any) -> None:
+    def __init__(self, rooms: dict[str, Room], **_: Any) -> None:
         self.quant_method = _NAME  # type: ignore[assignment]
-        self.scales = scales
+        self.rooms = rooms
 
 
-class _Fp8Quantizer(HfQuantizer):
-    """Makes room for e4m3 weights and their scales before they are read, so that they are read as
-    they are stored. transformers makes it and calls it."""
+class _StoredQuantizer(HfQuantizer):
+    """Makes room for weights and their scales before they are read, so that they are read as they
+    are stored. transformers makes it and calls it."""
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-        scales: dict[str, list[int]] = self.quantization_config.scales  # type: ignore[attr-defined]
+        rooms: dict[str, Room] = self.quantization_config.rooms  # type: ignore[attr-defined]
         model._keys_to_ignore_on_load_unexpected = {_SPARE}  # else it logs a table of them
-        for name, shape in scales.items():
+        for name, room in rooms.items():
             linear: Any = model.get_submodule(name)
             if type(linear) is not nn.Linear:
                 raise TypeError(f"{name} is no linear layer")
-            weight = torch.empty_like(linear.weight, dtype=DTYPE)
-            scale = torch.empty(shape, dtype=torch.float32, device=weight.device)
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-            linear.weight_scale = nn.Parameter(scale, requires_grad=False)
+            device = linear.weight.device
+            linear.register_parameter("weight", None)
+            for suffix, (shape, dtype) in room.items():
+                if suffix == "bias" and linear.bias is not None:
+                    continue
+                tensor = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+                setattr(linear, suffix, nn.Parameter(tensor, requires_grad=False))
         return model
 
     def is_serializable(self) -> bool:
