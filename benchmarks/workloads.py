@@ -1,16 +1,19 @@
 """The fixed workloads and the fixed model on which engines are compared.
 
-Owns the definitions of W1, W2 and W3 and of the random-weight model ``m100``: every benchmark and
-every engine beside ours takes them from here, so that figures of different engines are of the same
-prompts, the same output lengths and the same weights. Prompts are token ids; there is no tokenizer.
+Owns the definitions of W1, W2 and W3 and of the random-weight models ``m100`` and ``m500``: every
+benchmark and every engine beside ours takes them from here, so that figures of different engines
+are of the same prompts, the same output lengths and the same weights. Prompts are token ids; there
+is no tokenizer.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 VOCAB_SIZE = 32000
+"""Of ``m100``."""
 MAX_NUM_SEQS = 32
 MAX_NUM_BATCHED_TOKENS = 512
 
@@ -87,22 +90,51 @@ def save_m100(folder: Path) -> Path:
 
     A Llama of 102 M parameters with grouped queries and a tied head. Does nothing if it is there.
     """
-    if (folder / "config.json").exists():
-        return folder
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    if not (folder / "config.json").exists():
+        from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        intermediate_size=2048,
-        vocab_size=VOCAB_SIZE,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
+        config = LlamaConfig(
+            hidden_size=768,
+            num_hidden_layers=12,
+            num_attention_heads=12,
+            num_key_value_heads=4,
+            intermediate_size=2048,
+            vocab_size=VOCAB_SIZE,
+            tie_word_embeddings=True,
+            max_position_embeddings=4096,
+        )
+        _save(LlamaForCausalLM, config, folder)
     return folder
+
+
+def save_m500(folder: Path) -> Path:
+    """Write the checkpoint ``m500`` (bf16, random weights of seed 0) into ``folder``.
+
+    The shape of Qwen2 with 494 M parameters: 136 M of them in a tied embedding of 151,936 tokens,
+    seven query heads for each KV head, biases of query, key and value. Does nothing if it is there.
+    """
+    if not (folder / "config.json").exists():
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        config = Qwen2Config(
+            hidden_size=896,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            intermediate_size=4864,
+            vocab_size=151_936,
+            tie_word_embeddings=True,
+            max_position_embeddings=4096,
+        )
+        _save(Qwen2ForCausalLM, config, folder)
+    return folder
+
+
+def _save(model_class: Any, config: Any, folder: Path) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model_class(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+MODELS = {"m100": save_m100, "m500": save_m500}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from benchmarks.workloads import WORKLOADS, Workload, warm_up
+from benchmarks.workloads import VOCAB_SIZE, WORKLOADS, Workload, warm_up
 
 MARK = "result: "
 
@@ -50,7 +50,10 @@ def figure(workload: Workload, outcome: Outcome) -> float:
 def run_engine(load: Callable[[argparse.Namespace], Run], options: Callable | None = None) -> None:
     """Parse the command line, load, warm up, run and report. ``options(parser)`` adds options."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--model", required=True, help="the checkpoint's folder")
+    parser.add_argument(
+        "--model", required=True, help="the checkpoint, or what it was converted to"
+    )
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="of the model")
     parser.add_argument("--workloads", default="W1,W2,W3")
     parser.add_argument("--requests", type=int, help="only the first so many requests of W1")
     parser.add_argument("--threads", type=int, required=True)
@@ -60,11 +63,11 @@ def run_engine(load: Callable[[argparse.Namespace], Run], options: Callable | No
 
     began = time.perf_counter()
     run = load(arguments)
-    run(warm_up())
+    run(warm_up(arguments.vocab_size))
     report: dict[str, object] = {"load_s": time.perf_counter() - began}
     results = {}
     for name in arguments.workloads.split(","):
-        workload = WORKLOADS[name]()
+        workload = WORKLOADS[name](arguments.vocab_size)
         if name == "W1" and arguments.requests:
             workload = workload.head(arguments.requests)
         cpu_began = time.process_time()

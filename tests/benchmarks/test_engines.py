@@ -1,0 +1,76 @@
+"""The table of engines under comparison, and the workloads on a model of another vocabulary."""
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import engine
+from benchmarks.workloads import w1
+
+
+def arguments(**changes: object) -> Namespace:
+    """What the command line gives by default, with every engine's environment this one."""
+    values: dict[str, object] = {
+        "model": "m100", "workloads": ["W1", "W2", "W3"], "repeats": 3, "requests": None,
+        "instructions": "all", "breakdown": False, "openvino_python": sys.executable,
+        "llamacpp_python": sys.executable, "vllm_python": sys.executable,
+    }  # fmt: skip
+    return Namespace(**values | changes)
+
+
+def checkpoint(folder: Path, vocab_size: int) -> Path:
+    (folder / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    return folder
+
+
+def test_each_engine_has_its_module_and_each_ratio_its_engines() -> None:
+    folder = engine.ROOT / "benchmarks" / "engines"
+    assert all((folder / f"{each.module}.py").is_file() for each in engine.ENGINES.values())
+    named = {name for pair in engine.RATIOS for name in pair} | set(engine.DEFAULT)
+    assert named <= set(engine.ENGINES)
+
+
+def test_an_engine_that_is_not_installed_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model = checkpoint(tmp_path, 32000)
+    assert engine._command("llamacpp_q4", model, arguments()) is None
+    assert "without llama.cpp, Q4_0: llama_cpp is not installed" in capsys.readouterr().out
+
+
+def test_m500_is_fed_with_its_own_vocabulary(tmp_path: Path) -> None:
+    command = engine._command(
+        "jitney_int4", checkpoint(tmp_path, 151_936), arguments(model="m500", requests=8)
+    )
+    assert command is not None
+    assert command.options == ["--quantization", "int4", "--vocab-size", "151936"]
+    assert command.requests == 8
+
+
+def test_m500_takes_fewer_requests_with_avx2(tmp_path: Path) -> None:
+    """All of W1 would take more than three minutes there."""
+    model = checkpoint(tmp_path, 151_936)
+    command = engine._command("jitney", model, arguments(model="m500", instructions="avx2"))
+    assert command is not None
+    assert command.requests == engine.M500_AVX2_REQUESTS
+
+
+def test_a_larger_vocabulary_changes_the_ids_and_not_the_lengths() -> None:
+    small, large = w1(), w1(151_936)
+    assert small.output_lengths == large.output_lengths
+    assert [len(p) for p in small.prompts] == [len(p) for p in large.prompts]
+    assert max(map(max, small.prompts)) < 32000 < max(map(max, large.prompts))
+
+
+def test_ratios_are_of_medians(capsys: pytest.CaptureFixture) -> None:
+    def runs(*figures: float) -> list[dict]:
+        return [{"workloads": {"W2": {"figure": figure}}} for figure in figures]
+
+    results = {"jitney_int4": runs(90, 10, 100), "llamacpp_q4": runs(50, 60, 1000), "jitney": []}
+    engine._print_ratios(results, ["W1", "W2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "| Jitney, int4 weights ÷ llama.cpp, Q4_0 | – | 1.50 |"
+    assert len(lines) == 4  # an empty line, the head and one row
