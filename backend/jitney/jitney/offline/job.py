@@ -68,7 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ordered: Annotated[bool, "Keep the rows' order."] = False
     part_rows: Annotated[Count, "Most rows of an output file."] = 10_000
     part_seconds: Annotated[Seconds, "Commit after so long, even if a part is small."] = 60.0
-    in_flight: Annotated[Count, "Most rows between reading and writing."] = 16384
+    in_flight: Annotated[Count, "Most rows between reading and writing."] = 8192
     workers: Annotated[CountOrNone | None, "Processes that prepare. Default: half the cores."] = (
         None
     )
