@@ -20,7 +20,8 @@ from jitney.kernels.cpu.attention_kernel import attend_body
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.layout import AttentionArguments, write_body
 from jitney.kernels.cpu.products import GROUP_TOKENS, instruction_set, may_use_amx
-from jitney.kernels.cpu.simd import BF16, F32
+from jitney.kernels.cpu.simd import BF16, F32, WIDE
+from jitney.kernels.cpu.tile_linear import widens
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class CpuAttention:
         began = time.perf_counter()
         self._dtype = dtype
         tag, version = TAGS[dtype], source_version()
-        self.attend = Kernel(lambda address: attend_body(tag, address) if version else None)
+        dot = WIDE if dtype == torch.bfloat16 and widens() else tag
+        self.attend = Kernel(lambda address: attend_body(tag, dot, address) if version else None)
         self.write = Kernel(lambda address: write_body(tag, address) if version else None)
         done = "loaded" if self.attend.was_cached and self.write.was_cached else "compiled"
         seconds = time.perf_counter() - began

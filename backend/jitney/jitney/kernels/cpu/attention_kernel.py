@@ -2,7 +2,8 @@
 
 ``attention`` calls ``layout.write_body``, unless all rows decode, and then :func:`attend_body` on
 every thread of a team, with the address of ``layout.AttentionArguments``; the threads take items
-from a counter until none is left. ``tag`` is the element type of the cache (``simd``).
+from a counter until none is left. ``tag`` is the element type of the cache (``simd``), ``dot`` that
+of the products: queries and weights are WIDE where the processor multiplies no bfloat16.
 
 An item is a tile of one row's queries and one KV head, all query heads of its group together, so
 that K and V are read once for them; a tile's rows are (token, head of the group), token by token.
@@ -26,7 +27,6 @@ from jitney.kernels.cpu.layout import (
     SPAN_TOKENS,
     STATE_EXTRA,
     WORK_BYTES,
-    copy_vector,
     find_groups,
     read_call,
     read_scratch,
@@ -63,8 +63,10 @@ from jitney.kernels.cpu.simd import (
     lane_sum,
     larger,
     load,
+    load_as,
     load_f32,
     load_i64,
+    load_one,
     prefetch,
     sigmoid,
     splat,
@@ -72,6 +74,7 @@ from jitney.kernels.cpu.simd import (
     store_as,
     store_f32,
     store_i64,
+    store_one,
 )
 
 NEGATIVE_INFINITY = np.float32(-np.inf)
@@ -80,7 +83,7 @@ LOWEST = np.float32(-1e30)
 
 
 @inner
-def attend_body(tag, arguments):
+def attend_body(tag, dot, arguments):
     """Take items until none is left. A thread knows its next item while it works on one."""
     call = read_call(arguments)
     at = read_scratch(call.scratch + fetch_add(arguments + THREADS_OFFSET) * SCRATCH_BYTES)
@@ -89,7 +92,7 @@ def attend_body(tag, arguments):
     while item < call.count:
         upcoming = fetch_add(arguments)
         shaped = attend_item(
-            tag, call, item, upcoming if upcoming < call.count else item, at, shaped
+            tag, dot, call, item, upcoming if upcoming < call.count else item, at, shaped
         )  # fmt: skip
         item = upcoming
     if call.tiles != 0:
@@ -97,7 +100,7 @@ def attend_body(tag, arguments):
 
 
 @inner
-def attend_item(tag, call, item, upcoming, at, shaped):
+def attend_item(tag, dot, call, item, upcoming, at, shaped):
     """One tile of queries against all keys of its work. The tile unit is set for slices of
     ``shaped`` rows; returns for how many it is set afterwards."""
     kv_head = item % call.kv_heads
@@ -109,7 +112,7 @@ def attend_item(tag, call, item, upcoming, at, shaped):
         amx_begin(shaped)
     if call.decode != 0 and work.part == work.num_parts - 1:
         write_token(tag, call, work.first_token, kv_head)
-    begin_queries(tag, call, work, kv_head, rows, at)
+    begin_queries(tag, dot, call, work, kv_head, rows, at)
     find_groups(tag, call, work, kv_head, following, upcoming % call.kv_heads, at)
     first_part = work.keys_begin // PART_TOKENS * PART_TOKENS
     # The only part of rows without sinks is their total.
@@ -118,7 +121,7 @@ def attend_item(tag, call, item, upcoming, at, shaped):
         begin_states(call, work, kv_head, rows, at.totals, call.sinks)
     for part in range(first_part, work.keys_end, PART_TOKENS):
         begin_states(call, work, kv_head, rows, at.states, 0)
-        attend_part(tag, call, work, part, rows, at)
+        attend_part(tag, dot, call, work, part, rows, at)
         if merges:
             merge_states(call, rows, at.totals, at.states)
     if work.num_parts > 1:
@@ -129,7 +132,7 @@ def attend_item(tag, call, item, upcoming, at, shaped):
 
 
 @inner
-def attend_part(tag, call, work, part, rows, at):
+def attend_part(tag, dot, call, work, part, rows, at):
     """The tile's states over those keys of the work that are in the part that begins at ``part``.
 
     A span begins at a multiple of SPAN_TOKENS, or where the work does: keys before that are hidden
@@ -144,7 +147,9 @@ def attend_part(tag, call, work, part, rows, at):
         for i in range(slices):
             first = i * MAX_ROWS_AMX if tiles else rows * i // slices
             last = min(rows, first + MAX_ROWS_AMX) if tiles else rows * (i + 1) // slices
-            attend_rows(tag, call, work, first, last - first, base, end - base, tiles, at)
+            attend_rows(
+                tag, dot, call, work, first, last - first, base, end - base, tiles, at
+            )  # fmt: skip
 
 
 @inner
@@ -161,16 +166,24 @@ def prefetch_span(tag, call, work, base, at):
 
 
 @inner
-def begin_queries(tag, call, work, kv_head, rows, at):
+def begin_queries(tag, dot, call, work, kv_head, rows, at):
     """The tile's queries, zeros beyond the head and up to a multiple of 16 rows."""
-    size, all_rows = element_bytes(tag), -(-rows // LANES) * LANES
-    stride = call.padded * size
-    for r in range(rows):
-        token, head = work.first_token + r // call.group, kv_head * call.group + r % call.group
-        source = call.query + token * call.query_token_stride + head * call.query_head_stride
-        copy_vector(tag, source, call.head_size, call.padded, at.queries + r * stride, size)
-    for r in range(rows, all_rows):
-        copy_vector(tag, at.queries, 0, call.padded, at.queries + r * stride, size)
+    size, made = element_bytes(tag), element_bytes(dot)
+    whole = call.head_size // LANES * LANES
+    for r in range(-(-rows // LANES) * LANES):
+        target, d = at.queries + r * call.padded * made, np.int64(0)
+        if r < rows:
+            token, head = work.first_token + r // call.group, kv_head * call.group + r % call.group
+            source = call.query + token * call.query_token_stride + head * call.query_head_stride
+            while d < whole:
+                store_as(dot, target + d * made, load_as(tag, source + d * size))
+                d += LANES
+            while d < call.head_size:
+                store_one(dot, target + d * made, load_one(tag, source + d * size))
+                d += 1
+        while d < call.padded:
+            store_one(dot, target + d * made, ZERO)
+            d += 1
 
 
 @inner
@@ -209,9 +222,9 @@ def merge_states(call, rows, totals, states):
 
 
 @inner
-def attend_rows(tag, call, work, first, rows, base, width, tiles, at):
+def attend_rows(tag, dot, call, work, first, rows, base, width, tiles, at):
     """A slice of the tile, ``rows`` from ``first`` on, against the span of keys at ``base``."""
-    size = element_bytes(tag)
+    size = element_bytes(dot)
     oldest = work.position + first // call.group
     newest = work.position + (first + rows - 1) // call.group
     # Groups that no row here may see are left out: those after it, and those before the window.
@@ -224,47 +237,47 @@ def attend_rows(tag, call, work, first, rows, base, width, tiles, at):
         return
     begin = (base - work.keys_begin) // GROUP_TOKENS * 8
     stride, state_stride = call.padded * size, (call.padded + STATE_EXTRA) * 4
-    states = at.states + first * state_stride
+    states, units = at.states + first * state_stride, call.padded * element_bytes(tag) // UNIT_BYTES
     for g in range(0, groups, COLUMNS):  # of the last ones, more than are asked for
         score_tile(
-            tag, tiles, rows, at.queries + first * stride, stride, at.key_groups + begin + 8 * g, 1,
-            stride // UNIT_BYTES, VECTOR_BYTES, 0, at.scores + g * VECTOR_BYTES, SPAN_TOKENS * 4,
+            dot, tiles, rows, at.queries + first * stride, stride, at.key_groups + begin + 8 * g, 1,
+            units, VECTOR_BYTES, 0, at.scores + g * VECTOR_BYTES, SPAN_TOKENS * 4,
         )  # fmt: skip
     for r in range(rows):
         p, state = work.position + (first + r) // call.group, states + r * state_stride
         rescale = weigh_row(
-            tag, at.scores + r * SPAN_TOKENS * 4, at.weights + r * SPAN_TOKENS * size, groups,
+            dot, at.scores + r * SPAN_TOKENS * 4, at.weights + r * SPAN_TOKENS * size, groups,
             p - call.window + 1 - base if call.window > 0 else 0, p + 1 - base,
             call.scale, call.softcap, state + 4 * call.padded, state + 4 * call.padded + 4,
         )  # fmt: skip
         if rescale != ONE:
             scale_row(state, call.padded, rescale)
     add_values(
-        tag, tiles, rows, at.weights, at.value_groups + begin, groups, call.padded, states
+        tag, dot, tiles, rows, at.weights, at.value_groups + begin, groups, call.padded, states
     )  # fmt: skip
 
 
 @inner
-def add_values(tag, tiles, rows, weights, value_groups, groups, padded, states):
+def add_values(tag, dot, tiles, rows, weights, value_groups, groups, padded, states):
     """Outputs += weights times values, for all head elements."""
-    stride, step = SPAN_TOKENS * element_bytes(tag), padded * UNIT_BYTES
+    stride, step = SPAN_TOKENS * element_bytes(dot), padded * UNIT_BYTES
     state_stride = (padded + STATE_EXTRA) * 4
     units = GROUP_TOKENS * element_bytes(tag) // UNIT_BYTES
     wide = padded // (COLUMNS * LANES) * COLUMNS * LANES
     for d in range(0, wide, COLUMNS * LANES):
         value_tile_wide(
-            tag, tiles, rows, weights, stride, value_groups, groups, units, step, d * UNIT_BYTES,
+            dot, tiles, rows, weights, stride, value_groups, groups, units, step, d * UNIT_BYTES,
             states + d * 4, state_stride,
         )  # fmt: skip
     for d in range(wide, padded, LANES):
         value_tile_narrow(
-            tag, tiles, rows, weights, stride, value_groups, groups, units, step, d * UNIT_BYTES,
+            dot, tiles, rows, weights, stride, value_groups, groups, units, step, d * UNIT_BYTES,
             states + d * 4, state_stride,
         )  # fmt: skip
 
 
 @inner
-def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, total):
+def weigh_row(dot, scores, weights, groups, low, high, scale, softcap, maximum, total):
     """Turn a row's scores into weights; keys outside [low, high) of the span are hidden.
 
     ``maximum`` and ``total`` are addresses of the row's running maximum and sum, in base 2.
@@ -289,7 +302,7 @@ def weigh_row(tag, scores, weights, groups, low, high, scale, softcap, maximum, 
     for g in range(groups):
         w = exp2(fma(load(scores + g * VECTOR_BYTES), steep, shift))
         added = added + w
-        store_as(tag, weights + g * LANES * element_bytes(tag), w)
+        store_as(dot, weights + g * LANES * element_bytes(dot), w)
     rescale = ONE if after == before else power_of_two(before - after)
     store_f32(total, load_f32(total) * rescale + lane_sum(added))
     store_f32(maximum, after)

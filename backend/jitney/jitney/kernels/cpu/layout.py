@@ -149,14 +149,15 @@ class Scratch(ctypes.Structure):
 def scratch_sizes(size: int, rows: int, padded: int, longest: int) -> list[int]:
     """Bytes of each area of a :class:`Scratch`, for tiles of ``rows``.
 
-    ``size`` is that of an element in the cache, ``longest`` the longest context in tokens.
+    ``size`` is that of an element in the cache, ``longest`` the longest context in tokens. Queries
+    and weights may be float32.
     """
     rows = -(-rows // LANES) * LANES
     groups = -(-longest // GROUP_TOKENS) + 1 + LIST_MARGIN
     return [
-        rows * padded * size,
+        rows * padded * 4,
         MAX_ROWS_AMX * SPAN_TOKENS * 4,
-        MAX_ROWS_AMX * SPAN_TOKENS * size,
+        MAX_ROWS_AMX * SPAN_TOKENS * 4,
         rows * (padded + STATE_EXTRA) * 4,
         rows * (padded + STATE_EXTRA) * 4,
         GROUP_TOKENS * padded * size,
