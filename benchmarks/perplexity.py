@@ -4,9 +4,10 @@
     python -m benchmarks.perplexity --model FOLDER --text FILE --quantization none fp8
 
 The engine scores the text by requests with ``prompt_logprobs``, so the figures are those of the
-layers that serve. The text is cut into windows as long as the context allows; every token but the
-first of a window is scored once. The default text is the demo model's held-out one: some files of
-this Python's standard library (docs/demo-model.md).
+layers that serve. "Same greedy" are the tokens for which the likeliest one, after the same text, is
+that of the first row. The text is cut into windows as long as the context allows; every token but
+the first of a window is scored once. The default text is the demo model's held-out one: some files
+of this Python's standard library (docs/demo-model.md).
 """
 
 import argparse
@@ -32,13 +33,13 @@ def held_out_ids(llm: LLM) -> list[int]:
     return [token for text in corpus.held_out for token in llm.tokenizer.encode(text + EOS)]
 
 
-def nats_per_token(llm: LLM, ids: Sequence[int]) -> tuple[float, int]:
-    """Mean negative log-likelihood of ``ids``, and over how many of them it was taken."""
+def nats_per_token(llm: LLM, ids: Sequence[int]) -> tuple[float, list[int]]:
+    """Mean negative log-likelihood of ``ids``, and the likeliest token for each that is scored."""
     window = llm.info.max_model_len - 1
     # Windows overlap in one token: the last of one is the first of the next, which is not scored.
     prompts = [list(ids[begin : begin + window]) for begin in range(0, len(ids) - 1, window - 1)]
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    total, count = 0.0, 0
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
+    total, greedy = 0.0, list[int]()
     for done in llm.generate(prompts, params, progress=False):
         if done.error is not None:
             raise done.error
@@ -47,8 +48,8 @@ def nats_per_token(llm: LLM, ids: Sequence[int]) -> tuple[float, int]:
             if entries is not None:  # the first token has nothing before it
                 assert entries[0].token_id == token
                 total -= entries[0].logprob
-                count += 1
-    return total / count, count
+                greedy += [entry.token_id for entry in entries if entry.rank == 1][:1]
+    return total / len(greedy), greedy
 
 
 def parse_options() -> argparse.Namespace:
@@ -65,9 +66,9 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     """Print a row of the table as soon as it is known."""
     options = parse_options()
-    print("| quantization | tokens | nats/token | perplexity | change | seconds |")
-    print("|---|---|---|---|---|---|")
-    first = None
+    print("| quantization | tokens | nats/token | perplexity | change | same greedy | seconds |")
+    print("|---|---|---|---|---|---|---|")
+    first: tuple[float, list[int]] | None = None
     for kind in options.quantization:
         begin = time.monotonic()
         with LLM(
@@ -77,12 +78,13 @@ def main() -> None:
                 ids = held_out_ids(llm)
             else:
                 ids = llm.tokenizer.encode(options.text.read_text(encoding="utf-8"))
-            nats, count = nats_per_token(llm, ids[: options.tokens])
-        first = nats if first is None else first
-        change = math.exp(nats - first) - 1
+            nats, greedy = nats_per_token(llm, ids[: options.tokens])
+        first = first or (nats, greedy)
+        change = math.exp(nats - first[0]) - 1
+        same = sum(map(int.__eq__, greedy, first[1])) / len(greedy)
         print(
-            f"| {kind} | {count:,} | {nats:.4f} | {math.exp(nats):.3f} | {change:+.2%} | "
-            f"{time.monotonic() - begin:.0f} |",
+            f"| {kind} | {len(greedy):,} | {nats:.4f} | {math.exp(nats):.3f} | {change:+.2%} | "
+            f"{same:.1%} | {time.monotonic() - begin:.0f} |",
             flush=True,
         )
 

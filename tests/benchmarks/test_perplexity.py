@@ -16,8 +16,8 @@ MOST = {"fp8": 0.02, "int8": 0.005, "int4": 0.06}
 
 def measure(kind: str) -> float:
     with LLM(DEMO, device="cpu", dtype="float32", quantization=kind) as llm:
-        nats, count = nats_per_token(llm, held_out_ids(llm)[:TOKENS])
-    assert count == TOKENS - 1
+        nats, greedy = nats_per_token(llm, held_out_ids(llm)[:TOKENS])
+    assert len(greedy) == TOKENS - 1
     return nats
 
 
