@@ -163,7 +163,7 @@ def test_e4m3_is_computed_in_int8_on_a_cpu(
     folder, dense = make_fp8(tmp_path / "m", strategy)
     with caplog.at_level(logging.INFO):
         model = load(folder, dtype="float32")
-    assert "14 linear layers, multiplied as integers of 4 or 8 bits" in caplog.text
+    assert "compressed-tensors, 14 linear layers: 14 computed as int8" in caplog.text
     assert all(type(each) is Int8Linear for each in linears(model))
     reference = transformers.AutoModelForCausalLM.from_config(model.config)
     reference.load_state_dict(dense)

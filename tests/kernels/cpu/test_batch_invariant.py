@@ -62,6 +62,7 @@ def options(folder, name: str, **more: object):
     [
         ("llama", {}),  # two query heads to a KV head
         ("llama", {"quantization": "int8"}),
+        ("llama", {"quantization": "int4"}),
         ("gemma3", {}),  # norms behind the branches; no native call
         ("mistral", {}),  # a window
     ],

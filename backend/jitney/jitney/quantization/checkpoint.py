@@ -14,6 +14,7 @@ the loader calls, says which way is taken:
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from jitney.execution.support import refuse
 from jitney.execution.weights import count_bytes, missing_package
 from jitney.quantization.e4m3 import ALIGNMENT, DTYPE
 from jitney.quantization.eight_bits import Fp8Linear
+from jitney.quantization.four_bits import Int4Linear
 from jitney.quantization.packed import make_linear
 from jitney.quantization.quantize import QuantizeWhileLoading, check_option
 from jitney.quantization.torchao import TorchaoLinear, is_torchao
@@ -134,12 +136,14 @@ class StoredWeights:
     def after_reading(self, module: PreTrainedModel) -> None:
         """Replace what was loaded by layers of ours, and take the marks of transformers off."""
         version = self.checkpoint.config["quantization_config"].get("checkpoint_format")
+        made_as: Counter[str] = Counter()
         for key in self.rooms if self.way == "integers" else ():
             linear: Any = module.get_submodule(key)
             stored = {name: each.detach() for name, each in linear.named_parameters()}
             plus_one, inputs = version != "gptq_v2", linear.in_features
             made = make_linear(self.method, stored, inputs, self.dtype, plus_one=plus_one)
             module.set_submodule(key, made)
+            made_as["int4" if isinstance(made, Int4Linear) else "int8"] += 1
         for parent in list(module.modules()):
             for name, child in list(parent._modules.items()):
                 if not isinstance(child, nn.Linear):
@@ -163,12 +167,13 @@ class StoredWeights:
             (module.config, "_is_quantized"),
         ):
             vars(holder).pop(mark, None)
-        _log.info("the checkpoint is quantized: %s", self)
+        kinds = "; ".join(f"{count} computed as {kind}" for kind, count in made_as.items())
+        _log.info("the checkpoint is quantized: %s%s", self, kinds and f": {kinds}")
 
     def __str__(self) -> str:
         what = {
             "fp8": f"{len(self.rooms)} linear layers in e4m3",
-            "integers": f"{len(self.rooms)} linear layers, multiplied as integers of 4 or 8 bits",
+            "integers": f"{len(self.rooms)} linear layers",
             "decompress": "decompressed while loading",
             "torchao": "through torchao",
         }
