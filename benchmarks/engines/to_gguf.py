@@ -3,9 +3,9 @@
     python -m benchmarks.engines.to_gguf MODEL TARGET --weights q4_0
 
 Runs in an environment that has ``gguf`` and ``llama-cpp-python``; torch is not needed. The file
-holds no vocabulary, as prompts are token ids. In float32 it is exact: after 48 random ids, m100 gave
-the same 32 greedy tokens as transformers in float32. The quantized forms are made from that by
-llama.cpp's own quantizer, so they are what its users call Q4_0 and Q8_0: with a tied head, Q4_0
+holds no vocabulary, as prompts are token ids. In float32 it is exact: after 48 random ids, m100
+gave the same 32 greedy tokens as transformers in float32. The quantized forms are made from that
+by llama.cpp's own quantizer, so they are what its users call Q4_0 and Q8_0: with a tied head, Q4_0
 keeps the embedding in Q6_K.
 """
 
