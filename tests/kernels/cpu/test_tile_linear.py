@@ -139,6 +139,19 @@ def test_a_broken_row_is_not_hidden_and_harms_no_other(products, kind, strange) 
     assert not got[4].any()
 
 
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+def test_the_smallest_elements_are_zeros(products, kind) -> None:
+    """127 over them is infinite in float32; the rest of the row counts."""
+    plain, x = kind.of(normal(64, 256) * 0.3, None), normal(2, 256)
+    x[:, :128] = 0
+    x[1] = 0
+    x[:, 5] = 1e-37
+    made = of_bytes(plain, products)(x)
+    assert made.isfinite().all()
+    assert (made[0] - plain(x)[0]).abs().max() < 0.1
+    assert (made[1] == 0).all() or made[1].abs().max() < 1e-30
+
+
 def test_a_row_of_bytes_is_the_same_in_every_batch(products) -> None:
     layer, x = of_bytes(Int8Linear.of(normal(64, 96), None), products), normal(150, 96)
     together = layer(x)

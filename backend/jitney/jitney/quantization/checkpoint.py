@@ -135,13 +135,20 @@ class StoredWeights:
 
     def after_reading(self, module: PreTrainedModel) -> None:
         """Replace what was loaded by layers of ours, and take the marks of transformers off."""
-        version = self.checkpoint.config["quantization_config"].get("checkpoint_format")
+        config = self.checkpoint.config["quantization_config"]
+        version = config.get("checkpoint_format")
+        parts = [
+            group.get("weights") or {} for group in (config.get("config_groups") or {}).values()
+        ]
+        sizes = {part.get("group_size") for part in (config, *parts)} - {None}
         made_as: Counter[str] = Counter()
         for key in self.rooms if self.way == "integers" else ():
             linear: Any = module.get_submodule(key)
             stored = {name: each.detach() for name, each in linear.named_parameters()}
             plus_one, inputs = version != "gptq_v2", linear.in_features
-            made = make_linear(self.method, stored, inputs, self.dtype, plus_one=plus_one)
+            made = make_linear(
+                self.method, stored, inputs, self.dtype, plus_one=plus_one, sizes=sizes
+            )
             module.set_submodule(key, made)
             made_as["int4" if isinstance(made, Int4Linear) else "int8"] += 1
         for parent in list(module.modules()):
@@ -205,12 +212,12 @@ def _integer_rooms(
 ) -> dict[str, Room]:
     """Linear layers of integers that ``packed`` reads. Empty if some are of another kind."""
     groups = (config.get("config_groups") or {}).values()
-    if method == "torchao" or not all(map(_is_integer, groups)):
+    if method == "torchao" or not all(_is_integer(each, config.get("format")) for each in groups):
         return {}
     entries, rooms = checkpoint.tensors, dict[str, Room]()
     for name, entry in entries.items():
         layer, _, kind = name.rpartition(".")
-        if kind in ("qweight", "weight_packed") or entry.dtype == "I8":
+        if kind in ("qweight", "weight_packed") or (kind, entry.dtype) == ("weight", "I8"):
             rooms[layer] = {}
     for name, entry in entries.items():
         layer, _, kind = name.rpartition(".")
@@ -219,12 +226,17 @@ def _integer_rooms(
     return {} if any(".experts." in layer for layer in rooms) else rooms
 
 
-def _is_integer(group: Any) -> bool:
-    """Whether a group of layers of compressed-tensors has integers that ``packed`` reads."""
-    weights = group.get("weights") or {}
-    packed = weights.get("num_bits") == 8 or group.get("format", "pack") != "int-quantized"
-    good = weights.get("type") == "int" and weights.get("num_bits") in (4, 8) and packed
-    return good and weights.get("strategy") in ("tensor", "channel", "group")
+def _is_integer(group: Any, form: str | None) -> bool:
+    """Whether a group of layers of compressed-tensors, in the checkpoint's ``form`` unless it has
+    one of its own, has integers that ``packed`` reads."""
+    weights, form = group.get("weights") or {}, group.get("format") or form
+    ways = {
+        "pack-quantized": ((4, 8), ("channel", "group")),
+        "int-quantized": ((8,), ("tensor", "channel")),
+    }
+    bits, strategies = ways.get(str(form), ((), ()))
+    good = weights.get("type") == "int" and weights.get("num_bits") in bits
+    return good and weights.get("strategy") in strategies
 
 
 def _fp8_rooms(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Room]:

@@ -7,9 +7,12 @@ they are, but for scales rounded to bfloat16; of 8 bits with one scale for each 
 to 8 bits for each output. Called by ``checkpoint``.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
+from jitney.errors import CheckpointError, show
 from jitney.execution.quantized import QuantizedLinear
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import GROUPS, Int4Linear
@@ -26,23 +29,43 @@ input's group, if those of a group are not neighbours."""
 
 
 def make_linear(
-    method: str, stored: Tensors, inputs: int, dtype: torch.dtype, *, plus_one: bool = False
+    method: str,
+    stored: Tensors,
+    inputs: int,
+    dtype: torch.dtype,
+    *,
+    plus_one: bool = False,
+    sizes: Collection[int] = (),
 ) -> QuantizedLinear:
-    """A layer of ``inputs``; ``plus_one``: GPTQ's zeros are stored less one."""
+    """A layer of ``inputs``; ``plus_one``: GPTQ's zeros are stored less one; ``sizes``: what groups
+    the checkpoint says that it has. Raises CheckpointError if none of these fits."""
     bias, weight, scale = (stored.get(name) for name in ("bias", "weight", "weight_scale"))
     if weight is not None:
         assert scale is not None
         scale = scale.float().reshape(1, -1).expand(1, len(weight))
-        if weight.dtype == torch.int8:
+        zero = stored.get("weight_zero_point")
+        if weight.dtype == torch.int8 and (zero is None or not zero.any()):
             return Int8Linear(weight, scale.contiguous(), bias, dtype)
-        return _eight_bits(weight.float() * scale.t(), bias, dtype)
+        whole = weight.float() - (0 if zero is None else zero.float().reshape(-1, 1))
+        return _eight_bits(whole * scale.t(), bias, dtype)
     if "weight_packed" in stored:
         q, scale, zero, index = _compressed(stored, inputs)
     elif method == "awq":
         q, scale, zero, index = _awq(stored)
     else:
         q, scale, zero, index = _gptq(stored, inputs, plus_one)
-    size = inputs // scale.shape[1]
+    groups = scale.shape[1]
+    size = inputs // groups
+    if index is None and groups > 1 and (size * groups != inputs or size not in sizes):
+        raise CheckpointError(
+            f"group_size of the quantized weights is {show(sorted(sizes))}, which makes no "
+            f"{groups} groups of {inputs} inputs, but must divide them"
+        )
+    shifted = q.float() - zero if groups == 1 and index is None else None
+    if shifted is not None and q.max() >= 16 and shifted.min() >= -128 and shifted.max() <= 127:
+        return Int8Linear(
+            shifted.to(torch.int8).contiguous(), scale.float().t().contiguous(), bias, dtype
+        )
     if index is None and q.max() < 16 and (size in GROUPS or size % GROUPS[0] == 0):
         steps = scale.bfloat16().float()
         factors = torch.stack((steps, -steps * zero)).bfloat16()
@@ -53,7 +76,7 @@ def make_linear(
 
 
 def _eight_bits(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Int8Linear:
-    q, scale = Int8Linear.quantize_rows(weight)
+    q, scale = Int8Linear.quantize_rows(weight.contiguous())
     return Int8Linear(q, scale.t(), bias, dtype)
 
 

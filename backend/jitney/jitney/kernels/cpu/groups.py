@@ -72,6 +72,8 @@ from jitney.kernels.cpu.simd import (
 _ROWS_PER_ITEM = 4
 _BLOCK = 32
 """Inputs whose products sum up in 16 bits, where the processor has no instruction for 32."""
+_LEAST = np.float32(1e-36)
+"""A group whose elements are no larger is taken for zeros: 127 over them would be infinite."""
 _PAIR_BYTES = 64
 """Of scales and leasts of a column."""
 _TILE_BYTES, _RESULT_BYTES = 2048, 4096
@@ -121,7 +123,7 @@ def round_groups_body(arguments):
                     best = larger(larger(x, splat(ZERO) - x), best)
                     strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
                 largest, total = lane_max(best), splat(ZERO)
-                share = splat(np.float32(127.0) / largest if largest > ZERO else ZERO)
+                share = splat(np.float32(127.0) / largest if largest > _LEAST else ZERO)
                 for i in range(begin, begin + call.group, LANES):
                     whole = nearest(load_as(BF16, row + 2 * i) * share)
                     store_signed(out + i, whole)

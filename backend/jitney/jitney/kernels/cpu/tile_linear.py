@@ -121,7 +121,7 @@ class TileLinear(nn.Module):
             assert scale is not None
             self._group = self.in_features // scale.shape[2]
             columns = _columns_of_nibbles(weight, scale, more)
-            stride += 8 * scale.shape[2]
+            stride += max(32, 8 * scale.shape[2])  # a tile may read so far beyond a group of 32
         else:
             filled = weight.detach().contiguous()  # GPT-2's are transposed
             if more or self.in_features % step:  # else it would be copied

@@ -69,7 +69,7 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_harmless(func, args, self._on_cpu):
+        if not _is_harmless(func, args, kwargs, self._on_cpu):
             with self:  # an operation made of others is judged by these
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -82,13 +82,14 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _is_harmless(func: Any, args: tuple[Any, ...], on_cpu: bool) -> bool:
+def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any], on_cpu: bool) -> bool:
     """Whether each element of the result depends on the same elements in every batch, by the same
     computation."""
     name = func._schema.name.removeprefix("aten::")
     if func.is_view or name in _MOVES:
         return True
     if torch.Tag.pointwise in func.tags:
-        return name in _EXACT or not on_cpu
+        # A multiple that is added may be rounded before or not.
+        return not on_cpu or (name in _EXACT and kwargs.get("alpha", 1) == 1)
     # A product of one summand: frequencies times positions.
     return name in _PRODUCTS and args[0].shape[-1] == 1
