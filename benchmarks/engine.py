@@ -144,12 +144,19 @@ def main() -> None:
     threads = arguments.threads or len(os.sched_getaffinity(0))
     commands = [c for name in arguments.engines if (c := _command(name, model, arguments))]
     results: dict[str, list[dict]] = {command.name: [] for command in commands}
+    failed: set[str] = set()
     for turn in range(arguments.repeats):
         for command in commands:
             if turn < command.repeats:
-                results[command.name].append(command.run(threads))
-                print(".", end="", file=sys.stderr, flush=True)
+                try:
+                    results[command.name].append(command.run(threads))
+                    print(".", end="", file=sys.stderr, flush=True)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    failed.add(command.name)
+                    print(f"\n{error}", file=sys.stderr, flush=True)
     print(file=sys.stderr)
+    results = {name: runs for name, runs in results.items() if runs}
+    commands = [command for command in commands if command.name in results]
     print(f"{_processor()}, {threads} threads, instructions: {arguments.instructions}, "
           f"model: {arguments.model}\n")  # fmt: skip
     _print_table(commands, results)
@@ -159,6 +166,8 @@ def main() -> None:
         _print_bandwidth(model, threads, decode)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    if failed:
+        sys.exit(f"failed, at least once: {', '.join(sorted(failed))}")
 
 
 def _parse() -> argparse.Namespace:

@@ -74,3 +74,25 @@ def test_ratios_are_of_medians(capsys: pytest.CaptureFixture) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "| Jitney, int4 weights ÷ llama.cpp, Q4_0 | – | 1.50 |"
     assert len(lines) == 4  # an empty line, the head and one row
+
+
+def test_an_engine_that_fails_takes_no_result_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def run(command: engine.Command, threads: int) -> dict:
+        if command.name == "jitney_int8":
+            raise RuntimeError("it is broken")
+        return {"workloads": {"W1": {"figure": 7.0}}, "peak_mb": 1, "load_s": 1}
+
+    model, found = checkpoint(tmp_path, 32000), tmp_path / "found.json"
+    more = {"engines": ["jitney_int8", "jitney"], "workloads": ["W1"], "threads": 2, "repeats": 2}
+    given = arguments(work_dir=tmp_path, json=found, **more)
+    monkeypatch.setattr(engine, "_parse", lambda: given)
+    monkeypatch.setitem(engine.MODELS, "m100", lambda folder: model)
+    monkeypatch.setattr(engine.Command, "run", run)
+    with pytest.raises(SystemExit, match="failed, at least once: jitney_int8"):
+        engine.main()
+    printed = capsys.readouterr()
+    assert "it is broken" in printed.err
+    assert "| Jitney | 7.0 (1.00)" in printed.out
+    assert len(json.loads(found.read_text())["jitney"]) == 2
