@@ -252,7 +252,8 @@ def test_a_body_without_a_length_over_http2_is_checked_too(proxy: Proxy, server:
         connection.ask(f"/v2/models/x/{path}", key, body=b"[" * 10_000)
     wait_for(lambda: connection.waiting() == 0, "both answers", 60)
     connection.close()
-    assert server.seen == []
+    # What tests before this one asked for health, and did not wait for, may come late.
+    assert not [target for target in server.targets() if "/health/" not in target]
 
 
 def test_what_is_refused_over_grpc_is_logged_with_its_status(proxy: Proxy) -> None:
