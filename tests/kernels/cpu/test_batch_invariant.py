@@ -62,7 +62,7 @@ def options(folder, name: str, **more: object):
     [
         ("llama", {}),  # two query heads to a KV head
         ("llama", {"quantization": "int8"}),
-        ("llama", {"quantization": "int4"}),
+        pytest.param("llama", {"quantization": "int4"}, marks=pytest.mark.slow),  # to compile
         ("gemma3", {}),  # norms behind the branches; no native call
         ("mistral", {}),  # a window
     ],
