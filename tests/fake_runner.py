@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 from jitney.errors import InternalError
 from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput, Submit
@@ -101,6 +102,19 @@ class FakeState:
                 ahead.accept(made[-1:])
         return made
 
+    def num_allowed(self, token_ids: list[int]) -> int:
+        ahead = self.after([])
+        for count, token in enumerate(token_ids):
+            if ahead.ended or token not in ahead.allowed(VOCAB_SIZE):
+                return count
+            ahead.accept([token])
+        return len(token_ids)
+
+    def after(self, token_ids: list[int]) -> "FakeState":
+        state = FakeState(self._grammar)
+        state.accept(self.accepted + token_ids)
+        return state
+
     def allowed(self, vocab_size: int) -> list[int]:
         odd = sum(self.accepted) % 2
         return [id for id in range(vocab_size) if (id % 7 in self._grammar.remainders) != bool(odd)]
@@ -168,9 +182,10 @@ class FakeStep:
         made: list[tuple[tuple[int, int], int]] = []
         for at, row in enumerate(self.batch.rows):
             tokens = self.output.rows[at].token_ids if self.output is not None else []
-            tokens = tokens or [0] * len(row.sample)
+            tokens = tokens or [0] * row.num_samples
+            indices = row.sample * row.num_samples if row.drafts else row.sample
             made += [
-                ((row.key, index), token) for index, token in zip(row.sample, tokens, strict=True)
+                ((row.key, index), token) for index, token in zip(indices, tokens, strict=True)
             ]
         return made
 
@@ -357,7 +372,7 @@ class FakeRunner:
 
     def _write(self, row: Row) -> None:
         assert row.token_ids, "a row without tokens"
-        assert row.end <= len(row.prompt) + len(row.output)
+        assert row.end - row.drafts <= len(row.prompt) + len(row.output)
         for position, token in enumerate(row.token_ids, row.start):
             before = self.memory[self._slot(row, position - 1)] if position else (0, _START)
             digest = before[1] if before is not None else b"never written"
@@ -366,6 +381,8 @@ class FakeRunner:
     def _serve(self, row: Row) -> RowOutput:
         if row.key in self.bad_keys:
             return RowOutput([], error=InternalError("the logits are not finite"))
+        if row.drafts:
+            return self._serve_drafts(row)
         vocab_size = self.info.vocab_size
         tokens = []
         if row.sample:
@@ -392,9 +409,50 @@ class FakeRunner:
             ]
         return output
 
+    def _serve_drafts(self, row: Row) -> RowOutput:
+        """What as many rows without drafts would give, each after one draft more."""
+        self._check(row.carried is None, "a row with drafts carries its last token")
+        self._check(row.end < len(row.prompt) + row.params.max_tokens, "drafts beyond the end")
+        known = len(row.token_ids) - row.drafts
+        made, asked = RowOutput([]), row.params.logprobs is not None
+        for count in range(row.drafts + 1):
+            drafts = row.token_ids[known : known + count]
+            self._check(not row.stop_ids.intersection(drafts), "a draft ends the sequence")
+            behind = replace(
+                row,
+                token_ids=row.token_ids[: known + count],
+                output=row.output + drafts,
+                grammar=row.grammar and row.grammar.after(drafts),
+                drafts=0,
+            )
+            each = self._serve(behind)
+            made.token_ids += each.token_ids
+            if asked:
+                made.logprobs = (made.logprobs or []) + (each.logprobs or [])
+        return made
+
     def _history(self, row: Row) -> list[list[int]]:
         """The output so far, if sampling reads it: the host must have had it at the launch."""
         reads = _penalizes(row.params) or bool(row.bad_words_ids)
         if reads:
             self._check(row.carried is None, "a row that needs its last token carries it")
         return [sorted(row.output)] if reads else []
+
+
+class Prophet:
+    """A ``drafts.Drafter`` that knows what comes, and is right about each token by chance."""
+
+    name = "prophet"
+
+    def __init__(self, chance: Callable[[], bool]) -> None:
+        self.streams: dict[tuple[int, int], list[int]] = {}
+        """By (key, index): what :func:`solo_stream` gives, added by the test."""
+        self._chance = chance
+
+    def propose(self, sequence: Any, most: int) -> list[int]:
+        stream = self.streams[sequence.request.message.key, sequence.index]
+        made = len(sequence.output)
+        return [
+            token if self._chance() else (token + 1) % VOCAB_SIZE
+            for token in stream[made : made + most]
+        ]

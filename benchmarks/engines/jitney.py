@@ -54,6 +54,7 @@ def serve(
     keys: Iterator[int],
     watches: Stopwatches | None = None,
     grammar: str = "",
+    temperature: float = 0.0,
 ) -> Outcome:
     """Run the workload; each request has ``grammar``, if there is one."""
     if watches is not None:
@@ -61,7 +62,7 @@ def serve(
     cpu_began = _other_cpu_s(engine)
     began = time.perf_counter()
     for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True):
-        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, seed=0)
+        params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=0)
         submit = Submit(
             key=next(keys), prompt=prompt, params=params, arrival=time.monotonic(), grammar=grammar
         )

@@ -1,5 +1,6 @@
 """A front without a server: submits to an engine over the fake runner and notes what comes back."""
 
+import random
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ from jitney.messages import (
 )
 from jitney.sampling_params import SamplingParams
 
-from tests.fake_runner import FakeGrammar, FakeRunner, solo_stream
+from tests.fake_runner import FakeGrammar, FakeRunner, Prophet, solo_stream
 
 _RUNNER = (
     "max_model_len",
@@ -44,6 +45,7 @@ class Play:
             config, self.runner, clock=lambda: self.now, compile_grammar=FakeGrammar
         )
         self.scheduler = self.engine.scheduler
+        self.prophet: Prophet | None = None
         self.submits: dict[int, Submit] = {}
         self.streams: dict[tuple[int, int], list[int]] = {}
         self.reasons: dict[tuple[int, int], str] = {}
@@ -77,10 +79,22 @@ class Play:
             deadline=deadline,
             grammar=grammar,
         )
+        if self.prophet is not None:
+            for index, stream in enumerate(self.run_alone(key)):
+                self.prophet.streams[key, index] = [*stream, 0, 1, 2]
         self.engine.send(self.submits[key])
         while self.engine._grammars.waiting:  # for a thread: so that each run is the same
             time.sleep(0)
         return key
+
+    def draft(self, chance: float, seed: int = 0) -> None:
+        """Have each token of what is to come proposed, rightly with this probability, and all of
+        it computed. For a play with the option ``speculation``."""
+        drawn = random.Random(seed)
+        speculation = self.scheduler.speculation
+        assert speculation is not None
+        self.prophet = speculation.drafter = Prophet(lambda: drawn.random() < chance)
+        speculation._bar = lambda some: (0.0, 0.0)  # type: ignore[method-assign]
 
     def step(self, times: int = 1) -> StepReport | None:
         """Some steps, every invariant checked after each. The last one's report."""

@@ -57,6 +57,18 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "forks are promised no place": ("plan", "min(size, live.max_running) > places", "not places"),
     "forks that wait share blocks": ("admission", " if params.n <= max_running else 0", ""),
     "decodes leave nothing to chunks": ("plan", "return min(most, sum", "return min(0, sum"),
+    "a wrong draft is accepted": (
+        "outcome", "drafts[accepted : accepted + 1] == [token]", "drafts[accepted : accepted + 1]",
+    ),
+    "a draft too many is accepted": (
+        "outcome", "return event, accepted", "return event, min(accepted + 1, len(drafts))",
+    ),
+    "a rejected draft is hashed": ("outcome", "- row.drafts + accepted\n", "\n"),
+    "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
+    "drafts take blocks that others need": ("plan", "kv.num_free <= spare or ", ""),
+    "a draft may end the sequence": ("drafts", "id not in stop_ids", "True"),
+    "drafts go beyond the end": ("drafts", "sequence.limit - sequence.num_tokens", "99"),
+    "drafts take the budget of others": ("plan", "- rows_after, 0)", ", 0)"),
     "the budget is ignored": ("plan", "min(end - start, most)", "end - start"),
 }  # fmt: skip
 # The copy comes before the installed package, which an editable installation finds by itself.

@@ -32,7 +32,15 @@ from jitney.messages import (
 )
 from jitney.sampling_params import SamplingParams
 
-from tests.fake_runner import VOCAB_SIZE, FakeGrammar, FakeRunner, candidates, context, solo_stream
+from tests.fake_runner import (
+    VOCAB_SIZE,
+    FakeGrammar,
+    FakeRunner,
+    Prophet,
+    candidates,
+    context,
+    solo_stream,
+)
 
 MAX_MODEL_LEN = 24
 TRUNK = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # prompts share its beginnings
@@ -94,8 +102,12 @@ class Traffic(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         overlap=st.booleans(),
         pace=st.tuples(st.integers(0, 7), st.sampled_from([0.0, 0.3, 0.7])),
+        drafts=st.sampled_from([0, 0, 1, 3, 8]),
+        foresight=st.sampled_from([0.5, 0.9, 1.0]),
     )
-    def start(self, num_blocks, block_size, budget, overlap, pace, **options) -> None:
+    def start(
+        self, num_blocks, block_size, budget, overlap, pace, drafts, foresight, **options
+    ) -> None:
         chance = random.Random(pace[0])
         self.runner = FakeRunner(
             num_blocks=num_blocks,
@@ -108,10 +120,15 @@ class Traffic(RuleBasedStateMachine):
             device=lambda: chance.random() < pace[1],
         )
         self.now = 100.0
-        config = make_config({"model": "fake", "block_size": block_size, "aging_s": 1.0, **options})
+        options |= {"model": "fake", "block_size": block_size, "aging_s": 1.0}
+        config = make_config(options | {"speculation": {"max_drafts": drafts} if drafts else None})
         self.engine = Engine(
             config, self.runner, clock=lambda: self.now, compile_grammar=FakeGrammar
         )
+        self.prophet = Prophet(lambda: chance.random() < foresight)
+        if (speculation := self.engine.scheduler.speculation) is not None:
+            speculation.drafter = self.prophet
+            speculation._bar = lambda some: (chance.choice([0.0, 0.0, 1.0]), 0.0)
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()
         self.raise_once: str | None = None
@@ -144,7 +161,8 @@ class Traffic(RuleBasedStateMachine):
             grammar=grammar,
         )
         expected = self.requests[key] = Expected(message)
-        for stream in expected.solo:
+        for index, stream in enumerate(expected.solo):
+            self.prophet.streams[key, index] = [*stream, 0, 1, 2]
             self._know_blocks(message.prompt + stream, params["cache_salt"])
         self.engine.send(message)
         while self.engine._grammars.waiting:  # a thread compiles: nothing here is left to chance
@@ -309,15 +327,17 @@ class Traffic(RuleBasedStateMachine):
             assert one.submit.deadline is not None
             assert one.submit.deadline <= self.now
         else:
-            forces = one.submit.grammar.count(":") == 2
-            assert len(event.ids) == 1 or (forces and event.ids)
+            several = one.submit.grammar.count(":") == 2 or self.engine.config.speculation
+            assert len(event.ids) == 1 or (several and event.ids)
             assert stream != solo, "a sequence goes on after its end"
         if params.logprobs is None:
             assert event.logprobs is event.cumulative_logprob is None
         else:
-            at = len(one.submit.prompt) + len(stream) - 1
-            assert event.logprobs == [candidates(token, at, VOCAB_SIZE) for token in event.ids]
-            one.sums[event.index] += sum(entry[0].logprob for entry in event.logprobs)
+            at = len(one.submit.prompt) + len(stream) - len(event.ids)
+            made = enumerate(event.ids, at)
+            assert event.logprobs == [candidates(token, i, VOCAB_SIZE) for i, token in made]
+            for entry in event.logprobs:
+                one.sums[event.index] += entry[0].logprob
             assert event.cumulative_logprob == one.sums[event.index]
 
     def _check_end(self, one: Expected) -> None:

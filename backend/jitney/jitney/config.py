@@ -9,13 +9,14 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, inspect
 
 from jitney.errors import ConfigError, nearest
 
+S = TypeVar("S", bound=msgspec.Struct)
 Quantization = Literal["none", "fp8", "int8", "int4"]
 ToolFormat = Literal[
     "qwen_xml", "hermes", "deepseek", "deepseek_v31", "mistral_args", "mistral", "pythonic",
@@ -25,6 +26,19 @@ ReasoningFormat = Literal[
     "none", "think", "mistral", "seed_oss", "cohere",
     "think_opened", "mistral_opened", "seed_oss_opened", "cohere_opened",
 ]  # fmt: skip
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Option ``speculation``: tokens that are drafted, and computed together with the one due."""
+
+    drafter: Literal["ngram"] = "ngram"
+    """``ngram``: what has followed the last tokens before, in prompt or output."""
+    max_drafts: Annotated[int, Meta(ge=1, le=64)] = 8
+    """Most drafts of a sequence in one step."""
+    ngram_min: Annotated[int, Meta(ge=1, le=32)] = 2
+    """Fewest tokens that must have occurred before."""
+    ngram_max: Annotated[int, Meta(ge=1, le=32)] = 3
+    """Most tokens that are compared: of matches the longest, of equal ones the latest is taken."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +104,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     preempted and computed again."""
     watermark: Annotated[float, Meta(ge=0, le=0.5)] = 0.01
     """With ``preempt``: the share of all blocks that an admission must leave free."""
+
+    # -- speculative decoding
+    speculation: SpeculationConfig | None = None
+    """Draft tokens and verify several in one step: an object, see [speculation](speculation.md)."""
 
     # -- the queue
     max_queued: Annotated[int, Meta(ge=0)] = 1024
@@ -195,24 +213,16 @@ def from_text(key: str, text: str) -> object:
 
 def make_config(options: dict[str, object]) -> EngineConfig:
     """Check ``options`` and make the struct. Raises ConfigError as :func:`load_config` does."""
-    for key in options:
-        if key not in EngineConfig.__struct_fields__:
-            near = nearest(key, EngineConfig.__struct_fields__)
-            raise ConfigError(f"option {key!r} is unknown{near}")
+    if isinstance(given := options.get("speculation"), dict):
+        options = options | {"speculation": _make_speculation(given)}
+    _check_names(options, EngineConfig)
     if "model" not in options:
         raise ConfigError("option model is missing: it names the checkpoint's folder")
     if options.get("kv_cache_bytes") is not None and options.get("kv_cache_fraction") is not None:
         raise ConfigError("options kv_cache_bytes and kv_cache_fraction exclude each other")
     if options.get("attention") == "flashinfer":
         raise ConfigError("option attention is 'flashinfer', which was removed: set 'gpu'")
-    try:
-        config = msgspec.convert(options, EngineConfig)
-    except msgspec.ValidationError as error:
-        key = field_at_fault(error)
-        bound = describe_type(EngineConfig, key)
-        if re.search("` [<>]", str(error)):  # of the right type, but out of range
-            bound = describe_range(key)
-        raise ConfigError.of(key, options.get(key), bound) from None
+    config = _convert(options, EngineConfig)
     tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
     if tokens is not None and "max_num_seqs" in options and tokens < sequences:
         bound = f"at least max_num_seqs, {sequences}"
@@ -222,6 +232,33 @@ def make_config(options: dict[str, object]) -> EngineConfig:
             raise ConfigError(f"option chat_template_parameters must not hold {name!r}")
     _check_gpu_options(config)
     return config
+
+
+def _make_speculation(given: dict[str, object]) -> SpeculationConfig:
+    _check_names(given, SpeculationConfig, "speculation.")
+    made = _convert(given, SpeculationConfig, "speculation.")
+    if made.ngram_max < made.ngram_min:
+        bound = f"at least ngram_min, {made.ngram_min}"
+        raise ConfigError.of("speculation.ngram_max", made.ngram_max, bound)
+    return made
+
+
+def _check_names(options: Mapping[str, object], struct: type[msgspec.Struct], of: str = "") -> None:
+    for key in options:
+        if key not in struct.__struct_fields__:
+            near = nearest(key, struct.__struct_fields__)
+            raise ConfigError(f"option {of + key!r} is unknown{near}")
+
+
+def _convert(options: Mapping[str, object], struct: type[S], of: str = "") -> S:
+    try:
+        return msgspec.convert(options, struct)
+    except msgspec.ValidationError as error:
+        key = field_at_fault(error)
+        bound = describe_type(struct, key)
+        if re.search("` [<>]", str(error)):  # of the right type, but out of range
+            bound = describe_range(key, struct)
+        raise ConfigError.of(of + key, options.get(key), bound) from None
 
 
 def _check_gpu_options(config: EngineConfig) -> None:
@@ -257,9 +294,9 @@ def describe_type(struct: type[msgspec.Struct], name: str) -> str:
     return _describe(_kind(struct, name))
 
 
-def describe_range(name: str) -> str:
+def describe_range(name: str, struct: type[msgspec.Struct] = EngineConfig) -> str:
     """The bounds of an option: ``at least 1``, ``from 0 to 10``, …; empty if it has none."""
-    kind = _kind(EngineConfig, name)
+    kind = _kind(struct, name)
     if not isinstance(kind, (inspect.IntType, inspect.FloatType)):
         return ""
     if kind.gt is not None:
@@ -293,4 +330,5 @@ _DESCRIPTIONS: dict[type[inspect.Type], str] = {
     inspect.IntType: "an integer",
     inspect.FloatType: "a number",
     inspect.StrType: "a string",
+    inspect.StructType: "an object",
 }

@@ -171,6 +171,12 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     generated_tokens: int = 0
     forced_tokens: int = 0
     """Of these, the ones that a grammar forced."""
+    draft_rows: int = 0
+    """Rows with drafts."""
+    draft_tokens: int = 0
+    """Computed beyond the tokens that were due."""
+    accepted_tokens: int = 0
+    """Of these, the ones that were right."""
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     preemptions: int = 0
@@ -228,6 +234,12 @@ class GrammarState(Protocol):
         """The next tokens, as far as the grammar leaves one text only, in the tokenizer's own
         spelling; empty as a rule. Allowed in this order, and within the model's vocabulary."""
 
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these, from the first on, may follow one another."""
+
+    def after(self, token_ids: list[int]) -> "GrammarState":
+        """The state that these tokens, all of them allowed, would lead to. This one stays."""
+
     def mask(self) -> bytes:
         """A bit for each id, the lowest of a byte first: whether it may be next. Whole words of 32
         bits."""
@@ -272,6 +284,15 @@ class Row:
     grammar: GrammarState | None = None
     """Its mask holds for every token that the row samples. As ``output``, it is read only during
     ``execute`` or ``launch``."""
+    drafts: int = 0
+    """How many of ``token_ids``, the last ones, are drafts: not part of ``output``. Then ``sample``
+    has one index, and a token is sampled before the first and behind each of them, as if those
+    before it were output."""
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that it samples."""
+        return len(self.sample) + self.drafts
 
     @property
     def end(self) -> int:
@@ -294,7 +315,9 @@ class Batch:
 
 @dataclass(slots=True)
 class RowOutput:
-    """The output of one row. The lists are parallel to ``Row.sample``."""
+    """The output of one row. The lists are parallel to ``Row.sample``; with drafts they hold what
+    was sampled before the first draft, behind it, and so on, at least as far as drafts are right.
+    """
 
     token_ids: list[int]
     logprobs: list[list[Logprob]] | None = None

@@ -132,6 +132,12 @@ class LiveRequests:
         self.close(request)
         return Finished(request.message.key, request.timing(now))
 
+    def give_back(self, sequence: Sequence) -> None:
+        """Free the lookahead blocks of a running sequence whose row with drafts is over."""
+        kept = self.kv.blocks_for(max(sequence.num_planned, sequence.num_tokens))
+        self.kv.release(sequence.table[kept:])
+        del sequence.table[kept:]
+
     def _leave_running(self, sequence: Sequence) -> None:
         position = bisect_left(self.running, sequence.rank, key=_rank)
         assert self.running.pop(position) is sequence
@@ -186,6 +192,8 @@ class LiveRequests:
             sequence = self.sequence_of(row)
             if sequence is not None:
                 sequence.num_planned -= len(row.token_ids)
+                if row.drafts:
+                    self.give_back(sequence)
         if self.in_flight:  # which may use the same tables
             self.in_flight[-1].deferred += step.deferred
             return
@@ -240,7 +248,7 @@ class LiveRequests:
                 if sequence is not None:
                     assert row.block_table == sequence.table, "a row in flight has another table"
                     tokens[row.key, row.index] += len(row.token_ids)
-                    samples[row.key, row.index] += bool(row.sample)
+                    samples[row.key, row.index] += bool(row.sample) + row.drafts
         for sequence in self.running:
             key = (sequence.request.message.key, sequence.index)
             ahead = sequence.num_planned - sequence.num_computed

@@ -4,12 +4,16 @@ The second half of the scheduler: :func:`apply_output` is called by ``Scheduler.
 :func:`final_event` also by the engine's journal.
 """
 
+from itertools import takewhile
+
 from jitney.core.live import LiveRequests
-from jitney.core.request import Request, Sequence
+from jitney.core.request import Request, Sequence, State
+from jitney.core.step_in_flight import Counts
 from jitney.messages import (
     Event,
     FinishReason,
     GrammarState,
+    Logprob,
     PromptLogprobs,
     Row,
     RowOutput,
@@ -25,15 +29,31 @@ def apply_output(
     result: RowOutput,
     now: float,
     caching: bool,
+    counts: Counts,
 ) -> list[Event]:
-    """Advance a row's sequence by what was computed. Returns the events, in order."""
+    """Advance a row's sequence by what was computed. Returns the events, in order.
+
+    Drafts count as computed as far as they are what was sampled. The others were never there: their
+    slots are written again before anybody reads them, and blocks beyond the next token are freed.
+    """
     request = sequence.request
-    count = len(row.token_ids)
+    events: list[Event] = []
+    event, accepted = None, 0
+    decodes = bool(sequence.output)
+    if decodes and row.sample:
+        known = len(row.token_ids) - row.drafts
+        drafts = row.token_ids[known : known + len(result.token_ids) - 1]
+        event, accepted = _append(sequence, result.token_ids, result.logprobs, drafts)
+        events.append(event)
+        counts.draft_rows += row.drafts > 0
+        counts.draft_tokens += row.drafts
+        counts.accepted_tokens += accepted
+    count = len(row.token_ids) - row.drafts + accepted
     sequence.num_computed += count
+    sequence.num_planned -= row.drafts - accepted
     if caching:
         _cache_full_blocks(live, sequence)
-    events: list[Event] = []
-    if not sequence.output:
+    if not decodes:
         request.computed_prompt_tokens += count
         if row.params.prompt_logprobs is not None:
             _collect_prompt_logprobs(request, row, result)
@@ -41,11 +61,13 @@ def apply_output(
                 events.append(PromptLogprobs(row.key, request.prompt_logprobs))
         if row.sample:
             _take_first_tokens(live, sequence, result, now, events)
-    elif row.sample:
-        event = _append(sequence, result, 0)
-        events.append(event)
-        if event.finish_reason is not None:
-            live.end(sequence)
+    if event is not None and event.finish_reason is not None:
+        live.end(sequence)
+    elif sequence.state is State.RUNNING and row.drafts:
+        live.give_back(sequence)
+    made = [len(one.ids) for one in events if isinstance(one, Tokens)]
+    counts.generated_tokens += sum(made)
+    counts.forced_tokens += sum(made) - len(made) - accepted
     if not request.live:
         events.append(live.finish(request, now))
     return events
@@ -98,7 +120,8 @@ def _take_first_tokens(
     alive: list[Sequence] = []
     ended: list[Sequence] = []
     for position, sequence in enumerate(request.sequences):
-        event = _append(sequence, result, position)
+        logprobs = None if result.logprobs is None else result.logprobs[position:]
+        event, _ = _append(sequence, result.token_ids[position:], logprobs, [])
         events.append(event)
         (alive if event.finish_reason is None else ended).append(sequence)
     _fork(live, leader, alive, now)
@@ -126,33 +149,49 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
             live.admit(sequence, table, num_computed, now)
 
 
-def _append(sequence: Sequence, result: RowOutput, position: int) -> Tokens:
-    """Append the token sampled at ``position`` of the row's sample and those that a grammar forces
-    after it. Returns their event, with the finish reason if the sequence ends."""
+def _append(
+    sequence: Sequence,
+    sampled: list[int],
+    logprobs: list[list[Logprob]] | None,
+    drafts: list[int],
+) -> tuple[Tokens, int]:
+    """Append the first of ``sampled``, those behind each draft that is right, and the tokens that a
+    grammar forces after one: these are not sampled, but a draft of one is as good as any. Returns
+    their event, with the finish reason if the sequence ends, and how many drafts are accepted."""
     message, grammar = sequence.request.message, sequence.grammar
-    ids = [result.token_ids[position]]
-    reason, stop_id = _add_token(sequence, ids[0])
-    if grammar is not None and reason is None and sequence.request.takes_forced:
-        for token in grammar.forced():
-            if reason is not None or token in message.stop_ids:  # that is left to the sampler
-                break
-            ids.append(token)
-            reason, stop_id = _add_token(sequence, token)
-    logprobs = cumulative = None
+    ids: list[int] = []
+    due: list[int] = []
+    accepted, goes_on = 0, True  # sampled[accepted] follows what is output by now
+    while goes_on or due:
+        is_sampled = not due
+        token = sampled[accepted] if is_sampled else due.pop(0)
+        ids.append(token)
+        reason, stop_id = _add_token(sequence, token)
+        if reason is not None:
+            break
+        if is_sampled and grammar is not None and sequence.request.takes_forced:
+            # What ends the sequence is left to the sampler.
+            due = list(takewhile(lambda id: id not in message.stop_ids, grammar.forced()))
+        goes_on = goes_on and drafts[accepted : accepted + 1] == [token]
+        accepted += goes_on
+    cumulative = None
+    kept: list[list[Logprob]] | None = None
     if message.params.logprobs is not None:
-        assert result.logprobs is not None, "logprobs are missing"
-        candidates = result.logprobs[position]
-        sequence.cumulative_logprob += candidates[0].logprob
-        logprobs, cumulative = [candidates], sequence.cumulative_logprob
-    return Tokens(
+        assert logprobs is not None, "logprobs are missing"
+        kept = logprobs[: len(ids)]
+        for candidates in kept:
+            sequence.cumulative_logprob += candidates[0].logprob
+        cumulative = sequence.cumulative_logprob
+    event = Tokens(
         key=message.key,
         index=sequence.index,
         ids=ids,
-        logprobs=logprobs,
+        logprobs=kept,
         cumulative_logprob=cumulative,
         finish_reason=reason,
         stop_id=stop_id,
     )
+    return event, accepted
 
 
 def _add_token(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:

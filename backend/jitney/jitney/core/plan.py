@@ -18,7 +18,8 @@ run at once must find one, because forks that wait share no blocks for certain.
 A plan *ahead* is made while a step is in flight. It is the same but for four things. A token that
 this step is still sampling is *carried*: the row has its index among the samples instead of the
 token. A sequence whose pending token is its last by length gets no row. Nor does one whose request
-reads its own output: it gets its row in the next plan, in which that token is known. And nothing is
+reads its own output, or that has drafts in flight or in prospect: it gets its row in the next plan,
+in which that token is known. And nothing is
 preempted: :meth:`Planner.can_plan_ahead` has checked that there is a block for each decode. What a
 grammar forced, and finds no place there, is left to the next step.
 """
@@ -27,6 +28,7 @@ import math
 from dataclasses import dataclass, field
 
 from jitney.config import EngineConfig
+from jitney.core.drafts import Speculation
 from jitney.core.live import LiveRequests
 from jitney.core.request import Sequence, State
 from jitney.core.step_in_flight import Counts, StepInFlight
@@ -55,8 +57,15 @@ class _Plan:
 class Planner:
     """Fills steps from the live requests. Changes their tables, and who runs and who waits."""
 
-    def __init__(self, config: EngineConfig, live: LiveRequests, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        config: EngineConfig,
+        live: LiveRequests,
+        max_num_batched_tokens: int,
+        speculation: Speculation | None = None,
+    ) -> None:
         self._live = live
+        self._speculation = speculation
         self._kv = live.kv
         self._block_size = config.block_size
         self._caching = config.prefix_caching
@@ -76,7 +85,9 @@ class Planner:
         if step.completes_first:
             return False
         if step.leaves_out:
-            left_out = sum(one.request.reads_output for one in live.running)
+            left_out = sum(
+                one.request.reads_output or one.num_planned > one.num_tokens for one in live.running
+            )
             if left_out * _ONE_LEFT_OUT_IN > len(live.running):
                 return False
         free = self._kv.num_free
@@ -92,6 +103,8 @@ class Planner:
         kept = self._keep_for_prefill()
         plan = _Plan(now, self._max_tokens, kept, ahead=bool(live.in_flight))
         preemptions = live.preemptions
+        if self._speculation is not None:
+            self._speculation.choose(live.running)
         for sequence in self._plan_decodes(plan):
             if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
                 self._plan_chunk(plan, sequence, plan.tokens_left)
@@ -126,7 +139,7 @@ class Planner:
             left = sequence.num_tokens - start
             if start < sequence.prefill_end:
                 others.append(sequence)
-            elif plan.ahead and left == 0 and sequence.request.reads_output:
+            elif plan.ahead and left <= 0 and self._waits(sequence):
                 continue
             elif plan.tokens_left > plan.kept_for_prefill and start < sequence.limit:
                 end = start + (left or 1)
@@ -139,10 +152,35 @@ class Planner:
                     room = len(sequence.table) * block_size - start
                     self._plan_chunk(plan, sequence, min(most, room))
                 elif left == 1:
-                    self._add_row(plan, sequence, [sequence.output[-1]], (sequence.index,), None)
+                    drafts = self._take_drafts(plan, sequence, len(running) - position)
+                    tokens = [sequence.output[-1], *drafts]
+                    self._add_row(plan, sequence, tokens, (sequence.index,), None, len(drafts))
                 else:  # that token is pending
                     self._add_row(plan, sequence, [0], (sequence.index,), sequence.sample_index)
         return others
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether a plan ahead leaves out a sequence of which a sample is pending: drafts of it are
+        in flight, or what it does next depends on the sample."""
+        if sequence.num_planned > sequence.num_tokens or sequence.request.reads_output:
+            return True
+        return self._speculation is not None and self._speculation.waits(sequence)
+
+    def _take_drafts(self, plan: _Plan, sequence: Sequence, rows_after: int) -> list[int]:
+        """The drafts of a decode, as far as they find room: a token of the budget is left to every
+        sequence that comes after it, and a block to each and to every fork that is due. While any
+        sequence waits for blocks, drafts take none."""
+        if self._speculation is None:
+            return []
+        drafts = self._speculation.drafts_of(sequence)
+        del drafts[max(plan.tokens_left - 1 - plan.kept_for_prefill - rows_after, 0) :]
+        kv, live, table = self._kv, self._live, sequence.table
+        start = sequence.num_planned + 1
+        spare = rows_after + live.num_admitted - len(live.running)
+        while drafts and len(table) * self._block_size < start + len(drafts):
+            if live.waiting or kv.num_free <= spare or not kv.grow(table):
+                del drafts[max(len(table) * self._block_size - start, 0) :]
+        return drafts
 
     def _make_room(self, plan: _Plan, sequence: Sequence, end: int) -> bool:
         """Allocate blocks for the positions below ``end`` of ``sequence``, one at most in a plan
@@ -180,6 +218,7 @@ class Planner:
         token_ids: list[int],
         sample: tuple[int, ...],
         carried: int | None,
+        drafts: int = 0,
     ) -> None:
         request = sequence.request
         message = request.message
@@ -200,15 +239,17 @@ class Planner:
                 message.bad_words_ids,
                 carried,
                 sequence.grammar,
+                drafts,
             )
         )
         sequence.num_planned += count
         if sample:
             sequence.sample_index = plan.num_samples
-            plan.num_samples += len(sample)
-            if (len(sample) > 1 or request.reads_output) and sequence.num_planned < sequence.limit:
+            plan.num_samples += len(sample) + drafts
+            reads = request.reads_output or drafts > 0
+            if (len(sample) > 1 or reads) and sequence.num_planned - drafts < sequence.limit:
                 plan.completes_first |= len(sample) > 1
-                plan.leaves_out |= request.reads_output
+                plan.leaves_out |= reads
 
     # ------------------------------------------------------------------ waiting sequences
 

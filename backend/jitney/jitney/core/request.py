@@ -6,9 +6,13 @@ its own.
 """
 
 import enum
+from typing import TYPE_CHECKING
 
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.messages import Grammar, GrammarState, Logprob, Submit, Timing
+
+if TYPE_CHECKING:
+    from jitney.core.drafts import Drafting
 
 
 class State(enum.Enum):
@@ -153,6 +157,7 @@ class Sequence:
 
     __slots__ = (
         "cumulative_logprob",
+        "drafting",
         "grammar",
         "hashes",
         "index",
@@ -200,6 +205,8 @@ class Sequence:
         self.num_cached_blocks = 0
         """Leading blocks of the table that have been offered to the prefix cache."""
         self.cumulative_logprob = 0.0
+        self.drafting: Drafting | None = None
+        """Of ``drafts``, once it has decoded with speculation."""
         self.reserved_blocks = 0
         """Reserved while it runs, beside the request's (``eviction: never``, once resumed)."""
         self.state = State.WAITING

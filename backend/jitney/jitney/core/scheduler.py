@@ -20,6 +20,8 @@ from dataclasses import replace
 
 from jitney.config import EngineConfig
 from jitney.core.admission import check_fits, needs_of
+from jitney.core.cost import StepCost, StepShape
+from jitney.core.drafts import Speculation
 from jitney.core.kv_cache import KvCache
 from jitney.core.live import LiveRequests
 from jitney.core.outcome import apply_output, final_event
@@ -37,7 +39,6 @@ from jitney.messages import (
     StepOutput,
     StepStats,
     Submit,
-    Tokens,
 )
 
 
@@ -60,7 +61,10 @@ class Scheduler:
         max_running = min(config.max_num_seqs, max_num_batched_tokens)
         self.live = LiveRequests(self.kv, max_running)
         self._preempts = config.eviction == "preempt"
-        self._planner = Planner(config, self.live, max_num_batched_tokens)
+        self._cost = StepCost()
+        options = config.speculation
+        self.speculation = None if options is None else Speculation(options, self._cost)
+        self._planner = Planner(config, self.live, max_num_batched_tokens, self.speculation)
         self._left_waiting = False  # whether the last step had no room for all that waited
         self.reset_counts()
 
@@ -97,6 +101,9 @@ class Scheduler:
             prefill_tokens=counts.prefill_tokens,
             generated_tokens=counts.generated_tokens,
             forced_tokens=counts.forced_tokens,
+            draft_rows=counts.draft_rows,
+            draft_tokens=counts.draft_tokens,
+            accepted_tokens=counts.accepted_tokens,
             prefix_hit_tokens=counts.hit_tokens,
             prefix_query_tokens=counts.query_tokens,
             preemptions=self.live.preemptions - self._preemptions_before,
@@ -220,11 +227,15 @@ class Scheduler:
 
     # ------------------------------------------------------------------ update
 
-    def update(self, batch: Batch, output: StepOutput, now: float) -> list[Event]:
+    def update(
+        self, batch: Batch, output: StepOutput, now: float, seconds: float = 0.0
+    ) -> list[Event]:
         """Complete the oldest step in flight and apply its output: new tokens, ends, full blocks,
-        forks."""
+        forks. ``seconds`` is how long the device took; 0 if that was not measured."""
         live, counts, caching = self.live, self._counts, self.config.prefix_caching
         live.complete(batch)
+        if self.speculation is not None:
+            self._cost.add(StepShape.of(batch), seconds)
         events: list[Event] = []
         for row, result in zip(batch.rows, output.rows, strict=True):
             sequence = live.sequence_of(row)
@@ -239,13 +250,7 @@ class Scheduler:
                     error = InvalidArgumentError(f"structured_outputs: {grammar.error}")
                 events += self.fail(row.key, error)
                 continue
-            made = apply_output(live, sequence, row, result, now, caching)
-            counts.generated_tokens += len(row.sample)
-            if row.grammar is not None:
-                forced = sum(len(one.ids) - 1 for one in made if isinstance(one, Tokens))
-                counts.generated_tokens += forced
-                counts.forced_tokens += forced
-            events += made
+            events += apply_output(live, sequence, row, result, now, caching, counts)
         counts.rows += len(batch.rows)
         return events
 
@@ -268,6 +273,9 @@ class Scheduler:
             assert sequence.num_planned == row.start, "a row does not follow what is computed"
             if row.carried is not None:  # by now it is known
                 row = replace(row, token_ids=[sequence.output[-1]], carried=None)
+            elif row.drafts:
+                tokens = row.token_ids[: len(row.token_ids) - row.drafts]
+                row = replace(row, token_ids=tokens, drafts=0)
             sequence.num_planned = row.end
             again.append(row)
         batch = Batch(again, self.kv.pending_copies())

@@ -36,6 +36,10 @@ class Counts:
     """Without surplus tokens, of sequences that had ended by then."""
     forced_tokens: int = 0
     """Of these, the ones that a grammar forced."""
+    draft_rows: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafts that were right."""
     hit_tokens: int = 0
     """Found in the prefix cache, of those looked up."""
     query_tokens: int = 0

@@ -128,6 +128,7 @@ class Engine:
         overlaps = config.overlap and runner.info.overlap
         self._launcher = cast(OverlappingRunner, runner) if overlaps else None
         self._in_flight: list[tuple[Batch, LaunchedStep]] = []  # the oldest first, at most two
+        self._busy_since = 0.0  # when the device could begin with the oldest
         self.scheduler = self._make_scheduler()
         self._out_of_memory = 0  # steps, within one call of step()
         self._open: set[int] = set()  # keys whose terminal event has not been reported
@@ -193,9 +194,11 @@ class Engine:
             events += self._step_overlapped(self._launcher, now)
         elif self.scheduler.has_work:
             batch = self.scheduler.schedule(now)
+            began = self._clock()
             output = self._try_step(self.runner.execute, batch)
             if output is not None:
-                events += self.scheduler.update(batch, output, self._clock())
+                done = self._clock()
+                events += self.scheduler.update(batch, output, done, done - began)
             else:
                 self.scheduler.revert(batch)
                 events += self._execute_again(batch.rows)
@@ -283,12 +286,15 @@ class Engine:
         batch = self.scheduler.schedule(now)
         if not batch.rows:
             return events + self._complete_oldest() if self._in_flight else events
+        began = self._clock()
         launched = self._try_step(runner.launch, batch)
         if launched is None:
             self.scheduler.revert(batch)
             if self._in_flight:
                 events += self._complete_oldest()
             return events + self._execute_again(batch.rows)
+        if not self._in_flight:
+            self._busy_since = began
         self._in_flight.append((batch, launched))
         return events + self._complete_oldest() if len(self._in_flight) == 2 else events
 
@@ -299,7 +305,9 @@ class Engine:
         output = self._try(launched.wait)
         del self._in_flight[0]
         if output is not None:
-            return self.scheduler.update(batch, output, self._clock())
+            done = self._clock()
+            began, self._busy_since = self._busy_since, done
+            return self.scheduler.update(batch, output, done, done - began)
         later = [each for each, _ in self._in_flight]
         self.abandon()
         for each in [*later, batch]:

@@ -8,16 +8,17 @@ that one can be launched before :meth:`PendingStep.wait` has brought them to the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from jitney.errors import DeviceLostError
+from jitney.errors import DeviceLostError, JitneyError
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
+from jitney.execution.logits_processors import needs_processing
 from jitney.execution.machine import enter_device, synchronize, to_device
-from jitney.execution.sampler import Samples, prompt_logprobs, sample
+from jitney.execution.sampler import Sampled, Samples, prompt_logprobs, sample
 from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput
 
 # Logits of one pass. A step with more prompt logprobs than that is computed several times.
@@ -50,8 +51,10 @@ class PendingStep:
             raise
         outputs = []
         for r, row in enumerate(self.rows):
-            own = [next(sampled) for _ in row.sample]
+            own = [next(sampled) for _ in range(row.num_samples)]
             error = next((each.error for each in own if each.error is not None), None)
+            if error is not None and row.drafts:
+                own, error = _good_samples(row, own)
             if error is not None:
                 outputs.append(RowOutput([], error=error))
                 continue
@@ -191,7 +194,7 @@ class TorchRunner:
         In slices: prompts of n > 1 that end in one step can give a hundred times as many sequences
         as rows, and the sampler makes several copies of its logits.
         """
-        pairs = [(row, index) for row in rows for index in row.sample]
+        pairs = [pair for row in rows for pair in _samples_of(row)]
         size = max(1, _SAMPLED_FLOATS // logits.shape[1])
         samples = []
         for begin in range(0, len(pairs), size):
@@ -232,6 +235,36 @@ def _logits_indices(rows: list[Row]) -> tuple[list[int], list[int], _Targets]:
         begin += len(row.token_ids)
         if row.sample:
             if not tokens or tokens[-1] != begin - 1:
-                tokens.append(begin - 1)
-            of_samples.extend([len(tokens) - 1] * len(row.sample))
+                tokens.extend(range(begin - 1 - row.drafts, begin))
+            first = len(tokens) - 1 - row.drafts
+            of_samples.extend(
+                range(first, len(tokens)) if row.drafts else [first] * len(row.sample)
+            )
     return tokens, of_samples, prompt
+
+
+def _samples_of(row: Row) -> list[tuple[Row, int]]:
+    """(row, sequence index) for each token that it samples. Behind a draft that is the row as it
+    would be if the drafts up to there were output."""
+    if not row.drafts:
+        return [(row, index) for index in row.sample]
+    (index,) = row.sample
+    known = len(row.token_ids) - row.drafts
+    drafts, reads = row.token_ids[known:], needs_processing(row)
+    pairs = []
+    for count in range(row.drafts + 1):
+        behind = replace(row, token_ids=row.token_ids[: known + count])
+        if count and reads:
+            behind.output = row.output + drafts[:count]
+            behind.grammar = row.grammar and row.grammar.after(drafts[:count])
+        pairs.append((behind, index))
+    return pairs
+
+
+def _good_samples(row: Row, own: list[Sampled]) -> tuple[list[Sampled], JitneyError | None]:
+    """The samples of a row with drafts before the first that failed, and its error if the drafts
+    before it are right: behind a wrong one it means nothing."""
+    failed = next(i for i, each in enumerate(own) if each.error is not None)
+    drafts = row.token_ids[len(row.token_ids) - row.drafts :]
+    right = [each.token_id for each in own[:failed]] == drafts[:failed]
+    return own[:failed], own[failed].error if right else None

@@ -48,6 +48,9 @@ COUNTERS = {
     "jitney_prompt_tokens_total": "Prompt tokens of requests, also of those that find a full queue",
     "jitney_generated_tokens_total": "Tokens generated, also those after a stop string",
     "jitney_structured_output_forced_tokens_total": "Of these, tokens that a grammar forced",
+    "jitney_draft_rows_total": "Times that a sequence computed drafts (option `speculation`)",
+    "jitney_draft_tokens_total": "Drafts computed",
+    "jitney_accepted_draft_tokens_total": "Of these, drafts that became output",
     "jitney_computed_prompt_tokens_total": "Prompt tokens computed, also again after a preemption",
     "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
@@ -155,6 +158,10 @@ class Metrics:
         self.stats = stats
         self.count("jitney_generated_tokens_total", stats.generated_tokens)
         self.count("jitney_structured_output_forced_tokens_total", stats.forced_tokens)
+        if stats.draft_rows:
+            self.count("jitney_draft_rows_total", stats.draft_rows)
+            self.count("jitney_draft_tokens_total", stats.draft_tokens)
+            self.count("jitney_accepted_draft_tokens_total", stats.accepted_tokens)
         self.count("jitney_computed_prompt_tokens_total", stats.prefill_tokens)
         self.count("jitney_prefix_query_tokens_total", stats.prefix_query_tokens)
         self.count("jitney_prefix_hit_tokens_total", stats.prefix_hit_tokens)

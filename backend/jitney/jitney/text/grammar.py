@@ -199,6 +199,15 @@ class MatcherState:
         known = self._vocab_size  # the tokenizer may have more
         return list(itertools.takewhile(lambda token: token < known, tokens))
 
+    def num_allowed(self, token_ids: list[int]) -> int:
+        known = itertools.takewhile(lambda token: token < self._vocab_size, token_ids)
+        return 0 if self.error else self._matcher.validate_tokens(list(known))
+
+    def after(self, token_ids: list[int]) -> "MatcherState":
+        state = MatcherState(self._matcher.deep_copy(), self._barred, self._vocab_size)
+        state.accept(token_ids)
+        return state
+
     def mask(self) -> bytes:
         if self._mask is None:
             self._mask = self._matcher.compute_bitmask()

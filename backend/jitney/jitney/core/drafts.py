@@ -1,0 +1,157 @@
+"""Speculative decoding: which tokens are drafted, and how many of them a step computes.
+
+A drafter proposes tokens that may follow a sequence. A row may compute some of them, its *drafts*,
+behind the token that is due; the step samples behind each. The token at a position is drawn by
+(seed, sequence index, position), so the samples behind right drafts are the very tokens that steps
+without drafts would have made: ``outcome`` keeps them as far as the drafts are right.
+
+A draft is taken if the probability that it is accepted, times the value of a token, exceeds what it
+adds to the step. The value of a token is the time of a step without drafts, by row; seconds are
+``cost``'s. The probability is the sequence's own: proposals are compared with what was sampled,
+those too that no step computed. So a full batch takes none, and finds out at no cost when that
+changes.
+"""
+
+from itertools import takewhile
+from typing import Protocol
+
+from jitney.config import SpeculationConfig
+from jitney.core.cost import StepCost, StepShape
+from jitney.core.request import Sequence
+
+_OLD, _OLD_OF_ALL = 0.9, 0.99  # shares of the averages that a further comparison leaves
+_SURE = 0.98  # no sequence's acceptance is more than that
+_LEAST_BAR, _UNMEASURED_BAR = 0.05, 0.5
+_INDEXED_AT_ONCE = 1024  # tokens: a millisecond
+
+
+class Drafter(Protocol):
+    """Where proposals come from: a search of the text so far, a model, heads of the target."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """At most so many tokens that may follow the known ones of ``sequence``."""
+
+
+class Drafting:
+    """What is known of one sequence's drafts."""
+
+    __slots__ = ("acceptance", "indexed", "made_at", "places", "proposal", "taken")
+
+    def __init__(self, acceptance: float) -> None:
+        self.acceptance = acceptance
+        """Probability that a draft is right if those before it are."""
+        self.proposal: list[int] = []
+        """Behind the first ``made_at`` tokens."""
+        self.made_at = 0
+        self.taken = 0
+        """Of the proposal, how many the step that is being planned may compute."""
+        self.places: dict[int, int] = {}
+        """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
+        self.indexed = 0
+
+
+class NgramDrafter:
+    """Proposes what has followed the last tokens before, in prompt or output ("prompt lookup")."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """What followed the latest of the longest matches. Nothing while a long prompt is still
+        being indexed, some tokens in each call."""
+        drafting, size, longest = sequence.drafting, sequence.num_tokens, self._lengths[0]
+        assert drafting is not None
+        begin = max(drafting.indexed - longest, 0)
+        until = min(size - 1, drafting.indexed + _INDEXED_AT_ONCE)
+        tokens = sequence.tokens(begin, until)
+        for end in range(drafting.indexed - begin + 1, until - begin + 1):
+            for n in self._lengths:
+                if n <= end:
+                    drafting.places[hash(tuple(tokens[end - n : end]))] = begin + end
+        drafting.indexed = max(until, drafting.indexed)
+        if until < size - 1:
+            return []
+        last = sequence.tokens(max(size - longest, 0), size)
+        for n in self._lengths:
+            place = drafting.places.get(hash(tuple(last[-n:])))
+            if place is not None:
+                found = sequence.tokens(place, min(place + most, size))
+                while len(found) < most:  # the text repeats itself: it goes on as it has begun
+                    found.append(found[place - size])
+                return found
+        return []
+
+
+class Speculation:
+    """Chooses the drafts of each step. Part of the planner."""
+
+    def __init__(self, config: SpeculationConfig, cost: StepCost) -> None:
+        self.drafter: Drafter = NgramDrafter(config.ngram_min, config.ngram_max)
+        self._most = config.max_drafts
+        self._cost = cost
+        self._acceptance = 0.5  # of all sequences: what new ones begin with
+
+    def choose(self, running: list[Sequence]) -> None:
+        """Decide how many drafts each of these sequences may take."""
+        some = [one for one in running if one.output and one.num_planned < one.limit]
+        bar, least = self._bar(some)
+        gain = 0.0
+        for sequence in some:
+            if sequence.drafting is None:
+                sequence.drafting = Drafting(self._acceptance)
+            drafting = sequence.drafting
+            drafting.taken = 0
+            if bar >= 1.0:
+                continue
+            if drafting.made_at != sequence.num_tokens:
+                self._follow(sequence, drafting)
+            chance = drafting.acceptance
+            while drafting.taken < len(drafting.proposal) and chance > bar:
+                gain += chance - bar
+                chance *= drafting.acceptance
+                drafting.taken += 1
+        if gain < least:
+            for sequence in some:
+                if sequence.drafting is not None:
+                    sequence.drafting.taken = 0
+
+    def drafts_of(self, sequence: Sequence) -> list[int]:
+        """What the sequence may compute behind its next token, the last one known: nothing from the
+        first token on that ends it or that its grammar forbids, nothing beyond its last token."""
+        drafting = sequence.drafting
+        if drafting is None or not drafting.taken:
+            return []
+        most = min(drafting.taken, sequence.limit - sequence.num_tokens)
+        stop_ids = sequence.request.message.stop_ids
+        drafts = list(takewhile(lambda id: id not in stop_ids, drafting.proposal[:most]))
+        grammar = sequence.grammar
+        return drafts if grammar is None else drafts[: grammar.num_allowed(drafts)]
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Whether a sequence whose next token is still being sampled is to wait for it, because its
+        drafts are worth more than a step."""
+        return sequence.drafting is not None and sequence.drafting.taken > 1
+
+    def _bar(self, some: list[Sequence]) -> tuple[float, float]:
+        """The probability that a draft must exceed, and the least gain, in tokens, of all drafts of
+        a step together."""
+        rows, weights = len(some), self._cost.weights
+        context = sum(one.num_planned for one in some)
+        seconds = self._cost.seconds(StepShape(1.0, 0.0, rows, rows, context))
+        if weights is None or seconds is None or seconds <= 0.0:
+            return _UNMEASURED_BAR, 0.0
+        value = seconds / max(rows, 1)
+        return max((weights.tokens + weights.samples) / value, _LEAST_BAR), weights.chunked / value
+
+    def _follow(self, sequence: Sequence, drafting: Drafting) -> None:
+        """Compare the last proposal with what was sampled since, and propose again."""
+        made = sequence.output[drafting.made_at - len(sequence.prompt) :]
+        for drafted, token in zip(drafting.proposal, made, strict=False):
+            hit = float(drafted == token)
+            average = _OLD * drafting.acceptance + (1 - _OLD) * hit
+            drafting.acceptance = min(average, _SURE)
+            self._acceptance = _OLD_OF_ALL * self._acceptance + (1 - _OLD_OF_ALL) * hit
+            if not hit:
+                break
+        drafting.proposal = self.drafter.propose(sequence, self._most)
+        drafting.made_at = sequence.num_tokens

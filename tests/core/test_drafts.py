@@ -1,0 +1,233 @@
+"""Drafts: the same tokens in fewer steps, nothing that is not accepted, nobody's blocks."""
+
+import pytest
+from jitney.config import SpeculationConfig, make_config
+from jitney.core.cost import StepCost, StepShape
+from jitney.core.drafts import Drafting, Speculation
+from jitney.core.request import Request, Sequence
+from jitney.messages import Submit, Tokens
+from jitney.sampling_params import SamplingParams
+
+from tests.core.play import Play, check_streams, overlapped
+
+PLAYS = pytest.mark.parametrize("play", [Play, overlapped])
+
+
+def drafting(play: type[Play], chance: float = 1.0, **options) -> Play:
+    made = play(**{"speculation": {"max_drafts": 4}, "block_size": 2, **options})
+    made.draft(chance)
+    return made
+
+
+def sequence_of(prompt: list[int], output: list[int], max_tokens: int = 100) -> Sequence:
+    submit = Submit(key=0, prompt=prompt, params=SamplingParams(seed=0), arrival=0.0)
+    sequence = Sequence(Request(submit, max_tokens, 0, 0.0), 0)
+    sequence.output += output
+    sequence.num_tokens += len(output)
+    sequence.num_planned = sequence.num_tokens - 1
+    return sequence
+
+
+# ---------------------------------------------------------------------- steps
+
+
+@PLAYS
+def test_right_drafts_make_several_tokens_a_step(play: type[Play]) -> None:
+    one = drafting(play)
+    key = one.submit([1, 2, 3], max_tokens=21, logprobs=0)
+    rows = drafts = accepted = tokens = 0
+    while one.engine.has_work:
+        report = one.step()
+        rows += report.stats.draft_rows
+        drafts += report.stats.draft_tokens
+        accepted += report.stats.accepted_tokens
+        tokens += report.stats.generated_tokens
+        for event in report.events:
+            if isinstance(event, Tokens):
+                assert len(event.logprobs) == len(event.ids)
+    check_streams(one, key)
+    # With overlap the second token's step is planned before there is anything to draft behind.
+    ahead = int(play is overlapped)
+    assert (rows, drafts, accepted, tokens) == (4, 16 - ahead, 16 - ahead, 21)
+    assert len(one.batches) == 5 + ahead, "the prompt, and four times five tokens"
+
+
+@PLAYS
+@pytest.mark.parametrize("chance", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {},
+        {"n": 3},
+        {"repetition_penalty": 1.3, "bad_words_ids": [[3, 4]]},
+        {"grammar": "0,2,5:9"},
+        {"grammar": "2,3:30:5"},
+        {"stop_ids": frozenset({1, 8, 15}), "min_tokens": 4},
+        {"logprobs": 1, "prompt_logprobs": 1},
+    ],
+)
+def test_the_tokens_are_those_of_a_run_alone(play: type[Play], wish: dict, chance: float) -> None:
+    some = drafting(play, chance, num_blocks=40)
+    keys = [some.submit([1, 2, 3, key], max_tokens=25, **wish) for key in range(4)]
+    some.drain()
+    check_streams(some, *keys)
+    drafted = sum(row.drafts for batch in some.batches for row in batch.rows)
+    assert drafted > (10 if "grammar" not in wish else 4 * chance - 1)
+
+
+@PLAYS
+def test_the_last_token_is_never_drafted(play: type[Play]) -> None:
+    """Nor is one beyond the context."""
+    for most in range(1, 8):
+        one = drafting(play, max_model_len=9, num_blocks=4)
+        key = one.submit([1, 2, 3], max_tokens=most)
+        one.drain()
+        assert one.got(key)[0] == one.run_alone(key)[0][:6]
+        assert max(row.end for batch in one.batches for row in batch.rows) == 2 + min(most, 6)
+
+
+@pytest.mark.parametrize("num_blocks", range(12, 20))
+@pytest.mark.parametrize("count", [3, 6])
+def test_drafts_preempt_nobody(count: int, num_blocks: int) -> None:
+    """Wrong ones, in a cache that is always short: every step is what it would be without."""
+    options = {"num_blocks": num_blocks, "max_num_seqs": 6, "watermark": 0.0}
+    plays = [drafting(Play, 0.0, **options) for _ in range(2)]
+    plays[1].scheduler.speculation._bar = lambda some: (1.0, 0.0)
+    for one in plays:
+        keys = [one.submit([1, 2, key], n=1 + key % 2, max_tokens=12) for key in range(count)]
+        one.drain()
+        check_streams(one, *keys)
+    rows = [[row for batch in one.batches for row in batch.rows] for one in plays]
+    assert sum(row.drafts for row in rows[0]) > 20
+    assert plays[0].scheduler.live.preemptions > 0
+    with_drafts, without = (
+        [(row.key, row.index, row.start, row.end - row.drafts) for row in some] for some in rows
+    )
+    assert with_drafts == without
+
+
+def test_lookahead_blocks_go_back() -> None:
+    one = drafting(Play, 0.0)
+    one.submit([1, 2, 3], max_tokens=30)
+    for tokens in range(4, 20):
+        one.step()
+        assert one.scheduler.kv.num_used == -(-tokens // 2)
+    assert any(row.drafts == 4 for batch in one.batches for row in batch.rows)
+
+
+def test_drafts_leave_every_other_sequence_its_token() -> None:
+    some = drafting(Play, max_num_batched_tokens=6, max_num_seqs=6)
+    keys = [some.submit([1, 2, key], max_tokens=40) for key in range(5)]
+    some.drain()
+    check_streams(some, *keys)
+    assert max(batch.num_tokens for batch in some.batches) == 6
+    rows = [len(batch.rows) for batch in some.batches if any(row.drafts for row in batch.rows)]
+    assert 5 in rows
+
+
+# ---------------------------------------------------------------------- the n-gram drafter
+
+
+def follow(speculation: Speculation, sequence: Sequence) -> Drafting:
+    speculation._bar = lambda some: (0.9, 0.0)
+    speculation.choose([sequence])
+    return sequence.drafting
+
+
+def propose(prompt: list[int], output: list[int], most: int = 4) -> list[int]:
+    speculation = Speculation(SpeculationConfig(max_drafts=most), StepCost())
+    return follow(speculation, sequence_of(prompt, output)).proposal
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "proposal"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7], [1, 2], [3, 4, 5, 6]),
+        ([1, 2, 3, 4, 5], [1, 2], [3, 4, 5, 1]),  # as if the text went round
+        ([1, 2, 3], [4, 5], []),
+        ([9, 1, 2, 5, 8, 1, 2, 6], [9, 1, 2], [5, 8, 1, 2]),  # the longer match
+        ([1, 2, 5, 8, 1, 2, 6, 7], [1, 2], [6, 7, 1, 2]),  # of equals the latest
+        ([1], [7, 7, 7], [7, 7, 7, 7]),
+        ([1], [2], []),
+    ],
+)
+def test_what_followed_before(prompt: list[int], output: list[int], proposal: list[int]) -> None:
+    assert propose(prompt, output) == proposal
+
+
+def test_an_index_grows_with_the_text() -> None:
+    speculation = Speculation(SpeculationConfig(), StepCost())
+    text = [int(each) for each in "31415926535897932384626433832795028841971" * 2]
+    sequence = sequence_of(text[:10], text[10:11])
+    for token in text[11:]:
+        sequence.output.append(token)
+        sequence.num_tokens += 1
+        grown = follow(speculation, sequence).proposal
+        assert grown == propose(text[:10], sequence.output, most=8)
+
+
+def test_a_long_prompt_is_indexed_in_parts() -> None:
+    sequence = sequence_of([*range(3000)], [1, 2])
+    speculation = Speculation(SpeculationConfig(max_drafts=2), StepCost())
+    proposals = []
+    for token in (3, 4, 5, 6):
+        proposals.append(follow(speculation, sequence).proposal)
+        sequence.output.append(token)
+        sequence.num_tokens += 1
+    assert proposals == [[], [], [5, 6], [6, 7]]
+
+
+# ---------------------------------------------------------------------- what pays
+
+
+def learned(step: float, token: float, sample: float) -> StepCost:
+    """Of steps that follow these costs to the letter, decodes and prompts."""
+    cost = StepCost()
+    for i in range(64):
+        shape = StepShape(1.0, 0.0, 1 + i % 7, 1 + i % 7, 50 + i)
+        if i % 3 == 0:
+            shape = StepShape(1.0, 1.0, 100.0 + i, 1.0, 100.0 + i)
+        cost.add(shape, step + token * shape.tokens + sample * shape.samples)
+    return cost
+
+
+def test_the_cost_of_a_step_is_learned() -> None:
+    cost = learned(10e-3, 1e-3, 0.5e-3)
+    assert cost.weights.tokens + cost.weights.samples == pytest.approx(1.5e-3, rel=0.05)
+    shape = StepShape(1.0, 0.0, 20.0, 20.0, 60.0)
+    assert cost.seconds(shape) == pytest.approx(40e-3, rel=0.05)
+    assert StepCost().seconds(shape) is None
+
+
+def test_a_step_that_was_held_up_moves_little() -> None:
+    cost = learned(10e-3, 1e-3, 0.5e-3)
+    shape = StepShape(1.0, 0.0, 4.0, 4.0, 60.0)
+    before = cost.seconds(shape)
+    for _ in range(8):
+        cost.add(shape, 5.0)
+    assert cost.seconds(shape) < 1.2 * before
+
+
+@pytest.mark.parametrize(("rows", "acceptance", "drafts"), [(1, 0.9, 8), (1, 0.1, 0), (64, 0.9, 0)])
+def test_drafts_are_taken_where_they_pay(rows: int, acceptance: float, drafts: int) -> None:
+    speculation = Speculation(SpeculationConfig(), learned(10e-3, 1e-3, 0.5e-3))
+    running = [sequence_of([1, 2, 3, 1], [2, 3, 1]) for _ in range(rows)]
+    for one in running:
+        one.drafting = Drafting(acceptance)
+    speculation.choose(running)
+    assert {len(speculation.drafts_of(one)) for one in running} == {drafts}
+
+
+def test_acceptance_follows_what_no_step_computed() -> None:
+    """So a batch that was full learns that drafts would be right."""
+    speculation = Speculation(SpeculationConfig(), StepCost())
+    for token, rises in ((1, True), (9, False)):
+        sequence = sequence_of([1, 2, 3, 1], [2, 3])
+        before = follow(speculation, sequence).acceptance
+        sequence.output.append(token)
+        sequence.num_tokens += 1
+        assert (follow(speculation, sequence).acceptance > before) == rises
+
+
+def test_speculation_is_off_by_default() -> None:
+    assert make_config({"model": "m"}).speculation is None

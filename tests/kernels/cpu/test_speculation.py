@@ -1,0 +1,144 @@
+"""Option ``speculation`` on a real model: no bit of any stream depends on it."""
+
+import random
+
+import msgspec
+import pytest
+import torch
+from jitney.config import EngineConfig, make_config
+from jitney.engine.assemble import grammar_compiler, load_runner
+from jitney.engine.engine import Engine
+from jitney.messages import Emitted, Finished, Submit, Tokens
+from jitney.sampling_params import SamplingParams
+from jitney.text.tokenizer import read_tokenizer
+
+from tests.fake_runner import Prophet
+from tests.tiny_models import VOCAB_SIZE, make_checkpoint
+
+pytest.importorskip("numba")
+
+Bits = dict[tuple[int, int], list[tuple[int, str]]]
+GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 1.0}
+WISHES: list[dict] = [
+    GREEDY,
+    SAMPLED,
+    {**SAMPLED, "n": 3, "top_p": 0.9},
+    {**SAMPLED, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {**GREEDY, "presence_penalty": 0.5, "min_tokens": 9, "stop_ids": frozenset(range(3, 40))},
+    {**SAMPLED, "bad_words_ids": [[5], [7, 8]], "top_k": 12},
+    {**SAMPLED, "grammar": r"[a-d]{3}( [a-z]{2,9})*", "logprobs": None},
+    {**GREEDY, "grammar": r"[a-d]{3}( [a-z]{2,9})*"},
+]
+
+
+def submits() -> list[Submit]:
+    """Three of each wish; prompts that repeat themselves, of several lengths."""
+    drawn = torch.Generator().manual_seed(0)
+    made = []
+    for key, wish in enumerate(WISHES * 3):
+        piece = torch.randint(3, VOCAB_SIZE, (5 + key,), generator=drawn).tolist()
+        params = {"max_tokens": 24, "logprobs": 1, "seed": key, **wish}
+        of_submit = {name: params.pop(name) for name in Submit.__struct_fields__ if name in params}
+        made.append(
+            Submit(
+                key=key,
+                prompt=piece * (1 + key % 4),
+                params=SamplingParams(**params),
+                arrival=float(key),
+                **of_submit,
+            )
+        )
+    return made
+
+
+class Run:
+    """What an engine gives for some requests. ``streams`` has a Prophet draft, right as a rule."""
+
+    def __init__(self, config, runner, compiler, asked, streams=None) -> None:
+        engine = Engine(config, runner, clock=lambda: 0.0, compile_grammar=compiler)
+        if streams is not None:
+            chance = random.Random(3)
+            engine.scheduler.speculation.drafter = drafter = Prophet(lambda: chance.random() < 0.8)
+            engine.scheduler.speculation._bar = lambda some: (0.0, 0.0)
+            drafter.streams = streams
+        self.bits: Bits = {}
+        self.streams: dict[tuple[int, int], list[int]] = {}
+        self.ends, self.drafted, self.accepted, self.preemptions = 0, 0, 0, 0
+        for one in asked:
+            engine.send(one)
+        while engine.has_work:
+            report = engine.step()
+            engine.scheduler.check_integrity()
+            self.drafted += report.stats.draft_tokens
+            self.accepted += report.stats.accepted_tokens
+            self.preemptions += report.stats.preemptions
+            for event in report.events:
+                self._take(event)
+        assert self.ends == len(asked)
+
+    def _take(self, event) -> None:
+        self.ends += isinstance(event, Finished)
+        if not isinstance(event, Tokens):
+            return
+        self.streams.setdefault((event.key, event.index), []).extend(event.ids)
+        entries = [[]] * len(event.ids) if event.logprobs is None else event.logprobs
+        self.bits.setdefault((event.key, event.index), []).extend(
+            (id, " ".join(f"{one.token_id} {one.logprob.hex()}" for one in some))
+            for id, some in zip(event.ids, entries, strict=True)
+        )
+
+
+def load(folder, **more: object) -> tuple[EngineConfig, object, object]:
+    path = make_checkpoint(folder, "llama", tokenizer=True)
+    config = make_config({
+        "model": str(path), "device": "cpu", "dtype": "bfloat16", "batch_invariant": True,
+        "kv_cache_bytes": 1 << 20, "watermark": 0.0, **more,
+    })  # fmt: skip
+    runner = load_runner(config)
+    return config, runner, grammar_compiler(read_tokenizer(path), runner.info)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"quantization": "int8"},
+        pytest.param({"quantization": "int4"}, marks=pytest.mark.slow),  # to compile
+    ],
+    ids=str,
+)
+def test_streams_are_bitwise_the_same(tmp_path, more: dict[str, object]) -> None:
+    """Without drafts, with n-grams, with a drafter that is right as a rule, where blocks are short,
+    and resumed in the middle."""
+    config, runner, compiler = load(tmp_path, **more)
+    asked = submits()
+    grammars = {one.grammar for one in asked if one.grammar}
+    from llguidance import LLMatcher
+
+    compiled = {text: compiler(LLMatcher.grammar_from_regex(text)) for text in grammars}
+    off = Run(config, runner, compiled.__getitem__, asked)
+    speculates = make_config({**msgspec.structs.asdict(config), "speculation": {"max_drafts": 5}})
+    ngrams = Run(speculates, runner, compiled.__getitem__, asked)
+    assert ngrams.bits == off.bits
+    right = Run(speculates, runner, compiled.__getitem__, asked, off.streams)
+    assert right.bits == off.bits
+    assert 0 < ngrams.accepted + right.accepted < right.drafted
+    runner.info = msgspec.structs.replace(runner.info, num_blocks=24)
+    short = Run(speculates, runner, compiled.__getitem__, asked, off.streams)
+    assert short.preemptions > 0
+    assert short.bits == off.bits
+    resumed = [resume(one, off) for one in asked]
+    rest = Run(speculates, runner, compiled.__getitem__, resumed, off.streams)
+    for place, bits in off.bits.items():
+        emitted = resumed[place[0]].emitted[place[1]].ids
+        assert rest.bits[place] == bits[len(emitted) :]
+    runner.close()
+
+
+def resume(one: Submit, off: Run) -> Submit:
+    """As an engine that takes another's place gets it."""
+    emitted = []
+    for index in range(one.params.n):
+        stream = off.streams[one.key, index]
+        emitted.append(Emitted(stream[: min(len(stream) - 1, 1 + (one.key + index) % 7)]))
+    return msgspec.structs.replace(one, emitted=emitted, first_token=one.arrival)
