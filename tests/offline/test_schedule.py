@@ -252,8 +252,8 @@ def test_no_two_workers_have_one_job_and_a_killed_ones_is_taken_over(tmp_path: P
 
 
 def test_a_killed_workers_job_is_resumed(tmp_path: Path) -> None:
-    """Row 50 ends the worker. Then a part is committed: of the 30 rows before at most 8 are on their
-    way, the next two parts begin, and the third waits for the first."""
+    """Row 50 ends the worker. Then a part is committed: of the 30 rows before at most 8 are on
+    their way, the next two parts begin, and the third waits for the first."""
     folder, flag = tmp_path / "jobs", str(tmp_path / "flag")
     rows = [{**row, "flag": flag} for row in ids(20, 60)]
     source = write_lines(tmp_path / "in.jsonl", rows)
