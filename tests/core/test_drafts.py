@@ -3,8 +3,8 @@
 import pytest
 from jitney.config import SpeculationConfig, make_config
 from jitney.core.cost import StepCost, StepShape
-from jitney.core.drafts import Drafting, Speculation
-from jitney.core.request import Request, Sequence
+from jitney.core.drafts import Speculation
+from jitney.core.request import Drafting, Request, Sequence
 from jitney.messages import Submit, Tokens
 from jitney.sampling_params import SamplingParams
 

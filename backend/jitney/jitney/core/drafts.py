@@ -17,7 +17,7 @@ from typing import Protocol
 
 from jitney.config import SpeculationConfig
 from jitney.core.cost import StepCost, StepShape
-from jitney.core.request import Sequence
+from jitney.core.request import Drafting, Sequence
 
 _OLD, _OLD_OF_ALL = 0.9, 0.99  # shares of the averages that a further comparison leaves
 _SURE = 0.98  # no sequence's acceptance is more than that
@@ -30,24 +30,6 @@ class Drafter(Protocol):
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         """At most so many tokens that may follow the known ones of ``sequence``."""
-
-
-class Drafting:
-    """What is known of one sequence's drafts."""
-
-    __slots__ = ("acceptance", "indexed", "made_at", "places", "proposal", "taken")
-
-    def __init__(self, acceptance: float) -> None:
-        self.acceptance = acceptance
-        """Probability that a draft is right if those before it are."""
-        self.proposal: list[int] = []
-        """Behind the first ``made_at`` tokens."""
-        self.made_at = 0
-        self.taken = 0
-        """Of the proposal, how many the step that is being planned may compute."""
-        self.places: dict[int, int] = {}
-        """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
-        self.indexed = 0
 
 
 class NgramDrafter:

@@ -6,13 +6,9 @@ its own.
 """
 
 import enum
-from typing import TYPE_CHECKING
 
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.messages import Grammar, GrammarState, Logprob, Submit, Timing
-
-if TYPE_CHECKING:
-    from jitney.core.drafts import Drafting
 
 
 class State(enum.Enum):
@@ -143,6 +139,24 @@ def _takes_forced(message: Submit) -> bool:
     return bool(message.grammar) and params.logprobs is None and not weighs
 
 
+class Drafting:
+    """What ``drafts`` knows of one sequence."""
+
+    __slots__ = ("acceptance", "indexed", "made_at", "places", "proposal", "taken")
+
+    def __init__(self, acceptance: float) -> None:
+        self.acceptance = acceptance
+        """Probability that a draft is right if those before it are."""
+        self.proposal: list[int] = []
+        """Behind the first ``made_at`` tokens."""
+        self.made_at = 0
+        self.taken = 0
+        """Of the proposal, how many the step that is being planned may compute."""
+        self.places: dict[int, int] = {}
+        """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
+        self.indexed = 0
+
+
 class Sequence:
     """One stream of tokens over one block table.
 
@@ -206,7 +220,6 @@ class Sequence:
         """Leading blocks of the table that have been offered to the prefix cache."""
         self.cumulative_logprob = 0.0
         self.drafting: Drafting | None = None
-        """Of ``drafts``, once it has decoded with speculation."""
         self.reserved_blocks = 0
         """Reserved while it runs, beside the request's (``eviction: never``, once resumed)."""
         self.state = State.WAITING
