@@ -239,6 +239,8 @@ class FakeRunner:
         self._step_seconds = step_seconds
         self._launch_faults = launch_faults
         self._device = device
+        self.foresee: Callable[[Row, int], list[int]] = lambda row, made: []
+        """What a draft model proposes for a row, behind so many tokens of output."""
 
     # ------------------------------------------------------------------ one step
 
@@ -264,7 +266,21 @@ class FakeRunner:
             self._write(row)
         if self.faults is not None:
             self.faults(batch, True)
-        return StepOutput([self._serve(row) for row in batch.rows])
+        outputs = [self._serve(row) for row in batch.rows]
+        for row, output in zip(batch.rows, outputs, strict=True):
+            if row.propose and output.error is None:
+                self._propose(row, output)
+        return StepOutput(outputs)
+
+    def _propose(self, row: Row, output: RowOutput) -> None:
+        slots = len(row.block_table) * self.info.block_size
+        self._check(row.end + row.propose <= slots, "no slots for what is proposed")
+        known, accepted = len(row.token_ids) - row.drafts, 0
+        drafts = row.token_ids[known:]
+        while accepted < row.drafts and drafts[accepted] == output.token_ids[accepted]:
+            accepted += 1
+        made = row.end - row.drafts - len(row.prompt) + accepted + 1
+        output.proposal = self.foresee(row, made)[: row.propose]
 
     def _check(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -355,7 +371,7 @@ class FakeRunner:
         size = self.info.block_size
         found = []
         for row in batch.rows:
-            used = row.block_table[: -(-row.end // size)]
+            used = row.block_table[: -(-(row.end + row.propose) // size)]
             found.append(((row.key, row.index), set(used[row.start // size :]), set(used)))
         return found
 
@@ -448,6 +464,14 @@ class Prophet:
         self.streams: dict[tuple[int, int], list[int]] = {}
         """By (key, index): what :func:`solo_stream` gives, added by the test."""
         self._chance = chance
+
+    def foresee(self, row: Row, made: int) -> list[int]:
+        """As a draft model."""
+        stream = self.streams[row.key, row.index]
+        return [
+            token if self._chance() else (token + 1) % VOCAB_SIZE
+            for token in stream[made : made + row.propose]
+        ]
 
     def propose(self, sequence: Any, most: int) -> list[int]:
         stream = self.streams[sequence.request.message.key, sequence.index]

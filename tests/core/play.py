@@ -93,8 +93,12 @@ class Play:
         drawn = random.Random(seed)
         speculation = self.scheduler.speculation
         assert speculation is not None
-        self.prophet = speculation.drafter = Prophet(lambda: drawn.random() < chance)
-        speculation._bar = lambda some: (0.0, 0.0)  # type: ignore[method-assign]
+        self.prophet = Prophet(lambda: drawn.random() < chance)
+        if speculation.asks:
+            self.runner.foresee = self.prophet.foresee
+        else:
+            speculation.drafter = self.prophet
+        speculation._bar = lambda some: (0.0, 0.0, 0.0)  # type: ignore[method-assign]
 
     def step(self, times: int = 1) -> StepReport | None:
         """Some steps, every invariant checked after each. The last one's report."""

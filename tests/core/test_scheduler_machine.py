@@ -104,9 +104,10 @@ class Traffic(RuleBasedStateMachine):
         pace=st.tuples(st.integers(0, 7), st.sampled_from([0.0, 0.3, 0.7])),
         drafts=st.sampled_from([0, 0, 1, 3, 8]),
         foresight=st.sampled_from([0.5, 0.9, 1.0]),
+        asks=st.booleans(),
     )
     def start(
-        self, num_blocks, block_size, budget, overlap, pace, drafts, foresight, **options
+        self, num_blocks, block_size, budget, overlap, pace, drafts, foresight, asks, **options
     ) -> None:
         chance = random.Random(pace[0])
         self.runner = FakeRunner(
@@ -121,14 +122,18 @@ class Traffic(RuleBasedStateMachine):
         )
         self.now = 100.0
         options |= {"model": "fake", "block_size": block_size, "aging_s": 1.0}
-        config = make_config(options | {"speculation": {"max_drafts": drafts} if drafts else None})
+        speculation = {"drafter": "draft_model", "model": "m"} if asks else {}
+        speculation["max_drafts"] = drafts
+        config = make_config(options | {"speculation": speculation if drafts else None})
         self.engine = Engine(
             config, self.runner, clock=lambda: self.now, compile_grammar=FakeGrammar
         )
         self.prophet = Prophet(lambda: chance.random() < foresight)
+        self.runner.foresee = self.prophet.foresee
         if (speculation := self.engine.scheduler.speculation) is not None:
-            speculation.drafter = self.prophet
-            speculation._bar = lambda some: (chance.choice([0.0, 0.0, 1.0]), 0.0)
+            if not asks:
+                speculation.drafter = self.prophet
+            speculation._bar = lambda some: (chance.choice([0.0, 0.0, 1.0]), 0.0, 0.0)
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()
         self.raise_once: str | None = None

@@ -31,8 +31,11 @@ ReasoningFormat = Literal[
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Option ``speculation``: tokens that are drafted, and computed together with the one due."""
 
-    drafter: Literal["ngram"] = "ngram"
-    """``ngram``: what has followed the last tokens before, in prompt or output."""
+    drafter: Literal["ngram", "draft_model"] = "ngram"
+    """``ngram``: what has followed the last tokens before, in prompt or output. ``draft_model``:
+    what a smaller model expects."""
+    model: str | None = None
+    """The draft model, of the same vocabulary: a folder or an id, as option ``model``."""
     max_drafts: Annotated[int, Meta(ge=1, le=64)] = 8
     """Most drafts of a sequence in one step."""
     ngram_min: Annotated[int, Meta(ge=1, le=32)] = 2
@@ -198,6 +201,12 @@ def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> Engi
     folder = path.parent / config.model
     if folder.is_dir():
         config = msgspec.structs.replace(config, model=str(folder.resolve()))
+    speculation = config.speculation
+    if speculation is not None and speculation.model is not None:
+        folder = path.parent / speculation.model
+        if folder.is_dir():
+            speculation = msgspec.structs.replace(speculation, model=str(folder.resolve()))
+            config = msgspec.structs.replace(config, speculation=speculation)
     return config
 
 
@@ -237,6 +246,8 @@ def make_config(options: dict[str, object]) -> EngineConfig:
 def _make_speculation(given: dict[str, object]) -> SpeculationConfig:
     _check_names(given, SpeculationConfig, "speculation.")
     made = _convert(given, SpeculationConfig, "speculation.")
+    if (made.drafter == "draft_model") != (made.model is not None):
+        raise ConfigError("option speculation.model must be given with drafter 'draft_model' alone")
     if made.ngram_max < made.ngram_min:
         bound = f"at least ngram_min, {made.ngram_min}"
         raise ConfigError.of("speculation.ngram_max", made.ngram_max, bound)

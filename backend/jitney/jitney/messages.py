@@ -289,6 +289,10 @@ class Row:
     has one index, and a token is sampled before the first and behind each of them, as if those
     before it were output."""
 
+    propose: int = 0
+    """How many tokens a draft model is to propose behind the last good sample. The block table has
+    slots for so many more."""
+
     @property
     def num_samples(self) -> int:
         """Tokens that it samples."""
@@ -325,6 +329,9 @@ class RowOutput:
     prompt_logprobs: list[list[Logprob]] | None = None
     """If ``params.prompt_logprobs`` is set and the row computed prompt tokens: one entry per prompt
     position q with start < q <= end, q < len(prompt): the candidates for prompt[q]."""
+    proposal: list[int] = field(default_factory=list)
+    """What a draft model expects behind the last good sample: as many as ``Row.propose``, or fewer.
+    """
     error: JitneyError | None = None
     """Why this row alone could not be served, e.g. because its logits are not finite. It ends the
     request."""

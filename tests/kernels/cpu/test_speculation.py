@@ -8,6 +8,7 @@ import torch
 from jitney.config import EngineConfig, make_config
 from jitney.engine.assemble import grammar_compiler, load_runner
 from jitney.engine.engine import Engine
+from jitney.errors import ConfigError
 from jitney.messages import Emitted, Finished, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 from jitney.text.tokenizer import read_tokenizer
@@ -52,14 +53,16 @@ def submits() -> list[Submit]:
 
 
 class Run:
-    """What an engine gives for some requests. ``streams`` has a Prophet draft, right as a rule."""
+    """What an engine gives for some requests. ``streams`` has a Prophet draft, right as a rule;
+    and every draft is taken, as it is with ``eager``."""
 
-    def __init__(self, config, runner, compiler, asked, streams=None) -> None:
+    def __init__(self, config, runner, compiler, asked, streams=None, eager=False) -> None:
         engine = Engine(config, runner, clock=lambda: 0.0, compile_grammar=compiler)
+        if streams is not None or eager:
+            engine.scheduler.speculation._bar = lambda some: (0.0, 0.0, 0.0)
         if streams is not None:
             chance = random.Random(3)
             engine.scheduler.speculation.drafter = drafter = Prophet(lambda: chance.random() < 0.8)
-            engine.scheduler.speculation._bar = lambda some: (0.0, 0.0)
             drafter.streams = streams
         self.bits: Bits = {}
         self.streams: dict[tuple[int, int], list[int]] = {}
@@ -111,11 +114,7 @@ def test_streams_are_bitwise_the_same(tmp_path, more: dict[str, object]) -> None
     """Without drafts, with n-grams, with a drafter that is right as a rule, where blocks are short,
     and resumed in the middle."""
     config, runner, compiler = load(tmp_path, **more)
-    asked = submits()
-    grammars = {one.grammar for one in asked if one.grammar}
-    from llguidance import LLMatcher
-
-    compiled = {text: compiler(LLMatcher.grammar_from_regex(text)) for text in grammars}
+    asked, compiled = submits(), compiled_by(compiler)
     off = Run(config, runner, compiled.__getitem__, asked)
     speculates = make_config({**msgspec.structs.asdict(config), "speculation": {"max_drafts": 5}})
     ngrams = Run(speculates, runner, compiled.__getitem__, asked)
@@ -133,6 +132,46 @@ def test_streams_are_bitwise_the_same(tmp_path, more: dict[str, object]) -> None
         emitted = resumed[place[0]].emitted[place[1]].ids
         assert rest.bits[place] == bits[len(emitted) :]
     runner.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_draft_model(tmp_path, name: str) -> None:
+    """The model itself, which is nearly always right, and one that knows nothing of it: the same
+    bits. Blocks that are shared, copied and found by their hash have the draft model's K and V."""
+    draft = make_checkpoint(tmp_path / "draft", name, tokenizer=True)
+    speculation = {"drafter": "draft_model", "model": str(draft), "max_drafts": 3}
+    speculates, runner, compiler = load(tmp_path / "m", speculation=speculation)
+    config = msgspec.structs.replace(speculates, speculation=None)
+    asked, compiled = submits(), compiled_by(compiler)
+    off = Run(config, runner, compiled.__getitem__, asked)
+    on = Run(speculates, runner, compiled.__getitem__, asked, eager=True)
+    assert on.bits == off.bits
+    assert on.drafted > 300
+    runner.info = msgspec.structs.replace(runner.info, num_blocks=24)
+    short = Run(speculates, runner, compiled.__getitem__, asked, eager=True)
+    assert short.preemptions > 0
+    assert short.bits == off.bits
+    plain = [one for one in asked if not one.grammar]
+    some = Run(speculates, runner, compiled.__getitem__, plain, eager=True)
+    assert (some.accepted > 0.9 * some.drafted) == (name == "llama")
+    runner.close()
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path) -> None:
+    draft = make_checkpoint(tmp_path / "draft", "llama")
+    speculation = {"drafter": "draft_model", "model": str(draft)}
+    with pytest.raises(
+        ConfigError, match=r"speculation.model is .*, but must be a model of 320 tokens"
+    ):
+        load(tmp_path / "m", speculation=speculation)
+
+
+def compiled_by(compiler) -> dict:
+    """By text, the grammars of the wishes."""
+    from llguidance import LLMatcher
+
+    grammars = {wish["grammar"] for wish in WISHES if "grammar" in wish}
+    return {text: compiler(LLMatcher.grammar_from_regex(text)) for text in grammars}
 
 
 def resume(one: Submit, off: Run) -> Submit:

@@ -24,16 +24,19 @@ class StepShape(NamedTuple):
     samples: float = 0.0
     context: float = 0.0
     """Tokens of all contexts."""
+    passes: float = 0.0
+    """Of a draft model that proposes."""
 
     @classmethod
     def of(cls, batch: Batch) -> "StepShape":
         """Of a step as it was planned."""
         rows, tokens = batch.rows, batch.num_tokens
         samples, context = sum(row.num_samples for row in rows), sum(row.end for row in rows)
-        return cls(1.0, float(tokens > len(rows)), tokens, samples, context)
+        passes = max((row.propose for row in rows), default=0)
+        return cls(1.0, float(tokens > len(rows)), tokens, samples, context, passes)
 
 
-_UNITS = StepShape(1.0, 1.0, 100.0, 100.0, 10_000.0)  # in which weights are of one size
+_UNITS = StepShape(1.0, 1.0, 100.0, 100.0, 10_000.0, 10.0)  # in which weights are of one size
 
 
 class StepCost:
@@ -68,9 +71,9 @@ class StepCost:
                 row[j] -= gain * each
             row[i] += _DRIFT
 
-    def seconds(self, shape: StepShape) -> float | None:
-        """What a step of this shape should take. None before any has been measured."""
-        return None if self.weights is None else _dot(self.weights, shape)
+    def seconds(self, shape: StepShape) -> float:
+        """What a step of this shape should take. 0 before any has been measured."""
+        return 0.0 if self.weights is None else _dot(self.weights, shape)
 
 
 def _dot(a: list[float] | StepShape, b: list[float] | StepShape) -> float:

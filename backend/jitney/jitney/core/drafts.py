@@ -22,6 +22,7 @@ from jitney.core.request import Drafting, Sequence
 _OLD, _OLD_OF_ALL = 0.9, 0.99  # shares of the averages that a further comparison leaves
 _SURE = 0.98  # no sequence's acceptance is more than that
 _LEAST_BAR, _UNMEASURED_BAR = 0.05, 0.5
+_TRIED_EVERY = 64  # tokens
 _INDEXED_AT_ONCE = 1024  # tokens: a millisecond
 
 
@@ -64,11 +65,22 @@ class NgramDrafter:
         return []
 
 
+class ModelDrafter:
+    """Proposes what the runner's draft model did, in the step that made the last token."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Nothing unless the row asked for it."""
+        return sequence.proposed[:most]
+
+
 class Speculation:
     """Chooses the drafts of each step. Part of the planner."""
 
     def __init__(self, config: SpeculationConfig, cost: StepCost) -> None:
-        self.drafter: Drafter = NgramDrafter(config.ngram_min, config.ngram_max)
+        self.asks = config.drafter == "draft_model"
+        """Whether the runner proposes, where a row asks for it."""
+        ngrams = NgramDrafter(config.ngram_min, config.ngram_max)
+        self.drafter: Drafter = ModelDrafter() if self.asks else ngrams
         self._most = config.max_drafts
         self._cost = cost
         self._acceptance = 0.5  # of all sequences: what new ones begin with
@@ -76,54 +88,56 @@ class Speculation:
     def choose(self, running: list[Sequence]) -> None:
         """Decide how many drafts each of these sequences may take."""
         some = [one for one in running if one.output and one.num_planned < one.limit]
-        bar, least = self._bar(some)
-        gain = 0.0
+        bar, least, of_pass = self._bar(some)
+        gain, followed = 0.0, []
         for sequence in some:
-            if sequence.drafting is None:
-                sequence.drafting = Drafting(self._acceptance)
-            drafting = sequence.drafting
-            drafting.taken = 0
+            drafting = sequence.drafting = sequence.drafting or Drafting(self._acceptance)
+            drafting.taken = drafting.wanted = 0
             if bar >= 1.0:
                 continue
             if drafting.made_at != sequence.num_tokens:
                 self._follow(sequence, drafting)
-            chance = drafting.acceptance
-            while drafting.taken < len(drafting.proposal) and chance > bar:
-                gain += chance - bar
-                chance *= drafting.acceptance
-                drafting.taken += 1
+            followed.append(drafting)
+            drafting.taken, more = _worth(drafting.acceptance, bar, len(drafting.proposal))
+            gain += more
+            if self.asks:  # for one now and then, to find out, if none pays
+                drafting.wanted, _ = _worth(drafting.acceptance, bar + of_pass, self._most)
+                drafting.wanted = drafting.wanted or int(sequence.num_tokens % _TRIED_EVERY == 0)
         if gain < least:
-            for sequence in some:
-                if sequence.drafting is not None:
-                    sequence.drafting.taken = 0
+            for drafting in followed:
+                drafting.taken = 0
 
-    def drafts_of(self, sequence: Sequence) -> list[int]:
+    def drafts_of(self, sequence: Sequence) -> tuple[list[int], int]:
         """What the sequence may compute behind its next token, the last one known: nothing from the
-        first token on that ends it or that its grammar forbids, nothing beyond its last token."""
+        first token on that ends it or that its grammar forbids, nothing beyond its last token. And
+        how many tokens a draft model is to propose."""
         drafting = sequence.drafting
-        if drafting is None or not drafting.taken:
-            return []
+        if drafting is None:
+            return [], 0
         most = min(drafting.taken, sequence.limit - sequence.num_tokens)
         stop_ids = sequence.request.message.stop_ids
         drafts = list(takewhile(lambda id: id not in stop_ids, drafting.proposal[:most]))
-        grammar = sequence.grammar
-        return drafts if grammar is None else drafts[: grammar.num_allowed(drafts)]
+        if drafts and sequence.grammar is not None:
+            drafts = drafts[: sequence.grammar.num_allowed(drafts)]
+        return drafts, drafting.wanted
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a sequence whose next token is still being sampled is to wait for it, because its
         drafts are worth more than a step."""
-        return sequence.drafting is not None and sequence.drafting.taken > 1
+        drafting = sequence.drafting
+        return drafting is not None and (drafting.taken > 1 or drafting.wanted > 0)
 
-    def _bar(self, some: list[Sequence]) -> tuple[float, float]:
-        """The probability that a draft must exceed, and the least gain, in tokens, of all drafts of
-        a step together."""
+    def _bar(self, some: list[Sequence]) -> tuple[float, float, float]:
+        """The probability that a draft must exceed; the least gain, in tokens, of all drafts of a
+        step together; the probability that pays for a sequence's part in a draft model's pass."""
         rows, weights = len(some), self._cost.weights
         context = sum(one.num_planned for one in some)
         seconds = self._cost.seconds(StepShape(1.0, 0.0, rows, rows, context))
-        if weights is None or seconds is None or seconds <= 0.0:
-            return _UNMEASURED_BAR, 0.0
+        if weights is None or seconds <= 0.0:
+            return _UNMEASURED_BAR, 0.0, 0.0
         value = seconds / max(rows, 1)
-        return max((weights.tokens + weights.samples) / value, _LEAST_BAR), weights.chunked / value
+        bar = max((weights.tokens + weights.samples) / value, _LEAST_BAR)
+        return bar, weights.chunked / value, weights.passes / seconds
 
     def _follow(self, sequence: Sequence, drafting: Drafting) -> None:
         """Compare the last proposal with what was sampled since, and propose again."""
@@ -137,3 +151,11 @@ class Speculation:
                 break
         drafting.proposal = self.drafter.propose(sequence, self._most)
         drafting.made_at = sequence.num_tokens
+
+
+def _worth(acceptance: float, bar: float, most: int) -> tuple[int, float]:
+    """How many drafts in a row are right with more than this probability, and by how much more."""
+    count, gain, chance = 0, 0.0, acceptance
+    while count < most and chance > bar:
+        count, gain, chance = count + 1, gain + chance - bar, chance * acceptance
+    return count, gain

@@ -192,7 +192,7 @@ class LiveRequests:
             sequence = self.sequence_of(row)
             if sequence is not None:
                 sequence.num_planned -= len(row.token_ids)
-                if row.drafts:
+                if row.drafts or row.propose:
                     self.give_back(sequence)
         if self.in_flight:  # which may use the same tables
             self.in_flight[-1].deferred += step.deferred
@@ -242,6 +242,7 @@ class LiveRequests:
         """What is planned beyond the computed tokens is what the steps in flight compute."""
         tokens: Counter[tuple[int, int]] = Counter()
         samples: Counter[tuple[int, int]] = Counter()
+        lookahead: Counter[tuple[int, int]] = Counter()
         for step in self.in_flight:
             for row in step.batch.rows:
                 sequence = self.sequence_of(row)
@@ -249,10 +250,13 @@ class LiveRequests:
                     assert row.block_table == sequence.table, "a row in flight has another table"
                     tokens[row.key, row.index] += len(row.token_ids)
                     samples[row.key, row.index] += bool(row.sample) + row.drafts
+                    lookahead[row.key, row.index] = row.propose
         for sequence in self.running:
             key = (sequence.request.message.key, sequence.index)
             ahead = sequence.num_planned - sequence.num_computed
             assert ahead == tokens[key], f"{ahead} tokens are planned, {tokens[key]} in flight"
+            end = max(sequence.num_planned + lookahead[key], sequence.num_tokens)
+            assert len(sequence.table) <= self.kv.blocks_for(end), "a block is not needed"
             pending = max(sequence.num_planned + 1 - sequence.num_tokens, 0)
             assert pending == samples[key], f"{pending} samples pending, {samples[key]} in flight"
         copies = set(self.kv.pending_copies())
@@ -270,9 +274,6 @@ class LiveRequests:
             assert sequence.num_computed < size, "nothing is left to compute"
             assert planned <= sequence.limit, "more is planned than is ever computed"
             assert planned <= capacity, "tokens were planned into no block"
-            assert len(sequence.table) <= self.kv.blocks_for(max(size, planned)), (
-                "a block is not needed"
-            )
             assert sequence.num_cached_blocks <= sequence.num_computed // self.kv.block_size
         else:
             assert not sequence.table, "a sequence that does not run holds blocks"

@@ -45,6 +45,8 @@ def apply_output(
         drafts = row.token_ids[known : known + len(result.token_ids) - 1]
         event, accepted = _append(sequence, result.token_ids, result.logprobs, drafts)
         events.append(event)
+        # Behind tokens that a grammar forced, the proposal means nothing.
+        sequence.proposed = result.proposal if len(event.ids) == 1 + accepted else []
         counts.draft_rows += row.drafts > 0
         counts.draft_tokens += row.drafts
         counts.accepted_tokens += accepted
@@ -63,7 +65,7 @@ def apply_output(
             _take_first_tokens(live, sequence, result, now, events)
     if event is not None and event.finish_reason is not None:
         live.end(sequence)
-    elif sequence.state is State.RUNNING and row.drafts:
+    elif sequence.state is State.RUNNING and (row.drafts or row.propose):
         live.give_back(sequence)
     made = [len(one.ids) for one in events if isinstance(one, Tokens)]
     counts.generated_tokens += sum(made)

@@ -19,9 +19,9 @@ A plan *ahead* is made while a step is in flight. It is the same but for four th
 this step is still sampling is *carried*: the row has its index among the samples instead of the
 token. A sequence whose pending token is its last by length gets no row. Nor does one whose request
 reads its own output, or that has drafts in flight or in prospect: it gets its row in the next plan,
-in which that token is known. And nothing is
-preempted: :meth:`Planner.can_plan_ahead` has checked that there is a block for each decode. What a
-grammar forced, and finds no place there, is left to the next step.
+in which that token is known. And nothing is preempted: :meth:`Planner.can_plan_ahead` has checked
+that there is a block for each decode. What a grammar forced, and finds no place there, is left to
+the next step.
 """
 
 import math
@@ -152,9 +152,9 @@ class Planner:
                     room = len(sequence.table) * block_size - start
                     self._plan_chunk(plan, sequence, min(most, room))
                 elif left == 1:
-                    drafts = self._take_drafts(plan, sequence, len(running) - position)
-                    tokens = [sequence.output[-1], *drafts]
-                    self._add_row(plan, sequence, tokens, (sequence.index,), None, len(drafts))
+                    drafts, propose = self._take_drafts(plan, sequence, len(running) - position)
+                    tokens, sample = [sequence.output[-1], *drafts], (sequence.index,)
+                    self._add_row(plan, sequence, tokens, sample, None, len(drafts), propose)
                 else:  # that token is pending
                     self._add_row(plan, sequence, [0], (sequence.index,), sequence.sample_index)
         return others
@@ -166,21 +166,25 @@ class Planner:
             return True
         return self._speculation is not None and self._speculation.waits(sequence)
 
-    def _take_drafts(self, plan: _Plan, sequence: Sequence, rows_after: int) -> list[int]:
-        """The drafts of a decode, as far as they find room: a token of the budget is left to every
-        sequence that comes after it, and a block to each and to every fork that is due. While any
-        sequence waits for blocks, drafts take none."""
+    def _take_drafts(
+        self, plan: _Plan, sequence: Sequence, rows_after: int
+    ) -> tuple[list[int], int]:
+        """The drafts of a decode, and how many more a model is to propose, as far as they find
+        room: a token of the budget is left to every sequence that comes after it, and a block to
+        each and to every fork that is due. While any sequence waits for blocks, they take none."""
         if self._speculation is None:
-            return []
-        drafts = self._speculation.drafts_of(sequence)
+            return [], 0
+        drafts, propose = self._speculation.drafts_of(sequence)
         del drafts[max(plan.tokens_left - 1 - plan.kept_for_prefill - rows_after, 0) :]
         kv, live, table = self._kv, self._live, sequence.table
         start = sequence.num_planned + 1
-        spare = rows_after + live.num_admitted - len(live.running)
-        while drafts and len(table) * self._block_size < start + len(drafts):
+        propose = min(propose, sequence.limit - start - len(drafts))
+        while (room := len(table) * self._block_size - start) < len(drafts) + propose:
+            spare = rows_after + live.num_admitted - len(live.running)
             if live.waiting or kv.num_free <= spare or not kv.grow(table):
-                del drafts[max(len(table) * self._block_size - start, 0) :]
-        return drafts
+                del drafts[room:]
+                propose = min(propose, room - len(drafts))
+        return drafts, propose
 
     def _make_room(self, plan: _Plan, sequence: Sequence, end: int) -> bool:
         """Allocate blocks for the positions below ``end`` of ``sequence``, one at most in a plan
@@ -219,6 +223,7 @@ class Planner:
         sample: tuple[int, ...],
         carried: int | None,
         drafts: int = 0,
+        propose: int = 0,
     ) -> None:
         request = sequence.request
         message = request.message
@@ -240,13 +245,14 @@ class Planner:
                 carried,
                 sequence.grammar,
                 drafts,
+                propose,
             )
         )
         sequence.num_planned += count
         if sample:
             sequence.sample_index = plan.num_samples
             plan.num_samples += len(sample) + drafts
-            reads = request.reads_output or drafts > 0
+            reads = request.reads_output or drafts + propose > 0
             if (len(sample) > 1 or reads) and sequence.num_planned - drafts < sequence.limit:
                 plan.completes_first |= len(sample) > 1
                 plan.leaves_out |= reads

@@ -142,7 +142,7 @@ def _takes_forced(message: Submit) -> bool:
 class Drafting:
     """What ``drafts`` knows of one sequence."""
 
-    __slots__ = ("acceptance", "indexed", "made_at", "places", "proposal", "taken")
+    __slots__ = ("acceptance", "indexed", "made_at", "places", "proposal", "taken", "wanted")
 
     def __init__(self, acceptance: float) -> None:
         self.acceptance = acceptance
@@ -152,6 +152,8 @@ class Drafting:
         self.made_at = 0
         self.taken = 0
         """Of the proposal, how many the step that is being planned may compute."""
+        self.wanted = 0
+        """How many tokens a draft model is to propose in that step for the next one."""
         self.places: dict[int, int] = {}
         """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
         self.indexed = 0
@@ -183,6 +185,7 @@ class Sequence:
         "output",
         "prefill_end",
         "prompt",
+        "proposed",
         "rank",
         "request",
         "reserved_blocks",
@@ -220,6 +223,8 @@ class Sequence:
         """Leading blocks of the table that have been offered to the prefix cache."""
         self.cumulative_logprob = 0.0
         self.drafting: Drafting | None = None
+        self.proposed: list[int] = []
+        """What a draft model expects behind its last token."""
         self.reserved_blocks = 0
         """Reserved while it runs, beside the request's (``eviction: never``, once resumed)."""
         self.state = State.WAITING

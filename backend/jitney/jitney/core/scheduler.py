@@ -273,9 +273,9 @@ class Scheduler:
             assert sequence.num_planned == row.start, "a row does not follow what is computed"
             if row.carried is not None:  # by now it is known
                 row = replace(row, token_ids=[sequence.output[-1]], carried=None)
-            elif row.drafts:
+            elif row.drafts or row.propose:
                 tokens = row.token_ids[: len(row.token_ids) - row.drafts]
-                row = replace(row, token_ids=tokens, drafts=0)
+                row = replace(row, token_ids=tokens, drafts=0, propose=0)
             sequence.num_planned = row.end
             again.append(row)
         batch = Batch(again, self.kv.pending_copies())

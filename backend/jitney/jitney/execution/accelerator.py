@@ -14,6 +14,7 @@ from torch import Tensor
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
+from jitney.execution.draft import DraftModel
 from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec, LoadedModel
 from jitney.execution.memory import StepMemory
 from jitney.execution.reference import ReferenceAttention
@@ -29,6 +30,9 @@ class DeviceRunner(Protocol):
 
     def execute(self, batch: Batch) -> StepOutput:
         """Compute one step."""
+
+    def use_draft_model(self, draft: DraftModel) -> None:
+        """Have a draft model propose what rows ask for."""
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
         """Run these first steps, and prepare whatever else requests may ask for."""

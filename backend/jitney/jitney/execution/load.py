@@ -9,6 +9,7 @@ import functools
 import logging
 import math
 import time
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -19,6 +20,7 @@ from jitney.errors import ConfigError, LoadError
 from jitney.execution import interface, machine, memory, probe, support
 from jitney.execution.accelerator import Accelerator, DeviceRunner, select_attention
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_folder
+from jitney.execution.draft import DraftModel
 from jitney.execution.interface import AttentionFunction, LayerSpec, LoadedModel
 from jitney.execution.quantized import Quantizer, WeightFormat, coarse_layers
 from jitney.execution.runner import TorchRunner
@@ -54,34 +56,69 @@ def load_runner(
     default = max(_BUDGET[model.device.type], config.max_num_seqs)
     budget = config.max_num_batched_tokens or default
     info = _describe(config, model, attention, budget)
+    rows = min(budget, config.max_num_seqs)
+    draft, own = _load_draft(config, model, accelerator, quantizer, rows), len(model.layers)
+    if draft is not None:
+        attention += select_attention(config, draft.layers, dtype, draft.device, accelerator)
+    layers = model.layers + (draft.layers if draft is not None else [])
     make_caches = functools.partial(
-        memory.make_layer_caches, model.layers, attention, config.block_size, dtype, model.device
+        memory.make_layer_caches, layers, attention, config.block_size, dtype, model.device
     )
     scales = steps = None
     if accelerator is not None:
-        model = _speed_up(config, model, accelerator, min(budget, config.max_num_seqs))
+        model = _speed_up(config, model, accelerator, rows)
         scales = accelerator.kv_scales(model)
-        steps = accelerator.step_memory(model, make_caches(1), info)
-    steps = steps or memory.estimate_steps(model, budget, config.max_num_seqs)
-    ledger = memory.plan_memory(config, model, dtype, steps, machine.available_memory(model.device))
+        steps = accelerator.step_memory(model, make_caches(1)[:own], info)
+    drafts = 0 if config.speculation is None else config.speculation.max_drafts
+    steps = steps or memory.estimate_steps(model, budget, config.max_num_seqs * (1 + drafts))
+    weights = model.weight_bytes + (draft.weight_bytes if draft is not None else 0)
+    both = replace(model, layers=layers, weight_bytes=weights)
+    ledger = memory.plan_memory(config, both, dtype, steps, machine.available_memory(model.device))
     try:
         caches = make_caches(ledger.num_blocks)
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:  # the allocators'
         raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
     if scales is not None:
-        caches = [
+        caches[:own] = [
             cache._replace(key_scale=keys, value_scale=values)
-            for cache, (keys, values) in zip(caches, scales, strict=True)
+            for cache, (keys, values) in zip(caches[:own], scales, strict=True)
         ]
     info = msgspec.structs.replace(info, num_blocks=ledger.num_blocks, kv_cache_bytes=ledger.cache)
     runner: DeviceRunner = (
-        TorchRunner(model, caches, info)
+        TorchRunner(model, caches[:own], info)
         if accelerator is None
-        else accelerator.runner(model, caches, info)
+        else accelerator.runner(model, caches[:own], info)
     )
+    if draft is not None:
+        runner.use_draft_model(DraftModel(draft, caches[own:], config.block_size))
     runner.warm_up(_first_steps(info))
     _log_loaded(model, info, ledger, begin)
     return runner
+
+
+def _load_draft(
+    config: EngineConfig,
+    model: LoadedModel,
+    accelerator: Accelerator | None,
+    quantizer: Quantizer | None,
+    rows: int,
+) -> LoadedModel | None:
+    """The draft model that option ``speculation`` names, in the model's dtype, with its context. It
+    is quantized if the model is. Raises ConfigError if its vocabulary is another."""
+    if config.speculation is None or config.speculation.model is None:
+        return None
+    own = msgspec.structs.replace(
+        config,
+        model=config.speculation.model,
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=model.max_model_len,
+        speculation=None,
+    )
+    draft = load_model(own, quantizer)
+    if draft.vocab_size != model.vocab_size:
+        size = f"a model of {model.vocab_size:,} tokens, not {draft.vocab_size:,}"
+        raise ConfigError.of("speculation.model", config.speculation.model, size)
+    return draft if accelerator is None else _speed_up(own, draft, accelerator, rows)
 
 
 def import_models() -> None:

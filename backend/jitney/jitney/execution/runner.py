@@ -15,6 +15,7 @@ from torch import Tensor
 
 from jitney.errors import DeviceLostError, JitneyError
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
+from jitney.execution.draft import DraftModel
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
 from jitney.execution.logits_processors import needs_processing
 from jitney.execution.machine import enter_device, synchronize, to_device
@@ -33,7 +34,7 @@ _Targets = dict[int, tuple[int, list[int]]]
 _PromptLogprobs = dict[int, list[list[Logprob]]]  # index of a row -> per position
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingStep:
     """A step in flight; see ``engine.LaunchedStep``."""
 
@@ -41,9 +42,13 @@ class PendingStep:
     samples: list[Samples]
     prompt: _PromptLogprobs
     recover: Callable[[], None]
+    output: StepOutput | None = None
+    """Set if it is known."""
 
     def wait(self) -> StepOutput:
         """The step's output, once the device has it. Raises whatever the device raises."""
+        if self.output is not None:
+            return self.output
         try:
             sampled = iter([each for samples in self.samples for each in samples.wait()])
         except BaseException:
@@ -87,6 +92,12 @@ class TorchRunner:
         self._forward = forward or self.forward
         self._most_logits = max(1, _LOGITS_FLOATS // info.vocab_size)
         self._sampled: Tensor | None = None  # tokens of the step launched last
+        self._draft: DraftModel | None = None
+
+    def use_draft_model(self, draft: DraftModel) -> None:
+        """Have it compute whatever is computed from now on, and propose what rows ask for."""
+        self._draft = draft
+        self._caches = self._caches + draft.caches
 
     def execute(self, batch: Batch) -> StepOutput:
         """Compute one step: copy blocks, write the new K and V, sample.
@@ -120,7 +131,8 @@ class TorchRunner:
 
     def forward(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
         """A :data:`Forward`: the model's own."""
-        return self._model.forward(ids, meta.positions, indices, PagedStep(self._caches, meta))
+        caches = self._caches[: len(self._model.layers)]
+        return self._model.forward(ids, meta.positions, indices, PagedStep(caches, meta))
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
         """Compute first steps, so that kernels are compiled and memory is touched."""
@@ -130,7 +142,7 @@ class TorchRunner:
     def close(self) -> None:
         """Give the memory of module and cache back. The runner is of no use afterwards."""
         self._caches = []
-        self._sampled = None
+        self._sampled = self._draft = None
         del self._model, self._forward
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -149,7 +161,13 @@ class TorchRunner:
         samples = self._sample(rows, logits, sources)
         if self.info.overlap:
             self._sampled = torch.cat([each.token_ids for each in samples]) if samples else None
-        return PendingStep(rows, samples, prompt, self.recover)
+        step = PendingStep(rows, samples, prompt, self.recover)
+        if self._draft is not None:
+            self._draft.write(ids, meta)
+            if any(row.propose for row in rows):  # for which the host must know the samples
+                step.output = step.wait()
+                self._draft.propose(rows, step.output.rows)
+        return step
 
     def _take_carried(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> None:
         """Put the tokens that the step before samples into ``ids`` [T], without waiting for it."""

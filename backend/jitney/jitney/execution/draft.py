@@ -1,0 +1,76 @@
+"""A draft model: a second checkpoint of the same vocabulary, which proposes tokens for the first.
+
+Its K and V stand under the same block numbers as the model's, in caches of its own. It computes
+what a step computes, prompts as well, so that wherever the model's K and V are found, its own are
+too.
+Part of the runner.
+"""
+
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
+from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
+from jitney.execution.machine import to_device
+from jitney.execution.sampler import sample
+from jitney.messages import Row, RowOutput
+
+
+class DraftModel:
+    """Owns the module and its caches."""
+
+    def __init__(self, model: LoadedModel, caches: list[LayerCache], block_size: int) -> None:
+        self.caches = caches
+        self._model = model
+        self._block_size = block_size
+        self._tables = BlockTables()
+
+    def write(self, ids: Tensor, meta: AttentionMetadata) -> None:
+        """Compute K and V of a step, ids [T]."""
+        self._forward(ids, replace(meta, plans={}), to_device([0], ids.device))
+
+    def propose(self, rows: list[Row], outputs: list[RowOutput]) -> None:
+        """Set the proposals of the rows that ask for one, once :meth:`write` has computed them."""
+        pairs = zip(rows, outputs, strict=True)
+        asked = [
+            (_newest(row, each), each) for row, each in pairs if row.propose and each.token_ids
+        ]
+        while asked:
+            some = [row for row, _ in asked]
+            meta = build_metadata(some, self._block_size, self._model.device, self._tables)
+            ids = to_device([row.token_ids[0] for row in some], self._model.device)
+            logits = self._forward(ids, meta, torch.arange(len(some), device=ids.device))
+            # By the same numbers as the model's: from like distributions they choose alike.
+            made = sample(logits, [(row, row.sample[0]) for row in some]).wait()
+            further = []
+            for (row, output), each in zip(asked, made, strict=True):
+                if each.error is None:
+                    output.proposal.append(each.token_id)
+                    if len(output.proposal) < row.propose:
+                        further.append((_behind(row, each.token_id), output))
+            asked = further
+
+    def _forward(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
+        return self._model.forward(ids, meta.positions, indices, PagedStep(self.caches, meta))
+
+
+def _newest(row: Row, output: RowOutput) -> Row:
+    """The row of the token that follows the accepted drafts. Nothing but the choice counts: neither
+    its grammar nor its logprobs."""
+    known, accepted = len(row.token_ids) - row.drafts, 0
+    drafts = row.token_ids[known:]
+    while drafts[accepted : accepted + 1] == output.token_ids[accepted : accepted + 1]:
+        accepted += 1
+    params = msgspec.structs.replace(row.params, logprobs=None)
+    before = replace(
+        row, params=params, grammar=None, drafts=0, output=row.output + drafts[:accepted]
+    )
+    before.token_ids = row.token_ids[: known + accepted]
+    return _behind(before, output.token_ids[accepted])
+
+
+def _behind(row: Row, token: int) -> Row:
+    return replace(row, token_ids=[token], start=row.end, output=[*row.output, token])
