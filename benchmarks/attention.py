@@ -1,13 +1,16 @@
-"""Attention over the paged cache: time per layer of the CPU kernel, the reference and torch's SDPA.
+"""Attention over the paged cache: time per layer of the CPU kernel, over a cache of the queries'
+dtype and of int8, of the reference and of torch's SDPA.
 
     python benchmarks/attention.py [--dtype bfloat16] [--heads 12 4 64] [--thread-time] [--quick]
 
 Every call sees another of several caches in turn, as the layers of a model do, so that decoding
 reads from memory and not from a processor cache. Contenders take turns; the least and the median
-time are printed. GB/s counts K and V read once, GFLOP/s the two products under the causal mask.
+time are printed. GB/s (of the first) counts K and V read once, GFLOP/s the two products under the
+causal mask.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
@@ -16,12 +19,13 @@ import torch
 from jitney.config import make_config
 from jitney.execution.accelerator import select
 from jitney.execution.attention import (
+    SCALE_BYTES,
     AttentionMetadata,
     AttentionShape,
     build_metadata,
     cache_shape,
 )
-from jitney.execution.interface import AttentionCall, LayerCache
+from jitney.execution.interface import AttentionCall, AttentionFunction, LayerCache
 from jitney.kernels.cpu.accelerator import CpuAccelerator
 from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
@@ -33,6 +37,7 @@ LAYERS = 12
 
 # Name -> (start, tokens) of each row.
 CASES: dict[str, list[tuple[int, int]]] = {
+    "decode 8 x 400": [(399, 1)] * 8,
     "decode 32 x 400": [(399, 1)] * 32,
     "decode 1 x 256": [(255, 1)],
     "decode 1 x 2,048": [(2047, 1)],
@@ -95,6 +100,14 @@ def gathered_sdpa(call: AttentionCall, cache: LayerCache, meta: AttentionMetadat
     return out
 
 
+def random_bytes(shape: tuple[int, ...]) -> Tensor:
+    """A cache of int8 as the kernel has it: the scales of 16 tokens follow their elements."""
+    cache = torch.randint(-127, 128, shape, dtype=torch.int8)
+    scales = cache.view(-1, 16 * shape[3])[:, -16 * SCALE_BYTES :]
+    scales.copy_(torch.full((16,), 1 / 64).view(torch.int8))
+    return cache
+
+
 def measure(
     calls: dict[str, Callable[[], object]], seconds: float, clock: Callable[[], float]
 ) -> dict[str, tuple[float, float]]:
@@ -105,7 +118,7 @@ def measure(
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
         for name, call in calls.items():
-            for _ in range(5 if name == "cpu" else 1):
+            for _ in range(5 if name in ("cpu", "int8") else 1):
                 began = clock()
                 call()
                 times[name].append(clock() - began)
@@ -125,24 +138,30 @@ def bench(
     meta = build_metadata(rows, BLOCK_SIZE)
     blocks = sum(len(row.block_table) for row in rows)
     tokens = sum(n for _, n in spans)
-    caches = [
-        [torch.randn(cache_shape(blocks, BLOCK_SIZE, kv_heads, head_size)).to(dtype) for _ in "kv"]
-        for _ in range(LAYERS)
-    ]
+    shape_of = functools.partial(cache_shape, blocks, BLOCK_SIZE, kv_heads, head_size)
+    caches = [[torch.randn(shape_of()).to(dtype) for _ in "kv"] for _ in range(LAYERS)]
+    of_bytes = [[random_bytes(shape_of(torch.int8)) for _ in "kv"] for _ in range(LAYERS)]
     q, k, v = (torch.randn(tokens, n, head_size).to(dtype) for n in (heads, kv_heads, kv_heads))
-    attention_shape = AttentionShape(torch.device("cpu"), dtype, head_size, heads, kv_heads)
-    accelerator = CpuAccelerator(make_config({"model": "none"}))
-    contenders: dict[str, Callable[..., Tensor]] = {
-        name: select(name, attention_shape, accelerator) for name in ("cpu", "reference")
-    }
-    contenders["sdpa"] = gathered_sdpa
+    device, accelerator = torch.device("cpu"), CpuAccelerator(make_config({"model": "none"}))
 
-    def turn(function: Callable[..., Tensor]) -> Callable[[], Tensor]:
+    def chosen(name: str, kept: torch.dtype) -> AttentionFunction:
+        each = AttentionShape(device, kept, dtype, head_size, heads, kv_heads)
+        return select(name, each, accelerator)
+
+    contenders: dict[str, Callable[..., Tensor]] = {
+        "cpu": chosen("cpu", dtype),
+        "int8": chosen("cpu", torch.int8),
+        "reference": chosen("reference", dtype),
+        "sdpa": gathered_sdpa,
+    }
+
+    def turn(name: str) -> Callable[[], Tensor]:
+        function, layers = contenders[name], of_bytes if name == "int8" else caches
         count = iter(range(1 << 62))
         call = AttentionCall(0, q, k, v, scale=head_size**-0.5)
-        return lambda: function(call, LayerCache(*caches[next(count) % LAYERS], function), meta)
+        return lambda: function(call, LayerCache(*layers[next(count) % LAYERS], function), meta)
 
-    return measure({name: turn(f) for name, f in contenders.items()}, seconds, clock)
+    return measure({name: turn(name) for name in contenders}, seconds, clock)
 
 
 def main() -> None:
@@ -168,7 +187,8 @@ def main() -> None:
         f"{options.dtype}, {heads} query and {kv_heads} KV heads of {head_size}, "
         f"{torch.get_num_threads()} threads; ms per layer: least (median)"
     )
-    print(f"{'':30} {'cpu':>15} {'reference':>17} {'sdpa':>17} {'cpu GB/s':>9} {'GFLOP/s':>8}")
+    names = "".join(f"{name:>18}" for name in ("cpu", "int8", "reference", "sdpa"))
+    print(f"{'':28}{names} {'cpu GB/s':>9} {'GFLOP/s':>8}")
     for name, spans in CASES.items():
         times = bench(spans, (heads, kv_heads, head_size), dtype, seconds, clock)
         flops = sum(4 * head_size * heads * n * (start + (n + 1) / 2) for start, n in spans)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.perplexity                                   # the demo model
     python -m benchmarks.perplexity --model FOLDER --text FILE --quantization none fp8
+    python -m benchmarks.perplexity --dtype bfloat16 --quantization none --cache auto int8
 
 The engine scores the text by requests with ``prompt_logprobs``, so the figures are those of the
 layers that serve. "Same greedy" are the tokens for which the likeliest one, after the same text, is
@@ -11,6 +12,7 @@ of this Python's standard library (docs/demo-model.md).
 """
 
 import argparse
+import itertools
 import math
 import sysconfig
 import time
@@ -57,6 +59,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=DEMO, help="folder of a checkpoint")
     parser.add_argument("--text", type=Path, help="a file; default: the demo model's held-out text")
     parser.add_argument("--quantization", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--cache", nargs="+", default=["auto"], help="options kv_cache_dtype")
     parser.add_argument("--tokens", type=int, help="score only so many")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", help="of weights before and of activations")
@@ -66,14 +69,16 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     """Print a row of the table as soon as it is known."""
     options = parse_options()
-    print("| quantization | tokens | nats/token | perplexity | change | same greedy | seconds |")
-    print("|---|---|---|---|---|---|---|")
+    cells = "tokens | nats/token | perplexity | change | same greedy | seconds"
+    print(f"| quantization | cache | {cells} |")
+    print("|---|---|---|---|---|---|---|---|")
     first: tuple[float, list[int]] | None = None
-    for kind in options.quantization:
+    for kind, cache in itertools.product(options.quantization, options.cache):
         begin = time.monotonic()
         with LLM(
-            options.model, device=options.device, dtype=options.dtype, quantization=kind
-        ) as llm:
+            options.model, device=options.device, dtype=options.dtype, quantization=kind,
+            kv_cache_dtype=cache,
+        ) as llm:  # fmt: skip
             if options.text is None:
                 ids = held_out_ids(llm)
             else:
@@ -83,8 +88,8 @@ def main() -> None:
         change = math.exp(nats - first[0]) - 1
         same = sum(map(int.__eq__, greedy, first[1])) / len(greedy)
         print(
-            f"| {kind} | {len(greedy):,} | {nats:.4f} | {math.exp(nats):.3f} | {change:+.2%} | "
-            f"{same:.1%} | {time.monotonic() - begin:.0f} |",
+            f"| {kind} | {cache} | {len(greedy):,} | {nats:.4f} | {math.exp(nats):.3f} | "
+            f"{change:+.2%} | {same:.1%} | {time.monotonic() - begin:.0f} |",
             flush=True,
         )
 

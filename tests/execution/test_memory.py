@@ -36,6 +36,8 @@ def test_bytes_of_a_block() -> None:
     per_token = 2 * 2 * (2 * 64 + 2 * 64 + 256)
     assert block_bytes(LAYERS, 16, torch.bfloat16) == 16 * per_token
     assert block_bytes(LAYERS, 16, torch.float32) == 32 * per_token
+    scales = 4 * 2 * (2 + 2 + 1)  # float32, of each KV head's key and value
+    assert block_bytes(LAYERS, 16, torch.int8) == 8 * per_token + 16 * scales
 
 
 def test_explicit_bytes() -> None:

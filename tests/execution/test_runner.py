@@ -45,8 +45,9 @@ def path(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def runner(path: Path):
-    runner = load_runner(options(path))
+def runner(path: Path, request: pytest.FixtureRequest):
+    """``request`` may name a type of cache."""
+    runner = load_runner(options(path, kv_cache_dtype=getattr(request, "param", "auto")))
     yield runner
     runner.close()
 
@@ -143,6 +144,7 @@ def test_rows_that_sample_beside_rows_that_do_not(runner: TorchRunner, model) ->
     assert [o.token_ids for o in output] == [[expected[0]], [], [expected[1]]]
 
 
+@pytest.mark.parametrize("runner", ["auto", "int8"], indirect=True)
 def test_copies_come_before_the_step(runner: TorchRunner, model) -> None:
     """A block is forked: both sequences go on from it, each with a token of its own. A chain of
     copies reads every source as it was before the step."""
@@ -243,10 +245,10 @@ def test_the_default_budget_has_a_token_for_each_sequence(path: Path) -> None:
 
 
 def test_sixteen_bits(path: Path, model) -> None:
-    """bf16 weights and cache: close to f32, and an f32 cache beside bf16 weights works too."""
+    """bf16 weights and cache: close to f32; and caches of f32 and of bytes beside bf16 weights."""
     expected = logprobs_of(model, PROMPT)[-1]
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=1, logprobs=5)
-    for cache in ("auto", "float32"):
+    for cache in ("auto", "float32", "int8"):
         runner = load_runner(options(path, dtype="bfloat16", kv_cache_dtype=cache))
         assert runner.info.dtype == "bfloat16"
         output = runner.execute(Batch(rows=[row(PROMPT, 0, [1, 2, 3, 4, 5, 6], params=params)]))

@@ -97,8 +97,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Share of the memory left after loading; 1/64 of it stays free. None: 0.9 on a GPU; on a CPU
     0.25, at most 4 GiB."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3"] = "auto"
-    """``auto``: the activations' dtype. ``float8_e4m3``: a scale per head, only on a GPU."""
+    kv_cache_dtype: Literal[
+        "auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3"
+    ] = "auto"  # fmt: skip
+    """``auto``: the activations' dtype. ``int8``: a scale per token and head, only on a CPU.
+    ``float8_e4m3``: a scale per head, only on a GPU."""
     prefix_caching: bool = True
     """Reuse the cached blocks of a prompt prefix that was computed before."""
     eviction: Literal["never", "preempt"] = "preempt"

@@ -25,7 +25,7 @@ SMALL = [
     ("benchmarks.served", "--requests 2 --streams 2 --repeats 1", "tok/s"),
     ("benchmarks.dynamic_batching", "--quick --only overhead", "|"),
     ("benchmarks.batching_modes", "--quick --parts digits --pictures build/pictures", "|"),
-    ("benchmarks.perplexity", "--tokens 256 --quantization none int8", "int8"),
+    ("benchmarks.perplexity", "--tokens 256 --quantization none int8 --cache int8", "| int8 |"),
 ]
 
 

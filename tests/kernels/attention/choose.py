@@ -1,5 +1,7 @@
 """The attention function that option ``attention`` stands for."""
 
+from typing import Any
+
 import torch
 from jitney.config import make_config
 from jitney.engine.assemble import accelerator_for
@@ -17,18 +19,19 @@ def choose(
     head_size: int = 64,
     num_heads: int = 4,
     num_kv_heads: int = 2,
+    model_dtype: torch.dtype = torch.float32,
     **options: object,
 ) -> AttentionFunction:
     """As a load chooses it for one layer."""
     config = make_config({"model": "m", "attention": name, **options})
     shape = AttentionShape(
-        device, dtype, head_size, num_heads, num_kv_heads, config.batch_invariant
+        device, dtype, model_dtype, head_size, num_heads, num_kv_heads, config.batch_invariant
     )
     return select(name, shape, accelerator_for(config, device))
 
 
 def for_layers(
-    name: str, layers: list[LayerSpec], dtype: torch.dtype, device: torch.device, **more: bool
+    name: str, layers: list[LayerSpec], dtype: torch.dtype, device: torch.device, **more: Any
 ) -> list[AttentionFunction]:
     """One for each of a model's layers."""
     return [

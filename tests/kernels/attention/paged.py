@@ -1,5 +1,5 @@
-"""Sequences over a paged cache full of NaN, for tests of the kernels of a CPU and of a GPU; and
-what attention over them should give, by dense matrices in float64."""
+"""Sequences over a paged cache full of NaN (of int8: of scales that are), for tests of the kernels
+of a CPU and of a GPU; and what attention over them should give, by dense matrices in float64."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +60,11 @@ class Sequences:
         self.tables = [[ids.pop() for _ in range(n)] for n in need]
         self.spare = [0, *ids]  # nobody's; tables are padded with block 0
         self.block_tables = BlockTables()  # kept between steps, as in service
-        shape = cache_shape(sum(need) + 3, case.block_size, kv_heads, case.size)
         dtype = case.cache_dtype or case.dtype
-        self.caches = [
-            torch.full(shape, float("nan"), device=device).to(dtype) for _ in ("keys", "values")
-        ]
+        shape = cache_shape(sum(need) + 3, case.block_size, kv_heads, case.size, dtype)
+        # Four bytes of -1 are a scale that is NaN.
+        fill = -1 if dtype == torch.int8 else float("nan")
+        self.caches = [torch.full(shape, fill, device=device).to(dtype) for _ in ("keys", "values")]
         self.scales: dict[str, Tensor] = {}
         if dtype == FLOAT8:  # some values are beyond e4m3's largest, some below its smallest
             self.scales = {
@@ -115,6 +115,8 @@ class Sequences:
         cache: rounded by torch to the cache's dtype."""
         case = self.case
         q, k, v = (x[:end].double() for x in self.inputs[index])
+        if case.cache_dtype == torch.int8:
+            k, v = (rounded_to_bytes(x[:end]).double() for x in self.inputs[index][1:])
         if self.scales:
             k, v = (
                 quantized(x, scale) for x, scale in zip((k, v), self.scales.values(), strict=True)
@@ -147,6 +149,12 @@ def quantized(x: Tensor, scale: Tensor) -> Tensor:
     """float64: ``x`` [T, KV heads, size] after e4m3 and its heads' scales."""
     factor = scale.double()[None, :, None]
     return (x / factor).clamp(-448, 448).float().to(FLOAT8).double() * factor
+
+
+def rounded_to_bytes(x: Tensor) -> Tensor:
+    """float32: ``x`` [T, KV heads, size] after int8 with a scale per token and head."""
+    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+    return (x.float() * (1 / scale)).round() * scale
 
 
 def distance(out: Tensor, expected: Tensor) -> float:

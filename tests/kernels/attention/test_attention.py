@@ -23,12 +23,27 @@ from tests.kernels.attention.paged import Case, Sequences, distance
 from tests.kernels.attention.rows import attend_over, row
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
+FORMS = pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [(dtype, cache) for dtype in TOLERANCE for cache in (None, torch.int8)],
+    ids=str,
+)
+
+
+class Kernels(dict[torch.dtype, CpuAttention]):
+    """Compiled once: a second object of a dtype takes its code from Numba's cache."""
+
+    def __init__(self) -> None:
+        super().__init__({dtype: CpuAttention(dtype) for dtype in TOLERANCE})
+        self.of_bytes = {dtype: CpuAttention(torch.int8, dtype) for dtype in TOLERANCE}
+
+    def of(self, case: Case) -> CpuAttention:
+        return (self.of_bytes if case.cache_dtype else self)[case.dtype]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> dict[torch.dtype, CpuAttention]:
-    """Compiled once: a second object of a dtype takes its code from Numba's cache."""
-    return {dtype: CpuAttention(dtype) for dtype in TOLERANCE}
+def kernels() -> Kernels:
+    return Kernels()
 
 
 # --------------------------------------------------------------------------- the reference
@@ -43,6 +58,8 @@ def kernels() -> dict[torch.dtype, CpuAttention]:
         Case(softcap=0.7, size=80),
         Case(sinks=True, window=3),
         Case(dtype=torch.bfloat16),
+        Case(cache_dtype=torch.int8, size=9),
+        Case(cache_dtype=torch.int8, dtype=torch.bfloat16, window=9),
     ],
     ids=str,
 )
@@ -91,11 +108,12 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@FORMS
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_kernel_equals_reference_in_mixed_batches(case, dtype, kernels):
-    """Prefill whole and in chunks, decode, odd lengths; every step's rows are compared."""
-    case = replace(case, dtype=dtype)
+def test_kernel_equals_reference_in_mixed_batches(case, dtype, cache_dtype, kernels):
+    """Prefill whole and in chunks, decode, odd lengths; every step's rows are compared. A byte that
+    is rounded another way is seen in float32."""
+    case = replace(case, dtype=dtype, cache_dtype=cache_dtype)
     lengths = [700, 130, 17, 1, 300]
     steps = [
         [(0, 0, 256), (1, 0, 1)],
@@ -106,11 +124,12 @@ def test_kernel_equals_reference_in_mixed_batches(case, dtype, kernels):
     ]
     ours, expected = Sequences(case, lengths), Sequences(case, lengths)
     for step in steps:
-        outputs = ours.step(kernels[dtype], step), expected.step(ReferenceAttention(), step)
+        outputs = ours.step(kernels.of(case), step), expected.step(ReferenceAttention(), step)
         for a, b, span in zip(*outputs, step, strict=True):
             assert distance(a, b) < TOLERANCE[dtype], span
     for cache in ours.caches:
-        assert torch.isnan(cache[ours.spare]).all()
+        spare = cache[ours.spare]
+        assert (spare == -1).all() if cache_dtype else torch.isnan(spare).all()
 
 
 def test_kernel_equals_float64_at_every_length(kernels):
@@ -121,7 +140,7 @@ def test_kernel_equals_float64_at_every_length(kernels):
     assert distance(out, paged.expected(0, 0, 300)) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@FORMS
 @pytest.mark.parametrize(
     "case",
     [
@@ -134,29 +153,30 @@ def test_kernel_equals_float64_at_every_length(kernels):
     ],
     ids=str,
 )
-def test_chunks_and_decodes_do_not_change_a_bit(case, dtype, kernels):
+def test_chunks_and_decodes_do_not_change_a_bit(case, dtype, cache_dtype, kernels):
     """Of contexts of three parts: whole, in chunks that end anywhere, and token by token around the
     borders of spans, of parts and of windows."""
-    case, length = replace(case, dtype=dtype), 1100
-    whole = Sequences(case, [length]).step(kernels[dtype], [(0, 0, length)])[0]
+    case, length = replace(case, dtype=dtype, cache_dtype=cache_dtype), 1100
+    attend = kernels.of(case)
+    whole = Sequences(case, [length]).step(attend, [(0, 0, length)])[0]
     chunked, start = Sequences(case, [length]), 0
     for n in (5, 250, 1, 256, 1, 2, 17, 300, 191, 3, 74):
-        part = chunked.step(kernels[dtype], [(0, start, start + n)])[0]
+        part = chunked.step(attend, [(0, start, start + n)])[0]
         assert torch.equal(part, whole[start : start + n]), start
         start += n
     assert start == length
     for p in (0, 9, 16, 100, 255, 256, 301, 511, 512, 513, 700, 900, 1023, 1024, 1050, 1099):
-        decoded = chunked.step(kernels[dtype], [(0, p, p + 1)])[0]
+        decoded = chunked.step(attend, [(0, p, p + 1)])[0]
         assert torch.equal(decoded[0], whole[p]), p
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_neighbours_do_not_change_a_row(dtype, kernels):
+@FORMS
+def test_neighbours_do_not_change_a_row(dtype, cache_dtype, kernels):
     """Not even in the last bit, whatever else is in the batch; contexts are split in parts too."""
-    case = Case(heads=(8, 2), dtype=dtype)
+    case = Case(heads=(8, 2), dtype=dtype, cache_dtype=cache_dtype)
     lengths = [1600, 400, 90]
     alone, together = Sequences(case, lengths), Sequences(case, lengths)
-    attend = kernels[dtype]
+    attend = kernels.of(case)
     last = [(i, n - 1, n) for i, n in enumerate(lengths)]
     first = [(i, 0, n - 1) for i, n in enumerate(lengths)]
     expected = [alone.step(attend, [span])[0] for span in first + last]
@@ -262,6 +282,7 @@ def test_select(caplog):
     assert choose("auto").name == "cpu"
     assert choose("cpu").name == "cpu"
     assert choose("reference").name == "reference"
+    assert choose("cpu", dtype=torch.int8).name == "cpu"
     assert choose("auto", block_size=24).name == "reference"
     with caplog.at_level(logging.WARNING):
         assert choose("auto", dtype=torch.float64).name == "reference"

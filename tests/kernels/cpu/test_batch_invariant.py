@@ -20,7 +20,8 @@ SHARED = 288
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """24, half of them sampled; each length once with the tokens in common and once without."""
+    """24, half of them sampled, two of these with two sequences; each length once with the tokens
+    in common and once without."""
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(3, VOCAB_SIZE, (SHARED,), generator=generator).tolist()
     made = []
@@ -30,20 +31,25 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
             prompt[:SHARED] = shared[:length]
         sampled = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0.0}
         params = SamplingParams(
-            max_tokens=(40 if length < 100 else 5) + i % 7, logprobs=2, ignore_eos=True, **sampled
+            n=1 + (i % 12 == 5),
+            max_tokens=(40 if length < 100 else 5) + i % 7,
+            logprobs=2,
+            ignore_eos=True,
+            **sampled,
         )
         made.append((prompt, params))
     return made
 
 
-def bits(driven: Driven) -> dict[int, list[tuple[int, str]]]:
-    """Of each request: its tokens, and the bits of their and the best ones' log-probabilities."""
-    result: dict[int, list[tuple[int, str]]] = {}
+def bits(driven: Driven) -> dict[tuple[int, int], list[tuple[int, str]]]:
+    """By key and index of a sequence: its tokens, and the bits of their and the best ones'
+    log-probabilities."""
+    result: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for event in driven.events:
         if isinstance(event, Tokens):
             assert event.logprobs is not None
             entries = [each for some in event.logprobs for each in some]
-            result.setdefault(event.key, []).extend(
+            result.setdefault((event.key, event.index), []).extend(
                 (each.token_id, each.logprob.hex()) for each in entries
             )
     return result
@@ -62,6 +68,7 @@ def options(folder, name: str, **more: object):
     [
         ("llama", {}),  # two query heads to a KV head
         ("llama", {"quantization": "int8"}),
+        ("llama", {"kv_cache_dtype": "int8"}),
         pytest.param("llama", {"quantization": "int4"}, marks=pytest.mark.slow),  # to compile
         ("gemma3", {}),  # norms behind the branches; no native call
         ("mistral", {}),  # a window
@@ -74,7 +81,8 @@ def test_alone_and_in_a_batch(tmp_path, name: str, more: dict[str, object]) -> N
     asked = requests()
     alone = {}
     for key, request in enumerate(asked):
-        ((_, alone[key]),) = bits(drive(runner, [request], budget=2048)).items()
+        driven = bits(drive(runner, [request], budget=2048))
+        alone |= {(key, index): stream for (_, index), stream in driven.items()}
     together = drive(runner, asked, budget=1024)
     assert bits(together) == alone
     crowded = drive(runner, asked, budget=100, num_blocks=76)

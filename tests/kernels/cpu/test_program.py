@@ -54,9 +54,9 @@ STEPS = [
 ]
 
 
-def run(step, model: LoadedModel) -> torch.Tensor:
-    """Logits of the last token of every row of STEPS."""
-    results, caches = [], caches_of(model, "cpu")
+def run(step, model: LoadedModel, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Logits of the last token of every row of STEPS. ``dtype`` is the cache's."""
+    results, caches = [], caches_of(model, "cpu", dtype)
     for spec in STEPS:
         rows = rows_of(spec)
         meta = build_metadata(rows, BLOCK_SIZE)
@@ -72,22 +72,27 @@ def load(tmp_path, name: str, quantization: str = "none") -> LoadedModel:
     return load_model(make_config({**options, "quantization": quantization}))
 
 
-def caches_of(model: LoadedModel, attention: str) -> list[LayerCache]:
-    functions = for_layers(attention, model.layers, torch.bfloat16, model.device)
+def caches_of(
+    model: LoadedModel, attention: str, dtype: torch.dtype = torch.bfloat16
+) -> list[LayerCache]:
+    functions = for_layers(attention, model.layers, dtype, model.device, model_dtype=torch.bfloat16)
     blocks = 3 * BLOCKS_PER_ROW
-    return make_layer_caches(
-        model.layers, functions, BLOCK_SIZE, torch.bfloat16, model.device, blocks
-    )
+    return make_layer_caches(model.layers, functions, BLOCK_SIZE, dtype, model.device, blocks)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [("none", torch.bfloat16), ("int8", torch.bfloat16), ("none", torch.int8)],
+    ids=str,
+)
 @pytest.mark.parametrize("tiles", [True, False])
 @pytest.mark.parametrize(
     ("name", "threads"), [("llama", 2), ("mistral", 1), ("qwen2", 2), ("qwen3", 1)]
 )
 def test_one_call_gives_the_same_bits(
-    tmp_path, monkeypatch, name: str, threads: int, tiles: bool, quantization: str
-) -> None:
+    tmp_path, monkeypatch, name: str, threads: int, tiles: bool, quantization: str,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
     """As kernel by kernel; and close to the module before it was fused."""
     if tiles and not tile_linear.may_use_amx():
         pytest.skip("the processor has no tile unit")
@@ -99,9 +104,9 @@ def test_one_call_gives_the_same_bits(
         plain = run(lambda *step: forward(model.module, *step), model)
         fused = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
         assert isinstance(fused.program, LayerProgram)
-        program = run(fused, model)
+        program = run(fused, model, dtype)
         fused.program = None
-        assert torch.equal(program, run(fused, model))
+        assert torch.equal(program, run(fused, model, dtype))
         assert relative_error(program, plain) < 5e-2
     finally:
         torch.set_num_threads(before)

@@ -89,6 +89,7 @@ def test_without_overlap(path: Path) -> None:
     [
         ("reference", {"batch_invariant": True}, "batch_invariant"),
         ("reference", {"kv_cache_dtype": "float8_e4m3"}, "kv_cache_dtype is 'float8_e4m3'"),
+        ("gpu", {"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'.* float8_e4m3 or auto"),
         *(
             (attention, {**given, "device": "auto"}, message)
             for attention in ("reference", "gpu")

@@ -15,7 +15,7 @@ from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
 from jitney.execution.draft import DraftModel
-from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec, LoadedModel
+from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
 from jitney.execution.memory import StepMemory
 from jitney.execution.reference import ReferenceAttention
 from jitney.messages import Batch, ModelInfo, StepOutput
@@ -68,20 +68,15 @@ class Accelerator(Protocol):
 
 
 def select_attention(
-    config: EngineConfig,
-    layers: Sequence[LayerSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-    accelerator: Accelerator | None,
+    config: EngineConfig, model: LoadedModel, dtype: torch.dtype, accelerator: Accelerator | None
 ) -> list[AttentionFunction]:
     """Each layer's attention function, by option ``attention``: one for all layers of the same
     heads. ``dtype`` is the cache's. Raises ConfigError as :func:`select` does."""
-    heads = [(spec.head_size, spec.num_heads, spec.num_kv_heads) for spec in layers]
+    heads = [(spec.head_size, spec.num_heads, spec.num_kv_heads) for spec in model.layers]
+    kind = model.device, dtype, model.dtype
     functions = {
         each: select(
-            config.attention,
-            AttentionShape(device, dtype, *each, config.batch_invariant),
-            accelerator,
+            config.attention, AttentionShape(*kind, *each, config.batch_invariant), accelerator
         )
         for each in dict.fromkeys(heads)
     }

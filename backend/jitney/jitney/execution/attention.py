@@ -22,6 +22,11 @@ from jitney.messages import Row
 
 HEAD_ALIGNMENT = 16
 """Head sizes are padded in the cache to a multiple of this: the lanes of one vector register."""
+SCALE_BYTES = 4
+"""Of a token's float32 scale, which an int8 cache holds for every KV head: an element stands for
+itself times that."""
+LEAST_SCALE = 1e-30
+"""So that a key of zeros is divided by something."""
 
 
 @dataclass(slots=True)
@@ -134,14 +139,19 @@ def build_metadata(
 
 
 def cache_shape(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[int, int, int, int]:
     """Shape of one layer's key cache, and of its value cache: [blocks, KV heads, tokens, head].
 
-    The head size is rounded up to a multiple of HEAD_ALIGNMENT.
+    The head size is rounded up to a multiple of HEAD_ALIGNMENT; int8 adds SCALE_BYTES.
     """
     padded = -(-head_size // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
-    return (num_blocks, num_kv_heads, block_size, padded)
+    scale = SCALE_BYTES if dtype == torch.int8 else 0
+    return (num_blocks, num_kv_heads, block_size, padded + scale)
 
 
 class AttentionShape(NamedTuple):
@@ -150,6 +160,7 @@ class AttentionShape(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     """The cache's."""
+    model_dtype: torch.dtype
     head_size: int
     num_heads: int
     num_kv_heads: int

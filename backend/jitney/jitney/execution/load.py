@@ -49,7 +49,7 @@ def load_runner(
         refuse_gpu_options(config)
     model = load_model(config, quantizer)
     dtype = _cache_dtype(config, model)
-    attention = select_attention(config, model.layers, dtype, model.device, accelerator)
+    attention = select_attention(config, model, dtype, accelerator)
     if accelerator is not None and not accelerator.fits(attention):
         refuse_gpu_options(config)
         accelerator = None
@@ -59,7 +59,7 @@ def load_runner(
     rows = min(budget, config.max_num_seqs)
     draft, own = _load_draft(config, model, accelerator, quantizer, rows), len(model.layers)
     if draft is not None:
-        attention += select_attention(config, draft.layers, dtype, draft.device, accelerator)
+        attention += select_attention(config, draft, dtype, accelerator)
     layers = model.layers + (draft.layers if draft is not None else [])
     make_caches = functools.partial(
         memory.make_layer_caches, layers, attention, config.block_size, dtype, model.device
@@ -208,7 +208,7 @@ def _speed_up(
         before = probe.probe_logits(model.module, model.layers)
         coarse = bool(coarse_layers(model.module))
         faster = accelerator.speed_up(model, rows)
-    attention = select_attention(config, model.layers, model.dtype, model.device, accelerator)
+    attention = select_attention(config, model, model.dtype, accelerator)
     form = attention, config.block_size, faster.forward
     after = probe.probe_logits(model.module, model.layers, *form)
     probe.check_same(before, after, coarse=coarse)
@@ -255,6 +255,8 @@ def _cache_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:
         return model.dtype
     if config.kv_cache_dtype == FLOAT8:
         return torch.float8_e4m3fn
+    if config.kv_cache_dtype == "int8":
+        return torch.int8
     return machine.resolve_dtype(config.kv_cache_dtype, model.dtype, model.device, "kv_cache_dtype")
 
 

@@ -111,7 +111,7 @@ def plan_memory(
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: K and V of every layer."""
     values = sum(
-        2 * math.prod(cache_shape(1, block_size, layer.num_kv_heads, layer.head_size))
+        2 * math.prod(cache_shape(1, block_size, layer.num_kv_heads, layer.head_size, dtype))
         for layer in layers
     )
     return values * dtype.itemsize
@@ -144,7 +144,7 @@ def make_layer_caches(
     """
     caches = []
     for spec, attend in zip(layers, attention, strict=True):
-        shape = cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        shape = cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size, dtype)
         keys, values = (_zeros(shape, dtype, device) for _ in range(2))
         caches.append(LayerCache(keys, values, attend))
     return caches

@@ -1,13 +1,14 @@
 """Paged attention in plain torch: obviously right, for any device, and slow.
 
 It is what the fast kernels are tested against and what runs where none of them does. Inside a block
-of the cache it keeps [token, head element], as :func:`attention.cache_shape` says.
+of the cache it keeps [token, head element], as :func:`attention.cache_shape` says; the last bytes
+of a token are its scale, if it is int8.
 """
 
 import torch
 from torch import Tensor
 
-from jitney.execution.attention import AttentionMetadata
+from jitney.execution.attention import LEAST_SCALE, SCALE_BYTES, AttentionMetadata
 from jitney.execution.interface import AttentionCall, LayerCache
 
 # Scores of one slice of a row's queries: bounds the memory of a long prompt's.
@@ -43,11 +44,16 @@ class ReferenceAttention:
 
 
 def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | None) -> None:
-    """Put ``new`` [T, KV heads, head] into its slots, divided by ``scale`` [KV heads] if given."""
+    """Put ``new`` [T, KV heads, head] into its slots, divided by ``scale`` [KV heads] if given, or
+    in an int8 cache by a scale of its own, which makes its largest element 127."""
     block = torch.div(meta.slot_mapping, meta.block_size, rounding_mode="floor")
     offset = meta.slot_mapping % meta.block_size
     view = cache[..., : new.shape[-1]]
-    if scale is not None:
+    if cache.dtype == torch.int8:
+        steps = (new.float().abs().amax(-1) / 127).clamp_min(LEAST_SCALE)
+        _scales(cache)[block, :, offset] = steps
+        new = (new.float() * (1 / steps)[..., None]).round()
+    elif scale is not None:
         most = torch.finfo(cache.dtype).max
         new = (new.float() / scale[None, :, None]).clamp(-most, most)
     view[block, :, offset] = new.to(cache.dtype)
@@ -55,8 +61,15 @@ def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | N
 
 def _gather(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
     """float32 [KV heads, tokens of all blocks, head] of blocks [KV heads, tokens, head]."""
-    gathered = cache[blocks].transpose(0, 1).flatten(1, 2).float()
-    return gathered if scale is None else gathered * scale[:, None, None]
+    gathered = cache[blocks].transpose(0, 1).flatten(1, 2)
+    if cache.dtype == torch.int8:
+        return gathered[..., :-SCALE_BYTES] * _scales(gathered)[..., None]
+    return gathered.float() if scale is None else gathered.float() * scale[:, None, None]
+
+
+def _scales(cache: Tensor) -> Tensor:
+    """float32 [...], a view: the scales of an int8 cache [..., head and scale]."""
+    return cache[..., -SCALE_BYTES:].view(torch.float32).squeeze(-1)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:

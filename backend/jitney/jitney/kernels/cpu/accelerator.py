@@ -41,8 +41,8 @@ class CpuAccelerator:
         if self._config.block_size % 16 != 0:
             return f"the CPU kernel needs a block_size of whole 16s, not {self._config.block_size}"
         if shape.dtype not in TAGS:
-            return f"the CPU kernel has caches of float32 and bfloat16, not {shape.dtype}"
-        return CpuAttention(shape.dtype)
+            return f"the CPU kernel has caches of float32, bfloat16 and int8, not {shape.dtype}"
+        return CpuAttention(shape.dtype, shape.model_dtype)
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
         """Always: modules are fused whatever function their layers attend through."""

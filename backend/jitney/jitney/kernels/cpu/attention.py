@@ -13,19 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jitney.execution.attention import AttentionMetadata
+from jitney.execution.attention import SCALE_BYTES, AttentionMetadata
 from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.cpu import layout
 from jitney.kernels.cpu.attention_kernel import attend_body
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.layout import AttentionArguments, write_body
 from jitney.kernels.cpu.products import GROUP_TOKENS, instruction_set, may_use_amx
-from jitney.kernels.cpu.simd import BF16, F32, WIDE
+from jitney.kernels.cpu.simd import BF16, F32, I8, WIDE
 from jitney.kernels.cpu.tile_linear import widens
 
 _log = logging.getLogger(__name__)
 
-TAGS: dict[torch.dtype, Any] = {torch.float32: F32, torch.bfloat16: BF16}
+TAGS: dict[torch.dtype, Any] = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: I8}
 """By cache type."""
 _PAGE = 4096
 
@@ -48,19 +48,24 @@ class CpuAttention:
 
     name = "cpu"
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """Compile, or load from Numba's cache, the kernel for caches of ``dtype``."""
+    def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype = torch.bfloat16) -> None:
+        """Compile, or load from Numba's cache, the kernel for caches of ``dtype``. ``model_dtype``
+        matters for int8 only."""
         began = time.perf_counter()
-        self._dtype = dtype
-        tag, version = TAGS[dtype], source_version()
-        dot = WIDE if dtype == torch.bfloat16 and widens() else tag
-        self.attend = Kernel(lambda address: attend_body(tag, dot, address) if version else None)
-        self.write = Kernel(lambda address: write_body(tag, address) if version else None)
+        self.cache_dtype, self.dtype = dtype, model_dtype if dtype == torch.int8 else dtype
+        tag, kept, version = TAGS[self.dtype], TAGS[dtype], source_version()
+        dot = tag
+        if self.dtype == torch.bfloat16 and widens():
+            dot = F32 if dtype == torch.int8 else WIDE
+        self.attend = Kernel(
+            lambda address: attend_body(tag, kept, dot, address) if version else None
+        )
+        self.write = Kernel(lambda address: write_body(tag, kept, address) if version else None)
         done = "loaded" if self.attend.was_cached and self.write.was_cached else "compiled"
         seconds = time.perf_counter() - began
         text = "attention kernel for %s, of %s instructions, %s in %.1f s"
         _log.info(text, dtype, instruction_set(), done, seconds)
-        self._tiles = int(dtype == torch.bfloat16 and may_use_amx())
+        self._tiles = int(self.dtype == torch.bfloat16 and may_use_amx())
         self._scratch = np.empty(0, np.uint8)
         self._areas = np.empty((0, 0), np.int64)
         self._scratch_for = (0, 0, 0, 0)
@@ -68,10 +73,10 @@ class CpuAttention:
         self._parts_done = np.zeros(0, np.int64)
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
-        """Write K and V to their slots, then attend, in the cache's dtype with float32 sums."""
-        q, k, v = (_rows(each, self._dtype) for each in (call.query, call.key, call.value))
+        """Write K and V to their slots, then attend, in ``dtype`` with float32 sums."""
+        q, k, v = (_rows(each, self.dtype) for each in (call.query, call.key, call.value))
         assert k.shape == v.shape == (q.shape[0], cache.keys.shape[1], q.shape[2])
-        out = torch.empty(q.shape, dtype=self._dtype)
+        out = torch.empty(q.shape, dtype=self.dtype)
         ready = self.prepare(call, cache, meta)
         arguments = ready.arguments
         assert arguments.tokens == q.shape[0]
@@ -88,6 +93,7 @@ class CpuAttention:
         """The arguments for layers of this kind; all but one layer of a step find them made."""
         _, heads, head_size = call.query.shape
         blocks, kv_heads, block_size, padded = shape = cache.keys.shape
+        padded -= SCALE_BYTES if self.cache_dtype == torch.int8 else 0
         threads = torch.get_num_threads()
         key = (self, heads, head_size, shape, call.scale, call.window, call.softcap, threads)
         if key in meta.plans:
@@ -148,7 +154,7 @@ class CpuAttention:
         """A scratch area for each of ``threads``, for contexts of ``longest`` tokens."""
         if self._scratch_for == (threads, rows, padded, longest):
             return
-        sizes = layout.scratch_sizes(self._dtype.itemsize, rows, padded, longest)
+        sizes = layout.scratch_sizes(self.cache_dtype.itemsize, rows, padded, longest)
         stride = -(-sum(sizes) // _PAGE) * _PAGE
         if self._scratch.size < (threads + 1) * stride:
             self._scratch = np.empty((threads + 1) * stride, np.uint8)
@@ -162,7 +168,9 @@ def set_layer(
 ) -> None:
     """Set what is of a layer, but for its sinks. ``out`` is the address of the result."""
     # The kernel trusts addresses: what they point to is checked here.
-    assert q.dtype == cache.keys.dtype == cache.values.dtype
+    assert isinstance(cache.attend, CpuAttention)
+    assert q.dtype == cache.attend.dtype
+    assert cache.keys.dtype == cache.values.dtype == cache.attend.cache_dtype
     assert cache.keys.is_contiguous()
     assert cache.values.is_contiguous()
     assert cache.keys.shape == cache.values.shape

@@ -2,8 +2,13 @@
 
 ``attention`` calls ``layout.write_body``, unless all rows decode, and then :func:`attend_body` on
 every thread of a team, with the address of ``layout.AttentionArguments``; the threads take items
-from a counter until none is left. ``tag`` is the element type of the cache (``simd``), ``dot`` that
-of the products: queries and weights are WIDE where the processor multiplies no bfloat16.
+from a counter until none is left. ``tag`` is the element type of queries, keys, values and results
+(``simd``), ``kept`` that of the cache, ``dot`` that of the products: queries and weights are WIDE
+where the processor multiplies no bfloat16.
+
+A cache of bytes is widened, exactly, to what products read: bfloat16, or float32 where the
+processor multiplies none. A key's scale multiplies its scores, and a value's its weights before
+they are rounded.
 
 An item is a tile of one row's queries and one KV head, all query heads of its group together, so
 that K and V are read once for them; a tile's rows are (token, head of the group), token by token.
@@ -19,6 +24,7 @@ its sums, and an item computes each row as it would alone.
 
 import numpy as np
 
+from jitney.kernels.cpu.byte_groups import read_scales, widen_groups
 from jitney.kernels.cpu.compiled import THREADS_OFFSET
 from jitney.kernels.cpu.layout import (
     PART_TOKENS,
@@ -28,6 +34,7 @@ from jitney.kernels.cpu.layout import (
     STATE_EXTRA,
     WORK_BYTES,
     find_groups,
+    list_wide,
     read_call,
     read_scratch,
     read_work,
@@ -57,6 +64,7 @@ from jitney.kernels.cpu.simd import (
     exp2,
     fetch_add,
     fma,
+    has_scales,
     inner,
     keep_between,
     lane_max,
@@ -68,6 +76,7 @@ from jitney.kernels.cpu.simd import (
     load_i64,
     load_one,
     prefetch,
+    second_bytes,
     sigmoid,
     splat,
     store,
@@ -83,24 +92,25 @@ LOWEST = np.float32(-1e30)
 
 
 @inner
-def attend_body(tag, dot, arguments):
+def attend_body(tag, kept, dot, arguments):
     """Take items until none is left. A thread knows its next item while it works on one."""
     call = read_call(arguments)
     at = read_scratch(call.scratch + fetch_add(arguments + THREADS_OFFSET) * SCRATCH_BYTES)
     shaped = np.int64(0)
+    if has_scales(kept):
+        list_wide(dot, call.padded, at)
     item = fetch_add(arguments)
     while item < call.count:
         upcoming = fetch_add(arguments)
-        shaped = attend_item(
-            tag, dot, call, item, upcoming if upcoming < call.count else item, at, shaped
-        )  # fmt: skip
+        following = upcoming if upcoming < call.count else item
+        shaped = attend_item(tag, kept, dot, call, item, following, at, shaped)
         item = upcoming
     if call.tiles != 0:
         amx_end()
 
 
 @inner
-def attend_item(tag, dot, call, item, upcoming, at, shaped):
+def attend_item(tag, kept, dot, call, item, upcoming, at, shaped):
     """One tile of queries against all keys of its work. The tile unit is set for slices of
     ``shaped`` rows; returns for how many it is set afterwards."""
     kv_head = item % call.kv_heads
@@ -111,9 +121,9 @@ def attend_item(tag, dot, call, item, upcoming, at, shaped):
         shaped = min(rows, MAX_ROWS_AMX)
         amx_begin(shaped)
     if call.decode != 0 and work.part == work.num_parts - 1:
-        write_token(tag, call, work.first_token, kv_head)
+        write_token(tag, kept, call, work.first_token, kv_head)
     begin_queries(tag, dot, call, work, kv_head, rows, at)
-    find_groups(tag, call, work, kv_head, following, upcoming % call.kv_heads, at)
+    find_groups(kept, call, work, kv_head, following, upcoming % call.kv_heads, at)
     first_part = work.keys_begin // PART_TOKENS * PART_TOKENS
     # The only part of rows without sinks is their total.
     merges = work.num_parts == 1 and (work.keys_end > first_part + PART_TOKENS or call.sinks != 0)
@@ -121,7 +131,7 @@ def attend_item(tag, dot, call, item, upcoming, at, shaped):
         begin_states(call, work, kv_head, rows, at.totals, call.sinks)
     for part in range(first_part, work.keys_end, PART_TOKENS):
         begin_states(call, work, kv_head, rows, at.states, 0)
-        attend_part(tag, dot, call, work, part, rows, at)
+        attend_part(kept, dot, call, work, part, rows, at)
         if merges:
             merge_states(call, rows, at.totals, at.states)
     if work.num_parts > 1:
@@ -132,7 +142,7 @@ def attend_item(tag, dot, call, item, upcoming, at, shaped):
 
 
 @inner
-def attend_part(tag, dot, call, work, part, rows, at):
+def attend_part(kept, dot, call, work, part, rows, at):
     """The tile's states over those keys of the work that are in the part that begins at ``part``.
 
     A span begins at a multiple of SPAN_TOKENS, or where the work does: keys before that are hidden
@@ -142,25 +152,34 @@ def attend_part(tag, dot, call, work, part, rows, at):
     begin = max(part, work.keys_begin // SPAN_TOKENS * SPAN_TOKENS)
     for span in range(begin, min(part + PART_TOKENS, work.keys_end), SPAN_TOKENS):
         base, end = max(span, work.keys_begin), min(span + SPAN_TOKENS, work.keys_end)
-        if tiles and rows >= MAX_ROWS:
-            prefetch_span(tag, call, work, span + SPAN_TOKENS, at)
+        entry = (base - work.keys_begin) // GROUP_TOKENS * 8
+        keys, values = at.key_groups + entry, at.value_groups + entry
+        if has_scales(kept):
+            read_scales(call.padded, keys, values, end - base, at)
+            if slices > 1:
+                count = -(-(end - base) // GROUP_TOKENS)
+                widen_groups(dot, keys, count, at.wide_keys, call.padded, LANES)
+                widen_groups(dot, values, count, at.wide_values, call.padded, call.padded)
+        elif tiles and rows >= MAX_ROWS:
+            prefetch_span(kept, call, work, span + SPAN_TOKENS, at)
         for i in range(slices):
             first = i * MAX_ROWS_AMX if tiles else rows * i // slices
             last = min(rows, first + MAX_ROWS_AMX) if tiles else rows * (i + 1) // slices
             attend_rows(
-                tag, dot, call, work, first, last - first, base, end - base, tiles, at
+                kept, dot, call, work, first, last - first, base, end - base, tiles, slices > 1,
+                keys, values, at,
             )  # fmt: skip
 
 
 @inner
-def prefetch_span(tag, call, work, base, at):
+def prefetch_span(kept, call, work, base, at):
     """Ask for the K and V of the span at ``base``, or of the thread's next item: the products of
     few rows do so as they go, the tile unit's of many do not."""
     count = -(-(work.keys_end - work.keys_begin) // GROUP_TOKENS)
     begin = min((base - work.keys_begin) // GROUP_TOKENS, count)
     for g in range(begin, min(begin + SPAN_GROUPS, count + PREFETCH_GROUPS)):
         keys, values = load_i64(at.key_groups + 8 * g), load_i64(at.value_groups + 8 * g)
-        for line in range(0, GROUP_TOKENS * call.padded * element_bytes(tag), VECTOR_BYTES):
+        for line in range(0, GROUP_TOKENS * call.padded * element_bytes(kept), VECTOR_BYTES):
             prefetch(keys + line)
             prefetch(values + line)
 
@@ -222,47 +241,66 @@ def merge_states(call, rows, totals, states):
 
 
 @inner
-def attend_rows(tag, dot, call, work, first, rows, base, width, tiles, at):
-    """A slice of the tile, ``rows`` from ``first`` on, against the span of keys at ``base``."""
+def attend_rows(
+    kept, dot, call, work, first, rows, base, width, tiles, wide, keys, values, at
+):  # fmt: skip
+    """A slice of the tile, ``rows`` from ``first`` on, against the span of keys at ``base``, whose
+    groups are listed at ``keys`` and ``values``. Those of bytes are widened here, a few at a time,
+    unless they were before, for several slices (``wide``)."""
     size = element_bytes(dot)
     oldest = work.position + first // call.group
     newest = work.position + (first + rows - 1) // call.group
     # Groups that no row here may see are left out: those after it, and those before the window.
     groups = min(-(-width // GROUP_TOKENS), (newest - base) // GROUP_TOKENS + 1)
+    hidden = np.int64(0)
     if call.window > 0:
         hidden = max(0, oldest - call.window + 1 - base) // GROUP_TOKENS
         base += hidden * GROUP_TOKENS
         groups -= hidden
     if groups <= 0:
         return
-    begin = (base - work.keys_begin) // GROUP_TOKENS * 8
+    keys, values, scales = keys + hidden * 8, values + hidden * 8, hidden * VECTOR_BYTES
+    if has_scales(kept) and wide:
+        keys, values = at.wide_key_groups + hidden * 8, at.wide_value_groups + hidden * 8
+    here = has_scales(kept) and not wide
     stride, state_stride = call.padded * size, (call.padded + STATE_EXTRA) * 4
-    states, units = at.states + first * state_stride, call.padded * element_bytes(tag) // UNIT_BYTES
+    states, units = at.states + first * state_stride, call.padded * second_bytes(dot) // UNIT_BYTES
     for g in range(0, groups, COLUMNS):  # of the last ones, more than are asked for
+        entry = keys + 8 * g
+        if here:
+            count, entry = min(COLUMNS, groups - g), at.wide_key_groups
+            widen_groups(dot, keys + 8 * g, count, at.wide_keys, call.padded, LANES)
         score_tile(
-            dot, tiles, rows, at.queries + first * stride, stride, at.key_groups + begin + 8 * g, 1,
+            dot, tiles, rows, at.queries + first * stride, stride, entry, 1,
             units, VECTOR_BYTES, 0, at.scores + g * VECTOR_BYTES, SPAN_TOKENS * 4,
         )  # fmt: skip
     for r in range(rows):
         p, state = work.position + (first + r) // call.group, states + r * state_stride
         rescale = weigh_row(
-            dot, at.scores + r * SPAN_TOKENS * 4, at.weights + r * SPAN_TOKENS * size, groups,
+            kept, dot, at.scores + r * SPAN_TOKENS * 4, at.weights + r * SPAN_TOKENS * size, groups,
             p - call.window + 1 - base if call.window > 0 else 0, p + 1 - base,
             call.scale, call.softcap, state + 4 * call.padded, state + 4 * call.padded + 4,
+            at.key_scales + scales, at.value_scales + scales,
         )  # fmt: skip
         if rescale != ONE:
             scale_row(state, call.padded, rescale)
-    add_values(
-        tag, dot, tiles, rows, at.weights, at.value_groups + begin, groups, call.padded, states
-    )  # fmt: skip
+    if not here:
+        add_values(dot, tiles, rows, at.weights, values, groups, call.padded, states)
+        return
+    for g in range(0, groups, COLUMNS):
+        count, weights = min(COLUMNS, groups - g), at.weights + g * LANES * size
+        widen_groups(dot, values + 8 * g, count, at.wide_values, call.padded, call.padded)
+        add_values(
+            dot, tiles, rows, weights, at.wide_value_groups, count, call.padded, states
+        )  # fmt: skip
 
 
 @inner
-def add_values(tag, dot, tiles, rows, weights, value_groups, groups, padded, states):
+def add_values(dot, tiles, rows, weights, value_groups, groups, padded, states):
     """Outputs += weights times values, for all head elements."""
     stride, step = SPAN_TOKENS * element_bytes(dot), padded * UNIT_BYTES
     state_stride = (padded + STATE_EXTRA) * 4
-    units = GROUP_TOKENS * element_bytes(tag) // UNIT_BYTES
+    units = GROUP_TOKENS * second_bytes(dot) // UNIT_BYTES
     wide = padded // (COLUMNS * LANES) * COLUMNS * LANES
     for d in range(0, wide, COLUMNS * LANES):
         value_tile_wide(
@@ -277,7 +315,10 @@ def add_values(tag, dot, tiles, rows, weights, value_groups, groups, padded, sta
 
 
 @inner
-def weigh_row(dot, scores, weights, groups, low, high, scale, softcap, maximum, total):
+def weigh_row(
+    kept, dot, scores, weights, groups, low, high, scale, softcap, maximum, total,
+    key_scales, value_scales,
+):  # fmt: skip
     """Turn a row's scores into weights; keys outside [low, high) of the span are hidden.
 
     ``maximum`` and ``total`` are addresses of the row's running maximum and sum, in base 2.
@@ -285,6 +326,9 @@ def weigh_row(dot, scores, weights, groups, low, high, scale, softcap, maximum, 
     """
     best = splat(NEGATIVE_INFINITY)
     factor = scale * LOG2_E
+    if has_scales(kept):
+        for where in range(0, groups * VECTOR_BYTES, VECTOR_BYTES):
+            store(scores + where, load(scores + where) * load(key_scales + where))
     if softcap != ZERO:
         cap_row(scores, groups, scale, softcap)
         factor = ONE
@@ -302,6 +346,8 @@ def weigh_row(dot, scores, weights, groups, low, high, scale, softcap, maximum, 
     for g in range(groups):
         w = exp2(fma(load(scores + g * VECTOR_BYTES), steep, shift))
         added = added + w
+        if has_scales(kept):
+            w = w * load(value_scales + g * VECTOR_BYTES)
         store_as(dot, weights + g * LANES * element_bytes(dot), w)
     rescale = ONE if after == before else power_of_two(before - after)
     store_f32(total, load_f32(total) * rescale + lane_sum(added))

@@ -7,12 +7,15 @@ A head's tokens lie in groups of 16: keys as [units of the head, 16 tokens], val
 elements of a key, or one head element of two neighbouring tokens' values, if elements have two
 bytes. So one vector load feeds the scores of 16 tokens, or 16 head elements of the output, and
 nothing is summed across lanes. Block sizes are multiples of 16.
+
+``byte_groups`` says what a group of an int8 cache has.
 """
 
 import ctypes
 
 import numpy as np
 
+from jitney.kernels.cpu.byte_groups import group_bytes, round_vector
 from jitney.kernels.cpu.compiled import Call, compile_function, reader, record
 from jitney.kernels.cpu.products import (
     COLUMNS,
@@ -28,9 +31,11 @@ from jitney.kernels.cpu.simd import (
     copy_element,
     element_bytes,
     fetch_add,
+    has_scales,
     inner,
     load_i32,
     load_i64,
+    second_bytes,
     store_i32,
     store_i64,
     store_one,
@@ -43,7 +48,7 @@ PART_TOKENS = 512
 """Keys of one part of a row: a whole number of spans."""
 STATE_EXTRA = LANES
 """Of a row's state, float32 behind its outputs: running maximum (base 2), running sum, filling."""
-TILE_ROWS = 48
+TILE_ROWS = 96
 """Query heads times tokens of one item, at most, unless one token has more."""
 WRITE_TOKENS = 16
 """Tokens of one item that writes to the cache."""
@@ -144,17 +149,28 @@ class Scratch(ctypes.Structure):
     key_groups: int
     """Addresses of the item's groups, and LIST_MARGIN more."""
     value_groups: int
+    wide_keys: int
+    """From here on, of a cache of bytes: a span's groups as products read them."""
+    wide_values: int
+    wide_key_groups: int
+    """Their addresses; of all that follow them, the first one's."""
+    wide_value_groups: int
+    key_scales: int
+    """float32 of each token of the span."""
+    value_scales: int
 
 
 def scratch_sizes(size: int, rows: int, padded: int, longest: int) -> list[int]:
     """Bytes of each area of a :class:`Scratch`, for tiles of ``rows``.
 
     ``size`` is that of an element in the cache, ``longest`` the longest context in tokens. Queries
-    and weights may be float32.
+    and weights may be float32, as may widened groups.
     """
     rows = -(-rows // LANES) * LANES
     groups = -(-longest // GROUP_TOKENS) + 1 + LIST_MARGIN
-    return [
+    wide = SPAN_TOKENS if size == 1 else 0
+    lists = (SPAN_GROUPS + LIST_MARGIN) * 8
+    sizes = [
         rows * padded * 4,
         MAX_ROWS_AMX * SPAN_TOKENS * 4,
         MAX_ROWS_AMX * SPAN_TOKENS * 4,
@@ -163,7 +179,11 @@ def scratch_sizes(size: int, rows: int, padded: int, longest: int) -> list[int]:
         GROUP_TOKENS * padded * size,
         groups * 8,
         groups * 8,
+        *[wide * padded * 4] * 2,
+        *[lists] * 2,
+        *[wide * 4] * 2,
     ]
+    return [-(-each // VECTOR_BYTES) * VECTOR_BYTES for each in sizes]
 
 
 read_call, read_work, read_scratch = map(reader, (AttentionArguments, Work, Scratch))
@@ -247,21 +267,26 @@ def copy_vector(tag, source, head, padded, target, step):
 
 
 @inner
-def write_token(tag, call, t, kv_head):
+def write_token(tag, kept, call, t, kv_head):
     """Put K and V of flattened token ``t`` into its slot."""
     slot = load_i64(call.slots + 8 * t)
     block, offset = slot // call.block_size, slot % call.block_size
-    lane = offset % GROUP_TOKENS
-    first = (block * call.kv_heads + kv_head) * call.block_size + offset - lane
-    group = first * call.padded * element_bytes(tag)
+    lane, head, padded = offset % GROUP_TOKENS, call.head_size, call.padded
+    first = (block * call.kv_heads + kv_head) * call.block_size + offset
+    group = first // GROUP_TOKENS * group_bytes(kept, padded)
+    keys, values = call.key_cache + group, call.value_cache + group
     key = call.key + t * call.key_token_stride + kv_head * call.key_head_stride
     value = call.value + t * call.value_token_stride + kv_head * call.value_head_stride
-    pack_key(tag, key, call.head_size, call.padded, call.key_cache + group, lane)
-    pack_value(tag, value, call.head_size, call.padded, call.value_cache + group, lane)
+    if has_scales(kept):
+        round_vector(tag, key, head, padded, keys, lane, lane, GROUP_TOKENS)
+        round_vector(tag, value, head, padded, values, lane, lane * padded, 1)
+    else:
+        pack_key(tag, key, head, padded, keys, lane)
+        pack_value(tag, value, head, padded, values, lane)
 
 
 @inner
-def write_body(tag, arguments):
+def write_body(tag, kept, arguments):
     """Write the new K and V; an item is WRITE_TOKENS tokens of one KV head."""
     call = read_call(arguments)
     while True:
@@ -270,27 +295,27 @@ def write_body(tag, arguments):
             return
         first = item // call.kv_heads * WRITE_TOKENS
         for t in range(first, min(first + WRITE_TOKENS, call.tokens)):
-            write_token(tag, call, t, item % call.kv_heads)
+            write_token(tag, kept, call, t, item % call.kv_heads)
 
 
 @inner
-def list_groups(tag, call, row, kv_head, first, limit, keys, values):
+def list_groups(kept, call, row, kv_head, first, limit, keys, values):
     """List the addresses of the K and V groups of positions [first, limit) of a row.
 
     ``first`` is a multiple of 16, ``keys`` and ``values`` the addresses of two int64 lists. Returns
     the number of groups.
     """
     entry = call.table + (row * call.table_width + first // call.block_size) * 4
-    group_bytes = GROUP_TOKENS * call.padded * element_bytes(tag)
-    plane = call.block_size // GROUP_TOKENS * group_bytes
+    size = group_bytes(kept, call.padded)
+    plane = call.block_size // GROUP_TOKENS * size
     block_bytes = call.kv_heads * plane
-    inside = first % call.block_size // GROUP_TOKENS * group_bytes
+    inside = first % call.block_size // GROUP_TOKENS * size
     count = -(-(limit - first) // GROUP_TOKENS)
     for g in range(count):
         at = np.int64(load_i32(entry)) * block_bytes + kv_head * plane + inside
         store_i64(keys + 8 * g, call.key_cache + at)
         store_i64(values + 8 * g, call.value_cache + at)
-        inside += group_bytes
+        inside += size
         if inside == plane:
             inside = 0
             entry += 4
@@ -298,26 +323,27 @@ def list_groups(tag, call, row, kv_head, first, limit, keys, values):
 
 
 @inner
-def find_groups(tag, call, work, kv_head, upcoming, upcoming_head, at):
+def find_groups(kept, call, work, kv_head, upcoming, upcoming_head, at):
     """List the work's groups in ``at``, and after them the first ones of the thread's next item.
 
     What follows the groups in use is prefetched; it must be readable, and is not used. The last V
     group is copied with zeros for the slots beyond the last key: a weight of zero does not cancel
-    what an unwritten slot may hold. (K needs no such care: its lanes do not mix.)
+    what an unwritten slot may hold. (K needs no such care: its lanes do not mix. Nor do bytes: it
+    is their scales that may hold anything.)
     """
     keys, values = at.key_groups, at.value_groups
     width = work.keys_end - work.keys_begin
     n = list_groups(
-        tag, call, work.row, kv_head, work.keys_begin, work.keys_end, keys, values
+        kept, call, work.row, kv_head, work.keys_begin, work.keys_end, keys, values
     )  # fmt: skip
-    if width % GROUP_TOKENS != 0:
+    if width % GROUP_TOKENS != 0 and not has_scales(kept):
         source = load_i64(values + 8 * (n - 1))
-        copy_last_values(tag, source, call.padded, width % GROUP_TOKENS, at.last_values)
+        copy_last_values(kept, source, call.padded, width % GROUP_TOKENS, at.last_values)
         store_i64(values + 8 * (n - 1), at.last_values)
     begin = upcoming.keys_begin
     end = min(upcoming.keys_end, begin + PREFETCH_GROUPS * GROUP_TOKENS)
     more = list_groups(
-        tag, call, upcoming.row, upcoming_head, begin, end, keys + 8 * n, values + 8 * n
+        kept, call, upcoming.row, upcoming_head, begin, end, keys + 8 * n, values + 8 * n
     )  # fmt: skip
     for g in range(n + more, n + LIST_MARGIN):
         store_i64(keys + 8 * g, load_i64(keys + 8 * n))
@@ -337,3 +363,13 @@ def copy_last_values(tag, source, padded, tokens, target):
         for d in range(padded):
             where = (full + d) * UNIT_BYTES
             copy_element(tag, source + where, target + where)
+
+
+@inner
+def list_wide(dot, padded, at):
+    """List the addresses of a thread's widened groups."""
+    size = GROUP_TOKENS * padded * second_bytes(dot)
+    for g in range(SPAN_GROUPS + LIST_MARGIN):
+        offset = g * size if g < SPAN_GROUPS else 0
+        store_i64(at.wide_key_groups + 8 * g, at.wide_keys + offset)
+        store_i64(at.wide_value_groups + 8 * g, at.wide_values + offset)

@@ -36,6 +36,7 @@ from jitney.kernels.cpu.simd import (
     every,
     f32x,
     host_has,
+    i8,
     i16,
     i32,
     i32x,
@@ -62,7 +63,6 @@ PREFETCH_GROUPS = 8
 _A, _B, _A_HALF, _B_HALF = 4, 5, 6, 7
 _TILE_ROW_BYTES = [64] * 6 + [32, 64]
 
-i8 = ir.IntType(8)
 # Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), see its Documentation/arch/x86/xstate.
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023

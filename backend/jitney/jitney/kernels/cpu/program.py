@@ -202,7 +202,7 @@ class LayerProgram:
         if [c.keys.data_ptr() for c in paged.layers] != [c.keys.data_ptr() for c in self._caches]:
             dtype = self._embedding.dtype
             for cache in paged.layers:
-                if not isinstance(cache.attend, CpuAttention) or cache.keys.dtype != dtype:
+                if not isinstance(cache.attend, CpuAttention) or cache.attend.dtype != dtype:
                     return False
             self._caches, self._memory = paged.layers, None
         return True

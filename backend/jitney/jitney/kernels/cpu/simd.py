@@ -4,9 +4,9 @@ Numba has no vector type and leaves vectorization to chance; here a lane is expl
 16 lanes to what the processor has: one AVX-512 register, two AVX2 ones, four of NEON. Addresses are
 plain integers (``intp``); nothing is bounds-checked.
 
-Element types of a cache are told apart at compile time by the *type* of a tag value, F32 or BF16:
-bfloat16 is computed in pairs, so that a "unit", what one lane holds in a product, is four bytes in
-either case: one float32, or two neighbouring bfloat16.
+Element types of a cache are told apart at compile time by the *type* of a tag value, F32, BF16 or
+I8: bfloat16 is computed in pairs, so that a "unit", what one lane holds in a product, is four bytes
+in either case: one float32, or two neighbouring bfloat16. Bytes are widened before a product.
 """
 
 import inspect
@@ -28,7 +28,7 @@ take a fifth of the time to compile."""
 F32 = np.float32(0)
 BF16 = np.uint16(0)
 I8 = np.int8(0)
-"""Of products of bytes: four to a unit."""
+"""Of a cache; and of products of bytes, four to a unit."""
 I4 = np.int16(0)
 """Of products of bytes with nibbles: four to a unit."""
 WIDE = np.uint32(0)
@@ -39,9 +39,9 @@ ZERO, ONE, LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(1.4426950408889
 LANES = 16
 UNIT_BYTES = 4
 
-i16, i32, i64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+i8, i16, i32, i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 f32 = ir.FloatType()
-f32x, i32x, i16x = (ir.VectorType(t, LANES) for t in (f32, i32, i16))
+f32x, i32x, i16x, i8x = (ir.VectorType(t, LANES) for t in (f32, i32, i16, i8))
 
 
 class _BFloat(ir.Type):
@@ -88,7 +88,7 @@ def pointer(builder: Any, address: Any, to: Any) -> Any:
 
 def prefetch_line(builder: Any, address: Any) -> None:
     """IR: ask for the cache line at ``address``, to be read soon, in the second-level cache."""
-    where = pointer(builder, address, ir.IntType(8))
+    where = pointer(builder, address, i8)
     read, second_level, data = (ir.Constant(i32, n) for n in (0, 2, 1))
     call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [where, read, second_level, data])
 
@@ -138,6 +138,18 @@ def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]
 def element_bytes(builder, tag):
     """Bytes of one element of the tag's type, as a constant."""
     return ir.Constant(i64, tag.bitwidth // 8)
+
+
+@emitted(types.int64, TAG)
+def second_bytes(builder, tag):
+    """Bytes of one element of a product's second factor, which WIDE does not widen."""
+    return ir.Constant(i64, 4 if tag == types.float32 else 2)
+
+
+@emitted(types.boolean, TAG)
+def has_scales(builder, tag):
+    """Whether a cache of the tag's type has scales, as a constant."""
+    return ir.Constant(ir.IntType(1), tag == types.int8)
 
 
 # --------------------------------------------------------------------------- memory
@@ -207,7 +219,9 @@ def round_to_bf16(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.lshr(kept, every(wide, 16)), narrow)
 
 
-def _element_access(numba_type: Any, floats: Any, words: Any, halves: Any) -> tuple[Any, Any]:
+def _element_access(
+    numba_type: Any, floats: Any, words: Any, halves: Any, small: Any
+) -> tuple[Any, Any]:
     """As :func:`_access`, of elements of the tag's type as float32: 16 of them, or one.
 
     What is stored is rounded to nearest even.
@@ -217,6 +231,9 @@ def _element_access(numba_type: Any, floats: Any, words: Any, halves: Any) -> tu
     def load(builder, tag, address):
         if tag == types.float32:
             return builder.load(pointer(builder, address, floats), align=4)
+        if tag == types.int8:
+            bits = builder.load(pointer(builder, address, small), align=1)
+            return builder.sitofp(builder.sext(bits, words), floats)
         bits = builder.load(pointer(builder, address, halves), align=2)
         return widen_bf16(builder, builder.zext(bits, words))
 
@@ -226,13 +243,25 @@ def _element_access(numba_type: Any, floats: Any, words: Any, halves: Any) -> tu
             value = builder.fptrunc(value, ir.VectorType(bf16, LANES))
         elif tag == types.uint16:
             value = round_to_bf16(builder, value)
-        builder.store(value, pointer(builder, address, value.type), align=2)
+        elif tag == types.int8:
+            name = "llvm.rint.v16f32" if floats is f32x else "llvm.rint.f32"
+            value = builder.fptosi(call_llvm(builder, name, floats, [value]), small)
+        align = 1 if tag == types.int8 else 2
+        builder.store(value, pointer(builder, address, value.type), align=align)
 
     return load, store
 
 
-load_as, store_as = _element_access(vector, f32x, i32x, i16x)
-load_one, store_one = _element_access(types.float32, f32, i32, i16)
+load_as, store_as = _element_access(vector, f32x, i32x, i16x, i8x)
+load_one, store_one = _element_access(types.float32, f32, i32, i16, i8)
+
+
+@emitted(types.void, types.intp, vector, vector)
+def store_pairs(builder, address, low, high):
+    """Pairs of float32 that are bfloat16 numbers, exactly, as such."""
+    low, high = (builder.bitcast(each, i32x) for each in (low, high))
+    pairs = builder.or_(builder.lshr(low, every(i32x, 16)), high)
+    builder.store(pairs, pointer(builder, address, i32x), align=4)
 
 
 # --------------------------------------------------------------------------- arithmetic
@@ -294,8 +323,7 @@ def store_bytes(builder, address, value):
     """Lanes of -128 to 127, rounded to nearest even, plus 128, as bytes without a sign."""
     nearest = call_llvm(builder, "llvm.rint.v16f32", f32x, [value])
     whole = builder.add(builder.fptosi(nearest, i32x), every(i32x, 128))
-    narrow = ir.VectorType(ir.IntType(8), LANES)
-    builder.store(builder.trunc(whole, narrow), pointer(builder, address, narrow), align=1)
+    builder.store(builder.trunc(whole, i8x), pointer(builder, address, i8x), align=1)
 
 
 @emitted(types.float32, vector)

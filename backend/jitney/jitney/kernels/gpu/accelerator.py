@@ -37,8 +37,10 @@ class GpuAccelerator:
     """Attention, fused modules, and a runner that overlaps steps."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        """Raises ConfigError for options that interpreted kernels give no meaning."""
+        """Raises ConfigError for options that kernels, or interpreted ones, give no meaning."""
         self._config = config
+        if config.kv_cache_dtype == "int8":
+            raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
         self._capture = capture_on(device)
         if device.type == "cuda":
             return
@@ -65,8 +67,9 @@ class GpuAccelerator:
         from jitney.kernels.gpu.attention import GpuAttention
         from jitney.kernels.gpu.tiles import why_not
 
-        return why_not(*shape[:-1]) or GpuAttention(
-            *shape[:-1], batch_invariant=shape.batch_invariant
+        device, dtype, _, *heads, batch_invariant = shape
+        return why_not(device, dtype, *heads) or GpuAttention(
+            device, dtype, *heads, batch_invariant=batch_invariant
         )
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
