@@ -24,7 +24,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && pip="python3 -m pip --python /opt/jitney/bin/python" \
     && $pip install --constraint constraints.txt \
         ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && /opt/jitney/bin/python requirements.py cpu gpu quantization jobs otel >requirements.txt \
+    && /opt/jitney/bin/python requirements.py cpu gpu quantization gguf jobs otel >requirements.txt \
     && $pip install --constraint constraints.txt --requirement requirements.txt
 COPY README.md LICENSE CHANGELOG.md /build/
 COPY backend /build/backend

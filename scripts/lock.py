@@ -27,7 +27,7 @@ PYTHONS = ("3.11", "3.12")
 # Extras of the demo, the build backend of the editable installation, and what every torch needs.
 DEMO = ("server", "gateway", "cpu", "export", "jobs")
 BESIDE = ("hatchling", "editables", "setuptools", "networkx", "sympy", "fsspec", "filelock")
-REST = ("ray", "gpu", "quantization", "bench", "docs", "dev", "otel")
+REST = ("ray", "gpu", "quantization", "gguf", "bench", "docs", "dev", "otel")
 USERS_OWN = "torch"
 
 Pins = dict[str, dict[str, Any]]

@@ -11,7 +11,7 @@ import torch
 from jitney.config import make_config
 from jitney.engine.assemble import load_model
 from jitney.errors import CheckpointError, UnsupportedModelError
-from jitney.execution.checkpoint import INDEX, WEIGHTS, check_checkpoint, resolve_folder
+from jitney.execution.checkpoint import INDEX, WEIGHTS, check_checkpoint, resolve_model
 
 from tests.tiny_models import make_checkpoint
 
@@ -175,4 +175,4 @@ def test_weights_in_eight_bits(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["no/such-model", "nowhere", "../up", "a b/c:d", "/no/such/place"])
 def test_neither_folder_nor_cached(name: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor in the local hub cache"):
-        resolve_folder(name)
+        resolve_model(name)

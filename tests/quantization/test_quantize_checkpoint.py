@@ -8,42 +8,28 @@ import pytest
 import torch
 import transformers
 from jitney.config import make_config
-from jitney.engine.assemble import load_model, load_runner
 from jitney.engine.supervisor import EngineProcess
 from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jitney.execution import weights
-from jitney.execution.interface import LoadedModel
 from jitney.quantization import checkpoint as quantize_checkpoint
 from jitney.quantization.e4m3 import DTYPE, MAX
 from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
-from jitney.quantization.four_bits import Int4Linear
 from jitney.quantization.torchao import TorchaoLinear
-from jitney.sampling_params import SamplingParams
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
-from tests.execution.drive import drive
+from tests.quantization.loading import (
+    Tensors,
+    eager_logits,
+    linears,
+    load,
+    relative,
+    serve,
+    write_config,
+)
 from tests.tiny_models import make_checkpoint, write_tokenizer
 
-IDS = torch.arange(3, 20)[None]
 E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
-INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-Tensors = dict[str, Tensor]
-
-
-def write_config(folder: Path, weights_args: dict, **more: object) -> None:
-    """Give ``config.json`` a configuration of compressed-tensors with one group of layers."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    group = {"targets": ["Linear"], "weights": weights_args, **more}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-    path.write_text(json.dumps(config))
 
 
 def make_fp8(
@@ -71,38 +57,6 @@ def make_fp8(
     return folder, dense
 
 
-def make_packed(folder: Path, weights_args: dict = INT4, kind: str = "pack-quantized") -> Path:
-    """A checkpoint of compressed-tensors in packed int4 or in int8, written by that library."""
-    library = pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-
-    plain = make_checkpoint(folder / "plain", dtype=torch.bfloat16)
-    module = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": kind,
-        "quantization_status": "frozen",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights_args}},
-    }
-    apply_quantization_config(module, QuantizationConfig.model_validate(config))
-    for each in module.modules():
-        if hasattr(each, "quantization_scheme"):
-            size, most = (
-                weights_args.get("group_size") or each.in_features,
-                2 ** weights_args["num_bits"],
-            )
-            groups = each.weight.data.float().unflatten(1, (-1, size))
-            each.weight_scale.data.copy_(groups.abs().amax(-1) / (most - 1) * 2)
-    compressor = ModelCompressor.from_pretrained_model(module)
-    compressor.compress_model(module)
-    module.save_pretrained(folder / "packed")
-    compressor.update_config(folder / "packed")
-    assert library
-    return folder / "packed"
-
-
 def make_torchao(folder: Path, kind: str) -> Path:
     """A checkpoint of torchao's, written by transformers."""
     quantization = pytest.importorskip("torchao.quantization")
@@ -120,37 +74,6 @@ def make_torchao(folder: Path, kind: str) -> Path:
     )
     module.save_pretrained(folder / kind)
     return folder / kind
-
-
-def load(folder: Path, **options: object) -> LoadedModel:
-    return load_model(make_config({"model": str(folder), "device": "cpu", **options}))
-
-
-def eager_logits(module: nn.Module) -> Tensor:
-    module.set_attn_implementation("eager")
-    with torch.inference_mode():
-        return module(IDS, use_cache=False).logits[0].float()
-
-
-def relative(got: Tensor, right: Tensor) -> float:
-    return ((got - right).norm() / right.norm()).item()
-
-
-def serve(folder: Path, **options: object) -> list[int]:
-    """Ten tokens through the runner."""
-    runner = load_runner(
-        make_config({
-            "model": str(folder), "device": "cpu", "kv_cache_bytes": 4 << 20, "block_size": 4,
-            **options,
-        })
-    )  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, seed=0)
-    driven = drive(runner, [(IDS[0].tolist(), params)], budget=9, num_blocks=40)
-    return driven.outputs[0, 0]
-
-
-def linears(model: LoadedModel) -> list[nn.Module]:
-    return [m for name, m in model.module.named_modules() if name.endswith("proj")]
 
 
 # --------------------------------------------------------------------------- e4m3
@@ -235,144 +158,6 @@ def test_scales_of_the_cache(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- the other ways
-
-
-def test_packed_int4_is_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no kernel multiplies it."""
-    monkeypatch.setattr(quantize_checkpoint, "_integer_rooms", lambda *_: {})
-    packed = make_packed(tmp_path)
-    model = load(packed, dtype="float32")
-    assert all(type(each) is nn.Linear for each in linears(model))
-    assert (model.num_parameters, model.weight_bytes) == (82_240, 329_024)
-    plain = load(tmp_path / "plain", dtype="float32")
-    for each, right in zip(linears(model), linears(plain), strict=True):
-        assert 0 < relative(each.weight, right.weight) < 0.12
-    assert len(serve(packed)) == 10
-
-
-INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-
-
-@pytest.mark.parametrize(
-    ("weights_args", "kind", "layer"),
-    [
-        (INT4, "pack-quantized", Int4Linear),
-        ({**INT8, "strategy": "group", "group_size": 32}, "pack-quantized", Int8Linear),
-        (INT8, "int-quantized", Int8Linear),
-    ],
-)
-def test_integers_of_compressed_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights_args: dict, kind: str, layer: type
-) -> None:
-    """As the library decompresses them, but for scales in bfloat16 and rounded activations."""
-    packed = make_packed(tmp_path, weights_args, kind)
-    model = load(packed, dtype="float32")
-    with monkeypatch.context() as patch:
-        patch.setattr(quantize_checkpoint, "_integer_rooms", lambda *_: {})
-        dense = load(packed, dtype="float32")
-    check_integers(model, dense.module, layer)
-    assert len(serve(packed)) == 10
-
-
-def check_integers(model: LoadedModel, dense: nn.Module, layer: type) -> None:
-    """Each layer's weight, and the logits."""
-    right = dict(dense.named_modules())
-    for name, each in model.module.named_modules():
-        if name.endswith("proj"):
-            assert type(each) is layer
-            assert relative(each.dequantized(), right[name].weight) < 0.01
-    assert 0 < relative(eager_logits(model.module), eager_logits(dense)) < 0.05
-
-
-def pack(values: Tensor, bits: int) -> Tensor:
-    """uint8 [words * 32 / bits, n] as int32 [words, n], the first in the lowest bits."""
-    words = torch.zeros(len(values) * bits // 32, values.shape[1], dtype=torch.int64)
-    for i in range(32 // bits):
-        words |= values[i :: 32 // bits].long() << bits * i
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
-
-
-def make_gptq(folder: Path, **config: object) -> tuple[Path, Tensors]:
-    """A checkpoint as GPTQ's or AWQ's tools lay it out, and its weights as they act, in f32."""
-    make_checkpoint(folder, dtype=torch.float16)
-    awq, bits = config["quant_method"] == "awq", int(config["bits"])
-    stored, dense = {}, {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        dense[name] = tensor.float()
-        layer, _, kind = name.rpartition(".")
-        if "proj" not in name or kind != "weight":
-            stored[name] = tensor
-            continue
-        inputs = tensor.shape[1]
-        index = torch.arange(inputs) // 32
-        if config.get("desc_act"):
-            index = index[torch.randperm(inputs, generator=torch.Generator().manual_seed(0))]
-        q = torch.empty(inputs, len(tensor), dtype=torch.uint8)
-        scales = torch.empty(inputs // 32, len(tensor), dtype=torch.float16)
-        zeros = torch.empty(inputs // 32, len(tensor), dtype=torch.uint8)
-        for group in range(len(scales)):
-            mine = tensor.t()[index == group].float()
-            low, high = mine.amin(0), mine.amax(0)
-            scales[group] = (high - low) / (2**bits - 2)
-            zeros[group] = (-low / scales[group].float()).round().clamp(1, 2**bits - 1)
-            q[index == group] = (
-                (mine / scales[group] + zeros[group]).round().clamp(0, 2**bits - 1).byte()
-            )
-        dense[name] = ((q.float() - zeros[index].float()) * scales[index].float()).t()
-        if awq:  # eight outputs to a word, in this order
-            order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-            q, zeros = (x.unflatten(1, (-1, 8))[..., order].flatten(1) for x in (q, zeros))
-            stored[f"{layer}.qweight"] = pack(q.t(), 4).t().contiguous()
-        else:
-            zeros = zeros - int(config.get("checkpoint_format") != "gptq_v2")
-            stored[f"{layer}.qweight"] = pack(q, bits)
-            stored[f"{layer}.g_idx"] = index.int()
-        stored[f"{layer}.qzeros"] = pack(zeros.t(), bits).t().contiguous()
-        stored[f"{layer}.scales"] = scales
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    path = folder / "config.json"
-    whole = {**json.loads(path.read_text()), "quantization_config": {"group_size": 32, **config}}
-    path.write_text(json.dumps(whole))
-    return folder, dense
-
-
-GPTQ: dict[str, object] = {"quant_method": "gptq", "bits": 4}
-AWQ: dict[str, object] = {"quant_method": "awq", "bits": 4, "version": "gemm"}
-
-
-@pytest.mark.parametrize(
-    ("config", "layer"),
-    [
-        (GPTQ, Int4Linear),
-        ({**GPTQ, "checkpoint_format": "gptq_v2"}, Int4Linear),
-        ({**GPTQ, "desc_act": True}, Int8Linear),
-        ({**GPTQ, "bits": 8}, Int8Linear),
-        (AWQ, Int4Linear),
-    ],
-)
-def test_gptq_and_awq(tmp_path: Path, config: dict, layer: type) -> None:
-    folder, dense = make_gptq(tmp_path / "m", **config)
-    model = load(folder, dtype="float32")
-    reference = transformers.AutoModelForCausalLM.from_config(model.config)
-    reference.load_state_dict(dense)
-    check_integers(model, reference, layer)
-    assert len(serve(folder)) == 10
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({**GPTQ, "bits": 3}, "quantization_config.bits is 3, but must be 4 or 8"),
-        ({**AWQ, "bits": 8}, "quantization_config.bits is 8, but must be 4"),
-        ({**AWQ, "version": "gemv"}, "quantization_config.version is 'gemv', but must be gemm"),
-    ],
-)
-def test_forms_that_are_not_read(tmp_path: Path, config: dict, message: str) -> None:
-    folder = make_checkpoint(tmp_path / "m")
-    whole = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
-    with pytest.raises(UnsupportedModelError, match=message):
-        load(folder)
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.02), ("int4", 0.3)])

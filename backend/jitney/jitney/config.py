@@ -49,7 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     # -- the model
     model: str
-    """A folder, relative to the version folder, or the id of a model in the local hub cache."""
+    """A folder or a GGUF file, relative to the version folder, or the id of a model in the local
+    hub cache."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and activations. ``auto``: the checkpoint's, if the device supports it."""
     device: str = "auto"
@@ -183,7 +184,7 @@ _NOT_TEMPLATE_PARAMETERS = frozenset({
 
 
 def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> EngineConfig:
-    """Read ``model.json``; ``model`` comes back absolute if it names a folder beside it.
+    """Read ``model.json``; ``model`` comes back absolute if it names a folder or file beside it.
 
     ``parameters`` are options as text, each in place of the file's: see :func:`from_text`.
     Raises ConfigError for a missing or malformed file, an unknown key (naming the nearest known
@@ -202,7 +203,7 @@ def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> Engi
     given = {key: from_text(key, text) for key, text in (parameters or {}).items()}
     config = make_config(raw | given)
     folder = path.parent / config.model
-    if folder.is_dir():
+    if folder.exists():
         config = msgspec.structs.replace(config, model=str(folder.resolve()))
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:

@@ -12,7 +12,7 @@ from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile, refuse
 from jitney.execution import load
 from jitney.execution.accelerator import Accelerator, DeviceRunner
-from jitney.execution.checkpoint import resolve_folder
+from jitney.execution.checkpoint import resolve_model
 from jitney.execution.interface import LoadedModel
 from jitney.execution.machine import resolve_device
 from jitney.kernels.cpu.accelerator import CpuAccelerator, prepare_kernels
@@ -30,7 +30,7 @@ __all__ = [
     "load_model",
     "load_runner",
     "prepare",
-    "resolve_folder",
+    "resolve_model",
 ]
 
 
@@ -53,7 +53,7 @@ def _load_for_front(config: EngineConfig, tokenizer: bytes) -> tuple[DeviceRunne
     if tokenizer:
         data = msgspec.msgpack.decode(tokenizer, type=TokenizerData)
     else:
-        data = read_tokenizer(resolve_folder(config.model))
+        data = read_tokenizer(resolve_model(config.model))
     runner = load_runner(config)
     unknown = b"" if tokenizer else msgspec.msgpack.encode(data)
     return runner, unknown, grammar_compiler(data, runner.info)

@@ -1,9 +1,9 @@
 """A checkpoint's files, judged before any of them is loaded.
 
 Owns the way from the option ``model`` to a folder whose ``config.json`` is JSON and whose weights
-are complete safetensors. Everything wrong with a file is a CheckpointError that names the file,
-never its path. Called by ``load.load_model`` (and, for the folder, by whoever reads the
-tokenizer beside it).
+are complete safetensors, or to a GGUF file. Everything wrong with a file is a CheckpointError that
+names the file, never its path. Called by ``load.load_model`` (and, for the folder, by whoever reads
+the tokenizer in it).
 """
 
 import json
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from jitney.errors import CheckpointError, show
+from jitney.errors import CheckpointError, LoadError, show
+from jitney.execution.gguf_file import FLOATS, SUFFIX, GgufFile
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -30,7 +31,7 @@ class StoredTensor(NamedTuple):
     """What a weight file's header says of one tensor."""
 
     dtype: str
-    """As safetensors name it, such as ``BF16``."""
+    """As safetensors name it, such as ``BF16``, or ggml, such as ``Q4_K``."""
     shape: list[int]
     file: str
 
@@ -46,24 +47,40 @@ class Checkpoint:
     """``generation_config.json``, or an empty dict if there is none."""
     weight_files: tuple[str, ...]
     tensors: dict[str, StoredTensor]
-    """By name, of all weight files."""
+    """By name, of all weight files; of a GGUF file by the names of transformers' module."""
     weights_dtype: str
     """The safetensors dtype that most values have."""
     num_values: int
     """In all tensors together."""
     num_bytes: int
     """Of the weight files."""
+    gguf: GgufFile | None = None
 
 
-def resolve_folder(model: str) -> Path:
-    """The folder that the option ``model`` stands for: itself, or the local hub cache's.
+def resolve_model(model: str) -> Path:
+    """The folder that the option ``model`` stands for (itself, or the local hub cache's), or the
+    GGUF file: itself, or the one in a folder without safetensors.
 
     Nothing is downloaded: a server should not fetch gigabytes because a name was mistyped. Raises
     CheckpointError if there is neither.
     """
-    folder = Path(model)
-    if folder.is_dir():
+    path = Path(model)
+    if path.is_file() and path.suffix == SUFFIX:
+        return path
+    folder = path if path.is_dir() else _cached_folder(model)
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if not files or any(folder.glob("*.safetensors")):
         return folder
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:4])
+        raise CheckpointError(
+            f"model {show(folder.name)} has {len(files)} GGUF files ({names}): name one of them"
+        )
+    return files[0]
+
+
+def _cached_folder(model: str) -> Path:
+    """Of a model in the local hub cache."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
@@ -71,24 +88,37 @@ def resolve_folder(model: str) -> Path:
         return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
     except (OSError, ValueError, HFValidationError):
         raise CheckpointError(
-            f"model {show(folder.name)} is neither a folder nor in the local hub cache; "
-            f"`hf download` fetches a model of the hub"
+            f"model {show(Path(model).name)} is neither a folder nor in the local hub cache, nor a "
+            "GGUF file; `hf download` fetches a model of the hub"
         ) from None
 
 
 def check_checkpoint(folder: Path) -> Checkpoint:
-    """Check every file that loading will read. Raises CheckpointError naming file and reason.
+    """Check every file that loading will read, of a folder or a GGUF file. Raises CheckpointError
+    naming file and reason, and UnsupportedModelError for what a GGUF file has that is not read.
 
     Weights are checked by their headers and sizes, which costs milliseconds and catches a cut-off
     copy, a git-lfs pointer, a missing shard or an overwritten beginning; a flipped bit inside a
     tensor cannot be seen here.
     """
-    config = read_json(folder, CONFIG)
+    gguf, file = None, folder
+    files: tuple[str, ...]
+    if file.suffix == SUFFIX and file.is_file():
+        folder = file.parent
+        config = read_json(folder, CONFIG) if (folder / CONFIG).exists() else None
+        gguf = _read_gguf(file, config)
+        config, files = dict(gguf.config), (file.name,)
+        tensors = {
+            name: StoredTensor(kind, shape, file.name) for name, (kind, shape) in gguf.kinds.items()
+        }
+        if not {each.dtype for each in tensors.values()}.issubset(FLOATS):
+            config["quantization_config"] = {"quant_method": "gguf"}
+    else:
+        config, files = read_json(folder, CONFIG), _weight_files(folder)
+        tensors = {name: each for file in files for name, each in _read_header(folder, file)}
     generation_config = (
         read_json(folder, GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
     )
-    files = _weight_files(folder)
-    tensors = {name: each for file in files for name, each in _read_header(folder, file)}
     if not tensors:
         raise CheckpointError(f"{files[0]} holds no tensors")
     counts: Counter[str] = Counter()
@@ -103,6 +133,7 @@ def check_checkpoint(folder: Path) -> Checkpoint:
         weights_dtype=counts.most_common(1)[0][0],
         num_values=counts.total(),
         num_bytes=sum((folder / name).stat().st_size for name in files),
+        gguf=gguf,
     )
 
 
@@ -126,6 +157,19 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{name} does not hold a JSON object")
     return value
+
+
+def _read_gguf(file: Path, config: dict[str, Any] | None) -> GgufFile:
+    """The file, with a ``config.json`` in place of its own fields if there is one."""
+    try:
+        return GgufFile(file, config)
+    except LoadError:
+        raise
+    except Exception as error:  # a broken file can raise anything
+        raise CheckpointError(
+            f"{file.name} is truncated, corrupt or not a GGUF file: "
+            f"{first_line(error, file.parent)}"
+        ) from error
 
 
 def _read_header(folder: Path, file: str) -> list[tuple[str, StoredTensor]]:

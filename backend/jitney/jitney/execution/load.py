@@ -19,7 +19,7 @@ from jitney.config import EngineConfig
 from jitney.errors import ConfigError, LoadError
 from jitney.execution import interface, machine, memory, probe, support
 from jitney.execution.accelerator import Accelerator, DeviceRunner, select_attention
-from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_folder
+from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_model
 from jitney.execution.draft import DraftModel
 from jitney.execution.interface import AttentionFunction, LayerSpec, LoadedModel
 from jitney.execution.quantized import Quantizer, WeightFormat, coarse_layers
@@ -129,7 +129,7 @@ def import_models() -> None:
 def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> LoadedModel:
     """Load and check the checkpoint of ``config``, and prove that it runs on a paged cache."""
     device = machine.resolve_device(config.device)
-    checkpoint = check_checkpoint(resolve_folder(config.model))
+    checkpoint = check_checkpoint(resolve_model(config.model))
     hf_config = support.parse_config(checkpoint)
     max_model_len = support.context_length(config, hf_config)
     # Experts are no linear layers, and stay torch's.
@@ -150,7 +150,8 @@ def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> Load
     if weights is not None:
         weights.before_reading(hf_config)
     in_place = weights is None or weights.in_place
-    module = read_weights(checkpoint, hf_config, dtype, device if in_place else None)
+    packed = () if weights is None else weights.packed
+    module = read_weights(checkpoint, hf_config, dtype, device if in_place else None, packed)
     if weights is None:
         num_parameters = module.num_parameters()
     else:

@@ -3,7 +3,7 @@
 ``quantization`` makes them; ``engine.assemble`` hands its :data:`Quantizer` to the loader.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -45,6 +45,10 @@ class WeightFormat(Protocol):
 
     in_place: bool
     """Whether the weights can go to the device as they are read."""
+
+    @property
+    def packed(self) -> Collection[str]:
+        """Tensors of a GGUF file that it reads itself, in :meth:`after_reading`."""
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """The most that the weights take while they are loaded; ``skeleton`` is on ``meta``."""

@@ -42,9 +42,12 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
             reason = "this version of transformers does not know it"
         raise refuse(model_type, reason)
     try:
-        config = AutoConfig.from_pretrained(
-            checkpoint.folder, local_files_only=True, trust_remote_code=False
-        )
+        if checkpoint.gguf is not None:
+            config = AutoConfig.for_model(**checkpoint.gguf.config)
+        else:
+            config = AutoConfig.from_pretrained(
+                checkpoint.folder, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"config.json cannot be used: {reason}") from error

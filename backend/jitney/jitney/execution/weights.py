@@ -8,9 +8,10 @@ until a tensor is sent from the page cache to the device.
 import logging
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_accelerate_available
 from transformers.utils import logging as hf_logging
 
-from jitney.errors import CheckpointError
+from jitney.errors import CheckpointError, LoadError
 from jitney.execution import interface
 from jitney.execution.checkpoint import Checkpoint, first_line
 
@@ -42,9 +44,11 @@ def read_weights(
     hf_config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device | None = None,
+    packed: Collection[str] = (),
 ) -> PreTrainedModel:
     """The module of ``checkpoint`` in ``dtype``, on ``device`` if it is given and transformers can
-    place it there as it reads; else on the CPU, for the caller to move.
+    place it there as it reads; else on the CPU, for the caller to move. ``packed`` tensors of a
+    GGUF file are left out.
 
     A tensor the model needs and the files lack is a CheckpointError: transformers would fill it at
     random.
@@ -57,11 +61,17 @@ def read_weights(
             options["device_map"] = {"": device}
         else:
             _log.info("accelerate is missing or old: stacked experts are put together on the CPU")
+    source: Path | None = checkpoint.folder
+    read: Any = AutoModelForCausalLM
+    if (gguf := checkpoint.gguf) is not None:
+        source, read = None, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        names = checkpoint.tensors.keys() - packed
+        options["state_dict"] = {name: gguf.floats(name, dtype) for name in names}
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # a server's log is no terminal
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
+        loaded: Any = read.from_pretrained(
+            source,
             config=hf_config,
             dtype=dtype,
             attn_implementation=interface.NAME,
@@ -71,6 +81,8 @@ def read_weights(
             output_loading_info=True,
             **options,
         )
+    except LoadError:
+        raise
     except Exception as error:  # shapes that do not fit, headers newer than the library, …
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{name} cannot be loaded: {reason}") from error
@@ -83,6 +95,8 @@ def read_weights(
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
             raise CheckpointError(f"{name} {verb} {', '.join(keys[:3])}{more}")
+    if gguf is not None:
+        gguf.finish(module)
     return module
 
 

@@ -115,7 +115,7 @@ class LLM:
         else:
             from jitney.engine import assemble  # slow to import
 
-            self.tokenizer = Tokenizer.load(assemble.resolve_folder(self.config.model))
+            self.tokenizer = Tokenizer.load(assemble.resolve_model(self.config.model))
             runner = assemble.load_runner(self.config)
             closing.callback(runner.close)
             compiler = assemble.grammar_compiler(self.tokenizer.data, runner.info)

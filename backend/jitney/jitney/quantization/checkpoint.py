@@ -1,4 +1,5 @@
-"""Checkpoints whose weights are stored quantized: torchao's, compressed-tensors', GPTQ's and AWQ's.
+"""Checkpoints whose weights are stored quantized: torchao's, compressed-tensors', GPTQ's, AWQ's and
+GGUF files (see ``gguf_weights``).
 
 Linear layers end up as those of ``quantize``. :func:`weight_format`, which
 the loader calls, says which way is taken:
@@ -14,6 +15,7 @@ the loader calls, says which way is taken:
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,11 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.quantizers import register_quantization_config, register_quantizer
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils import is_torchao_available
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jitney.config import EngineConfig
 from jitney.errors import CheckpointError, ConfigError, show
@@ -37,26 +35,16 @@ from jitney.execution.weights import count_bytes, missing_package
 from jitney.quantization.e4m3 import ALIGNMENT, DTYPE
 from jitney.quantization.eight_bits import Fp8Linear
 from jitney.quantization.four_bits import Int4Linear
+from jitney.quantization.gguf_weights import GgufWeights
 from jitney.quantization.packed import make_linear
 from jitney.quantization.quantize import QuantizeWhileLoading, check_option
+from jitney.quantization.rooms import Room, make_room, take_marks_off
 from jitney.quantization.torchao import TorchaoLinear, is_torchao
 
 _log = logging.getLogger(__name__)
 
 METHODS = ("torchao", "compressed-tensors", "gptq", "awq")
-_NAME = "jitney_stored"  # of the quantizer, in transformers' registry
-# Scales beside those of weights: of a cache, and static ones of activations.
-_SPARE = r"(\.[kv]_scale|put_scale)$"
-
-_DTYPES = {
-    "I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": DTYPE,
-    "F16": torch.float32, "BF16": torch.float32, "F32": torch.float32,
-}  # fmt: skip
-"""Of a layer's stored tensors: as what they are read. Scales are few."""
-
 Way = Literal["fp8", "integers", "decompress", "torchao"]
-Room = dict[str, tuple[list[int], str]]
-"""Of a layer: last part of a tensor's name -> its shape and stored dtype."""
 
 
 def weight_format(
@@ -75,14 +63,16 @@ def weight_format(
         return QuantizeWhileLoading(kind, checkpoint, dtype, device) if kind != "none" else None
     method = stored.get("quant_method") if isinstance(stored, dict) else stored
     model_type = str(checkpoint.config["model_type"])
+    if kind != "none":
+        raise ConfigError.of("quantization", kind, f"'none' for weights quantized by {method}")
+    if checkpoint.gguf is not None:
+        return GgufWeights.of(checkpoint, checkpoint.gguf, dtype, device)
     if method not in METHODS:
         raise refuse(
             model_type,
             f"its weights are quantized by {show(method)}, and only {', '.join(METHODS[:-1])} and "
             f"{METHODS[-1]} are read; or quantize unquantized ones with the option quantization",
         )
-    if kind != "none":
-        raise ConfigError.of("quantization", kind, f"'none' for weights quantized by {method}")
     if method in ("gptq", "awq"):
         _check_packed(model_type, method, stored, device)
     if method == "compressed-tensors":
@@ -115,19 +105,27 @@ class StoredWeights:
     dtype: torch.dtype
     rooms: dict[str, Room]
     """Ways ``fp8`` and ``integers``, by a linear layer's name."""
+    packed = ()
     in_place = True
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """See :class:`WeightFormat`."""
-        return count_bytes(skeleton) if self.way == "decompress" else self.checkpoint.num_bytes
+        if self.way == "decompress":
+            return count_bytes(skeleton)
+        config, more = self.checkpoint.config["quantization_config"], 0
+        modules = dict(skeleton.named_modules())
+        for layer, room in self.rooms.items():
+            words = room.get("qweight") or room.get("weight_packed")
+            linear = modules.get(layer)
+            scattered = config.get("desc_act") or "weight_g_idx" in room
+            if words and scattered and isinstance(linear, nn.Linear):  # 8 bits are made of them
+                more += max(0, linear.in_features * linear.out_features - 4 * math.prod(words[0]))
+        return self.checkpoint.num_bytes + more
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         """Tell transformers, by the configuration that it will load with, which way to read."""
         if self.rooms:
-            if _NAME not in AUTO_QUANTIZER_MAPPING:  # which belongs to the process
-                register_quantization_config(_NAME)(_StoredConfig)
-                register_quantizer(_NAME)(_StoredQuantizer)
-            hf_config.quantization_config = {"quant_method": _NAME, "rooms": self.rooms}
+            make_room(hf_config, self.rooms)
         elif self.way == "decompress":
             hf_config.quantization_config = {**hf_config.quantization_config, "dequantize": True}
         else:
@@ -165,15 +163,7 @@ class StoredWeights:
                     setattr(parent, name, TorchaoLinear(weight.to(self.dtype), child.bias))
                 elif self.way == "decompress":  # its forward may be the library's
                     setattr(parent, name, _plain(child))
-        # They keep a module from being moved or cast, and its configuration from being written.
-        for holder, mark in (
-            (module, "hf_quantizer"),
-            (module, "quantization_method"),
-            (module, "is_quantized"),
-            (module.config, "quantization_config"),
-            (module.config, "_is_quantized"),
-        ):
-            vars(holder).pop(mark, None)
+        take_marks_off(module)
         kinds = "; ".join(f"{count} computed as {kind}" for kind, count in made_as.items())
         _log.info("the checkpoint is quantized: %s%s", self, kinds and f": {kinds}")
 
@@ -284,39 +274,3 @@ def _plain(linear: Any) -> nn.Linear:
     plain.weight = nn.Parameter(linear.weight.detach(), requires_grad=False)
     plain.bias = linear.bias
     return plain
-
-
-class _StoredConfig(QuantizationConfigMixin):
-    """What :class:`StoredWeights` hands to :class:`_StoredQuantizer` through transformers."""
-
-    def __init__(self, rooms: dict[str, Room], **_: Any) -> None:
-        self.quant_method = _NAME  # type: ignore[assignment]
-        self.rooms = rooms
-
-
-class _StoredQuantizer(HfQuantizer):
-    """Makes room for weights and their scales before they are read, so that they are read as they
-    are stored. transformers makes it and calls it."""
-
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-        rooms: dict[str, Room] = self.quantization_config.rooms  # type: ignore[attr-defined]
-        model._keys_to_ignore_on_load_unexpected = {_SPARE}  # else it logs a table of them
-        for name, room in rooms.items():
-            linear: Any = model.get_submodule(name)
-            if type(linear) is not nn.Linear:
-                raise TypeError(f"{name} is no linear layer")
-            device = linear.weight.device
-            linear.register_parameter("weight", None)
-            for suffix, (shape, dtype) in room.items():
-                if suffix == "bias" and linear.bias is not None:
-                    continue
-                tensor = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
-                setattr(linear, suffix, nn.Parameter(tensor, requires_grad=False))
-        return model
-
-    def is_serializable(self) -> bool:
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return False

@@ -39,6 +39,7 @@ class QuantizeWhileLoading:
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
+    packed = ()
     in_place = False  # on the device there is never room needed for all of them as they were
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:

@@ -32,22 +32,28 @@ class TokenizerData(msgspec.Struct, frozen=True):
     """Variables of the template, such as ``bos_token``."""
 
 
-def read_tokenizer(folder: Path) -> TokenizerData:
-    """Read the tokenizer of the checkpoint in ``folder``.
+def read_tokenizer(checkpoint: Path) -> TokenizerData:
+    """Read the tokenizer of the checkpoint in a folder, or that of a GGUF file: the one beside it
+    (``tokenizer.json``), or else its own.
 
     Raises CheckpointError if its files are missing or broken, UnsupportedModelError if it has no
     fast form.
     """
     from transformers import AutoTokenizer  # slow to import
 
+    folder, options = checkpoint, dict[str, Any]()
+    if checkpoint.is_file():
+        folder = checkpoint.parent
+        if not (folder / "tokenizer.json").exists():
+            options["gguf_file"] = checkpoint.name
     try:
         pretrained = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
+            str(folder), local_files_only=True, trust_remote_code=False, **options
         )
     except Exception as error:  # a broken file can raise anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"the tokenizer in {folder.name!r} cannot be loaded: {reason[0][:300]}"
+            f"the tokenizer in {checkpoint.name!r} cannot be loaded: {reason[0][:300]}"
         ) from error
     return describe_tokenizer(pretrained)
 

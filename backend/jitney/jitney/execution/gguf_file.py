@@ -1,0 +1,143 @@
+"""A GGUF file, llama.cpp's format: fields that describe a model, and its tensors.
+
+The package gguf reads the file. transformers knows which fields and tensors are which of its own,
+and how llama.cpp reordered their rows. What either would pass over in silence is refused here.
+Called by ``checkpoint``; the tensors are read by ``weights`` and ``quantization``.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from jitney.errors import CheckpointError, UnsupportedModelError, show
+
+SUFFIX = ".gguf"
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""As ``general.architecture`` names them: those that transformers reads whole, and tests compare.
+Mistral's models are llamas there."""
+FLOATS = ("F32", "F16", "BF16")
+"""Types that are no blocks of integers."""
+
+_ANGLES = "rope_freqs.weight"
+"""Divisors of the rotary frequencies, which Llama 3.1 and later have; no tensor of a module."""
+_ENDS = tuple(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
+_ROWS = 1024
+"""Of a tensor that are float32 at a time."""
+
+
+class GgufFile:
+    """One file, mapped; tensors go by the names that they have in transformers' module."""
+
+    def __init__(self, path: Path, config: dict[str, Any] | None) -> None:
+        """``config`` is a ``config.json`` in place of the file's fields. Raises CheckpointError and
+        UnsupportedModelError for what is not read, and ValueError, IndexError, KeyError or OSError
+        for a file that is broken."""
+        try:
+            import gguf
+        except ImportError:
+            raise CheckpointError(
+                f"{path.name} is a GGUF file, which needs the package gguf "
+                "(pip install 'triton-jitney[gguf]')"
+            ) from None
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+            load_gguf_checkpoint,
+        )
+
+        self.name, self._dequantize = path.name, gguf.dequantize
+        reader = gguf.GGUFReader(path)
+        fields = {
+            key: field.contents()
+            for key, field in reader.fields.items()
+            if not key.startswith("tokenizer.")
+        }
+        self._check(fields, config is not None)
+        architecture = fields["general.architecture"]
+        ends = [reader.fields[key].contents() for key in _ENDS if key in reader.fields]
+        self.config = config or {**load_gguf_checkpoint(path)["config"], "eos_token_id": ends}
+        """As in a ``config.json``."""
+        if config is None and (size := fields.get(f"{architecture}.attention.key_length")):
+            self.config["head_dim"] = size
+        hf_config = AutoConfig.for_model(**self.config)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(hf_config)
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(self.config)
+        names = get_gguf_hf_weights_map(skeleton, self._processor)
+        self._stored: dict[str, Any] = {}
+        self._angles: Tensor | None = None
+        for tensor in reader.tensors:
+            if tensor.name == _ANGLES:
+                if config is None:
+                    self._angles = torch.from_numpy(np.array(tensor.data, np.float32))
+            elif tensor.name not in names:
+                raise UnsupportedModelError(
+                    f"{path.name} has a tensor {show(tensor.name)}, which a {architecture} of "
+                    "transformers has no place for"
+                )
+            else:
+                self._stored[names[tensor.name]] = tensor
+
+    def _check(self, fields: dict[str, Any], has_config: bool) -> None:
+        """Raise UnsupportedModelError for fields that ask for something that is not done."""
+        architecture = fields["general.architecture"]
+        allowed: dict[str, tuple[Any, ...]] = {
+            "general.architecture": ARCHITECTURES,
+            "split.count": (None, 0, 1),
+        }
+        if not has_config:  # which states them; transformers does not read these fields
+            allowed[f"{architecture}.rope.scaling.type"] = (None, "none")
+            allowed[f"{architecture}.attention.sliding_window"] = (None, 0)
+        for key, values in allowed.items():
+            if (found := fields.get(key)) not in values:
+                texts = " or ".join(str(value) for value in values if value is not None)
+                more = (
+                    ""
+                    if key in ("general.architecture", "split.count")
+                    else (" unless a config.json is beside the file")
+                )
+                raise UnsupportedModelError(
+                    f"{self.name}: {key} is {show(found)}, but must be {texts}{more}"
+                )
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, list[int]]]:
+        """Each tensor's type, as ggml names it, and shape."""
+        return {
+            name: (tensor.tensor_type.name, [int(n) for n in reversed(tensor.shape)])
+            for name, tensor in self._stored.items()
+        }
+
+    def blocks(self, name: str) -> Tensor:
+        """A tensor as the file has it: uint8 [rows, bytes of a row's blocks]."""
+        return torch.from_numpy(self._rows(name))
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """A tensor's values in float32, some rows at a time."""
+        rows, kind = self._rows(name), self._stored[name].tensor_type
+        for i in range(0, len(rows), _ROWS):
+            yield torch.from_numpy(self._dequantize(rows[i : i + _ROWS], kind))
+
+    def floats(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A tensor's values in ``dtype``."""
+        return torch.cat([part.to(dtype) for part in self.parts(name)])
+
+    def _rows(self, name: str) -> Any:
+        """In the order that the module's tensor has."""
+        tensor = self._stored[name]
+        order = self._processor.process(np.arange(len(tensor.data)), name=tensor.name).weights
+        in_order = np.array_equal(order, np.arange(len(order)))
+        return np.array(tensor.data) if in_order else tensor.data[order]
+
+    def finish(self, module: nn.Module) -> None:
+        """Set what is no tensor of the module: its rotary frequencies."""
+        if self._angles is not None:
+            for name, buffer in module.named_buffers():
+                if name.endswith("inv_freq"):
+                    buffer.div_(self._angles.to(buffer.device))
