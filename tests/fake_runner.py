@@ -29,14 +29,18 @@ Slot = tuple[int, bytes]  # a token and the digest of the context that ends in i
 _START = b"start"
 
 
+def _start(adapter: str | None) -> bytes:
+    return _START if adapter is None else _digest(_START, adapter)
+
+
 def _digest(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
 
 
-def context(token_ids: Sequence[int]) -> list[Slot]:
-    """The slots of a context that is computed in one piece."""
+def context(token_ids: Sequence[int], adapter: str | None = None) -> list[Slot]:
+    """The slots of a context that is computed in one piece, with an adapter of that version."""
     slots: list[Slot] = []
-    digest = _START
+    digest = _start(adapter)
     for token in token_ids:
         digest = _digest(digest, token)
         slots.append((token, digest))
@@ -140,7 +144,7 @@ def solo_stream(
     due: list[int] = []  # what the grammar forces, but for stop ids
     while len(output) < most:
         history = [sorted(output)] if _penalizes(params) or submit.bad_words_ids else []
-        slots = context(submit.prompt + output)
+        slots = context(submit.prompt + output, params.lora_name)
         allowed = range(vocab_size) if grammar is None else grammar.allowed(vocab_size)
         was_sampled = not due
         sampled = allowed[_pick(slots, params, index, *history) % len(allowed)]
@@ -389,8 +393,9 @@ class FakeRunner:
     def _write(self, row: Row) -> None:
         assert row.token_ids, "a row without tokens"
         assert row.end - row.drafts <= len(row.prompt) + len(row.output)
+        start = 0, _start(None if row.adapter is None else row.adapter.version)
         for position, token in enumerate(row.token_ids, row.start):
-            before = self.memory[self._slot(row, position - 1)] if position else (0, _START)
+            before = self.memory[self._slot(row, position - 1)] if position else start
             digest = before[1] if before is not None else b"never written"
             self.memory[self._slot(row, position)] = (token, _digest(digest, token))
 

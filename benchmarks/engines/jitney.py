@@ -3,8 +3,9 @@ in one of its own, with its supervisor and journal.
 """
 
 import argparse
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 from jitney.config import make_config
@@ -55,14 +56,18 @@ def serve(
     watches: Stopwatches | None = None,
     grammar: str = "",
     temperature: float = 0.0,
+    adapters: Sequence[str | None] = (None,),
 ) -> Outcome:
-    """Run the workload; each request has ``grammar``, if there is one."""
+    """Run the workload; each request has ``grammar``, if there is one, and the adapters in turn."""
     if watches is not None:
         watches.reset()
     cpu_began = _other_cpu_s(engine)
     began = time.perf_counter()
-    for prompt, length in zip(workload.prompts, workload.output_lengths, strict=True):
-        params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=0)
+    requests = zip(workload.prompts, workload.output_lengths, strict=True)
+    for (prompt, length), adapter in zip(requests, itertools.cycle(adapters), strict=False):
+        params = SamplingParams(
+            temperature=temperature, max_tokens=length, ignore_eos=True, seed=0, lora_name=adapter
+        )
         submit = Submit(
             key=next(keys), prompt=prompt, params=params, arrival=time.monotonic(), grammar=grammar
         )

@@ -45,6 +45,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "hits + fresh",
     ),
     "the salt is left out of the hash": ("kv_cache", SALTED, 'else [b"", b""]'),
+    "the adapter is left out of the hash": ("kv_cache", "adapter.encode()", 'b""'),
     "the parent is left out of the hash": ("kv_cache", "parent + array", "array"),
     "blocks are cached before they are written": (
         "outcome", FULL, "sequence.num_tokens // block_size",

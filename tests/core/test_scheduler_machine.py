@@ -9,15 +9,19 @@ runner is asynchronous then, and its device runs a step at a moment drawn by cha
 
 import random
 import time
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from jitney.adapters.pool import Adapters
 from jitney.config import make_config
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.engine.engine import Engine
+from jitney.execution.low_rank import LowRank
 from jitney.messages import (
     Batch,
     Cancel,
@@ -57,6 +61,7 @@ WISHES = st.fixed_dictionaries(
         "priority": st.integers(-2, 2),
         "patience": st.sampled_from([None, None, None, None, 0.02, 3.0]),
         "cache_salt": st.sampled_from([None, None, "tenant"]),
+        "lora_name": st.sampled_from([None, None, "a", "b", "c"]),
         "stop_ids": st.sampled_from([(), (), tuple(range(0, VOCAB_SIZE, 7))]),
         "logprobs": st.sampled_from([None, 0]),
         "prompt_logprobs": st.sampled_from(5 * [None] + [1]),
@@ -101,13 +106,24 @@ class Traffic(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         overlap=st.booleans(),
+        room=st.integers(1, 3),
         pace=st.tuples(st.integers(0, 7), st.sampled_from([0.0, 0.3, 0.7])),
         drafts=st.sampled_from([0, 0, 1, 3, 8]),
         foresight=st.sampled_from([0.5, 0.9, 1.0]),
         asks=st.booleans(),
     )
     def start(
-        self, num_blocks, block_size, budget, overlap, pace, drafts, foresight, asks, **options
+        self,
+        num_blocks,
+        block_size,
+        budget,
+        overlap,
+        room,
+        pace,
+        drafts,
+        foresight,
+        asks,
+        **options,
     ) -> None:
         chance = random.Random(pace[0])
         self.runner = FakeRunner(
@@ -125,8 +141,11 @@ class Traffic(RuleBasedStateMachine):
         speculation = {"drafter": "draft_model", "model": "m"} if asks else {}
         speculation["max_drafts"] = drafts
         config = make_config(options | {"speculation": speculation if drafts else None})
+        self.loading: list[Callable[[], None]] = []
+        pool = Adapters(lambda name: LowRank(name, {}), lambda name: (), room, patience=1.0)
+        pool._thread = SimpleNamespace(submit=lambda *call: self.loading.append(partial(*call)))
         self.engine = Engine(
-            config, self.runner, clock=lambda: self.now, compile_grammar=FakeGrammar
+            config, self.runner, lambda: self.now, compile_grammar=FakeGrammar, adapters=pool
         )
         self.prophet = Prophet(lambda: chance.random() < foresight)
         self.runner.foresee = self.prophet.foresee
@@ -168,7 +187,7 @@ class Traffic(RuleBasedStateMachine):
         expected = self.requests[key] = Expected(message)
         for index, stream in enumerate(expected.solo):
             self.prophet.streams[key, index] = [*stream, 0, 1, 2]
-            self._know_blocks(message.prompt + stream, params["cache_salt"])
+            self._know_blocks(message.prompt + stream, message.params)
         self.engine.send(message)
         while self.engine._grammars.waiting:  # a thread compiles: nothing here is left to chance
             time.sleep(0)
@@ -176,7 +195,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(advance=st.sampled_from([0.0, 0.01, 0.2]))
     def step(self, advance) -> None:
         self.now += advance
-        report = self.engine.step()
+        report = self._step()
         if report is not None:
             self._take(report)
         for one in self.requests.values():
@@ -187,6 +206,17 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(times):
             self.step(0.01)
             self.integrity()
+
+    def _step(self) -> StepReport | None:
+        """A step, which would wait for an adapter if there is nothing else to do."""
+        while self.loading and not (self.engine.scheduler.has_work or self.engine._inbox):
+            self.load_adapter()
+        return self.engine.step()
+
+    @precondition(lambda self: self.engine and self.loading)
+    @rule()
+    def load_adapter(self) -> None:
+        self.loading.pop(0)()
 
     def _draw_key(self, data) -> int:
         """Mostly one that lives; an ended one at times."""
@@ -281,7 +311,7 @@ class Traffic(RuleBasedStateMachine):
         bound = 2 * (to_make + 1) * (to_compute + 1)  # twice: some only complete the step before
         steps = 0
         while self.engine.has_work:
-            report = self.engine.step()
+            report = self._step()
             if report is None:
                 assert not self.engine.scheduler.has_work, "work waits, and the step did nothing"
                 break
@@ -293,6 +323,10 @@ class Traffic(RuleBasedStateMachine):
         assert self.engine.scheduler.kv.num_used == 0, "a block leaked"
         assert self.runner.in_flight == []
         assert self.engine.step() is None
+        pool = self.engine._adapters
+        assert not any((pool.waiting, pool._queue, pool._of, pool._since))
+        assert not any(entry.users for entry in pool._entries.values())
+        assert len(pool._entries) <= pool._most
 
     # ------------------------------------------------------------------ checks
 
@@ -382,9 +416,9 @@ class Traffic(RuleBasedStateMachine):
                 blocks.add((block, 0 if shared else index))
         return one.most >= 1 and len(blocks) <= self.runner.info.num_blocks
 
-    def _know_blocks(self, tokens: list[int], salt: str | None) -> None:
-        size = self.runner.info.block_size
-        slots, key = context(tokens), root_hash(salt)
+    def _know_blocks(self, tokens: list[int], params: SamplingParams) -> None:
+        size, adapter = self.runner.info.block_size, params.lora_name
+        slots, key = context(tokens, adapter), root_hash(params.cache_salt, adapter or "")
         for start in range(0, len(tokens) - size + 1, size):
             key = block_hash(key, tokens[start : start + size])
             self.known_blocks[key] = slots[start : start + size]

@@ -29,7 +29,7 @@ def loader() -> Load:
     return load
 
 
-def load(config: EngineConfig, tokenizer: bytes) -> tuple[FakeRunner, bytes, Compile]:
+def load(config: EngineConfig, tokenizer: bytes) -> tuple[FakeRunner, bytes, Compile, None]:
     """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``,
     ``garbage``: refused with what the collector does, or ``measures``: each process finds room for
     another number of blocks, of a byte each."""
@@ -47,7 +47,7 @@ def load(config: EngineConfig, tokenizer: bytes) -> tuple[FakeRunner, bytes, Com
     num_blocks = config.kv_cache_bytes or free
     runner = FakeRunner(faults=_faults, num_blocks=num_blocks, step_seconds=STEP_S)
     runner.info = msgspec.structs.replace(runner.info, kv_cache_bytes=num_blocks)
-    return runner, b"" if tokenizer else b"words", FakeGrammar
+    return runner, b"" if tokenizer else b"words", FakeGrammar, None
 
 
 def _faults(batch: Batch, written: bool) -> None:

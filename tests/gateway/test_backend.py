@@ -3,6 +3,7 @@ they are not, and who reads slowly holds nobody up."""
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney.gateway import backend as module
 from jitney.gateway.app import Gateway
-from jitney.gateway.ask import Ask
+from jitney.gateway.ask import Ask, Description
 from jitney.gateway.backend import Backend, Model, Step, translated
+from jitney.gateway.refusals import UnknownModelError
 from starlette.requests import Request
 from tritonclient.utils import InferenceServerException
 
@@ -158,6 +160,52 @@ def test_a_model_that_is_unloaded_while_they_are_listed_is_left_out(
     monkeypatch.setattr(backend, "look", look)
     listed = asyncio.run(Gateway(backend, {}, None).models(Request({"type": "http"})))
     assert [each["id"] for each in json.loads(bytes(listed.body))["data"]] == ["digits"]
+
+
+def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests go to the model that has it, and name it."""
+    backend, asked = backend_of(monkeypatch, FakeStream(steps=1), FakeStream(steps=1)), []
+    adapters, described = ["law"], []
+
+    async def names() -> list[str]:
+        return ["digits", "m"]
+
+    async def ask(name: str) -> Model:
+        described.append(name)
+        if name not in ("digits", "m"):
+            raise translated(name, "", f"Request for unknown model: {name!r} is not found")
+        taken = Description(64, 1, frozenset(), adapters=adapters.copy())
+        return Model(name, "", {}, taken if name == "m" else None, time.monotonic())
+
+    def stream_infer(requests: Any, headers: dict[str, str]) -> FakeStream:
+        asked.append(requests)
+        return opened(requests, headers)
+
+    monkeypatch.setattr(backend, "names", names)
+    monkeypatch.setattr(backend, "_ask", ask)
+    opened = backend._client.stream_infer
+    monkeypatch.setattr(backend._client, "stream_infer", stream_infer)
+
+    async def play() -> list[dict[str, Any]]:
+        with pytest.raises(UnknownModelError, match="'tax'"):
+            await backend.look("tax")
+        assert (await backend.look("law")).base == "m"
+        inputs: dict[str, Any] = {"sampling_parameters": b'{"n": 1}', "stream": True}
+        for model in ("law", "m"):
+            await backend.perform(Ask(model=model, inputs=inputs))
+        return [await anext(requests) for requests in asked]
+
+    found = asyncio.run(play())
+    assert [each["model_name"] for each in found] == ["m", "m"]
+    params = [json.loads(each["inputs"][0]._get_content()[4:]) for each in found]
+    assert params == [{"n": 1, "lora_name": "law"}, {"n": 1}]
+    listed = asyncio.run(Gateway(backend, {}, None).models(Request({"type": "http"})))
+    entries = json.loads(bytes(listed.body))["data"]
+    assert [(each["id"], each.get("parent")) for each in entries] == [("m", None), ("law", "m")]
+    # One whose folder is new is found once what is known of the model is a second old.
+    adapters.append("tax")
+    monkeypatch.setattr(module, "_STALE_S", 0.0)
+    assert asyncio.run(backend.look("tax")).base == "m"
 
 
 def test_a_server_that_is_away_is_unavailable() -> None:

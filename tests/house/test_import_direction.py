@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"messages"},
     "kernels": {"execution"},
     "quantization": {"execution"},
+    "adapters": {"execution"},
     "engine": {"core"},
     "server_log": set(),
     "standins": {"errors", "server_log"},
@@ -40,11 +41,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # The one file that knows the rooms which run a model, and puts them together.
 ASSEMBLY = "engine.assemble"
-MAY_IMPORT_IN_ASSEMBLY = {"kernels", "quantization", "execution", "text"}
+MAY_IMPORT_IN_ASSEMBLY = {"kernels", "quantization", "adapters", "execution", "text"}
 
 # Library -> the rooms that may import it. What is not listed is free for all.
 CONFINED = {
-    "torch": {"execution", "kernels", "quantization", "engine", "offline", "server"},
+    "torch": {"execution", "kernels", "quantization", "adapters", "engine", "offline", "server"},
     "transformers": {
         "execution",
         "kernels",

@@ -28,11 +28,11 @@ def loader() -> Load:
     return load
 
 
-def load(config: EngineConfig, tokenizer: bytes) -> tuple["ArithmeticRunner", bytes, Compile]:
+def load(config: EngineConfig, tokenizer: bytes) -> tuple["ArithmeticRunner", bytes, Compile, None]:
     """``model`` of the options is the folder of a ``tokenizer.json``. It is read in any case."""
     text = Path(config.model, "tokenizer.json").read_text(encoding="utf-8")
     data = TokenizerData(text, eos_id=None, chat_template=None, special_tokens={})
-    return ArithmeticRunner(config), msgspec.msgpack.encode(data), refuse
+    return ArithmeticRunner(config), msgspec.msgpack.encode(data), refuse, None
 
 
 def token_of(row: Row, index: int) -> int:

@@ -77,6 +77,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
     """Token budget of one step, at least ``max_num_seqs``. None: 512 on a CPU, 8,192 on a GPU."""
 
+    # -- adapters
+    adapters: str | None = None
+    """A folder, relative to the version folder, with a folder for each LoRA adapter in PEFT's
+    format. One that is put there later is found when a request first names it."""
+    max_adapters: Annotated[int, Meta(ge=1, le=4096)] = 16
+    """Most adapters in memory; the one used longest ago makes room. Memory is kept for so many."""
+    max_adapter_rank: Annotated[int, Meta(ge=1, le=512)] = 32
+    """Largest rank of an adapter."""
+
     # -- the step on a GPU
     overlap: bool = True
     """Plan and launch a step while the one before it still runs."""
@@ -211,6 +220,9 @@ def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> Engi
         if folder.is_dir():
             speculation = msgspec.structs.replace(speculation, model=str(folder.resolve()))
             config = msgspec.structs.replace(config, speculation=speculation)
+    if config.adapters is not None:
+        adapters = str((path.parent / config.adapters).resolve())
+        config = msgspec.structs.replace(config, adapters=adapters)
     return config
 
 
@@ -243,6 +255,8 @@ def make_config(options: dict[str, object]) -> EngineConfig:
     for name in config.chat_template_parameters:
         if name in _NOT_TEMPLATE_PARAMETERS:
             raise ConfigError(f"option chat_template_parameters must not hold {name!r}")
+    if config.adapters is not None and config.compile:
+        raise ConfigError("options adapters and compile exclude each other")
     _check_gpu_options(config)
     return config
 

@@ -182,6 +182,13 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     preemptions: int = 0
     out_of_memory: int = 0
     """Steps that raised MemoryError."""
+    adapters_resident: int = 0
+    adapter_loads: int = 0
+    """Ended, those that failed included."""
+    adapter_hits: int = 0
+    """Requests whose adapter was resident."""
+    adapter_wait_seconds: float = 0.0
+    """Of requests whose adapter was not."""
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="step"):
@@ -245,6 +252,14 @@ class GrammarState(Protocol):
         bits."""
 
 
+class Adapter(Protocol):
+    """A loaded adapter. It stays while a request that names it is open."""
+
+    @property
+    def version(self) -> str:
+        """Tells its files apart from all others: the prefix cache is rooted in it."""
+
+
 class Grammar(Protocol):
     """A compiled grammar. Sequences share it."""
 
@@ -288,10 +303,10 @@ class Row:
     """How many of ``token_ids``, the last ones, are drafts: not part of ``output``. Then ``sample``
     has one index, and a token is sampled before the first and behind each of them, as if those
     before it were output."""
-
     propose: int = 0
     """How many tokens a draft model is to propose behind the last good sample. The block table has
     slots for so many more."""
+    adapter: Adapter | None = None
 
     @property
     def num_samples(self) -> int:

@@ -60,6 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: tuple[int, ...] | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
+    lora_name: str | None = None
+    """The model's adapter of that name. None: the model as it is."""
     priority: int = 0
     """Ours: lower first."""
     deadline_ms: float | None = None

@@ -113,3 +113,9 @@ def test_plain_torch_is_refused(tmp_path) -> None:
         load_runner(options(tmp_path, "llama", attention="reference"))
     with pytest.raises(ConfigError, match=r"batch_invariant is true, but .* computes"):
         load_runner(options(tmp_path, "llama", fuse=False))
+
+
+def test_adapters_need_a_native_call(tmp_path) -> None:
+    (tmp_path / "adapters").mkdir()
+    with pytest.raises(ConfigError, match="a step of this model is no native call"):
+        load_runner(options(tmp_path, "gemma3", adapters=str(tmp_path / "adapters")))

@@ -246,6 +246,7 @@ class Planner:
                 sequence.grammar,
                 drafts,
                 propose,
+                request.adapter,
             )
         )
         sequence.num_planned += count

@@ -8,7 +8,7 @@ its own.
 import enum
 
 from jitney.core.kv_cache import block_hash, root_hash
-from jitney.messages import Grammar, GrammarState, Logprob, Submit, Timing
+from jitney.messages import Adapter, Grammar, GrammarState, Logprob, Submit, Timing
 
 
 class State(enum.Enum):
@@ -23,6 +23,7 @@ class Request:
     """One submitted request: what its sequences share."""
 
     __slots__ = (
+        "adapter",
         "aged_arrival",
         "cached_prompt_tokens",
         "computed_prompt_tokens",
@@ -49,9 +50,11 @@ class Request:
         reserved_blocks: int,
         aged_arrival: float,
         grammar: Grammar | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.message = message
         self.grammar = grammar
+        self.adapter = adapter
         self.aged_arrival = aged_arrival
         """Arrival, shifted by priority: what its sequences are ranked by."""
         self.max_output = max_output
@@ -64,7 +67,8 @@ class Request:
         """Sequences that have not ended, those not yet made included."""
         self.reads_output = _reads_output(message)
         self.takes_forced = _takes_forced(message)
-        self.root = root_hash(message.params.cache_salt)
+        version = "" if adapter is None else adapter.version
+        self.root = root_hash(message.params.cache_salt, version)
         self.prompt_logprobs: list[list[Logprob] | None] = [None]
         """One entry per prompt position as far as known; nothing precedes the first."""
         self.first_scheduled: float | None = None

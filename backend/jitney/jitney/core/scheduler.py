@@ -30,6 +30,7 @@ from jitney.core.request import Request, State
 from jitney.core.step_in_flight import Counts, StepInFlight
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import (
+    Adapter,
     Batch,
     Cancelled,
     Event,
@@ -128,7 +129,13 @@ class Scheduler:
 
     # ------------------------------------------------------------------ messages
 
-    def submit(self, message: Submit, now: float, grammar: Grammar | None = None) -> list[Event]:
+    def submit(
+        self,
+        message: Submit,
+        now: float,
+        grammar: Grammar | None = None,
+        adapter: Adapter | None = None,
+    ) -> list[Event]:
         """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
         could not hold it, Failed UNAVAILABLE if the queue is full. A resumed one was accepted
         before, so the queue's limit is not asked; its sequences go on like preempted ones."""
@@ -149,7 +156,7 @@ class Scheduler:
             return [Failed(message.key, refusal.code, str(refusal))]
         reserved_blocks = 0 if self._preempts else needs.request_blocks
         aged = message.params.priority * self.config.aging_s + message.arrival
-        request = Request(message, needs.max_output, reserved_blocks, aged, grammar)
+        request = Request(message, needs.max_output, reserved_blocks, aged, grammar, adapter)
         if message.first_token is not None and not self._preempts:
             # Each computes the prompt on its own, so each reserves all of its blocks.
             request.reserved_blocks = 0

@@ -1,5 +1,5 @@
-"""Puts the rooms together that run a model: the one file that knows execution, kernels and
-quantization. Called by the front ends.
+"""Puts the rooms together that run a model: the one file that knows execution, kernels,
+quantization and adapters. Called by the front ends.
 """
 
 import logging
@@ -8,7 +8,9 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from jitney.adapters.pool import make_pool
 from jitney.config import EngineConfig
+from jitney.engine.engine import AdapterPool
 from jitney.engine.grammars import Compile, refuse
 from jitney.execution import load
 from jitney.execution.accelerator import Accelerator, DeviceRunner
@@ -26,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 __all__ = [
     "accelerator_for",
+    "adapter_pool",
     "grammar_compiler",
     "load_model",
     "load_runner",
@@ -40,7 +43,10 @@ def load_runner(config: EngineConfig) -> DeviceRunner:
     return load.load_runner(config, accelerator, weight_format)
 
 
-def prepare() -> Callable[[EngineConfig, bytes], tuple[DeviceRunner, bytes, Compile]]:
+_Loaded = tuple[DeviceRunner, bytes, Compile, AdapterPool | None]
+
+
+def prepare() -> Callable[[EngineConfig, bytes], _Loaded]:
     """Do what every load on this machine needs, without touching a device; gives what loads."""
     load.import_models()
     if not torch.backends.cuda.is_built():
@@ -48,7 +54,7 @@ def prepare() -> Callable[[EngineConfig, bytes], tuple[DeviceRunner, bytes, Comp
     return _load_for_front
 
 
-def _load_for_front(config: EngineConfig, tokenizer: bytes) -> tuple[DeviceRunner, bytes, Compile]:
+def _load_for_front(config: EngineConfig, tokenizer: bytes) -> _Loaded:
     """See ``process.Load``. The data are for a front that imports no transformers."""
     if tokenizer:
         data = msgspec.msgpack.decode(tokenizer, type=TokenizerData)
@@ -56,7 +62,13 @@ def _load_for_front(config: EngineConfig, tokenizer: bytes) -> tuple[DeviceRunne
         data = read_tokenizer(resolve_model(config.model))
     runner = load_runner(config)
     unknown = b"" if tokenizer else msgspec.msgpack.encode(data)
-    return runner, unknown, grammar_compiler(data, runner.info)
+    compiler = grammar_compiler(data, runner.info)
+    return runner, unknown, compiler, adapter_pool(config, runner)
+
+
+def adapter_pool(config: EngineConfig, runner: DeviceRunner) -> AdapterPool | None:
+    """The adapters of a loaded model; None without option ``adapters``."""
+    return None if config.adapters is None else make_pool(config, runner)
 
 
 def grammar_compiler(data: TokenizerData, info: ModelInfo) -> Compile:

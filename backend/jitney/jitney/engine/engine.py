@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
@@ -30,6 +30,7 @@ from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
 from jitney.messages import (
     TERMINAL,
+    Adapter,
     Batch,
     Cancel,
     Event,
@@ -40,6 +41,7 @@ from jitney.messages import (
     Row,
     StepOutput,
     StepReport,
+    StepStats,
     Submit,
 )
 
@@ -84,6 +86,34 @@ class OverlappingRunner(Runner, Protocol):
         step the engine waits for the other one and calls :meth:`execute` next."""
 
 
+class AdapterPool(Protocol):
+    """The adapters that are in memory, and the requests that wait for one. Everything is called
+    under the lock of the engine's inbox."""
+
+    @property
+    def waiting(self) -> Collection[int]:
+        """Keys of requests whose adapter is not in memory yet."""
+
+    def connect(self, woken: threading.Condition, inbox: list[Message]) -> None:
+        """What waits no more goes into ``inbox``."""
+
+    def admit(self, messages: list[Message], now: float) -> list[Message]:
+        """Those that need not wait, in order, and what waits beyond its deadline."""
+
+    def take(self, message: Submit) -> Adapter | None:
+        """The adapter of an admitted request; None if it has none, or must not run. Raises what
+        its loading did."""
+
+    def release(self, keys: Iterable[int]) -> None:
+        """These requests have ended."""
+
+    def next_deadline(self) -> float | None:
+        """The earliest of a request that waits."""
+
+    def stats(self, stats: StepStats) -> StepStats:
+        """With the pool's figures; its counts begin from zero again."""
+
+
 class Outbox(Protocol):
     """Where reports go: a queue, or a front's responder."""
 
@@ -117,9 +147,11 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         before_step: Callable[[list[Batch]], None] = lambda batches: None,
         compile_grammar: Compile = refuse,
+        adapters: AdapterPool | None = None,
     ) -> None:
         """``before_step`` is told what is about to be computed, steps in flight included;
-        ``compile_grammar`` is called in a thread of its own."""
+        ``compile_grammar`` is called in a thread of its own. Without ``adapters``, no request
+        names one."""
         self.config = config
         self.runner = runner
         self.health = Health()
@@ -136,6 +168,9 @@ class Engine:
         self._inbox: list[Message] = []  # this and the two below: under _woken
         most = config.grammar_cache
         self._grammars = Grammars(compile_grammar, most, self._woken, self._inbox)
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.connect(self._woken, self._inbox)
         self._stopped = False
 
     @property
@@ -170,26 +205,25 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would find anything to do. For the engine's thread."""
-        waits = self._inbox or self._grammars.waiting
-        return self.scheduler.has_work or bool(self._in_flight or waits)
+        return self.scheduler.has_work or bool(self._in_flight) or self._waits
 
     def step(self) -> StepReport | None:
         """Make one step. None: there was nothing to do, and nothing is in flight. If all that is
-        to be done waits for a grammar, the step waits for it too.
+        to be done waits for a grammar or an adapter, the step waits for it too.
 
         With overlap the events are those of the step before, so the first step has none.
         ``step_seconds`` is the time of this call: in steady state what a step on the device takes,
         because the call waits for the end of one.
         """
-        messages = self._read_inbox()
-        now = self._clock()  # after the inbox was read: later than every arrival in it
+        messages, now = self._read_inbox()
         self.scheduler.reset_counts()
         self._out_of_memory = 0
         events = self._apply(messages, now) + self.scheduler.expire(now)
         if not (events or self.scheduler.has_work or self._in_flight):
-            if not (self._grammars.waiting or self._inbox):  # in this order: it may just be ready
+            if not self._waits:
                 return None
-            self._wait_for_message(None)
+            deadline = None if self._adapters is None else self._adapters.next_deadline()
+            self._wait_for_message(None if deadline is None else max(0.0, deadline - now))
         if self._launcher is not None:
             events += self._step_overlapped(self._launcher, now)
         elif self.scheduler.has_work:
@@ -202,8 +236,11 @@ class Engine:
             else:
                 self.scheduler.revert(batch)
                 events += self._execute_again(batch.rows)
-        self._open.difference_update(one.key for one in events if isinstance(one, TERMINAL))
+        self._close({one.key for one in events if isinstance(one, TERMINAL)})
         stats = self.scheduler.stats(self._clock() - now, self._out_of_memory)
+        if self._adapters is not None:
+            with self._woken:
+                stats = self._adapters.stats(stats)
         return StepReport(events, stats)
 
     def abandon(self) -> None:
@@ -221,7 +258,7 @@ class Engine:
         with self._woken:
             self._inbox.clear()
             self._grammars.forget()
-        self._open.clear()
+        self._close(self._open.copy())
         self.scheduler = self._make_scheduler()
 
     def run(self, outbox: Outbox) -> None:
@@ -250,15 +287,32 @@ class Engine:
 
     # ------------------------------------------------------------------ parts of a step
 
-    def _read_inbox(self) -> list[Message]:
-        """Take all messages that have come, in order."""
+    @property
+    def _waits(self) -> bool:
+        """Whether anything has come, or is to come once a grammar or an adapter is there."""
+        if self._grammars.waiting or self._inbox:  # in this order: it may just be ready
+            return True
+        return self._adapters is not None and bool(self._adapters.waiting or self._inbox)
+
+    def _read_inbox(self) -> tuple[list[Message], float]:
+        """Take all messages that have come, in order, and the time after the last arrival."""
         with self._woken:
             messages = self._inbox.copy()
             self._inbox.clear()
-        return messages
+            now = self._clock()
+            self._open.update(one.key for one in messages if isinstance(one, Submit))
+            if self._adapters is not None:
+                messages = self._adapters.admit(messages, now)
+        return messages, now
+
+    def _close(self, keys: set[int]) -> None:
+        """These requests have had their terminal event."""
+        self._open -= keys
+        if self._adapters is not None and keys:
+            with self._woken:
+                self._adapters.release(keys)
 
     def _apply(self, messages: list[Message], now: float) -> list[Event]:
-        self._open.update(one.key for one in messages if isinstance(one, Submit))
         events: list[Event] = []
         for message in messages:
             if isinstance(message, Submit):
@@ -273,9 +327,10 @@ class Engine:
     def _submit(self, message: Submit, now: float) -> list[Event]:
         try:
             grammar = self._grammars.take(message)
+            adapter = None if self._adapters is None else self._adapters.take(message)
         except JitneyError as error:
             return [Failed(message.key, error.code, str(error))]
-        return self.scheduler.submit(message, now, grammar)
+        return self.scheduler.submit(message, now, grammar, adapter)
 
     def _step_overlapped(self, runner: OverlappingRunner, now: float) -> list[Event]:
         """Schedule and launch a step, then wait for the one before it and update: that one runs
@@ -369,7 +424,7 @@ class Engine:
         self.abandon()
         self.scheduler = self._make_scheduler()
         events: list[Event] = [Failed(key, error.code, str(error)) for key in sorted(self._open)]
-        self._open.clear()
+        self._close(self._open.copy())
         return StepReport(events, self.scheduler.stats())
 
     def _wait(self) -> None:

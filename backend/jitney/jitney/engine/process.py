@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 from jitney.config import EngineConfig
-from jitney.engine.engine import Engine, Runner
+from jitney.engine.engine import AdapterPool, Engine, Runner
 from jitney.engine.grammars import Compile
 from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
@@ -36,10 +37,10 @@ from jitney.messages import Batch, Cancel, Finish, Submit
 
 _log = logging.getLogger(__name__)
 
-Load = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile]]
+Load = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile, AdapterPool | None]]
 """Loads a model, whose tokenizer's data may be given: its runner, the data for the front if they
-were not, and what compiles grammars. The loader that the nursery is told of does what every load
-needs, and gives this."""
+were not, what compiles grammars, and its adapters if it takes any. The loader that
+the nursery is told of does what every load needs, and gives this."""
 
 NUMBER = struct.Struct("<q")
 """How the nursery tells a pid or an exit status (negative: a signal)."""
@@ -103,7 +104,7 @@ def serve(descriptor: int, load: Load) -> int:
     start = frames.receive()
     assert isinstance(start, Start)
     try:
-        runner, tokenizer, compile_grammar = load(start.config, start.tokenizer)
+        runner, tokenizer, compile_grammar, adapters = load(start.config, start.tokenizer)
     except (JitneyError, MemoryError) as error:
         full = LoadError("the model does not fit into memory")
         said = error if isinstance(error, JitneyError) else full
@@ -116,7 +117,7 @@ def serve(descriptor: int, load: Load) -> int:
         )
         frames.send(StepBegun(list(spans)))
 
-    engine = Engine(start.config, runner, before_step=tell, compile_grammar=compile_grammar)
+    engine = Engine(start.config, runner, time.monotonic, tell, compile_grammar, adapters)
     frames.send(Ready(runner.info, tokenizer))
     threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()
     try:

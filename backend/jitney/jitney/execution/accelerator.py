@@ -5,7 +5,7 @@ load and hands it to ``load.load_runner``. Without one, everything runs in plain
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
 from jitney.execution.draft import DraftModel
 from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
+from jitney.execution.low_rank import Factors, LowRank, Site
 from jitney.execution.memory import StepMemory
 from jitney.execution.reference import ReferenceAttention
 from jitney.messages import Batch, ModelInfo, StepOutput
@@ -36,6 +37,13 @@ class DeviceRunner(Protocol):
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
         """Run these first steps, and prepare whatever else requests may ask for."""
+
+    @property
+    def sites(self) -> Mapping[str, Site]:
+        """What adapters may change, by path."""
+
+    def make_adapter(self, version: str, factors: Mapping[str, Factors]) -> LowRank:
+        """An adapter as steps take it, of factors on the CPU. Any thread may call it."""
 
     def close(self) -> None:
         """Give the memory of module and cache back."""

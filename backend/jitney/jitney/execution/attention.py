@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jitney.execution.low_rank import Span, spans_of
 from jitney.execution.machine import to_device
 from jitney.messages import Row
 
@@ -51,6 +52,8 @@ class AttentionMetadata:
     max_context_len: int
     plans: dict[Hashable, object] = field(default_factory=dict)
     """Work lists that an attention function derives from this step, kept for its other layers."""
+    adapted: list[Span] = field(default_factory=list)
+    """The tokens that adapters change, in order."""
 
     @property
     def num_rows(self) -> int:
@@ -135,6 +138,7 @@ def build_metadata(
         block_size=block_size,
         max_query_len=longest,
         max_context_len=max(ends),
+        adapted=spans_of(rows),
     )
 
 

@@ -54,6 +54,7 @@ class DraftModel:
             asked = further
 
     def _forward(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
+        meta = replace(meta, adapted=[])  # they are the model's
         return self._model.forward(ids, meta.positions, indices, PagedStep(self.caches, meta))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
+from jitney.execution.low_rank import Hooks, Pack, Site
 
 NAME = "jitney"
 
@@ -106,6 +107,12 @@ class LoadedModel:
     weight_bytes: int
     forward: StepFunction
     """Through transformers (:func:`forward`), or the fused form of the whole model."""
+    fused: bool = False
+    """Whether ``forward`` is the fused form of the whole model."""
+    sites: Mapping[str, Site] = field(default_factory=dict)
+    """What adapters may change, by the layers' paths in the module as it was loaded."""
+    pack: Pack | None = None
+    """Makes ``LowRank.packed``, if ``forward`` needs it."""
     cache_scales: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By layer, what a float8 cache's keys and values are multiplied by when they are read, as the
     checkpoint states it: float32 [KV heads], on the device. Empty if it does not."""
@@ -174,7 +181,8 @@ def forward(
 
     ids and positions are int64 [T], rows int64 indices into them, at least one.
     """
-    with torch.inference_mode():
+    adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
+    with torch.inference_mode(), Hooks(module, adapted):
         output = module(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),

@@ -22,6 +22,7 @@ from jitney.execution.accelerator import Accelerator, DeviceRunner, select_atten
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_model
 from jitney.execution.draft import DraftModel
 from jitney.execution.interface import AttentionFunction, LayerSpec, LoadedModel
+from jitney.execution.low_rank import find_sites
 from jitney.execution.quantized import Quantizer, WeightFormat, coarse_layers
 from jitney.execution.runner import TorchRunner
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
@@ -65,10 +66,13 @@ def load_runner(
         memory.make_layer_caches, layers, attention, config.block_size, dtype, model.device
     )
     scales = steps = None
+    if config.adapters is not None:
+        model = replace(model, sites=find_sites(model.module))
     if accelerator is not None:
         model = _speed_up(config, model, accelerator, rows)
         scales = accelerator.kv_scales(model)
         steps = accelerator.step_memory(model, make_caches(1)[:own], info)
+    _check_sites(model)
     drafts = 0 if config.speculation is None else config.speculation.max_drafts
     steps = steps or memory.estimate_steps(model, budget, config.max_num_seqs * (1 + drafts))
     weights = model.weight_bytes + (draft.weight_bytes if draft is not None else 0)
@@ -214,6 +218,15 @@ def _speed_up(
     after = probe.probe_logits(model.module, model.layers, *form)
     probe.check_same(before, after, coarse=coarse)
     return faster
+
+
+def _check_sites(model: LoadedModel) -> None:
+    """Raise ConfigError if adapters would have to change a layer that was fused with others."""
+    paths = dict(model.module.named_modules())
+    for path in () if model.fused else model.sites:
+        if path not in paths:
+            bound = f"False for adapters to change {path}: not all of this model's parts are fused"
+            raise ConfigError.of("fuse", True, bound)
 
 
 def _describe(

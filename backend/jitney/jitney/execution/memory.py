@@ -15,6 +15,7 @@ from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import cache_shape
 from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec, LoadedModel
+from jitney.execution.low_rank import adapter_bytes
 
 # Defaults of the cache: a share of what is free after loading, and at most so much on a CPU.
 _CPU_SHARE, _CPU_MOST = 0.25, 4 << 30
@@ -46,16 +47,19 @@ class Ledger:
     num_blocks: int
     block_size: int
     block_bytes: int
+    adapters: int = 0
+    """Of as many adapters as may be in memory."""
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
         activations, graphs = map(_mib, self.steps)
+        of_adapters = f"adapters at most {_mib(self.adapters)}, " if self.adapters else ""
         of_graphs = f"graphs at most about {graphs}, " if self.steps.graphs else ""
         return (
             f"memory: weights {_mib(self.weights)}, KV cache {_mib(self.cache)} "
             f"({self.num_blocks:,} blocks of {self.block_size}: {tokens:,} tokens, "
             f"{self.block_bytes // self.block_size:,} bytes each), activations at most about "
-            f"{activations}, {of_graphs}left {_mib(self.free)}"
+            f"{activations}, {of_graphs}{of_adapters}left {_mib(self.free)}"
         )
 
 
@@ -69,7 +73,9 @@ def plan_memory(
     enough for one block.
     """
     per_block = block_bytes(model.layers, config.block_size, dtype)
-    step = sum(steps)
+    largest = adapter_bytes(model.sites, config.max_adapter_rank, model.dtype)
+    adapters = config.max_adapters * largest * (1 if model.pack is None else 2)
+    step, uses = sum(steps) + adapters, "a step and adapters" if adapters else "a step"
     room = max(0, available - step)
     spared = max(0, room - int(available * _SPARE))
     key: str = "kv_cache_bytes"
@@ -78,7 +84,9 @@ def plan_memory(
         size = config.kv_cache_bytes
         if size > room:
             raise ConfigError.of(
-                key, size, f"at most {room:,}, the free memory less {step:,} for a step"
+                key,
+                size,
+                f"at most {room:,}, the free memory less {step:,} for {uses}",
             )
     elif config.kv_cache_fraction is not None:
         key, value = "kv_cache_fraction", config.kv_cache_fraction
@@ -102,6 +110,7 @@ def plan_memory(
         cache=cache,
         steps=steps,
         free=available - cache - step,
+        adapters=adapters,
         num_blocks=num_blocks,
         block_size=config.block_size,
         block_bytes=per_block,

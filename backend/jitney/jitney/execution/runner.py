@@ -7,7 +7,7 @@ A step is launched, then waited for. On a GPU its tokens stay there as the next 
 that one can be launched before :meth:`PendingStep.wait` has brought them to the host.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,7 @@ from jitney.execution.attention import AttentionMetadata, BlockTables, build_met
 from jitney.execution.draft import DraftModel
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
 from jitney.execution.logits_processors import needs_processing
+from jitney.execution.low_rank import Factors, LowRank, Site
 from jitney.execution.machine import enter_device, synchronize, to_device
 from jitney.execution.sampler import Sampled, Samples, prompt_logprobs, sample
 from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput
@@ -138,6 +139,21 @@ class TorchRunner:
         """Compute first steps, so that kernels are compiled and memory is touched."""
         for batch in batches:
             self.execute(batch)
+
+    @property
+    def sites(self) -> Mapping[str, Site]:
+        """What adapters may change; empty unless option ``adapters`` is set."""
+        return self._model.sites
+
+    def make_adapter(self, version: str, factors: Mapping[str, Factors]) -> LowRank:
+        """An adapter as steps take it, of factors on the CPU. Any thread may call it."""
+        dtype, device = self._model.dtype, self._device
+        placed = {
+            path: Factors(*(each.to(device, dtype) for each in pair))
+            for path, pair in factors.items()
+        }
+        pack = self._model.pack
+        return LowRank(version, placed, None if pack is None else pack(placed))
 
     def close(self) -> None:
         """Give the memory of module and cache back. The runner is of no use afterwards."""

@@ -42,6 +42,7 @@ GAUGES = {
     "jitney_kv_used_blocks": "KV blocks that a live sequence refers to",
     "jitney_kv_cached_blocks": "KV blocks kept only for the prefix cache, which can be evicted",
     "jitney_kv_free_blocks": "KV blocks that hold nothing",
+    "jitney_resident_adapters": "LoRA adapters in memory",
     "jitney_engine_up": "1 while the engine's process is loaded, 0 while it is started again",
 }
 COUNTERS = {
@@ -55,6 +56,9 @@ COUNTERS = {
     "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
     "jitney_preemptions_total": "Sequences that lost their blocks and were computed again",
+    "jitney_adapter_loads_total": "LoRA adapters read from their files, with success or without",
+    "jitney_adapter_hits_total": "Requests whose LoRA adapter was in memory",
+    "jitney_adapter_wait_seconds_total": "Sum over requests that waited for their LoRA adapter",
     "jitney_out_of_memory_total": "Steps too large for the device's memory, made again in halves",
     "jitney_replayed_requests_total": "Requests resumed in an engine that replaced another",
     "jitney_replayed_tokens_total": "Tokens that these had emitted, computed again, not sent again",
@@ -140,6 +144,7 @@ class Metrics:
             ("jitney_kv_used_blocks",): stats.blocks_used,
             ("jitney_kv_cached_blocks",): stats.blocks_cached,
             ("jitney_kv_free_blocks",): unused - stats.blocks_cached,
+            ("jitney_resident_adapters",): stats.adapters_resident,
             ("jitney_engine_up",): int(health.up),
             ("jitney_replayed_requests_total",): health.replayed_requests,
             ("jitney_replayed_tokens_total",): health.replayed_tokens,
@@ -167,6 +172,9 @@ class Metrics:
         self.count("jitney_prefix_hit_tokens_total", stats.prefix_hit_tokens)
         self.count("jitney_preemptions_total", stats.preemptions)
         self.count("jitney_out_of_memory_total", stats.out_of_memory)
+        self.count("jitney_adapter_loads_total", stats.adapter_loads)
+        self.count("jitney_adapter_hits_total", stats.adapter_hits)
+        self.count("jitney_adapter_wait_seconds_total", stats.adapter_wait_seconds)
         if stats.batch_sequences:  # a step of messages alone computes nothing
             self.observe("jitney_step_seconds", stats.step_seconds)
             self.observe("jitney_batch_sequences", stats.batch_sequences)

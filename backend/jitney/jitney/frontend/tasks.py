@@ -14,7 +14,7 @@ from jitney.frontend.channel import NamedArray
 from jitney.frontend.protocol import ClientRequest, strings
 from jitney.messages import ModelInfo
 from jitney.sampling_params import NAMES, check_token_ids
-from jitney.text.intake import encode_input
+from jitney.text.intake import adapter_names, encode_input
 from jitney.text.tokenizer import Tokenizer
 
 
@@ -35,10 +35,11 @@ def perform(
 
 def _describe(tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo) -> bytes:
     """JSON: limits, the sampling parameters and template parameters that are taken, the chat
-    template, the names of the formats that parsers of its output need, and added tokens."""
+    template, adapters, the names of the formats that parsers of its output need, added tokens."""
     said: dict[str, object] = {"max_model_len": info.max_model_len, "vocab_size": info.vocab_size}
     said |= {name: getattr(config, name) for name in ("max_n", "max_logprobs", "max_queued")}
     said |= {"chat_template": tokenizer.data.chat_template, "sampling_parameters": NAMES}
     for name in ("chat_template_parameters", "tool_format", "reasoning_format"):
         said[name] = getattr(config, name)
+    said["adapters"] = adapter_names(config)
     return msgspec.json.encode(said | {"added_tokens": tokenizer.added_tokens})

@@ -201,11 +201,15 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         """All that serve one of the endpoints."""
-        found: list[dict[str, Any] | None] = []
-        for name in await self._backend.names():
+        found: dict[str, dict[str, Any] | None] = {}
+        names = await self._backend.names()
+        while names:
+            name = names.pop(0)
             with contextlib.suppress(UnknownModelError):  # it has just been unloaded
-                found.append(await self._entry(name))
-        return as_json({"object": "list", "data": [each for each in found if each]})
+                found[name] = await self._entry(name)
+                known = (await self._backend.look(name)).description
+                names += [each for each in known.adapters if each not in found] if known else []
+        return as_json({"object": "list", "data": [each for each in found.values() if each]})
 
     async def model(self, request: Request) -> Response:
         """One of them."""
@@ -221,6 +225,8 @@ class Gateway:
         entry = {"id": name, "object": "model", "created": 0, "owned_by": "jitney"}
         if model.description is not None:
             entry["max_model_len"] = model.description.max_model_len
+        if model.base is not None:
+            entry["parent"] = model.base
         return entry
 
     async def health(self, request: Request) -> Response:

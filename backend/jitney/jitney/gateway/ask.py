@@ -39,6 +39,8 @@ class Description(msgspec.Struct):
     tool_format: str | None = None
     reasoning_format: str | None = None
     added_tokens: dict[str, int] = {}
+    adapters: list[str] = []
+    """What ``lora_name`` may be. Each is a model of the gateway."""
 
 
 class Ask(msgspec.Struct, kw_only=True):

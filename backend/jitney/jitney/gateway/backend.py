@@ -19,7 +19,7 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from jitney.errors import CancelledError, JitneyError, UnavailableError, from_code
-from jitney.gateway.ask import Ask, Description
+from jitney.gateway.ask import Ask, Description, Tensor
 from jitney.gateway.refusals import UnknownModelError
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -28,6 +28,8 @@ MAX_WAITING = 4096
 """Steps of one answer that may wait for a slow client."""
 _FRESH_S = 30.0
 """Seconds for which what is known of a model is taken to be true."""
+_STALE_S = 1.0
+"""Seconds after which it is asked again for an adapter that it did not have."""
 _CODES = ("INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
 _CHANNEL = (
     ("grpc.max_send_message_length", -1),
@@ -67,6 +69,8 @@ class Model(msgspec.Struct):
     """Of a language model."""
     at: float
     """When it was asked; monotonic seconds."""
+    base: str | None = None
+    """Of an adapter: the model it belongs to."""
 
 
 class Backend:
@@ -111,9 +115,28 @@ class Backend:
         """What is known of a model. Raises UnknownModelError if it is not ready."""
         found = self._models.get(name)
         if found is None or time.monotonic() - found.at > _FRESH_S:
-            self._models.pop(name, None)
-            found = self._models[name] = await self._ask(name)
+            try:
+                found = await self._ask(name)
+            except UnknownModelError:
+                found = await self._find_adapter(name)
+                if found is None:
+                    self._models.pop(name, None)
+                    raise
+            self._models[name] = found
         return found
+
+    async def _find_adapter(self, name: str) -> Model | None:
+        """An adapter of one of the models; of the first, if several have one of that name."""
+        for base in await self.names():
+            with contextlib.suppress(UnknownModelError):  # it has just been unloaded
+                model = await self.look(base)
+                known = model.description
+                if known and name not in known.adapters and time.monotonic() - model.at > _STALE_S:
+                    model = self._models[base] = await self._ask(base)
+                    known = model.description
+                if known and name in known.adapters:
+                    return Model(name, model.endpoint, model.config, known, model.at, base)
+        return None
 
     async def _ask(self, name: str) -> Model:
         with _translated(name):
@@ -183,13 +206,25 @@ class Backend:
             end = error
         news.put_nowait(end)
 
+    def _resolve(self, ask: Ask) -> tuple[str, dict[str, Tensor]]:
+        """The server's model, and its inputs: those of an adapter name it."""
+        known = self._models.get(ask.model)
+        if known is None or known.base is None:
+            return ask.model, ask.inputs
+        params, inputs = ask.inputs.get("sampling_parameters"), ask.inputs
+        if isinstance(params, bytes):
+            named = msgspec.json.decode(params) | {"lora_name": ask.model}
+            inputs = inputs | {"sampling_parameters": msgspec.json.encode(named)}
+        return known.base, inputs
+
     async def _responses(
         self, ask: Ask, headers: Mapping[str, str] | None
     ) -> AsyncGenerator[dict[str, Any]]:
         async def requests() -> AsyncIterator[dict[str, Any]]:
-            inputs = _inputs({name: _array(value) for name, value in ask.inputs.items()})
-            yield {"model_name": ask.model, "inputs": inputs, "request_id": ask.request_id}
+            inputs = _inputs({name: _array(value) for name, value in tensors.items()})
+            yield {"model_name": model, "inputs": inputs, "request_id": ask.request_id}
 
+        model, tensors = self._resolve(ask)
         with _translated(ask.model):
             stream = self._client.stream_infer(requests(), headers=dict(headers or {}))
             ended = False

@@ -7,11 +7,12 @@ that names the field, the value and the bound.
 
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from jitney.config import EngineConfig
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, nearest
 from jitney.messages import ModelInfo, Submit
 from jitney.sampling_params import (
     SamplingParams,
@@ -22,6 +23,7 @@ from jitney.sampling_params import (
 from jitney.text.chat import Chat, check_text, parse_chat
 from jitney.text.tokenizer import Tokenizer
 
+_ADAPTER = "adapter_config.json"
 _LEAST_PROMPT_BYTES = 65_536
 _BYTES_PER_TOKEN = 32
 
@@ -108,6 +110,8 @@ def make_submit(
             room = min(room, config.max_answer_entries // (params.n * (1 + (params.logprobs or 0))))
         params = msgspec.structs.replace(params, max_tokens=max(1, room))
     check_sampling_params(params, config, vocab_size=info.vocab_size)
+    if params.lora_name is not None:
+        check_adapter(params.lora_name, config)
     if not prompt_ids:
         raise InvalidArgumentError("input_ids is empty, but a prompt must have at least one token")
     check_token_ids("input_ids", prompt_ids, info.vocab_size)
@@ -137,6 +141,23 @@ def make_submit(
         request_id=request_id,
         grammar=grammar,
     )
+
+
+def adapter_names(config: EngineConfig) -> list[str]:
+    """What ``lora_name`` may be: folders below that of option ``adapters``, as of now."""
+    if config.adapters is None:
+        return []
+    found = Path(config.adapters).glob(f"*/{_ADAPTER}")
+    return sorted(each.parent.name for each in found if each.parent.name[0] != ".")
+
+
+def check_adapter(name: str, config: EngineConfig) -> None:
+    """Raise InvalidArgumentError if the model has no adapter of that name."""
+    plain = Path(name).name == name and name[:1] not in ("", ".") and "\0" not in name
+    if not plain or config.adapters is None or not Path(config.adapters, name, _ADAPTER).is_file():
+        near = nearest(name, adapter_names(config))
+        bound = "the name of an adapter of this model"
+        raise InvalidArgumentError.of("lora_name", name, f"{bound}{near}")
 
 
 def check_prompt_size(field: str, size: int, config: EngineConfig, info: ModelInfo) -> None:

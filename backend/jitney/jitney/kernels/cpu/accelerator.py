@@ -10,6 +10,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from jitney.config import EngineConfig
+from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
 from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
 from jitney.execution.load import refuse_gpu_options
@@ -71,6 +72,9 @@ class CpuAccelerator:
         faster = report.applied(model)
         if invariant:
             check_invariant(module, report.forward, on_cpu=True)
+            if model.sites and (faster.pack is None or self._config.kv_cache_dtype != "auto"):
+                bound = "left out with batch_invariant: a step of this model is no native call"
+                raise ConfigError.of("adapters", self._config.adapters, bound)
         return faster
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:

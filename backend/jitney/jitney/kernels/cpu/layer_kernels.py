@@ -15,6 +15,7 @@ from jitney.kernels.cpu.program import LayerProgram
 from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm, rows_body
 from jitney.kernels.cpu.tile_linear import Products, TileLinear, fits_tiles
 from jitney.kernels.fused.layers import (
+    ACTIVATIONS,
     Activation,
     AttentionForm,
     EndBranch,
@@ -22,6 +23,7 @@ from jitney.kernels.fused.layers import (
     FusedRMSNorm,
     Misfit,
     NormForm,
+    Places,
     merged_linears,
 )
 
@@ -92,6 +94,9 @@ class CpuLayerKernels:
     def program(self, model: FusedForward) -> LayerProgram | None:
         return LayerProgram.of(model)
 
+    def adapted(self, model: FusedForward, places: Sequence[Places]) -> LayerProgram | None:
+        return None if model.program is None else LayerProgram.of(model, places)
+
 
 def _sum_of(
     product: Callable[[Tensor], Tensor], norm: FusedRMSNorm | None
@@ -116,3 +121,8 @@ class _SplitGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._times(x, self._activated(x, self._activation))
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """With ``other`` [T, 2 outputs] added to gate and up."""
+        gate, up = (each.contiguous() for each in other.chunk(2, -1))
+        return ACTIVATIONS[self._activation](self.gate.plus(x, gate)) * self.up.plus(x, up)

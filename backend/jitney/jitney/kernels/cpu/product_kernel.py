@@ -86,7 +86,7 @@ class ProductCall(Call):
     activation: int
     """0: none. Else the pairs are (gate, up), and 16 outputs come of each."""
     other: int
-    """Address of [count, N], ``out_stride`` apart, added to the result. 0: none."""
+    """Address of [count, N], added to the product, whose columns its own lie like. 0: none."""
     bias: int
     """Address of float32 [N]. 0: none."""
     tiles: int
@@ -185,13 +185,14 @@ def finish(tag, call, pair, first, rows, result):
             a, b = load(where), load(where + 64)
         if call.bias != 0:
             a, b = a + load(bias), b + load(bias + 64)
+        if call.other != 0:
+            stride = call.out_stride * (1 if call.activation == 0 else 2)
+            other = call.other + (first + m) * stride + pair * 64
+            a, b = a + load_as(BF16, other), b + load_as(BF16, other + 32)
         at = (first + m) * call.out_stride + pair * (64 if call.activation == 0 else 32)
         if call.activation != 0:
             store_as(BF16, call.out + at, activate(call.activation, a) * b)
             continue
-        if call.other != 0:
-            a = a + load_as(BF16, call.other + at)
-            b = b + load_as(BF16, call.other + at + 32)
         store_as(BF16, call.out + at, a)
         store_as(BF16, call.out + at + 32, b)
 

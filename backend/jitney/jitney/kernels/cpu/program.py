@@ -14,7 +14,9 @@ One engine's thread calls it; activations are kept between calls. Imported only 
 """
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeGuard
 
 import llvmlite.ir as ir
@@ -24,6 +26,7 @@ from numba import types
 from torch import Tensor, nn
 
 from jitney.execution.interface import AttentionCall, LayerCache, PagedFunction, PagedStep
+from jitney.execution.low_rank import Factors, Span
 from jitney.kernels.cpu.attention import CpuAttention, set_layer
 from jitney.kernels.cpu.compiled import (
     Kernel,
@@ -33,10 +36,21 @@ from jitney.kernels.cpu.compiled import (
     source_version,
 )
 from jitney.kernels.cpu.layout import AttentionArguments
+from jitney.kernels.cpu.low_rank import (
+    PARTS,
+    PLACE_FIELDS,
+    PLACES,
+    LowRankCall,
+    PackedAdapter,
+    expand_body,
+    fill_spans,
+    pack,
+    shrink_body,
+)
 from jitney.kernels.cpu.product_kernel import ProductCall
-from jitney.kernels.cpu.simd import emitted, fetch_add, i32, i64, inner, load_i64, pointer
+from jitney.kernels.cpu.simd import LANES, emitted, fetch_add, i32, i64, inner, load_i64, pointer
 from jitney.kernels.cpu.tile_linear import TileLinear
-from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP
+from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP, Places
 
 SPINS = 2000
 _LEAST_TOKENS = 64
@@ -47,6 +61,7 @@ _WIDTH = 64
 _HEAD, _COUNT = slice(3), 2
 """Two counters, and the number of rows or of items."""
 _OUT = ProductCall.out.offset // 8  # type: ignore[attr-defined]
+_OTHER = ProductCall.other.offset // 8  # type: ignore[attr-defined]
 _OF_STEP = slice(
     AttentionArguments.works.offset // 8,  # type: ignore[attr-defined]
     ctypes.sizeof(AttentionArguments) // 8,
@@ -120,6 +135,28 @@ def run_body(arguments):
 
 
 @dataclass(frozen=True)
+class _Adapted:
+    """What adapters add within a program's memory."""
+
+    tensors: list[Tensor]
+    """[tokens, width] each: what is added to the products; x shrunk to the ranks."""
+    spans: np.ndarray
+    """int64 [most, 3], as ``low_rank`` has them."""
+    places: list[tuple[np.ndarray, np.ndarray, np.ndarray, int]]
+    """Of each: the arguments of shrinking, of expanding and of the product [layers, _WIDTH], and
+    the address of what the product adds without adapters."""
+
+    def prepare(self, spans: Sequence[Span], tokens: int) -> None:
+        """Fill in a step."""
+        count = fill_spans(self.spans, spans, tokens)
+        used = {place for span in spans for place in span.adapter.packed.used}
+        for place, (shrink, expand, product, other) in enumerate(self.places):
+            items = count if place in used else 0
+            shrink[:, _COUNT], expand[:, _COUNT] = items, items * PARTS
+            product[:, _OTHER] = self.tensors[0].data_ptr() if items else other
+
+
+@dataclass(frozen=True)
 class _Memory:
     """Activations of at most ``tokens`` rows, and the arguments of all kernels over them."""
 
@@ -143,6 +180,7 @@ class _Memory:
     """int64 [kernels, 2]: addresses of body and arguments."""
     kinds: list[tuple[AttentionCall, LayerCache, Any]]
     """One layer's, and the indices of all layers whose attention takes the same of a step."""
+    adapted: _Adapted | None
 
 
 def _can_run(layer: FusedDecoderLayer) -> bool:
@@ -168,8 +206,11 @@ class LayerProgram:
     """The layers of one model, the embedding before them, the norm behind, and the head. All
     products are of :class:`TileLinear`; the head may be another."""
 
-    def __init__(self, model: Any, call: ProgramCall) -> None:
+    def __init__(
+        self, model: Any, call: ProgramCall, places: Sequence[Places] | None = None
+    ) -> None:
         """See :meth:`of`."""
+        self._places, self._shrunk = places, 0
         self._embedding, self._table = model.embed.weight.detach(), model.tables[0]
         self._layers, self._norm, self._head = model.layers, model.norm.kernel, model.head
         self._call = call
@@ -177,10 +218,19 @@ class LayerProgram:
         self._memory: _Memory | None = None
         version = source_version()
         self._kernel = Kernel(lambda address: run_body(address) if version else None)
+        if places is not None:
+            self._shrink = Kernel(lambda address: shrink_body(address) if version else None)
+            self._expand = Kernel(lambda address: expand_body(address) if version else None)
 
     @classmethod
-    def of(cls, model: FusedForward) -> "LayerProgram | None":
-        """A program of ``model``, if its parts are those that one can run."""
+    def of(
+        cls, model: FusedForward, places: Sequence[Places] | None = None
+    ) -> "LayerProgram | None":
+        """A program of ``model``, if its parts are those that one can run. With ``places``, it is
+        one of steps with adapters, which change these of each layer."""
+        parts = [part for each in places or () for place in each for part in place]
+        if any(part.first % LANES or part.last % LANES for part in parts):
+            return None
         team_size, give_way = map(function_address, ("omp_get_num_threads", "sched_yield"))
         if len(model.tables) > 1 or type(model.embed) is not nn.Embedding:
             return None
@@ -192,7 +242,11 @@ class LayerProgram:
         }
         if len(shapes) > 1:
             return None
-        return cls(model, ProgramCall(team_size=team_size, give_way=give_way))
+        return cls(model, ProgramCall(team_size=team_size, give_way=give_way), places)
+
+    def pack(self, factors: Mapping[str, Factors]) -> PackedAdapter:
+        """An adapter as the program reads it. Any thread may call it."""
+        return pack(factors, self._places or ())
 
     def fits(self, paged: PagedFunction) -> TypeGuard[PagedStep]:
         """Whether ``paged`` is a step over caches that our attention kernel reads and writes."""
@@ -214,6 +268,9 @@ class LayerProgram:
             return None
         tokens, count, meta = ids.shape[0], rows.shape[0], paged.meta
         assert count <= tokens
+        shrunk = max((span.adapter.packed.columns for span in meta.adapted), default=0)
+        if shrunk > self._shrunk:
+            self._shrunk, self._memory = shrunk, None
         memory = self._memory
         if memory is None or memory.tokens < tokens:
             memory = self._memory = self._lay_out(tokens)
@@ -222,6 +279,8 @@ class LayerProgram:
         memory.indices[1, :count] = rows
         memory.arguments[:, _HEAD] = 0, 0, tokens
         memory.arguments[memory.of_layers :, _COUNT] = count
+        if memory.adapted is not None:
+            memory.adapted.prepare(meta.adapted, tokens)
         out = normed = memory.activations[2][:count]
         if isinstance(self._head, TileLinear):
             out = torch.empty(count, self._head.width, dtype=out.dtype)
@@ -241,6 +300,7 @@ class LayerProgram:
         """Memory for steps of at most ``tokens`` rows, rounded up to a power of two."""
         tokens = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
         first, dtype, size = self._layers[0], self._embedding.dtype, self._embedding.shape[1]
+        products = _products(first)
         attention, inner = first.self_attn, first.mlp.down.in_features
         widths = size, size, size, attention.qkv.out_features, attention.output.in_features, inner
         tensors = [torch.empty(tokens, width, dtype=dtype) for width in widths]
@@ -258,9 +318,11 @@ class LayerProgram:
         rounded = [torch.empty(count, dtype=kind) for count, kind in kinds_of_room]
         spare = rounded[0].data_ptr(), rounded[1].data_ptr()
         norm, calls, attending = self._norm.kernel, list[tuple[Kernel, ctypes.Structure]](), 0
+        room = self._room_for_adapters(tokens)
+        place = partial(self._product, spare=spare, room=room)
         kinds: dict[object, tuple[AttentionCall, LayerCache, list[int]]] = {}
         for number, layer in enumerate(self._layers):
-            attention, norms, mlp = layer.self_attn, layer.norms, layer.mlp
+            attention, norms = layer.self_attn, layer.norms
             form, rotate = attention.form, attention.kernel
             cache, call = self._caches[form.layer], form.call(*form.split(tensors[3]))
             attend = cache.attend
@@ -272,17 +334,17 @@ class LayerProgram:
             before = len(calls)
             calls += [
                 (norm, norms.attention.kernel.call_for(hidden, normed)),
-                *attention.qkv.calls(normed, qkv, 0, spare),
+                *place(0, number, normed, qkv, 0),
                 (rotate.kernel, rotate.call_for(tensors[3], cos, sin, positions)),
             ]
             attending = len(calls) - before
             calls += [
                 (attend.write, arguments),
                 (attend.attend, arguments),
-                *attention.output.calls(attended, middle, hidden, spare),
+                *place(1, number, attended, middle, hidden),
                 (norm, norms.mlp.kernel.call_for(middle, normed)),
-                *mlp.gated.calls(normed, inside, 0, spare),
-                *mlp.down.calls(inside, hidden, middle, spare),
+                *place(2, number, normed, inside, 0),
+                *place(3, number, inside, hidden, middle),
             ]
         of_layers = len(calls)
         calls.append((norm, self._norm.call_for(hidden, normed, rows)))
@@ -299,6 +361,67 @@ class LayerProgram:
             of_kinds = [(*of_kinds[0][:2], slice(None))]  # which numpy writes faster than a list
         self._call.count, self._call.kernels = len(calls), kernels.ctypes.data
         attended_by = by_layer[:, attending : attending + 2]
+        adapted = None
+        if room is not None:
+            shrinks = [i for i, (kernel, _) in enumerate(calls) if kernel is self._shrink][:PLACES]
+            last = 1 + len(products[0].calls(0, 0, 0, spare))
+            of_places = [
+                (by_layer[:, i], by_layer[:, i + 1], by_layer[:, i + last], other)
+                for i, other in zip(shrinks, (0, hidden, 0, middle), strict=True)
+            ]
+            adapted = _Adapted(*room, of_places)
         return _Memory(
-            tokens, tensors, indices, table, of_layers, attended_by, rounded, kernels, of_kinds
+            tokens, tensors, indices, table, of_layers, attended_by, rounded, kernels, of_kinds,
+            adapted,
+        )  # fmt: skip
+
+    def _room_for_adapters(self, tokens: int) -> tuple[list[Tensor], np.ndarray] | None:
+        """See :class:`_Adapted`. None: the program has none."""
+        if self._places is None:
+            return None
+        qkv, output, gated, down = _products(self._layers[0])
+        widths = max(qkv.width, output.width, 2 * gated.width, down.width), self._shrunk * LANES
+        dtype = self._embedding.dtype
+        tensors = [torch.empty(tokens, width, dtype=dtype) for width in widths]
+        return tensors, np.zeros((tokens, 3), np.int64)
+
+    def _product(
+        self,
+        place: int,
+        number: int,
+        x: int,
+        out: int,
+        other: int,
+        spare: tuple[int, int],
+        room: tuple[list[Tensor], np.ndarray] | None,
+    ) -> list[tuple[Kernel, Any]]:
+        """A product of a layer, and before it what adapters add."""
+        linear = _products(self._layers[number])[place]
+        if room is None:
+            calls: list[tuple[Kernel, Any]] = linear.calls(x, out, other, spare)
+            return calls
+        (added, shrunk), spans = room
+        width = linear.width * (2 if place == Places._fields.index("gated") else 1)
+        common = {
+            "spans": spans.ctypes.data,
+            "place": (number * PLACES + place) * 8 * PLACE_FIELDS,
+        }
+        first = LowRankCall(
+            x=x,
+            x_stride=2 * linear.in_features,
+            out=shrunk.data_ptr(),
+            out_stride=2 * shrunk.shape[1],
+            units=linear.in_features // 2,
+            **common,
         )
+        second = LowRankCall(
+            x=shrunk.data_ptr(),
+            x_stride=2 * shrunk.shape[1],
+            out=added.data_ptr(),
+            out_stride=2 * width,
+            other=other,
+            columns=width // LANES,
+            **common,
+        )
+        product = linear.calls(x, out, added.data_ptr(), spare)
+        return [(self._shrink, first), (self._expand, second), *product]

@@ -179,14 +179,19 @@ class TileLinear(nn.Module):
         return [(self._before, first), (self.kernel, call)]
 
     def plus(self, x: Tensor, other: Tensor | None) -> Tensor:
-        """The result, plus ``other`` [..., out_features] if there is one."""
+        """The result, plus ``other`` [..., out_features] if there is one. With an activation,
+        ``other`` [..., 2 out_features] is added to gate and up."""
         assert x.dtype == torch.bfloat16
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self.width), dtype=x.dtype)
         if other is not None and self.width > self.out_features:
             return self.plus(x, None) + other
         if other is not None:
-            assert other.shape == out.shape
+            if self._call.activation:
+                other = other.unflatten(-1, (2, -1, LANES)).transpose(-3, -2).flatten(-3)
+                assert other.shape[-1] == 2 * self.width
+            else:
+                assert other.shape == out.shape
             other = other.contiguous()
         rows = x.numel() // self.in_features
         spare = [

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
 from jitney.execution.quantized import QuantizedLinear, coarse_layers, find_children
+from jitney.kernels.fused.adapted import AdaptedForward
 from jitney.kernels.fused.layers import (
     ACTIVATIONS,
     Activation,
@@ -160,8 +161,15 @@ class FuseReport:
             _log.info("a step's layers are one native call")
         for why, count in self.reasons.items():
             _log.info("not replaced (%d): %s", count, why)
-        size, forward = model.weight_bytes + self.added_bytes, self.forward or model.forward
-        return replace(model, weight_bytes=size, forward=forward)
+        faster = replace(model, weight_bytes=model.weight_bytes + self.added_bytes)
+        if self.forward is None:
+            return faster
+        if not model.sites:
+            return replace(faster, forward=self.forward, fused=True)
+        adapted = AdaptedForward(self.forward, model.sites)
+        if adapted.program is not None:
+            faster = replace(faster, pack=adapted.program.pack)
+        return replace(faster, forward=adapted, fused=True, sites=adapted.sites)
 
 
 def fuse(

@@ -8,7 +8,7 @@ the device, so a CUDA graph can capture all of it.
 Tensors are [T, width] inside, and [1, T, width] where transformers calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.interface import AttentionCall, PagedFunction
+from jitney.execution.low_rank import Factors
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -128,6 +129,18 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
 """(qkv, which it may overwrite, cos and sin [T, R], attention) -> [T, heads, head size]"""
 StepProgram = Callable[[Tensor, Tensor, PagedFunction], Tensor | None]
 """(ids [T], rows, attention) -> the logits of ``rows``, or None if it cannot run the step"""
+
+
+class AdaptedProgram(Protocol):
+    """A step with adapters as one native call."""
+
+    def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor | None:
+        """See :data:`StepProgram`."""
+
+    def pack(self, factors: Mapping[str, Factors]) -> Any:
+        """``LowRank.packed`` of an adapter."""
+
+
 EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(input of a branch's last product, residual, rows) -> (the sum's norm, the sum)"""
 
@@ -152,6 +165,25 @@ class LayerNorms(NamedTuple):
     attended: FusedRMSNorm | None
     mlp: FusedRMSNorm | None
     mixed: FusedRMSNorm | None
+
+
+class Part(NamedTuple):
+    """A linear layer as part of a fused one."""
+
+    path: str
+    first: int
+    """Index of its first output among those of the fused layer."""
+    last: int
+
+
+class Places(NamedTuple):
+    """The linear layers of one decoder layer that adapters may change, by the fused layers that
+    they are parts of."""
+
+    qkv: list[Part]
+    output: list[Part]
+    gated: list[Part]
+    down: list[Part]
 
 
 class LayerKernels(Protocol):
@@ -184,6 +216,9 @@ class LayerKernels(Protocol):
 
     def program(self, model: "FusedForward") -> StepProgram | None:
         """All layers as one native call, where the device can do that for this model."""
+
+    def adapted(self, model: "FusedForward", places: Sequence[Places]) -> AdaptedProgram | None:
+        """The same with adapters, which change these places of each layer."""
 
 
 class FusedMLP(nn.Module):
@@ -246,7 +281,7 @@ class FusedDecoderLayer(nn.Module):
         self.norms = norms
         self._kernels, self._attend = kernels, attention.attend
         self._inner: Callable[[Tensor], Tensor] = nn.Identity().forward
-        self._last: Callable[[Tensor], Tensor] = partial(_first_of, mlp)
+        self._last: Callable[[Tensor], Tensor] = partial(first_of, mlp)
         if isinstance(mlp, FusedMLP):
             self._inner, self._last = mlp.gated.forward, mlp.down
         self._end_attention = kernels.end_branch(attention.output, norms.attended, norms.mlp)
@@ -285,7 +320,7 @@ class FusedDecoderLayer(nn.Module):
         return end(self._inner(x), residual, rows)
 
 
-def _first_of(mlp: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+def first_of(mlp: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     """What an MLP gives for x [T, hidden size]; some return the scores of their router as well."""
     result = mlp(x.unsqueeze(0))
     out: Tensor = result if isinstance(result, Tensor) else result[0]
@@ -314,7 +349,8 @@ class FusedForward:
         """``tables`` are those of :func:`rotary_table`, ``kinds`` the index of each layer's in
         them, ``softcap`` is that of the logits."""
         self.embed, self.layers, self.norm, self.head = embed, layers, norm, head
-        self.tables, self._softcap = tables, softcap
+        self.tables, self.kinds, self._softcap = tables, kinds, softcap
+        self.kernels = kernels
         self._first_norm = layers[0].norms.attention
         norms = [*(layer.norms.attention for layer in layers[1:]), norm]
         self._layers = [
@@ -330,18 +366,24 @@ class FusedForward:
         """``ids`` and ``positions`` are [T], ``rows`` indices of T. Returns their logits."""
         logits = None if self.program is None else self.program(ids, rows, paged)
         if logits is None:
-            angles = []
-            for table in self.tables:
-                # Side by side for each token: where sin begins does not depend on how many there
-                # are, so the kernel that reads it is the same for every step.
-                cos, sin = table.index_select(0, positions).unbind(1)
-                angles.append((cos, sin))
+            angles = self.angles(positions)
             residual: Tensor = self.embed(ids)
             x = residual if self._first_norm is None else self._first_norm(residual)
             for run, index, end in self._layers[:-1]:
                 x, residual = run(x, residual, angles[index], paged, end)
             run, index, end = self._layers[-1]
             logits = self.head(run(x, residual, angles[index], paged, end, rows)[0])
+        return self.cap(logits)
+
+    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin [T, R] by each of the tables."""
+        # Side by side for each token: where sin begins does not depend on how many there are, so
+        # the kernel that reads it is the same for every step.
+        found = (table.index_select(0, positions).unbind(1) for table in self.tables)
+        return [(cos, sin) for cos, sin in found]
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """Softly, if the model does."""
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits

@@ -79,6 +79,9 @@ class GpuAccelerator:
 
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
         """Compile the module, if option ``compile`` says so, or fuse what fits."""
+        if model.sites and self._config.batch_invariant:
+            bound = "left out with batch_invariant on a GPU"
+            raise ConfigError.of("adapters", self._config.adapters, bound)
         if self._config.compile:  # which fuses by itself, and cannot look into kernels
             compile_module(model.module)
             return model

@@ -140,7 +140,8 @@ class DecodeGraphs:
     def __call__(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
         """Logits of a step."""
         rows = len(ids)
-        if meta.max_query_len == 1 and len(indices) == rows <= max(self._sizes, default=0):
+        decodes = meta.max_query_len == 1 and not meta.adapted
+        if decodes and len(indices) == rows <= max(self._sizes, default=0):
             self._load(ids, meta)
             if self._run(self._sizes[bisect_left(self._sizes, rows)]):
                 assert self._logits is not None

@@ -21,6 +21,7 @@ from jitney.kernels.fused.layers import (
     Misfit,
     NormForm,
     NormKernel,
+    Places,
     merged_linears,
 )
 from jitney.kernels.gpu.attention import GpuAttention, HeadTransform
@@ -102,6 +103,9 @@ class GpuLayerKernels:
     def program(self, model: FusedForward) -> None:
         """CUDA graphs do this."""
 
+    def adapted(self, model: FusedForward, places: Sequence[Places]) -> None:
+        """There is none."""
+
 
 class _SideBySide(nn.Module):
     """The results of several layers of one input: for weights that cannot be merged into one."""
@@ -125,6 +129,10 @@ class _MergedGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return gate(self.gate_up(x), self._activation)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """With ``other`` [T, 2 outputs] added to gate and up."""
+        return gate(self.gate_up(x) + other, self._activation)
 
 
 class GpuHeadAttention:

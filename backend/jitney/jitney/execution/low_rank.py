@@ -1,0 +1,125 @@
+"""LoRA adapters (Hu et al. 2021), as a step computes with them: ``y += (x A^T) B^T``.
+
+The tokens of a step are spans, each of one adapter; whoever computes the step adds each span's own
+product, of the adapter's own rank. Here that is plain torch; kernels may have another form.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
+from jitney.messages import Row
+
+
+class Site(NamedTuple):
+    """A linear layer that adapters may change."""
+
+    inputs: int
+    outputs: int
+
+
+class Factors(NamedTuple):
+    """What an adapter adds to one linear layer."""
+
+    a: Tensor
+    """[rank, inputs]"""
+    b: Tensor
+    """[outputs, rank], multiplied by the adapter's scale."""
+
+
+Pack = Callable[[Mapping[str, Factors]], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A loaded adapter: a ``messages.Adapter``."""
+
+    version: str
+    factors: Mapping[str, Factors]
+    """By the layer's path in the module."""
+    packed: Any = None
+    """What kernels made of the factors."""
+
+
+class Span(NamedTuple):
+    """Tokens [first, last) of a step, all of one adapter."""
+
+    first: int
+    last: int
+    adapter: LowRank
+
+
+def spans_of(rows: Sequence[Row]) -> list[Span]:
+    """The spans of a step's flattened tokens, neighbours of one adapter as one; those of tokens
+    without an adapter are left out."""
+    spans: list[Span] = []
+    end = 0
+    for row in rows:
+        begin, end = end, end + len(row.token_ids)
+        adapter = row.adapter
+        if adapter is None:
+            continue
+        assert isinstance(adapter, LowRank)
+        before = spans[-1] if spans else None
+        if before is not None and before.last == begin and before.adapter is adapter:
+            spans[-1] = before._replace(last=end)
+        else:
+            spans.append(Span(begin, end, adapter))
+    return spans
+
+
+def find_sites(module: nn.Module) -> dict[str, Site]:
+    """The linear layers of the decoder's layers, by their paths."""
+    found = {}
+    for path, child in module.named_modules():
+        if ".layers." not in f".{path}" and ".h." not in f".{path}":
+            continue
+        if isinstance(child, QuantizedLinear):
+            found[path] = Site(child.in_features, child.out_features)
+        elif is_linear(child):
+            outputs, inputs = weight_of(child).shape
+            found[path] = Site(inputs, outputs)
+    return found
+
+
+def add_products(spans: Sequence[Span], path: str, x: Tensor, out: Tensor) -> None:
+    """Add to ``out`` [T, outputs], in place, what adapters give for ``x`` [T, inputs]."""
+    for first, last, adapter in spans:
+        factors = adapter.factors.get(path)
+        if factors is not None:
+            out[first:last] += (x[first:last] @ factors.a.T) @ factors.b.T
+
+
+class Hooks:
+    """For a while, the linear layers of a module add what the adapters of a step give."""
+
+    def __init__(self, module: nn.Module, spans: Sequence[Span]) -> None:
+        paths = {path for span in spans for path in span.adapter.factors}
+        self._layers = [(path, module.get_submodule(path)) for path in sorted(paths)]
+        self._spans = spans
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for path, layer in self._layers:
+            self._handles.append(layer.register_forward_hook(self._hook(path)))
+
+    def __exit__(self, *raised: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        def add(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            total = out.reshape(-1, out.shape[-1]).clone()
+            add_products(self._spans, path, given[0].reshape(-1, given[0].shape[-1]), total)
+            return total.view(out.shape)
+
+        return add
+
+
+def adapter_bytes(sites: Mapping[str, Site], rank: int, dtype: torch.dtype) -> int:
+    """The most that one adapter of such a rank takes."""
+    return sum(rank * sum(site) for site in sites.values()) * dtype.itemsize

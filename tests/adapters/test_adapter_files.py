@@ -1,0 +1,108 @@
+"""What is no adapter of the model is refused by name: the field or tensor, the value, the bound."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jitney.adapters.checkpoint import CONFIG, WEIGHTS, read_adapter
+from jitney.errors import InvalidArgumentError
+from jitney.execution.low_rank import Site
+from safetensors.torch import save_file
+
+SITES = {f"model.layers.0.self_attn.{n}_proj": Site(8, 6 if n == "q" else 4) for n in "qkv"}
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+GOOD = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "bias": "none", "use_dora": False}
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps({**GOOD, **config}), encoding="utf-8")
+    pair = {f"{QUERY}.lora_A.weight": torch.ones(2, 8), f"{QUERY}.lora_B.weight": torch.ones(6, 2)}
+    made = {**pair, **tensors}
+    save_file({name: each for name, each in made.items() if each.numel()}, folder / WEIGHTS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({}, 1.5),
+        ({"use_rslora": True}, 3 / 2**0.5),
+        ({"alpha_pattern": {"q_proj": 8}}, 4.0),
+        ({"alpha_pattern": {"k_proj": 8, r"layers\.\d\.self_attn\.q_proj": 6}}, 3.0),
+        ({"r": 9, "rank_pattern": {"q_proj": 2}}, 1.5),
+    ],
+)
+def test_factors_carry_the_scale(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
+    _, factors = read_adapter(write(tmp_path / "a", config, {}), SITES, 8)
+    (pair,) = factors.values()
+    assert torch.equal(pair.a, torch.ones(2, 8))
+    assert torch.allclose(pair.b, torch.full((6, 2), scale))
+
+
+def test_the_version_tells_files_apart(tmp_path: Path) -> None:
+    first, _ = read_adapter(write(tmp_path / "a", {}, {}), SITES, 8)
+    again, _ = read_adapter(write(tmp_path / "b", {}, {}), SITES, 8)
+    scaled, _ = read_adapter(write(tmp_path / "a", {"lora_alpha": 4}, {}), SITES, 8)
+    other = {f"{QUERY}.lora_A.weight": torch.zeros(2, 8)}
+    changed, _ = read_adapter(write(tmp_path / "a", {}, other), SITES, 8)
+    assert first == again
+    assert len({first, scaled, changed}) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "says"),
+    [
+        ({"use_dora": True}, {}, "use_dora is True, but must be False"),
+        ({"peft_type": "IA3"}, {}, "peft_type is 'IA3', but must be 'LORA'"),
+        ({"bias": "all"}, {}, "bias is 'all', but must be 'none'"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save is ['lm_head'], but must be None"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights is 'pissa'"),
+        ({"r": 0}, {}, "r is 0, but must be a number above 0"),
+        ({"lora_alpha": "x"}, {}, "lora_alpha is 'x', but must be a number above 0"),
+        ({"rank_pattern": {"q_proj": -1}}, {}, "rank_pattern is {'q_proj': -1}"),
+        ({"alpha_pattern": {"(": 1}}, {}, "a regular expression"),
+        ({"r": 9}, {}, "r of model.layers.0.self_attn.q_proj is 9, but must be from 1 to 8"),
+        ({"r": 3}, {}, "q_proj.lora_A.weight is (2, 8), but must be (3, 8)"),
+        ({}, {f"{QUERY}.lora_B.weight": torch.ones(5, 2)}, "is (5, 2), but must be (6, 2)"),
+        (
+            {},
+            {f"{QUERY}.lora_B.weight": torch.ones(0)},
+            "lora_B.weight is None, but must be (6, 2)",
+        ),
+        ({}, {f"{QUERY}.lora_A.weight": torch.full((2, 8), torch.nan)}, "must hold finite numbers"),
+        ({}, {f"{QUERY}.lora_A.weight": torch.ones(2, 8, dtype=torch.int8)}, "floating point"),
+        ({}, {f"{QUERY}.lora_magnitude_vector": torch.ones(6)}, "lora_A and lora_B alone"),
+        ({}, {f"{QUERY}.lora_B.bias": torch.ones(6)}, "is of another kind"),
+        ({}, {"base_model.model.lm_head.lora_A.weight": torch.ones(2, 8)}, "'lm_head' cannot have"),
+        (
+            {},
+            {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 8)},
+            "lora_embedding_A' is of another kind",
+        ),
+        ({}, {"base_model.model.model.norm.lora_A.weight": torch.ones(2, 8)}, "k_proj, q_proj, v_"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], says: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as error:
+        read_adapter(write(tmp_path / "a", config, tensors), SITES, 8)
+    assert says in str(error.value)
+    assert str(tmp_path) not in str(error.value)
+
+
+def test_broken_files_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", {}, {})
+    whole = (folder / WEIGHTS).read_bytes()
+    for content, says in ((whole[:-5], "Safetensor"), (None, f"{WEIGHTS} is missing")):
+        (folder / WEIGHTS).unlink()
+        if content is not None:
+            (folder / WEIGHTS).write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match=says):
+            read_adapter(folder, SITES, 8)
+    (folder / CONFIG).write_text("{", encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match="is not JSON"):
+        read_adapter(folder, SITES, 8)

@@ -1,0 +1,285 @@
+"""The pool under an engine: who waits for an adapter holds up nobody else."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jitney.adapters.pool import Adapters
+from jitney.config import make_config
+from jitney.engine.engine import Engine
+from jitney.errors import InvalidArgumentError
+from jitney.execution.low_rank import LowRank
+from jitney.messages import Cancel, Failed, Submit, Tokens
+from jitney.sampling_params import SamplingParams
+from jitney.text.intake import adapter_names, check_adapter
+
+from tests.fake_runner import FakeRunner, solo_stream
+
+
+class Files:
+    """Adapters by name, each read when its gate is open."""
+
+    def __init__(self) -> None:
+        self.gates: dict[str, threading.Event] = {}
+        self.loads: list[str] = []
+        self.versions: dict[str, str] = {}
+        self.bad: set[str] = set()
+
+    def close(self, name: str) -> None:
+        """From now on its loading takes until :meth:`open`."""
+        self.gates[name] = threading.Event()
+
+    def load(self, name: str) -> LowRank:
+        self.loads.append(name)
+        if name in self.gates:
+            assert self.gates[name].wait(60)
+        if name in self.bad:
+            raise InvalidArgumentError("r is 0, but must be a number above 0")
+        return LowRank(self.versions.get(name, name), {})
+
+    def stamp(self, name: str) -> tuple[int, ...]:
+        return (hash(self.versions.get(name, name)),)
+
+
+class House:
+    """An engine over the fake runner."""
+
+    def __init__(self, most: int = 2, patience: float = 10.0, **options: Any) -> None:
+        self.now = 0.0
+        self.files = Files()
+        self.pool = Adapters(self.files.load, self.files.stamp, most, patience)
+        self.runner = FakeRunner(num_blocks=256)
+        config = make_config({"model": "fake", "block_size": 4, **options})
+        self.engine = Engine(config, self.runner, lambda: self.now, adapters=self.pool)
+        self.submits: dict[int, Submit] = {}
+        self.streams: dict[int, list[int]] = {}
+        self.ends: dict[int, object] = {}
+        self.loads = self.hits = 0
+        self.waited = 0.0
+        self.resident = 0
+        self.adapters: list[list[str | None]] = []  # by step and row
+        execute = self.runner.execute
+
+        def note(batch):
+            self.adapters.append(
+                [row.adapter.version if row.adapter else None for row in batch.rows]
+            )
+            return execute(batch)
+
+        self.runner.execute = note
+
+    def submit(self, name: str | None, prompt: list[int] | None = None, **more: Any) -> int:
+        key = len(self.submits)
+        tokens = more.pop("max_tokens", 3)
+        params = SamplingParams(seed=key, max_tokens=tokens, lora_name=name, **more)
+        deadline = None if params.deadline_ms is None else self.now + params.deadline_ms / 1000
+        self.submits[key] = Submit(
+            key=key, prompt=prompt or [1, 2, 3], params=params, arrival=self.now, deadline=deadline
+        )
+        self.engine.send(self.submits[key])
+        return key
+
+    def step(self) -> None:
+        report = self.engine.step()
+        for event in report.events if report else []:
+            if isinstance(event, Tokens):
+                self.streams.setdefault(event.key, []).extend(event.ids)
+            else:
+                self.ends[event.key] = event
+        if report is not None:
+            self.loads += report.stats.adapter_loads
+            self.hits += report.stats.adapter_hits
+            self.waited += report.stats.adapter_wait_seconds
+            self.resident = report.stats.adapters_resident
+        self.engine.scheduler.check_integrity()
+
+    def drain(self, *keys: int) -> None:
+        """Until these have ended; the step waits for what is being loaded."""
+        while not all(key in self.ends for key in keys or self.submits):
+            self.step()
+
+    def check(self) -> None:
+        for key, submit in self.submits.items():
+            assert self.streams.get(key) == solo_stream(submit)
+
+
+def test_who_waits_for_an_adapter_holds_up_nobody() -> None:
+    house = House()
+    house.files.close("slow")
+    slow, quick, plain = house.submit("slow"), house.submit("quick"), house.submit(None)
+    house.drain(plain)
+    assert slow not in house.ends
+    assert slow in house.pool.waiting
+    house.now = 5.0
+    house.files.gates["slow"].set()
+    house.drain(slow, quick)
+    house.check()
+    assert (house.loads, house.hits, house.resident) == (2, 0, 2)
+    assert house.waited == 10.0  # quick's is behind slow's in the pool's one thread
+    house.drain(house.submit("slow"))
+    assert (house.loads, house.hits) == (2, 1)
+
+
+def test_adapters_in_use_stay_and_the_oldest_unused_one_goes() -> None:
+    house = House(most=2)
+    house.drain(house.submit("a"))
+    house.drain(house.submit("b"))
+    house.drain(house.submit("a"))
+    house.drain(house.submit("c"))  # in b's place
+    house.drain(house.submit("a"))
+    assert house.files.loads == ["a", "b", "c"]
+    long_a, long_c = house.submit("a", max_tokens=30), house.submit("c", max_tokens=30)
+    house.step()
+    waits = house.submit("b")
+    while len(house.streams.get(long_a, [])) < 20:
+        house.step()
+    assert waits in house.pool.waiting
+    assert house.files.loads == ["a", "b", "c"]
+    house.drain(long_a, long_c, waits)
+    assert house.files.loads == ["a", "b", "c", "b"]
+    house.check()
+
+
+def test_a_request_that_waits_for_room_is_not_passed_for_ever() -> None:
+    house = House(most=1, patience=1.0)
+    first = house.submit("a", max_tokens=40)
+    while not house.streams.get(first):
+        house.step()
+    waits = house.submit("b")
+    house.step()
+    passes = house.submit("a", max_tokens=40)  # it may, for a while
+    house.step()
+    house.now = 2.0
+    late = house.submit("a")
+    house.drain(first, passes, waits)
+    assert late not in house.ends
+    house.drain(late)
+    assert house.files.loads == ["a", "b", "a"]
+    house.check()
+
+
+def test_a_failed_load_fails_the_request_alone_and_is_tried_again() -> None:
+    house = House()
+    house.files.bad.add("bad")
+    bad, good = house.submit("bad"), house.submit("good")
+    house.drain()
+    end = house.ends[bad]
+    assert isinstance(end, Failed)
+    assert end.code == "INVALID_ARGUMENT"
+    assert end.message == "lora_name 'bad' cannot be loaded: r is 0, but must be a number above 0"
+    assert house.streams[good] == solo_stream(house.submits[good])
+    house.files.bad.clear()
+    again = house.submit("bad")
+    house.drain(again)
+    assert house.streams[again] == solo_stream(house.submits[again])
+
+
+def test_cancel_and_deadline_end_a_request_that_waits() -> None:
+    house = House(most=1)
+    holds = house.submit("a", max_tokens=50)
+    while not house.streams.get(holds):
+        house.step()
+    cancelled, late = house.submit("b"), house.submit("c", deadline_ms=1000.0)
+    house.step()
+    assert set(house.pool.waiting) == {cancelled, late}
+    house.engine.send(Cancel(cancelled))
+    house.step()
+    assert cancelled in house.ends
+    assert late not in house.ends
+    house.now = 1.5
+    house.step()
+    assert late in house.ends
+    assert not house.pool.waiting
+    house.drain(holds)
+    assert house.files.loads == ["a"]
+    assert not house.engine.has_work
+
+
+def test_a_deadline_ends_the_wait_of_an_idle_engine() -> None:
+    """Nothing else wakes it."""
+    house = House(most=1)
+    house.files.close("a")
+    key = house.submit("a", deadline_ms=50.0)
+    clock = iter(range(1_000_000))
+    house.engine._clock = lambda: next(clock) / 100
+    house.drain(key)
+    assert key not in house.streams
+    house.files.gates["a"].set()
+
+
+def test_blocks_of_one_adapter_serve_no_other() -> None:
+    house = House()
+    prompt = list(range(1, 14))
+
+    def cached(name: str | None) -> int:
+        key = house.submit(name, prompt)
+        house.drain(key)
+        return house.ends[key].timing.cached_prompt_tokens
+
+    assert [cached(name) for name in (None, "a", "b")] == [0, 0, 0]
+    assert [cached(name) for name in (None, "a", "b")] == [12, 12, 12]
+    house.files.versions["a"] = "a, written anew"
+    assert [cached(name) for name in (None, "a", "a")] == [12, 0, 12]
+    del house.files.versions["a"]
+    assert cached("a") == 12
+
+
+def test_rows_carry_their_adapter() -> None:
+    house = House()
+    house.drain(house.submit("a"), house.submit(None), house.submit("b"))
+    assert {name for step in house.adapters for name in step} == {"a", None, "b"}
+
+
+@pytest.mark.parametrize("most", [3, 8])
+def test_hundreds_in_rotation(most: int) -> None:
+    house = House(most=most, max_num_seqs=16)
+    keys = [house.submit(f"a{n % 40}") for n in range(300)]
+    house.drain(*keys)
+    house.check()
+    assert house.resident <= most
+    assert house.loads + house.hits <= 300
+    assert not house.pool.waiting
+    assert not house.pool._of
+
+
+def test_what_is_open_when_the_engine_stops_is_released() -> None:
+    house = House(most=1)
+    house.files.close("a")
+    keys = [house.submit("a"), house.submit("b")]
+    thread = threading.Thread(target=house.engine.run, args=(_Outbox(house),))
+    thread.start()
+    while set(house.pool.waiting) != set(keys):
+        time.sleep(0.001)
+    house.engine.stop()
+    thread.join()
+    assert {house.ends[key].code for key in keys} == {"UNAVAILABLE"}
+    assert not house.pool.waiting
+    house.files.gates["a"].set()
+
+
+class _Outbox:
+    def __init__(self, house: House) -> None:
+        self.house = house
+
+    def put(self, report) -> None:
+        for event in report.events:
+            self.house.ends[event.key] = event
+
+
+def test_files_written_later_are_found(tmp_path: Path) -> None:
+    config = make_config({"model": "m", "adapters": str(tmp_path)})
+    with pytest.raises(InvalidArgumentError, match="lora_name is 'new', but must be the name of"):
+        check_adapter("new", config)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "adapter_config.json").write_text("{}", encoding="utf-8")
+    check_adapter("new", config)
+    assert adapter_names(config) == ["new"]
+    for name in ("", ".", "..", "new/", "../new", "new/../new", ".new", "a\0b", "neu"):
+        with pytest.raises(InvalidArgumentError, match="lora_name"):
+            check_adapter(name, config)
+    with pytest.raises(InvalidArgumentError, match="did you mean 'new'"):
+        check_adapter("newt", config)
+    with pytest.raises(InvalidArgumentError, match="lora_name"):
+        check_adapter("new", make_config({"model": "m"}))
