@@ -125,7 +125,7 @@ class Traffic(RuleBasedStateMachine):
         asks,
         **options,
     ) -> None:
-        chance = random.Random(pace[0])
+        chance, room = random.Random(pace[0]), options.pop("room")
         self.runner = FakeRunner(
             num_blocks=num_blocks,
             block_size=block_size,
