@@ -8,8 +8,15 @@ import torch
 from jitney.config import make_config
 from jitney.errors import ConfigError
 from jitney.execution.interface import LayerSpec
+from jitney.execution.low_rank import Site
 from jitney.execution.machine import available_cores, available_memory
-from jitney.execution.memory import StepMemory, block_bytes, estimate_steps, plan_memory
+from jitney.execution.memory import (
+    StepMemory,
+    block_bytes,
+    estimate_steps,
+    most_adapters,
+    plan_memory,
+)
 
 LAYERS = [LayerSpec(8, 2, 64, None), LayerSpec(8, 2, 64, 128), LayerSpec(8, 1, 256, None)]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -21,6 +28,7 @@ def plan(
     available: int = 8 * GIB,
     length: int = 1 << 20,
     graphs: int = 0,
+    adapters: int = 0,
     **options,
 ):
     return plan_memory(
@@ -29,6 +37,7 @@ def plan(
         torch.bfloat16,
         StepMemory(GIB // 2, graphs),
         available,
+        adapters,
     )
 
 
@@ -38,6 +47,19 @@ def test_bytes_of_a_block() -> None:
     assert block_bytes(LAYERS, 16, torch.float32) == 32 * per_token
     scales = 4 * 2 * (2 + 2 + 1)  # float32, of each KV head's key and value
     assert block_bytes(LAYERS, 16, torch.int8) == 8 * per_token + 16 * scales
+
+
+def test_adapters_have_their_share() -> None:
+    whole, less = (plan(adapters=size, kv_cache_fraction=1.0).cache for size in (0, GIB))
+    assert GIB - (1 << 20) < whole - less < GIB + (1 << 20)
+    assert plan(adapters=GIB, kv_cache_bytes=GIB).free == 8 * GIB - 2 * GIB - GIB // 2
+    assert "adapters at most 1,024 MiB" in str(plan(adapters=GIB))
+    with pytest.raises(ConfigError, match="for a step and adapters"):
+        plan(adapters=5 * GIB, kv_cache_bytes=3 * GIB)
+    sites = {"q": Site(100, 50), "v": Site(100, 20)}
+    model = SimpleNamespace(sites=sites, dtype=torch.bfloat16, pack=None)
+    config = make_config({"model": "m", "max_adapters": 3, "max_adapter_rank": 8})
+    assert most_adapters(config, model) == 3 * 8 * 270 * 2
 
 
 def test_explicit_bytes() -> None:

@@ -43,6 +43,7 @@ PARAMS: dict[str, Any] = {
     "stop": "x", "stop_token_ids": [1], "include_stop_str_in_output": True, "bad_words": ["x"],
     "ignore_eos": True, "logit_bias": {"1": 5.0}, "allowed_token_ids": [1],
     "skip_special_tokens": True, "priority": 1, "deadline_ms": 5.0, "cache_salt": "x",
+    "lora_name": "x",
 }  # fmt: skip
 COMMON: dict[str, Any] = {
     **PARAMS,

@@ -77,7 +77,9 @@ def load_runner(
     steps = steps or memory.estimate_steps(model, budget, config.max_num_seqs * (1 + drafts))
     weights = model.weight_bytes + (draft.weight_bytes if draft is not None else 0)
     both = replace(model, layers=layers, weight_bytes=weights)
-    ledger = memory.plan_memory(config, both, dtype, steps, machine.available_memory(model.device))
+    adapters = memory.most_adapters(config, model)
+    available = machine.available_memory(model.device)
+    ledger = memory.plan_memory(config, both, dtype, steps, available, adapters)
     try:
         caches = make_caches(ledger.num_blocks)
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:  # the allocators'

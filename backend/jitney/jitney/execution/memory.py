@@ -64,17 +64,21 @@ class Ledger:
 
 
 def plan_memory(
-    config: EngineConfig, model: LoadedModel, dtype: torch.dtype, steps: StepMemory, available: int
+    config: EngineConfig,
+    model: LoadedModel,
+    dtype: torch.dtype,
+    steps: StepMemory,
+    available: int,
+    adapters: int = 0,
 ) -> Ledger:
-    """Size the cache. ``dtype`` is the cache's; ``available`` what is free once the weights are in.
+    """Size the cache. ``dtype`` is the cache's; ``available`` what is free once the weights are in;
+    ``adapters`` what they may take of it.
 
     An explicit size is taken as it is; a default never exceeds what ``max_num_seqs`` sequences of
     full length can use. Raises ConfigError naming the option if it is more than there is, or not
     enough for one block.
     """
     per_block = block_bytes(model.layers, config.block_size, dtype)
-    largest = adapter_bytes(model.sites, config.max_adapter_rank, model.dtype)
-    adapters = config.max_adapters * largest * (1 if model.pack is None else 2)
     step, uses = sum(steps) + adapters, "a step and adapters" if adapters else "a step"
     room = max(0, available - step)
     spared = max(0, room - int(available * _SPARE))
@@ -115,6 +119,12 @@ def plan_memory(
         block_size=config.block_size,
         block_bytes=per_block,
     )
+
+
+def most_adapters(config: EngineConfig, model: LoadedModel) -> int:
+    """Bytes of as many adapters as may be in memory, each as large as it may be."""
+    largest = adapter_bytes(model.sites, config.max_adapter_rank, model.dtype)
+    return config.max_adapters * largest * (1 if model.pack is None else 2)
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
