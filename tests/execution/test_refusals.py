@@ -260,8 +260,22 @@ def test_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
         assert resolve_dtype("auto", torch.bfloat16, cpu, widened=widened) == dtype
+        assert resolve_dtype("auto", torch.float32, cpu, widened=widened, rounded=True) == dtype
     with pytest.raises(ConfigError, match="option dtype is 'float16'"):
         resolve_dtype("float16", torch.float16, cpu)
+
+
+def test_auto_takes_16_bits_where_a_kernel_widens_them(tmp_path, monkeypatch) -> None:
+    """With AVX2 alone: rows of whole 32s, and what is rounded to bytes anyhow."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    fast = torch.bfloat16 if find_spec("numba") else torch.float32
+    for size, dtype in ((96, fast), (80, torch.float32)):
+        folder = make_checkpoint(tmp_path / str(size), dtype=torch.bfloat16, intermediate_size=size)
+        assert load(folder, dtype="auto").dtype == dtype
+    config = make_config({
+        "model": str(make_checkpoint(tmp_path / "f32")), "device": "cpu", "quantization": "int8",
+    })  # fmt: skip
+    assert load_model(config).dtype == fast
 
 
 def test_weights_larger_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

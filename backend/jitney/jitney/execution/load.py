@@ -138,10 +138,13 @@ def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> Load
     checkpoint = check_checkpoint(resolve_model(config.model))
     hf_config = support.parse_config(checkpoint)
     max_model_len = support.context_length(config, hf_config)
-    # Experts are no linear layers, and stay torch's.
+    rounded = config.quantization in ("int8", "int4") or "quantization_config" in checkpoint.config
+    matrices = [each.shape for each in checkpoint.tensors.values() if len(each.shape) == 2]
+    # Experts are no linear layers, and they and those of other sizes stay torch's.
     widened = config.fuse and config.prepack and "expert" not in " ".join(checkpoint.config)
+    widened = widened and (rounded or all(shape[1] % 32 == 0 for shape in matrices))
     stored = support.stored_dtype(checkpoint)
-    dtype = machine.resolve_dtype(config.dtype, stored, device, widened=widened)
+    dtype = machine.resolve_dtype(config.dtype, stored, device, widened=widened, rounded=rounded)
     weights = (quantizer or _no_quantizer)(checkpoint, config, dtype, device)
     needed = checkpoint.num_values * dtype.itemsize
     if weights is not None:

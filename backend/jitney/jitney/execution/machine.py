@@ -90,16 +90,18 @@ def resolve_dtype(
     key: str = "dtype",
     *,
     widened: bool = False,
+    rounded: bool = False,
 ) -> torch.dtype:
     """The dtype for option ``key`` with value ``name`` and a checkpoint in ``stored``.
 
     ``auto`` on a CPU takes bfloat16 for 16-bit checkpoints where the processor multiplies it, or
     where our kernels compute all of the model's layers (``widened``) and can widen it, else
-    float32. Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
+    float32. Kernels of 8 and 4 bits give bfloat16 alone, so ``rounded`` float32 is as 16 bits.
+    Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
     """
     if name != "auto":
         dtype = DTYPES[name]
-    elif device.type == "cuda" or stored == torch.float32:
+    elif device.type == "cuda" or (stored == torch.float32 and not rounded):
         dtype = stored
     else:
         fits = cpu_has_bfloat16() or (widened and cpu_widens_bfloat16())

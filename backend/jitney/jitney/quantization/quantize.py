@@ -67,6 +67,8 @@ def check_option(kind: Quantization, dtype: torch.dtype, device: torch.device) -
     needs_torchao = kind in ("int8", "int4") and device.type != "cpu"
     if needs_torchao and (obstacle := missing_package("torchao")) is not None:
         raise ConfigError.of("quantization", kind, f"'none' or 'fp8' here: {obstacle}")
+    if device.type == "cpu" and kind in ("int8", "int4") and dtype != torch.bfloat16:
+        _log.warning("quantization %s is slow with dtype %s: set bfloat16 or auto", kind, dtype)
     if device.type != "cuda" or kind in ("none", "int8"):
         return
     if dtype != torch.bfloat16:
