@@ -14,17 +14,34 @@ of this Python's standard library (docs/demo-model.md).
 import argparse
 import itertools
 import math
+import shutil
 import sysconfig
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from jitney.offline.llm import LLM
 from jitney.sampling_params import SamplingParams
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "model_repository/pylm/1/checkpoint"
 KINDS = ("none", "fp8", "int8", "int4")
+
+
+def plant_outliers(source: Path, folder: Path, count: int) -> Path:
+    """A copy of a checkpoint of Llama's names, of one file, with ``count`` outliers."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        columns = list(range(5, tensor.shape[-1], tensor.shape[-1] // count))[:count]
+        if name.endswith("layernorm.weight"):
+            tensor[columns] *= 64
+        elif name.split(".")[-2][:-5] in ("q", "k", "v", "qkv", "gate", "up", "gate_up"):
+            tensor[:, columns] /= 64
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def held_out_ids(llm: LLM) -> list[int]:
@@ -61,14 +78,23 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quantization", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--cache", nargs="+", default=["auto"], help="options kv_cache_dtype")
     parser.add_argument("--tokens", type=int, help="score only so many")
+    parser.add_argument("--outliers", type=int, help="plant so many in each layer")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32", help="of weights before and of activations")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Print a row of the table as soon as it is known."""
+    """Print the table."""
     options = parse_options()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.outliers:
+            options.model = plant_outliers(options.model, Path(folder), options.outliers)
+        print_table(options)
+
+
+def print_table(options: argparse.Namespace) -> None:
+    """Print a row as soon as it is known."""
     cells = "tokens | nats/token | perplexity | change | same greedy | seconds"
     print(f"| quantization | cache | {cells} |")
     print("|---|---|---|---|---|---|---|---|")

@@ -67,10 +67,11 @@ def options(folder, name: str, **more: object):
     ("name", "more"),
     [
         ("llama", {}),  # two query heads to a KV head
+        ("llama", {"dtype": "float32"}),
         ("llama", {"quantization": "int8"}),
         ("llama", {"kv_cache_dtype": "int8"}),
         pytest.param("llama", {"quantization": "int4"}, marks=pytest.mark.slow),  # to compile
-        ("gemma3", {}),  # norms behind the branches; no native call
+        ("gemma3", {"dtype": "float32"}),  # norms behind the branches; no native call
         ("mistral", {}),  # a window
     ],
     ids=str,
@@ -113,6 +114,14 @@ def test_plain_torch_is_refused(tmp_path) -> None:
         load_runner(options(tmp_path, "llama", attention="reference"))
     with pytest.raises(ConfigError, match=r"batch_invariant is true, but .* computes"):
         load_runner(options(tmp_path, "llama", fuse=False))
+    with pytest.raises(ConfigError, match=r"prepack is False, but must be True with batch"):
+        load_runner(options(tmp_path, "llama", prepack=False))
+
+
+def test_bytes_in_float32_are_refused_by_name(tmp_path) -> None:
+    message = r"batch_invariant is true, but .* computes aten.* of torch.float32"
+    with pytest.raises(ConfigError, match=message):
+        load_runner(options(tmp_path, "llama", quantization="int8", dtype="float32"))
 
 
 def test_adapters_need_a_native_call(tmp_path) -> None:

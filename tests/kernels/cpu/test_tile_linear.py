@@ -32,7 +32,7 @@ def unit(request, monkeypatch: pytest.MonkeyPatch) -> None:
 def of_bytes(
     plain: Int8Linear | Int4Linear, products: Products, activation: Activation | None = None
 ) -> TileLinear:
-    return TileLinear(plain.weight, plain.bias, products, activation, plain.scale)
+    return TileLinear(plain.weight, plain.bias, products, activation, plain.scale, plain.factors)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -207,3 +207,61 @@ def test_outputs_are_filled_up(products, outputs) -> None:
     assert relative_error(layer.plus(x, other), right + other.float()) < 2 * TOLERANCE
     for plain in (Int8Linear.of(weight, bias), Int4Linear.of(weight, bias)):
         assert relative_error(of_bytes(plain, products)(x), plain(x)) < 1e-3
+
+
+@pytest.mark.parametrize(("planted", "most"), [(1, 0.015), (15, 0.015), (16, 0.6)])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_outliers_do_not_coarsen_their_row(products, planted, most, activation) -> None:
+    """Elements a hundred times larger than the rest: what the rest gives is as exact as without
+    them, as long as they are few, and the row has the same bits alone."""
+    plain, x = Int8Linear.of(normal(192, 768) * 0.02, None), normal(33, 768, seed=1)
+    columns = torch.randperm(768, generator=torch.Generator().manual_seed(2))[:planted]
+    x[1::2, columns] = x[1::2, columns].sign() * 100
+    weight = plain.dequantized()
+    weight[:, columns] = plain.weight[:, columns] = 0
+    right = functional.linear(x.float(), weight)
+    if activation is not None:
+        gate, up = right.chunk(2, -1)
+        right = functional.silu(gate) * up
+    layer = of_bytes(plain, products, activation)
+    got = layer(x)
+    assert relative_error(got[::2], right[::2]) < 0.015
+    assert most / 10 < relative_error(got[1::2], right[1::2]) < most
+    if activation is None:
+        assert relative_error(got, plain(x)) < 3e-3
+    for row in (0, 1, 32):
+        assert torch.equal(layer(x[row : row + 1]), got[row : row + 1])
+
+
+def test_what_outliers_give_is_added(products) -> None:
+    """Rows of outliers and zeros alone, at every byte of a unit."""
+    plain, x = Int8Linear.of(normal(96, 80), None), torch.zeros(40, 80).bfloat16()
+    for row in range(40):
+        x[row, [row, 79 - row]] = torch.tensor([100.0, -1e-3]).bfloat16()
+    right = functional.linear(x.float(), plain.dequantized())
+    assert relative_error(of_bytes(plain, products)(x), right) < TOLERANCE
+    sparse = normal(5, 80)
+    sparse[:, ::4] = 0
+    sparse[:, 20:] = 0
+    assert relative_error(of_bytes(plain, products)(sparse), plain(sparse)) < 3e-3
+
+
+@pytest.mark.parametrize("shrunk", [64, 10_000, 1e9])
+def test_columns_of_small_weights_count(products, shrunk) -> None:
+    """Weights far below the others, of inputs as much larger; and a layer that has them is merged
+    with one that has not."""
+    weight, x = normal(192, 768) * 0.02, normal(33, 768, seed=1)
+    weight[:, :50] /= shrunk
+    x[:, :50] *= min(shrunk, 10_000)
+    layers = [Int8Linear.of(each, None) for each in (weight, weight / 2, normal(64, 768))]
+    right = functional.linear(x.float(), weight.float())
+    assert relative_error(of_bytes(layers[0], products)(x), right) < 0.02
+    assert relative_error(layers[0](x), right) < 0.02
+    merged = Int8Linear.merge(layers[:2])
+    assert merged is not None
+    assert relative_error(of_bytes(merged, products)(x)[:, :192], right) < 0.02
+    assert relative_error(merged.dequantized()[192:], layers[1].dequantized()) < 1e-6
+    with_another = Int8Linear.merge(layers)
+    assert with_another is not None
+    assert relative_error(with_another.dequantized()[:192], weight) < 0.02
+    assert relative_error(with_another.dequantized()[384:], layers[2].dequantized()) < 1e-6

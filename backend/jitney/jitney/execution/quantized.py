@@ -15,6 +15,12 @@ from transformers.pytorch_utils import Conv1D
 from jitney.config import EngineConfig
 from jitney.execution.checkpoint import Checkpoint
 
+OUTLIER = 24.0
+"""Where a row of activations is rounded to bytes, what is larger than so many times its mean size
+stays a float, so that the scale follows the others."""
+MOST_OUTLIERS = 15
+"""Of a row; if there are more, the bound is doubled until there are not."""
+
 
 class QuantizedLinear(nn.Module):
     """``x @ weight.T + bias``; x is [..., in_features] and the result [..., out_features]."""
@@ -32,6 +38,12 @@ class QuantizedLinear(nn.Module):
     """Whether the weight is int8, and x is rounded to bytes with a scale for each of its rows."""
     scale: Tensor
     """float32 [1, out_features], of a weight that has one."""
+    factors: Tensor | None
+    """float32 [in_features]: x is multiplied with them before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factors", None)
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "QuantizedLinear | None":

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jitney.execution.quantized import QuantizedLinear
+from jitney.execution.quantized import MOST_OUTLIERS, OUTLIER, QuantizedLinear
 from jitney.quantization import e4m3
 
 _MOST = 127
+_LEAST_RATIO, _MOST_RATIO = 8, 2**16
+"""Of the mean size of a weight's columns to that of one which is enlarged, and by how much."""
 _ROWS = 8192
 """Of a weight that are floats at a time."""
 
@@ -78,20 +80,36 @@ class EightBitLinear(QuantizedLinear):
         if len(keys) > 1:
             return None
         biases = [linear.bias for linear in each if linear.bias is not None]
-        return type(each[0])(
+        given = [linear.factors for linear in each if linear.factors is not None]
+        factors = torch.stack(given).amax(0) if len(given) == len(each) else None
+        merged = type(each[0])(
             # Bytes: not every version of torch concatenates e4m3.
-            torch.cat([linear.weight.view(torch.uint8) for linear in each]).view(each[0].kind),
+            torch.cat([x.weight_for(factors).view(torch.uint8) for x in each]).view(each[0].kind),
             torch.cat([linear.scale for linear in each], 1),
             torch.cat(biases) if biases else None,
             each[0].dtype,
         )
+        merged.factors = factors
+        return merged
+
+    def weight_for(self, factors: Tensor | None) -> Tensor:
+        """The weight for an x times ``factors``, which are no smaller than this layer's."""
+        if self.factors is None:
+            return self.weight
+        change = self.factors if factors is None else self.factors / factors
+        if (change == 1).all():
+            return self.weight
+        return (self.weight * change).round().to(self.kind)
 
     def dequantized(self) -> Tensor:
         """The weight as it acts: float32 [out_features, in_features]."""
-        return self.weight.float() * self.scale.t()
+        weight = self.weight.float() * self.scale.t()
+        return weight if self.factors is None else weight * self.factors
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
+        if self.factors is not None:
+            rows = rows * self.factors
         y = self.by_floats(rows.float(), self.scale) if self.exact else self.product(rows)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -142,6 +160,20 @@ class Int8Linear(EightBitLinear):
     kind = torch.int8
     has_bytes = True
 
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
+        """As of every class. A column of weights that are all far below those of others, and would
+        be rounded to zeros, is enlarged by a power of 2, and its input made as much smaller: the
+        inputs of such columns are often outliers."""
+        sizes = weight.detach().abs().amax(0).float()
+        ratio = sizes.mean() / sizes.clamp_min(1e-30)
+        factors = 0.5 ** ratio.clamp(1, _MOST_RATIO).log2().floor()
+        factors = factors.where(ratio >= _LEAST_RATIO, 1.0)
+        quantized, scale = cls.quantize_rows(weight.detach() / factors)
+        layer = cls(quantized, scale.t(), bias, weight.dtype)
+        layer.factors = factors if factors.min() < 1 else None
+        return layer
+
     @staticmethod
     def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of x [T, K] as int8 [T, K] and their scales, float32 [T, 1]: x ≈ q · scale. A NaN or
@@ -153,5 +185,15 @@ class Int8Linear(EightBitLinear):
         return (wide * share).nan_to_num().round().to(torch.int8), scale
 
     def product(self, x: Tensor) -> Tensor:
-        quantized, scale = self.quantize_rows(x)  # not by torch._int_mm: with AVX2 its sums clip
-        return self.by_floats(quantized.float(), self.scale * scale)
+        wide, size = x.float(), x.float().abs()
+        limit = size.mean(1, keepdim=True) * OUTLIER
+        for _ in range(2):  # outliers are no part of the mean
+            closer = size.where(size <= limit, 0.0).mean(1, keepdim=True) * OUTLIER
+            few = (size > limit).sum(1, keepdim=True) <= MOST_OUTLIERS
+            limit = closer.where(few, limit)
+        while (many := (size > limit).sum(1, keepdim=True) > MOST_OUTLIERS).any():
+            limit = limit.where(~many, 2 * limit + 1e-30)
+        outliers = wide.where(size > limit, 0.0)
+        quantized, scale = self.quantize_rows(wide - outliers)
+        # Not by torch._int_mm: with AVX2 its sums clip.
+        return self.by_floats(quantized * scale + outliers, self.scale)

@@ -27,8 +27,12 @@ class CpuAccelerator:
     """Attention, and fused and packed modules."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError for an option that needs a GPU's kernels."""
+        """Raises ConfigError for an option that needs a GPU's kernels, or excludes another one."""
         refuse_gpu_options(config, allowed="batch_invariant")
+        if config.batch_invariant and not config.prepack:
+            raise ConfigError.of(
+                "prepack", False, "True with batch_invariant: torch's products depend on the batch"
+            )
         self._config = config
 
     def attention(self, shape: AttentionShape) -> AttentionFunction | str:
@@ -54,8 +58,7 @@ class CpuAccelerator:
         raises ConfigError if a result may still depend on the batch."""
         module, report, make = model.module, FuseReport(), None
         fuses, invariant = self._config.fuse, self._config.batch_invariant
-        packs = self._config.prepack or invariant
-        if not fuses and not packs:
+        if not fuses and not self._config.prepack:
             return model
         try:
             from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
@@ -67,7 +70,7 @@ class CpuAccelerator:
             make = kernels.linear
             if fuses or invariant:
                 report = fuse(module, kernels, model.max_model_len, norms_alone=not fuses)
-        if packs:
+        if self._config.prepack:
             prepack_linears(module, rows, report, make, batch_invariant=invariant)
         faster = report.applied(model)
         if invariant:

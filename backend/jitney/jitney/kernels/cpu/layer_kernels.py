@@ -44,7 +44,7 @@ class CpuLayerKernels:
         return RowNorm(form, self._dtype, self._kernel)
 
     def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
-        first, scale = products[0], None
+        first, scale, factors = products[0], None, None
         if isinstance(first, QuantizedLinear):
             if not first.has_bytes or first.dtype != torch.bfloat16:
                 raise Misfit("a CPU has no fused products of such quantized weights")
@@ -52,6 +52,7 @@ class CpuLayerKernels:
             if joined is None:
                 raise Misfit("its products are quantized in different ways")
             weight, bias, scale = joined.weight, joined.bias, joined.scale
+            factors = joined.factors
         elif len(products) == 1 and is_linear(first):
             weight, bias = weight_of(first), first.bias
         elif any(type(each) is not nn.Linear for each in products):
@@ -59,8 +60,10 @@ class CpuLayerKernels:
         else:
             plain = merged_linears(products)
             weight, bias = plain.weight, plain.bias
-        if fits_tiles(weight, activation):
-            return TileLinear(weight, bias, self._products, activation, scale)
+        # oneDNN's float32 is as fast.
+        ours = weight.dtype != torch.float32 or self._batch_invariant
+        if ours and fits_tiles(weight, activation):
+            return TileLinear(weight, bias, self._products, activation, scale, factors)
         if scale is not None or self._batch_invariant:
             raise Misfit("there is no product of ours for its dtype, sizes and activation")
         if reason := self._obstacle(weight.dtype):

@@ -18,6 +18,7 @@ import llvmlite.ir as ir
 import numpy as np
 from numba import types
 from numba.core import cgutils
+from numba.extending import overload
 
 from jitney.kernels.cpu.compiled import Call, reader, record
 from jitney.kernels.cpu.products import (
@@ -33,6 +34,7 @@ from jitney.kernels.cpu.products import (
 )
 from jitney.kernels.cpu.simd import (
     BF16,
+    F32,
     ONE,
     TAG,
     element_bytes,
@@ -45,6 +47,8 @@ from jitney.kernels.cpu.simd import (
     load_as,
     load_difference,
     load_f32,
+    load_i32,
+    load_signed,
     offset_by,
     sigmoid,
     splat,
@@ -91,10 +95,8 @@ class ProductCall(Call):
     """Address of float32 [N]. 0: none."""
     tiles: int
     """Whether the processor's tile unit is used: 0 or 1."""
-    row_scales: int
-    """Of bytes: address of float32 [count]."""
     scales: int
-    """Of bytes: address of float32 [N]."""
+    """Of bytes, whose rows have a tail (``rows``) behind their steps: address of float32 [N]."""
     shifts: int
     """Of bytes: address of int32 [N], 128 times the sum of each output's weights."""
 
@@ -133,6 +135,8 @@ def _make_multiply(with_lower: bool) -> Any:
 
     @emitted(types.void, TAG, *[types.int64] * 5)
     def multiply(builder, tag, x, x_stride, column, steps, out):
+        if tag in (types.float32, types.uint32):  # the tile unit has no such product
+            return
         dot = {types.int8: "tdpbusd", types.int16: "tdpbsud"}.get(tag, "tdpbf16ps")
         line = ir.Constant(i64, 64)
         second = offset_by(builder, column, steps, 1024)
@@ -170,31 +174,50 @@ def activate(kind, x):
     return x * sigmoid(inside * splat(np.float32(1.5957691216057308)))
 
 
+def result_tag(tag):
+    """That of the output: F32 of float32, else BF16."""
+
+
+@overload(result_tag, inline="always")
+def _choose_result_tag(tag):
+    return (lambda tag: F32) if tag == types.float32 else (lambda tag: BF16)
+
+
 @inner
 def finish(tag, call, pair, first, rows, result):
     """Write the [rows, 32] of one pair to the output."""
-    bias = call.bias + pair * 128
+    bias, to = call.bias + pair * 128, result_tag(tag)
+    half = 16 * element_bytes(to)
     for m in range(rows):
         where = result + m * 128
         if element_bytes(tag) == 1:
             shift, scale = call.shifts + pair * 128, call.scales + pair * 128
-            row = splat(load_f32(call.row_scales + 4 * (first + m)))
-            a = load_difference(where, shift) * (load(scale) * row)
-            b = load_difference(where + 64, shift + 64) * (load(scale + 64) * row)
+            tail = call.x + (first + m) * call.x_stride + call.steps * STEP_BYTES
+            row = splat(load_f32(tail))
+            a, b = (
+                load_difference(where, shift) * row,
+                load_difference(where + 64, shift + 64) * row,
+            )
+            for n in range(load_i32(tail + 4)):  # outliers
+                k, value = np.int64(load_i32(tail + 8 + 8 * n)), splat(load_f32(tail + 12 + 8 * n))
+                units = call.weight + pair * call.steps * 2048 + k // 4 * 64
+                a = fma(load_signed(units, k % 4), value, a)
+                b = fma(load_signed(units + call.steps * 1024, k % 4), value, b)
+            a, b = a * load(scale), b * load(scale + 64)
         else:
             a, b = load(where), load(where + 64)
         if call.bias != 0:
             a, b = a + load(bias), b + load(bias + 64)
         if call.other != 0:
             stride = call.out_stride * (1 if call.activation == 0 else 2)
-            other = call.other + (first + m) * stride + pair * 64
-            a, b = a + load_as(BF16, other), b + load_as(BF16, other + 32)
-        at = (first + m) * call.out_stride + pair * (64 if call.activation == 0 else 32)
+            other = call.other + (first + m) * stride + pair * 2 * half
+            a, b = a + load_as(to, other), b + load_as(to, other + half)
+        at = (first + m) * call.out_stride + pair * half * (2 if call.activation == 0 else 1)
         if call.activation != 0:
-            store_as(BF16, call.out + at, activate(call.activation, a) * b)
+            store_as(to, call.out + at, activate(call.activation, a) * b)
             continue
-        store_as(BF16, call.out + at, a)
-        store_as(BF16, call.out + at + 32, b)
+        store_as(to, call.out + at, a)
+        store_as(to, call.out + at + half, b)
 
 
 @inner

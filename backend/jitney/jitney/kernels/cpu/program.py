@@ -174,8 +174,8 @@ class _Memory:
     """Of these, those of the layers."""
     attention: np.ndarray
     """Of those, what writes K and V and what attends: [layers, 2, _WIDTH]."""
-    rounded: list[Tensor]
-    """Rows of bytes, and their scales."""
+    rounded: Tensor
+    """Rows of another form before a product."""
     kernels: np.ndarray
     """int64 [kernels, 2]: addresses of body and arguments."""
     kinds: list[tuple[AttentionCall, LayerCache, Any]]
@@ -314,9 +314,8 @@ class LayerProgram:
             for each in (*_products(layer), self._head)
             if isinstance(each, TileLinear)
         )
-        kinds_of_room = (tokens * most, torch.uint8), (tokens, torch.float32)
-        rounded = [torch.empty(count, dtype=kind) for count, kind in kinds_of_room]
-        spare = rounded[0].data_ptr(), rounded[1].data_ptr()
+        rounded = torch.empty(tokens * most, dtype=torch.uint8)
+        spare = rounded.data_ptr()
         norm, calls, attending = self._norm.kernel, list[tuple[Kernel, ctypes.Structure]](), 0
         room = self._room_for_adapters(tokens)
         place = partial(self._product, spare=spare, room=room)

@@ -27,13 +27,16 @@ from jitney.kernels.cpu.simd import (
     load,
     load_as,
     load_f32,
+    load_i32,
     load_i64,
     load_one,
     splat,
     store,
     store_as,
+    store_byte,
     store_bytes,
     store_f32,
+    store_i32,
     store_one,
 )
 from jitney.kernels.fused.layers import AttentionForm, Misfit, NormForm
@@ -177,31 +180,89 @@ class ConvertCall(Call):
     out: int
     """uint8, or float32, [count, size]"""
     out_stride: int
-    scales: int
-    """Of bytes: address of float32 [count]."""
+    tail: int
+    """Of bytes: how far behind the beginning of a row of ``out`` are its float32 scale, int32 how
+    many outliers it has, and of each its int32 index and its float32 value."""
+    outlier: float
+    """An outlier is larger than so many times the mean size of its row."""
+    most_outliers: int
+    factors: int
+    """Address of float32 [size]: bytes are of x times them. 0: there are none."""
 
 
 read_convert = reader(ConvertCall)
 
 
 @inner
-def round_row(row, out, size, scale):
-    """x -> 128 + x / scale, as bytes, where the scale makes the row's largest element 127."""
-    best, strange = splat(ZERO), splat(ZERO)
+def load_scaled(call, row, i):
+    """16 elements of x times their factors."""
+    x = load_as(BF16, row + 2 * i)
+    return x if call.factors == 0 else x * load(call.factors + 4 * i)
+
+
+@inner
+def list_outliers(call, row, limit, tail):
+    """Write to the tail what is larger than ``limit``, which is drawn closer twice, as outliers are
+    no part of the mean, and doubled while there are too many. Returns the size of the
+    largest element of the rest."""
+    turn = 0
+    while True:
+        count, rest, total, others = 0, ZERO, splat(ZERO), ZERO
+        for i in range(0, call.size, LANES):
+            x = load_scaled(call, row, i)
+            x = larger(x, splat(ZERO) - x)
+            best = lane_max(x)
+            if best <= limit:
+                rest, total = max(rest, best), total + x
+                continue
+            for k in range(i, i + LANES):
+                value = load_one(BF16, row + 2 * k)
+                if call.factors != 0:
+                    value *= load_f32(call.factors + 4 * k)
+                if abs(value) <= limit:
+                    rest, others = max(rest, abs(value)), others + abs(value)
+                    continue
+                if count < call.most_outliers:
+                    store_i32(tail + 8 + 8 * count, np.int32(k))
+                    store_f32(tail + 12 + 8 * count, value)
+                count += 1
+        closer = (lane_sum(total) + others) * (call.outlier / np.float32(call.size))
+        if count > call.most_outliers:
+            limit, turn = limit + limit + np.float32(1e-30), 2
+        elif turn < 2 and rest > closer:
+            limit, turn = closer, turn + 1
+        else:
+            store_i32(tail + 4, np.int32(count))
+            return rest
+
+
+@inner
+def round_row(call, row, out):
+    """x -> 128 + x / scale, as bytes, where the scale makes the largest element 127. Outliers, far
+    larger than the others, are 128 (a zero): the scale follows the others, and the product adds
+    what outliers are worth (``product_kernel.finish``)."""
+    size, tail = call.size, out + call.tail
+    best, total, strange = splat(ZERO), splat(ZERO), splat(ZERO)
     for i in range(0, size, LANES):
-        x = load_as(BF16, row + 2 * i)
-        best = larger(larger(x, splat(ZERO) - x), best)
+        x = load_scaled(call, row, i)
+        positive = larger(x, splat(ZERO) - x)
+        best, total = larger(positive, best), total + positive
         strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
-    largest = lane_max(best)
-    store_f32(scale, largest / np.float32(127.0) + lane_sum(strange))
+    largest, limit = lane_max(best), lane_sum(total) * (call.outlier / np.float32(size))
+    store_i32(tail + 4, np.int32(0))
+    if largest > limit:
+        largest = list_outliers(call, row, limit, tail)
+    store_f32(tail, largest / np.float32(127.0) + lane_sum(strange))
     share = splat(np.float32(127.0) / largest if largest > ZERO else ZERO)
     for i in range(0, size, LANES):
-        store_bytes(out + i, load_as(BF16, row + 2 * i) * share)
+        store_bytes(out + i, load_scaled(call, row, i) * share)
+    for n in range(load_i32(tail + 4)):
+        store_byte(out + load_i32(tail + 8 + 8 * n), np.uint8(128))
 
 
 @inner
 def convert_body(tag, arguments):
-    """Rows of bfloat16 to the tag's type: I8, each with a scale of its own, or F32."""
+    """Rows of bfloat16 to the tag's type: I8, each with a tail, or F32."""
     call = read_convert(arguments)
     while True:
         first = fetch_add(arguments) * _ROWS_PER_ITEM
@@ -210,7 +271,7 @@ def convert_body(tag, arguments):
         for r in range(first, min(first + _ROWS_PER_ITEM, call.count)):
             row, out = call.x + r * call.size * 2, call.out + r * call.out_stride
             if element_bytes(tag) == 1:
-                round_row(row, out, call.size, call.scales + 4 * r)
+                round_row(call, row, out)
                 continue
             for i in range(0, call.size, LANES):
                 store(out + 4 * i, load_as(BF16, row + 2 * i))

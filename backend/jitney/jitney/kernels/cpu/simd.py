@@ -172,6 +172,7 @@ def _access(numba_type: Any, llvm_type: Any) -> tuple[Any, Any]:
 load_i64, store_i64 = _access(types.int64, i64)
 load_i32, store_i32 = _access(types.int32, i32)
 load_f32, store_f32 = _access(types.float32, f32)
+_, store_byte = _access(types.uint8, ir.IntType(8))
 load, store = _access(vector, f32x)
 
 
@@ -316,6 +317,15 @@ def load_difference(builder, address, other):
     """int32 at ``address`` less those at ``other``, as float32."""
     a, b = (builder.load(pointer(builder, x, i32x), align=4) for x in (address, other))
     return builder.sitofp(builder.sub(a, b), f32x)
+
+
+@emitted(vector, types.intp, types.int64)
+def load_signed(builder, address, index):
+    """Byte ``index`` of each of 16 units of int8, as float32."""
+    units = builder.load(pointer(builder, address, i32x), align=4)
+    up = offset_by(builder, ir.Constant(i64, 24), index, -8)
+    moved = builder.shl(units, splat_value(builder, builder.trunc(up, i32)))
+    return builder.sitofp(builder.ashr(moved, every(i32x, 24)), f32x)
 
 
 @emitted(types.void, types.intp, vector)

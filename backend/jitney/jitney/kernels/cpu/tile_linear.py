@@ -1,6 +1,6 @@
-"""Linear layers in bfloat16 by ``product_kernel`` and ``groups``, of weights in bfloat16, int8 or 4
-bits: the kernels that they need, and their weights as these read them. Imported only where Numba
-is.
+"""Linear layers by ``product_kernel`` and ``groups``, in bfloat16 of weights in bfloat16, int8 or 4
+bits, and in float32: the kernels that they need, and their weights as these read them. Imported
+only where Numba is.
 """
 
 from functools import cached_property
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from jitney.execution.quantized import MOST_OUTLIERS, OUTLIER
 from jitney.kernels.cpu.compiled import Call, Kernel, source_version
 from jitney.kernels.cpu.groups import RoundGroupsCall, groups_body, round_groups_body
 from jitney.kernels.cpu.product_kernel import (
@@ -31,6 +32,12 @@ def widens() -> bool:
 
 class Products:
     """The kernels of linear layers, each compiled, or found in Numba's cache, at its first use."""
+
+    @cached_property
+    def floats(self) -> Kernel:
+        """Of float32."""
+        version = source_version()
+        return Kernel(lambda address: product_body(F32, address) if version else None)
 
     @cached_property
     def halves(self) -> Kernel:
@@ -74,7 +81,9 @@ def fits_tiles(weight: Tensor, activation: Activation | None = None) -> bool:
     ``activation`` is one of the kernel's; with one, ``weight`` is that of gate and up. Rows of
     bytes are filled up, and so are outputs without an activation. Nibbles are uint8, two in each.
     """
-    inputs = {torch.bfloat16: 32, torch.int8: LANES, torch.uint8: LANES}.get(weight.dtype)
+    inputs = {torch.bfloat16: 32, torch.float32: 16, torch.int8: 16, torch.uint8: 16}.get(
+        weight.dtype
+    )
     if inputs is None or not host_has("avx2"):
         return False
     whole = activation is None or weight.shape[0] % 64 == 0
@@ -82,13 +91,15 @@ def fits_tiles(weight: Tensor, activation: Activation | None = None) -> bool:
 
 
 class TileLinear(nn.Module):
-    """``x @ weight.T + bias`` in bfloat16; sums are float32, rounded once at the end.
+    """``x @ weight.T + bias`` in bfloat16, or in float32; sums are float32, of the inputs in their
+    order, rounded once at the end.
 
     With an activation, ``weight`` [2 N, K] is that of a gate and of what it is multiplied with, one
     above the other, and the result [..., N] is ``activation(gate) * up``.
 
     A weight of int8 has a float32 ``scale`` [N] for each output; each row of x is rounded to bytes
-    of a scale of its own, and the sums of their products are exact. One of 4 bits is as
+    of a scale of its own, but for outliers, and the sums of their products are exact; ``factors``
+    are those of ``quantization.eight_bits``. One of 4 bits is as
     ``quantization.four_bits`` has it, with its ``scale``.
     """
 
@@ -99,6 +110,7 @@ class TileLinear(nn.Module):
         products: Products,
         activation: Activation | None = None,
         scale: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         super().__init__()
         nibbles = weight.dtype == torch.uint8
@@ -108,7 +120,11 @@ class TileLinear(nn.Module):
         outputs += more
         self.width = outputs // 2 if gated else outputs
         """Of a row of results, filled up with zeros."""
-        if scale is None:
+        self.dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
+        """Of x and the result."""
+        if self.dtype == torch.float32:
+            self.kernel, self._before = products.floats, None
+        elif scale is None:
             self.kernel, self._before = products.halves, products.widen if widens() else None
         elif nibbles:
             self.kernel, self._before = products.nibbles, products.round_groups
@@ -117,6 +133,8 @@ class TileLinear(nn.Module):
         size = 4 if scale is None and widens() else 1 if nibbles else weight.itemsize
         step = 1 if nibbles else STEP_BYTES // weight.itemsize
         stride, self._group = (self.in_features + -self.in_features % step) * size, 0
+        if scale is not None and not nibbles:
+            stride += 8 + 8 * MOST_OUTLIERS
         if nibbles:
             assert scale is not None
             self._group = self.in_features // scale.shape[2]
@@ -138,7 +156,7 @@ class TileLinear(nn.Module):
             # In parts: each is copied as int32.
             sums = [128 * part.sum(1, dtype=torch.int32) for part in filled.split(1024)]
             packed["shifts"] = _interleave(torch.cat(sums).view(-1, LANES), gated)
-        self._packed = packed
+        self._packed, self._factors = packed, factors
         self.spare_bytes = 0 if self._before is None else stride
         """For each row of x: see :meth:`calls`."""
         pairs = outputs // (2 * LANES)
@@ -149,9 +167,9 @@ class TileLinear(nn.Module):
             group=self._group,
             pairs=pairs,
             pairs_per_item=max(1, pairs // ITEMS),
-            out_stride=2 * self.width,
+            out_stride=self.dtype.itemsize * self.width,
             activation=ACTIVATIONS[activation],
-            tiles=int(may_use_amx()),
+            tiles=int(may_use_amx() and self.dtype == torch.bfloat16),
             **{name: each.data_ptr() for name, each in packed.items()},
         )
 
@@ -159,29 +177,34 @@ class TileLinear(nn.Module):
         """x is [..., in_features]."""
         return self.plus(x, None)
 
-    def calls(
-        self, x: int, out: int, other: int, spare: tuple[int, int]
-    ) -> list[tuple[Kernel, Call]]:
+    def calls(self, x: int, out: int, other: int, spare: int) -> list[tuple[Kernel, Call]]:
         """Kernels and their arguments for contiguous rows at these addresses; 0 is no ``other``,
-        and ``spare`` has room for ``spare_bytes`` and for a float32 for each row. The number of
-        rows is left to be set."""
+        and ``spare`` has room for ``spare_bytes`` for each row. The number of rows is left to be
+        set."""
         call = ProductCall.from_buffer_copy(self._call)
         call.x, call.out, call.other = x, out, other
         if self._before is None:
             return [(self.kernel, call)]
-        call.x, call.row_scales = spare
+        call.x = spare
         fields = {"x": x, "size": self.in_features, "out": call.x, "out_stride": call.x_stride}
-        first: Call = (
-            RoundGroupsCall(**fields, group=self._group)
-            if self._group
-            else ConvertCall(**fields, scales=spare[1])
+        if self._group:
+            return [
+                (self._before, RoundGroupsCall(**fields, group=self._group)),
+                (self.kernel, call),
+            ]
+        first = ConvertCall(
+            **fields,
+            tail=call.steps * STEP_BYTES,
+            outlier=OUTLIER,
+            most_outliers=MOST_OUTLIERS,
+            factors=0 if self._factors is None else self._factors.data_ptr(),
         )
         return [(self._before, first), (self.kernel, call)]
 
     def plus(self, x: Tensor, other: Tensor | None) -> Tensor:
         """The result, plus ``other`` [..., out_features] if there is one. With an activation,
         ``other`` [..., 2 out_features] is added to gate and up."""
-        assert x.dtype == torch.bfloat16
+        assert x.dtype == self.dtype
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self.width), dtype=x.dtype)
         if other is not None and self.width > self.out_features:
@@ -194,12 +217,9 @@ class TileLinear(nn.Module):
                 assert other.shape == out.shape
             other = other.contiguous()
         rows = x.numel() // self.in_features
-        spare = [
-            torch.empty(rows * self.spare_bytes, dtype=torch.uint8),
-            torch.empty(rows, dtype=torch.float32),
-        ]
+        spare = torch.empty(rows * self.spare_bytes, dtype=torch.uint8)
         places = x.data_ptr(), out.data_ptr(), 0 if other is None else other.data_ptr()
-        for kernel, call in self.calls(*places, (spare[0].data_ptr(), spare[1].data_ptr())):
+        for kernel, call in self.calls(*places, spare.data_ptr()):
             call.count = rows
             kernel.run(call, torch.get_num_threads())
         return self.without_filling(out)

@@ -75,9 +75,10 @@ class _Watch(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
             where = self._names[-1] if self._names and self._names[-1] else "the model"
+            dtype = next((x.dtype for x in args if isinstance(x, torch.Tensor)), "no tensor")
             raise ConfigError(
-                f"option batch_invariant is true, but {where} computes {func}, whose result may "
-                "depend on the batch"
+                f"option batch_invariant is true, but {where} computes {func} of {dtype}, whose "
+                "result may depend on the batch"
             )
         return func(*args, **kwargs)
 
