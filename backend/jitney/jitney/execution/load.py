@@ -138,7 +138,9 @@ def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> Load
     checkpoint = check_checkpoint(resolve_model(config.model))
     hf_config = support.parse_config(checkpoint)
     max_model_len = support.context_length(config, hf_config)
-    rounded = config.quantization in ("int8", "int4") or "quantization_config" in checkpoint.config
+    rounded = config.quantization in ("int8", "int4") or bool(
+        checkpoint.config.get("quantization_config")
+    )
     matrices = [each.shape for each in checkpoint.tensors.values() if len(each.shape) == 2]
     # Experts are no linear layers, and they and those of other sizes stay torch's.
     widened = config.fuse and config.prepack and "expert" not in " ".join(checkpoint.config)
