@@ -234,6 +234,8 @@ class LayerProgram:
         team_size, give_way = map(function_address, ("omp_get_num_threads", "sched_yield"))
         if len(model.tables) > 1 or type(model.embed) is not nn.Embedding:
             return None
+        if places is not None and model.embed.weight.dtype != torch.bfloat16:
+            return None
         if not all(map(_can_run, model.layers)) or not (team_size and give_way):
             return None
         shapes = {
@@ -391,7 +393,7 @@ class LayerProgram:
         x: int,
         out: int,
         other: int,
-        spare: tuple[int, int],
+        spare: int,
         room: tuple[list[Tensor], np.ndarray] | None,
     ) -> list[tuple[Kernel, Any]]:
         """A product of a layer, and before it what adapters add."""
