@@ -1,5 +1,5 @@
-"""The ``jitney`` command: ``serve``, ``gateway``, ``generate``, ``batch``, ``doctor``, ``bench``
-and ``tune``.
+"""The ``jitney`` command: ``serve``, ``gateway``, ``generate``, ``batch``, ``doctor``, ``bench``,
+``tune`` and ``plan``.
 
 Holds options and their help; what a command does is one function of another room, imported when
 the command runs, so that ``--help`` is quick. Every error that Jitney raises on purpose becomes one
@@ -15,10 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from jitney import __version__
+from jitney.config import EngineConfig
 from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
+from jitney.measure import plan
 from jitney.measure.bench import bench
 from jitney.measure.tune import tune
+from jitney.messages import Footprint
 from jitney.offline.command import batch, generate_on_terminal
 
 app = typer.Typer(
@@ -263,8 +266,21 @@ def gateway(
     run_gateway(server, host, port, api_key_file, otlp_endpoint, metrics_url, batches, grace)
 
 
+def _weigh(config: EngineConfig) -> Footprint:
+    from jitney.engine.assemble import weigh
+
+    return weigh(config)
+
+
+def _prompt_lengths(source: str, column: str, model: str) -> list[int]:
+    from jitney.offline.generate import prompt_lengths
+
+    return prompt_lengths(source, column, model)
+
+
 app.command()(bench)
 app.command()(tune)
+app.command("plan")(plan.command(_weigh, _prompt_lengths))
 app.add_typer(batch, name="batch")
 
 

@@ -220,6 +220,25 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether the runner has ``launch``: a step may be planned while another is in flight."""
 
 
+class Footprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model takes of a device, told from its files before any weight is read. Bytes."""
+
+    max_model_len: int
+    """The option, or what the checkpoint was made for."""
+    dtype: str
+    cache_dtype: str
+    weights: int
+    """As they are loaded."""
+    block: int
+    """One KV block."""
+    step_token: int
+    """Activations of each token of a step, estimated."""
+    step_row: int
+    """Logits of each sampled row."""
+    tensors: dict[str, list[int]]
+    """As they are stored, those of all layers together: name, dtype and shape -> number, bytes."""
+
+
 # --------------------------------------------------------------------------- scheduler <-> runner
 
 

@@ -19,7 +19,7 @@ from jitney.execution.interface import LoadedModel
 from jitney.execution.machine import resolve_device
 from jitney.kernels.cpu.accelerator import CpuAccelerator, prepare_kernels
 from jitney.kernels.gpu.accelerator import GpuAccelerator
-from jitney.messages import ModelInfo
+from jitney.messages import Footprint, ModelInfo
 from jitney.quantization.checkpoint import weight_format
 from jitney.text.grammar import GrammarCompiler
 from jitney.text.tokenizer import TokenizerData, read_tokenizer
@@ -34,6 +34,7 @@ __all__ = [
     "load_runner",
     "prepare",
     "resolve_model",
+    "weigh",
 ]
 
 
@@ -83,6 +84,11 @@ def grammar_compiler(data: TokenizerData, info: ModelInfo) -> Compile:
 def load_model(config: EngineConfig) -> LoadedModel:
     """The model of ``config`` as the checkpoint has it, not rearranged for speed."""
     return load.load_model(config, weight_format)
+
+
+def weigh(config: EngineConfig) -> Footprint:
+    """What loading the model of ``config`` would take; see ``execution.load.weigh``."""
+    return load.weigh(config, weight_format)
 
 
 def accelerator_for(config: EngineConfig, device: torch.device) -> Accelerator | None:

@@ -8,12 +8,13 @@ read only after everything that can be judged without them has been.
 import functools
 import logging
 import math
+import re
 import time
 from dataclasses import replace
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError, LoadError
@@ -26,7 +27,7 @@ from jitney.execution.low_rank import find_sites
 from jitney.execution.quantized import Quantizer, WeightFormat, coarse_layers
 from jitney.execution.runner import TorchRunner
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
-from jitney.messages import Batch, ModelInfo
+from jitney.messages import Batch, Footprint, ModelInfo
 from jitney.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -113,18 +114,25 @@ def _load_draft(
     is quantized if the model is. Raises ConfigError if its vocabulary is another."""
     if config.speculation is None or config.speculation.model is None:
         return None
-    own = msgspec.structs.replace(
-        config,
-        model=config.speculation.model,
-        dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=model.max_model_len,
-        speculation=None,
-    )
+    own = _of_draft(config, config.speculation.model, model.dtype, model.max_model_len)
     draft = load_model(own, quantizer)
     if draft.vocab_size != model.vocab_size:
         size = f"a model of {model.vocab_size:,} tokens, not {draft.vocab_size:,}"
         raise ConfigError.of("speculation.model", config.speculation.model, size)
     return draft if accelerator is None else _speed_up(own, draft, accelerator, rows)
+
+
+def _of_draft(
+    config: EngineConfig, model: str, dtype: torch.dtype, max_model_len: int
+) -> EngineConfig:
+    """The options of a draft model."""
+    return msgspec.structs.replace(
+        config,
+        model=model,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=max_model_len,
+        speculation=None,
+    )
 
 
 def import_models() -> None:
@@ -135,18 +143,8 @@ def import_models() -> None:
 def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> LoadedModel:
     """Load and check the checkpoint of ``config``, and prove that it runs on a paged cache."""
     device = machine.resolve_device(config.device)
-    checkpoint = check_checkpoint(resolve_model(config.model))
-    hf_config = support.parse_config(checkpoint)
+    checkpoint, hf_config, dtype = judge(config, device)
     max_model_len = support.context_length(config, hf_config)
-    rounded = config.quantization in ("int8", "int4") or bool(
-        checkpoint.config.get("quantization_config")
-    )
-    matrices = [each.shape for each in checkpoint.tensors.values() if len(each.shape) == 2]
-    # Experts are no linear layers, and they and those of other sizes stay torch's.
-    widened = config.fuse and config.prepack and "expert" not in " ".join(checkpoint.config)
-    widened = widened and (rounded or all(shape[1] % 32 == 0 for shape in matrices))
-    stored = support.stored_dtype(checkpoint)
-    dtype = machine.resolve_dtype(config.dtype, stored, device, widened=widened, rounded=rounded)
     weights = (quantizer or _no_quantizer)(checkpoint, config, dtype, device)
     needed = checkpoint.num_values * dtype.itemsize
     if weights is not None:
@@ -185,6 +183,89 @@ def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> Load
         weight_bytes=count_bytes(module),
         forward=functools.partial(interface.forward, module),
         cache_scales=cache_scales(checkpoint, [each.num_kv_heads for each in layers], device),
+    )
+
+
+def judge(
+    config: EngineConfig, device: torch.device
+) -> tuple[Checkpoint, PreTrainedConfig, torch.dtype]:
+    """Check what can be checked without the weights; with the dtype to load them in."""
+    checkpoint = check_checkpoint(resolve_model(config.model))
+    hf_config = support.parse_config(checkpoint)
+    rounded = config.quantization in ("int8", "int4") or bool(
+        checkpoint.config.get("quantization_config")
+    )
+    matrices = [each.shape for each in checkpoint.tensors.values() if len(each.shape) == 2]
+    # Experts are no linear layers, and they and those of other sizes stay torch's.
+    widened = config.fuse and config.prepack and "expert" not in " ".join(checkpoint.config)
+    widened = widened and (rounded or all(shape[1] % 32 == 0 for shape in matrices))
+    stored = support.stored_dtype(checkpoint)
+    dtype = machine.resolve_dtype(config.dtype, stored, device, widened=widened, rounded=rounded)
+    return checkpoint, hf_config, dtype
+
+
+def weigh(config: EngineConfig, quantizer: Quantizer) -> Footprint:
+    """What loading would take: from the module without weights, on torch's meta device. A GPU need
+    not be here; ``auto`` stands for one. Raises as :func:`load_model` does."""
+    device = torch.device("cpu" if config.device == "cpu" else "cuda")
+    if device.type == "cpu":
+        refuse_gpu_options(config, "batch_invariant")
+    elif config.kv_cache_dtype == "int8":
+        raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
+    checkpoint, hf_config, dtype = judge(config, device)
+    weights = quantizer(checkpoint, config, dtype, device)
+    interface.register()
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=interface.NAME
+        )
+    windows = support.layer_windows(hf_config)
+    try:
+        layers = probe.record_layers(module, windows)
+    except (RuntimeError, NotImplementedError):  # it computes what has no meaning without values
+        heads = hf_config.num_attention_heads
+        kv_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+        size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+        layers = [LayerSpec(heads, kv_heads, size, window) for window in windows]
+    model = LoadedModel(
+        module=module,
+        config=hf_config,
+        dtype=dtype,
+        device=device,
+        layers=layers,
+        eos_ids=frozenset(),
+        max_model_len=support.context_length(config, hf_config),
+        vocab_size=len(probe.embedding_weight(module)),
+        num_parameters=module.num_parameters(),
+        weight_bytes=weights.needed_bytes(module) if weights else count_bytes(module),
+        forward=functools.partial(interface.forward, module),
+    )
+    cache_dtype = _cache_dtype(config, model)
+    token = sum(memory.estimate_steps(model, 1, 0))
+    tensors: dict[str, list[int]] = {}
+    for name, stored in checkpoint.tensors.items():
+        shape = " × ".join(map(str, stored.shape)) or "scalar"
+        key = f"{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', name)}, {stored.dtype} {shape}"
+        bits = re.search("[0-9]+", stored.dtype)
+        known = tensors.setdefault(key, [0, 0])
+        known[0] += 1
+        known[1] += math.prod(stored.shape) * (int(bits[0]) if bits else 8) // 8
+    drafts, of_draft = 0, (0, 0)
+    if (speculation := config.speculation) is not None:
+        drafts = speculation.max_drafts
+        if speculation.model is not None:
+            own = _of_draft(config, speculation.model, dtype, model.max_model_len)
+            draft = weigh(own, quantizer)
+            of_draft = draft.weights, draft.block
+    return Footprint(
+        max_model_len=model.max_model_len,
+        dtype=str(dtype).removeprefix("torch."),
+        cache_dtype=str(cache_dtype).removeprefix("torch."),
+        weights=model.weight_bytes + of_draft[0],
+        block=memory.block_bytes(layers, config.block_size, cache_dtype) + of_draft[1],
+        step_token=token,
+        step_row=(sum(memory.estimate_steps(model, 1, 1)) - token) * (1 + drafts),
+        tensors=tensors,
     )
 
 

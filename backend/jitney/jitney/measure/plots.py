@@ -1,11 +1,12 @@
 """The plots of one result, or of two in the same axes. A point is hollow where the load was not
 steady."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jitney.measure.lengths import Lengths
 from jitney.measure.record import PERCENTS, Measurement, Point, Result
 from jitney.measure.slo import Bound
 from jitney.report.page import Plot
@@ -98,3 +99,34 @@ def _distribution(results: Sequence[Result], time: str, bounds: Sequence[Bound])
         "meets a bound if it passes above its diamond."
     )
     return saved(figure, time, caption)
+
+
+def sizing_plot(
+    memory: Mapping[str, int],
+    requests: Lengths,
+    curve: Mapping[int, float],
+    simulated: Sequence[tuple[int, float]],
+) -> Plot:
+    """Where the memory goes (bytes), the lengths, and the sequences that run by the requests at a
+    time: expected, and as simulated."""
+    with rc_context(STYLE):
+        figure, (of_memory, of_lengths, of_streams) = subplots(3)
+        below = 0.0
+        for (name, size), share in zip(memory.items(), (0.0, 0.3, 0.6, 0.95), strict=True):
+            colour = colormaps["viridis"](share)
+            of_memory.bar([""], [size / 2**30], bottom=below, label=name, color=colour, width=0.4)
+            below += size / 2**30
+        of_memory.set(title="memory", ylabel="GiB", xlim=(-0.4, 1.6))
+        of_memory.legend(loc="upper right", fontsize=7)
+        lengths = {"prompt": requests.prompt, "output": requests.output}
+        lengths["together"] = requests.prompt + requests.output
+        for name, tokens in lengths.items():
+            of_lengths.plot(np.quantile(tokens, np.arange(101) / 100), range(101), label=name)
+        of_lengths.set(title="lengths", xlabel="tokens", ylabel="percent of requests up to it")
+        of_lengths.legend()
+        of_streams.plot(list(curve), list(curve.values()), color=COLOURS[0], label="expected")
+        of_streams.plot(*zip(*simulated, strict=True), "o", color=COLOURS[1], label="simulated")
+        of_streams.set(title="sequences that run", xlabel="requests at a time")
+        of_streams.set_ylim(bottom=0)
+        of_streams.legend()
+        return saved(figure, "plan", "")

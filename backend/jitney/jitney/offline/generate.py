@@ -8,6 +8,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -20,8 +21,9 @@ from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError
 from jitney.messages import ModelInfo
 from jitney.offline.asking import Line
-from jitney.offline.dataset import Row, column_of
-from jitney.offline.job import Job
+from jitney.offline.dataset import Chunk, Dataset, Row, Storage, column_of
+from jitney.offline.job import Job, make_job
+from jitney.offline.journal import Record
 from jitney.offline.llm import Completed
 from jitney.offline.tensors import Arrays
 from jitney.sampling_params import SamplingParams, parse_sampling_params
@@ -96,6 +98,20 @@ class Generate:
     def finish(self, row: Row, result: Completed) -> Row:
         lengths = len(result.prompt_ids), len(result.ids)
         return _columns(result.text, result.finish_reason, *lengths)
+
+
+def prompt_lengths(source: str, column: str, model: str) -> list[int]:
+    """Tokens of each text in a column of files, as a job reads them, with the tokenizer of a
+    checkpoint. Raises InvalidArgumentError, and CheckpointError for the tokenizer."""
+    from jitney.engine.assemble import resolve_model  # imports torch
+
+    job = make_job({"input": source, "output": f"{source}.out", "model": model, "column": column})
+    tokenizer, storage, lengths = Tokenizer.load(resolve_model(model)), Storage(job), []
+    for chunk in Dataset(job).chunks(Record(Path()), 1024):
+        if isinstance(chunk, Chunk):
+            rows = (chunk.row(item, storage) for item in chunk.items())
+            lengths += [len(tokenizer.encode(_text(column_of(row, column)))) for row in rows]
+    return lengths
 
 
 class GenerateOnServer:

@@ -1,0 +1,79 @@
+"""What a model is said to take before it is loaded is what it takes once it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from jitney.config import make_config
+from jitney.engine import assemble
+from jitney.errors import ConfigError
+from jitney.execution import memory
+
+from tests.tiny_models import ARCHITECTURES, make_checkpoint
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_is_what_a_load_takes(tmp_path: Path, architecture: str) -> None:
+    make_checkpoint(tmp_path, architecture)
+    options = {"model": str(tmp_path), "device": "cpu", "dtype": "float32", "max_model_len": 100}
+    config = make_config(options)
+    found, loaded = assemble.weigh(config), assemble.load_model(config)
+    assert found.weights == loaded.weight_bytes
+    assert found.block == memory.block_bytes(loaded.layers, 16, torch.float32)
+    steps = memory.estimate_steps(loaded, 48, 8)
+    assert found.step_token * 48 + found.step_row * 8 == sum(steps)
+    assert (found.max_model_len, found.dtype, found.cache_dtype) == (100, "float32", "float32")
+
+
+def test_the_options_decide(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", hidden_size=128, intermediate_size=256)
+    plain = assemble.weigh(make_config({"model": str(tmp_path)}))
+    assert plain.dtype == "float32", "the checkpoint's, on a GPU that is not here"
+    halves = assemble.weigh(make_config({"model": str(tmp_path), "dtype": "bfloat16"}))
+    assert 2 * halves.weights == pytest.approx(plain.weights, rel=1e-3)  # some buffers stay
+    assert 2 * halves.block == plain.block
+    options = {"model": str(tmp_path), "dtype": "bfloat16", "quantization": "fp8"}
+    small = assemble.weigh(make_config({**options, "kv_cache_dtype": "float8_e4m3"}))
+    assert (2 * small.block, small.cache_dtype) == (halves.block, "float8_e4m3fn")
+    assert halves.weights / 2 < small.weights < 0.8 * halves.weights
+    longer = assemble.weigh(make_config({"model": str(tmp_path), "block_size": 32}))
+    assert longer.block == 2 * plain.block
+
+
+def test_on_a_cpu_quantized_layers_are_those_of_a_load(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", hidden_size=128, intermediate_size=256)
+    options = {"model": str(tmp_path), "device": "cpu", "dtype": "float32"}
+    config = make_config({**options, "quantization": "int8"})
+    assert assemble.weigh(config).weights == assemble.load_model(config).weight_bytes
+
+
+def test_a_cache_of_8_bits_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    options = {"model": str(tmp_path), "device": "cpu", "kv_cache_dtype": "float8_e4m3"}
+    with pytest.raises(ConfigError, match="kv_cache_dtype"):
+        assemble.weigh(make_config(options))
+
+
+def test_tensors_of_all_layers_are_one_line(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    tensors = assemble.weigh(make_config({"model": str(tmp_path)})).tensors
+    assert tensors["model.layers.*.mlp.up_proj.weight, F32 96 × 64"] == [2, 2 * 96 * 64 * 4]
+    assert tensors["model.norm.weight, F32 64"] == [1, 256]
+
+
+def test_a_draft_model_counts(tmp_path: Path) -> None:
+    for name, layers in (("large", 4), ("small", 1)):
+        make_checkpoint(tmp_path / name, "llama", num_hidden_layers=layers)
+    large, small = (str(tmp_path / name) for name in ("large", "small"))
+    speculation = {"drafter": "draft_model", "model": small, "max_drafts": 3}
+    both = assemble.weigh(make_config({"model": large, "speculation": speculation}))
+    one, other = (assemble.weigh(make_config({"model": each})) for each in (large, small))
+    assert both.weights == one.weights + other.weights
+    assert (both.block, one.block) == (5 * other.block, 4 * other.block)
+    assert both.step_row == 4 * one.step_row
+
+
+def test_a_cache_of_int8_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int8', but must be float8_e4m3"):
+        assemble.weigh(make_config({"model": str(tmp_path), "kv_cache_dtype": "int8"}))
