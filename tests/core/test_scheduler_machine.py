@@ -113,17 +113,7 @@ class Traffic(RuleBasedStateMachine):
         asks=st.booleans(),
     )
     def start(
-        self,
-        num_blocks,
-        block_size,
-        budget,
-        overlap,
-        room,
-        pace,
-        drafts,
-        foresight,
-        asks,
-        **options,
+        self, num_blocks, block_size, budget, overlap, pace, drafts, foresight, asks, **options
     ) -> None:
         chance, room = random.Random(pace[0]), options.pop("room")
         self.runner = FakeRunner(
