@@ -63,6 +63,7 @@ from jitney.kernels.cpu.simd import (
     element_bytes,
     exp2,
     fetch_add,
+    first_lane,
     fma,
     has_scales,
     inner,
@@ -274,13 +275,22 @@ def attend_rows(
             dot, tiles, rows, at.queries + first * stride, stride, entry, 1,
             units, VECTOR_BYTES, 0, at.scores + g * VECTOR_BYTES, SPAN_TOKENS * 4,
         )  # fmt: skip
+    factor = ONE if call.softcap != ZERO else call.scale * LOG2_E
+    # In two turns, so that the processor has several rows under way at once in the first one.
     for r in range(rows):
-        p, state = work.position + (first + r) // call.group, states + r * state_stride
+        p = work.position + (first + r) // call.group
+        scores, low = at.scores + r * SPAN_TOKENS * 4, p - call.window + 1 - base
+        find_largest(
+            kept, scores, groups, low if call.window > 0 else 0, p + 1 - base, call.scale,
+            call.softcap, factor, states + r * state_stride + 4 * call.padded,
+            at.key_scales + scales,
+        )  # fmt: skip
+    for r in range(rows):
+        state, weights = states + r * state_stride, at.weights + r * SPAN_TOKENS * size
+        scores = at.scores + r * SPAN_TOKENS * 4
         rescale = weigh_row(
-            kept, dot, at.scores + r * SPAN_TOKENS * 4, at.weights + r * SPAN_TOKENS * size, groups,
-            p - call.window + 1 - base if call.window > 0 else 0, p + 1 - base,
-            call.scale, call.softcap, state + 4 * call.padded, state + 4 * call.padded + 4,
-            at.key_scales + scales, at.value_scales + scales,
+            kept, dot, scores, weights, groups, factor, state + 4 * call.padded,
+            at.value_scales + scales,
         )  # fmt: skip
         if rescale != ONE:
             scale_row(state, call.padded, rescale)
@@ -315,23 +325,17 @@ def add_values(dot, tiles, rows, weights, value_groups, groups, padded, states):
 
 
 @inner
-def weigh_row(
-    kept, dot, scores, weights, groups, low, high, scale, softcap, maximum, total,
-    key_scales, value_scales,
+def find_largest(
+    kept, scores, groups, low, high, scale, softcap, factor, state, key_scales
 ):  # fmt: skip
-    """Turn a row's scores into weights; keys outside [low, high) of the span are hidden.
-
-    ``maximum`` and ``total`` are addresses of the row's running maximum and sum, in base 2.
-    Returns the factor for what was added up under the old maximum.
-    """
-    best = splat(NEGATIVE_INFINITY)
-    factor = scale * LOG2_E
+    """Raise the running maximum of a row, in base 2, at address ``state``; what it was is kept
+    behind the running sum. Scores of keys outside [low, high) of the span become -inf."""
     if has_scales(kept):
         for where in range(0, groups * VECTOR_BYTES, VECTOR_BYTES):
             store(scores + where, load(scores + where) * load(key_scales + where))
     if softcap != ZERO:
         cap_row(scores, groups, scale, softcap)
-        factor = ONE
+    best = splat(NEGATIVE_INFINITY)
     hides = low > 0 or high < groups * GROUP_TOKENS
     for g in range(groups):
         where = scores + g * VECTOR_BYTES
@@ -339,8 +343,17 @@ def weigh_row(
             first = g * LANES
             store(where, keep_between(load(where), low - first, high - first, NEGATIVE_INFINITY))
         best = larger(load(where), best)
-    before = load_f32(maximum)
-    after = max(before, lane_max(best) * factor)
+    before = load_f32(state)
+    store_f32(state, max(before, lane_max(best) * factor))
+    store_f32(state + 8, before)
+
+
+@inner
+def weigh_row(kept, dot, scores, weights, groups, factor, state, value_scales):
+    """Turn a row's scores into weights and add these to its running sum.
+
+    Returns the factor for what was added up under the maximum before."""
+    after, before = load_f32(state), load_f32(state + 8)
     steep, shift = splat(factor), splat(-after)
     added = splat(ZERO)
     for g in range(groups):
@@ -350,8 +363,7 @@ def weigh_row(
             w = w * load(value_scales + g * VECTOR_BYTES)
         store_as(dot, weights + g * LANES * element_bytes(dot), w)
     rescale = ONE if after == before else power_of_two(before - after)
-    store_f32(total, load_f32(total) * rescale + lane_sum(added))
-    store_f32(maximum, after)
+    store_f32(state + 4, load_f32(state + 4) * rescale + lane_sum(added))
     return rescale
 
 
@@ -368,7 +380,7 @@ def cap_row(scores, groups, scale, softcap):
 @inner
 def power_of_two(x):
     """2**x of one number, as ``exp2``."""
-    return lane_max(exp2(splat(x)))
+    return first_lane(exp2(splat(x)))
 
 
 @inner

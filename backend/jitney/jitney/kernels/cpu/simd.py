@@ -345,8 +345,20 @@ def lane_sum(builder, value):
 
 @emitted(types.float32, vector)
 def lane_max(builder, value):
-    """The largest lane. NaN lanes are passed over unless all are NaN."""
-    return call_llvm(builder, "llvm.vector.reduce.fmax.v16f32", f32, [value])
+    """The largest lane; none is NaN. (LLVM's own reduction minds NaN, in 15 steps one by one.)"""
+    width = LANES
+    while width > 1:
+        width //= 2
+        lanes = [min(lane + width, LANES - 1) for lane in range(LANES)]
+        other = builder.shuffle_vector(value, value, ir.Constant(i32x, lanes))
+        value = builder.select(builder.fcmp_ordered(">", value, other), value, other)
+    return builder.extract_element(value, ir.Constant(i32, 0))
+
+
+@emitted(types.float32, vector)
+def first_lane(builder, value):
+    """Lane 0."""
+    return builder.extract_element(value, ir.Constant(i32, 0))
 
 
 @emitted(vector, vector)
