@@ -161,7 +161,7 @@ def attend_part(kept, dot, call, work, part, rows, at):
                 count = -(-(end - base) // GROUP_TOKENS)
                 widen_groups(dot, keys, count, at.wide_keys, call.padded, LANES)
                 widen_groups(dot, values, count, at.wide_values, call.padded, call.padded)
-        elif tiles and rows >= MAX_ROWS:
+        elif tiles and rows >= MAX_ROWS and slices == 1:
             prefetch_span(kept, call, work, span + SPAN_TOKENS, at)
         for i in range(slices):
             first = i * MAX_ROWS_AMX if tiles else rows * i // slices
@@ -175,7 +175,7 @@ def attend_part(kept, dot, call, work, part, rows, at):
 @inner
 def prefetch_span(kept, call, work, base, at):
     """Ask for the K and V of the span at ``base``, or of the thread's next item: the products of
-    few rows do so as they go, the tile unit's of many do not."""
+    few rows do so as they go, and several slices find most of them in the second-level cache."""
     count = -(-(work.keys_end - work.keys_begin) // GROUP_TOKENS)
     begin = min((base - work.keys_begin) // GROUP_TOKENS, count)
     for g in range(begin, min(begin + SPAN_GROUPS, count + PREFETCH_GROUPS)):
