@@ -1,21 +1,32 @@
-"""Speculative decoding on and off, by turns in one process: W1, and few streams that repeat.
+"""Speculative decoding on and off, by turns in one process: W1, and few streams.
 
-    python -m benchmarks.speculation                    # on m100
-    python -m benchmarks.speculation --model FOLDER     # on a checkpoint of yours
+    python -m benchmarks.speculation                    # n-grams, on m100
+    python -m benchmarks.speculation --model FOLDER     # n-grams, on a checkpoint of yours
+    python -m benchmarks.speculation --demo             # a draft model, on Python code
 
 "repeats" are 1, 2 and 4 streams whose prompt is one piece of 48 random ids, four times; 192 tokens
 of output each, greedy. A model of random weights falls into loops of its own: that is the text that
 drafts are right about, in W1 as well. "W1, sampled" is W1 at temperature 1, where tokens of such a
-model never repeat: what it shows is the cost. Figures are output tokens a second; the ratio is the
-median of the rounds'.
+model never repeat: what it shows is the cost.
+
+With --demo the draft model is the demo model, of 5 M parameters, and the model is the demo model
+with layers behind its own, 30 M parameters in all, that change its output a little (--noise): a
+stand-in for a pair that was trained together. Prompts are 200 tokens of the standard library.
+
+Figures are output tokens a second; the ratio is the median of the rounds'. On a busy machine,
+--cpu-time takes one thread, and counts its CPU seconds everywhere, in the engine as well.
 """
 
 import argparse
+import inspect
 import itertools
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jitney.config import make_config
@@ -33,6 +44,9 @@ from benchmarks.workloads import (
     warm_up,
 )
 
+PYLM = Path(__file__).parent.parent / "model_repository/pylm/1/checkpoint"
+STREAMS = (1, 2, 4)
+
 
 def repeating(streams: int, vocab_size: int) -> Workload:
     """Prompts that repeat themselves."""
@@ -42,6 +56,61 @@ def repeating(streams: int, vocab_size: int) -> Workload:
     return Workload(f"repeats/{streams}", prompts, [192] * streams, "output")
 
 
+def python_code(streams: int) -> Workload:
+    """Prompts from modules of the standard library."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(PYLM)
+    modules = (argparse, inspect, statistics, tempfile)[:streams]
+    prompts = [tokenizer(inspect.getsource(each)).input_ids[2000:2200] for each in modules]
+    return Workload(f"code/{streams}", prompts, [192] * streams, "output")
+
+
+def deepen(folder: Path, layers: int, noise: float) -> Path:
+    """The demo model with random layers behind its own, whose outputs are scaled by ``noise``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(PYLM)
+    own = model.state_dict()
+    config = model.config
+    known = config.num_hidden_layers
+    config.num_hidden_layers = layers
+    deep: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    deep.load_state_dict(own, strict=False)
+    with torch.no_grad():
+        for layer in deep.model.layers[known:]:
+            layer.self_attn.o_proj.weight.mul_(noise)
+            layer.mlp.down_proj.weight.mul_(noise)
+    deep.save_pretrained(folder)
+    return folder
+
+
+def compare(
+    engines: dict[str, Engine],
+    workloads: list[tuple[str, Workload, float]],
+    rounds: int,
+    keys: Iterator[int],
+    clock: Callable[[], float],
+) -> None:
+    """Run each workload (title, requests, temperature) on all engines by turns; print a table."""
+    print("| workload | speculation | output tok/s | of off | steps |\n|---|---|---:|---:|---:|")
+    for title, workload, temperature in workloads:
+        rates: dict[str, list[float]] = {name: [] for name in engines}
+        steps: dict[str, int | None] = {}
+        for _ in range(rounds):
+            for name, engine in engines.items():
+                began = clock()
+                outcome = serve(engine, workload, keys, temperature=temperature)
+                rates[name].append(workload.output_tokens / (clock() - began))
+                steps[name] = outcome.steps
+        for name, own in rates.items():
+            ratio = statistics.median(b / a for a, b in zip(rates["off"], own, strict=True))
+            rate = statistics.median(own)
+            print(f"| {title} | {name} | {rate:.1f} | {ratio:.2f} | {steps[name]} |", flush=True)
+
+
 def main() -> int:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -49,48 +118,56 @@ def main() -> int:
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="of the model")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=64, help="of W1")
+    parser.add_argument("--requests", type=int, default=64, help="of W1; 0: without it")
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--demo", action="store_true")
+    parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--only", default="", help="workloads with this in their title")
+    parser.add_argument("--noise", type=float, default=10.0)
     arguments = parser.parse_args()
-    size = arguments.vocab_size
-    with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or str(MODELS["m100"](Path(folder) / "m100"))
-        options: dict[str, object] = {
-            "model": model,
-            "quantization": arguments.quantization,
-            "threads": arguments.threads,
-            "max_num_seqs": MAX_NUM_SEQS,
-            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-            "kv_cache_bytes": 1 << 30,
-            "prefix_caching": False,
-        }
-        configs = {"off": make_config(options), "on": make_config(options | {"speculation": {}})}
-        runner = load_runner(configs["off"])
+    options: dict[str, object] = {
+        "quantization": arguments.quantization,
+        "threads": arguments.threads,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "kv_cache_bytes": 1 << 29,
+        "prefix_caching": False,
+    }
+    clock: Callable[[], float] = time.monotonic
+    if arguments.cpu_time:
+        options["threads"], clock = 1, time.process_time
     keys = itertools.count()
-    engines = {name: Engine(config, runner) for name, config in configs.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.demo:
+            options["model"] = str(deepen(Path(folder), 43, arguments.noise))
+        else:
+            options["model"] = arguments.model or str(MODELS["m100"](Path(folder) / "m100"))
+        off = make_config(options)
+        runner = load_runner(off)
+        engines = {
+            "off": Engine(off, runner, clock),
+            "n-grams": Engine(make_config(options | {"speculation": {}}), runner, clock),
+        }
+        if arguments.demo:
+            draft = {"drafter": "draft_model", "model": str(PYLM)}
+            config = make_config(options | {"speculation": draft})
+            engines["draft model"] = Engine(config, load_runner(config), clock)
+    if arguments.demo:
+        code = [python_code(streams) for streams in STREAMS]
+        workloads = [(each.name, each, 0.0) for each in code]
+        workloads += [(f"{each.name}, sampled", each, 0.7) for each in code]
+        first = code[0]
+    else:
+        size = arguments.vocab_size
+        some, first = [repeating(streams, size) for streams in STREAMS], warm_up(size)
+        workloads = [(each.name, each, 0.0) for each in some]
+        if arguments.requests:
+            mixed = w1(size).head(arguments.requests)
+            workloads += [(mixed.name, mixed, 0.0), (f"{mixed.name}, sampled", mixed, 1.0)]
     for engine in engines.values():
-        serve(engine, warm_up(size), keys)
-    some = [repeating(streams, size) for streams in (1, 2, 4)]
-    print("| workload | off, tok/s | on, tok/s | on / off | steps off | steps on |")
-    print("|---|---:|---:|---:|---:|---:|")
-    mixed = w1(size).head(arguments.requests)
-    for name, workload, temperature in (
-        *((each.name, each, 0.0) for each in some),
-        (mixed.name, mixed, 0.0),
-        (f"{mixed.name}, sampled", mixed, 1.0),
-    ):
-        rates: dict[str, list[float]] = {"off": [], "on": []}
-        steps = {}
-        for _ in range(arguments.rounds):
-            for switch, engine in engines.items():
-                outcome = serve(engine, workload, keys, temperature=temperature)
-                rates[switch].append(workload.output_tokens / outcome.seconds)
-                steps[switch] = outcome.steps
-        ratio = statistics.median(b / a for a, b in zip(rates["off"], rates["on"], strict=True))
-        off, on = (statistics.median(each) for each in rates.values())
-        counts = f"{steps['off']} | {steps['on']}"
-        print(f"| {name} | {off:.1f} | {on:.1f} | {ratio:.2f} | {counts} |", flush=True)
-    runner.close()
+        serve(engine, first, keys)
+    chosen = [each for each in workloads if arguments.only in each[0]]
+    compare(engines, chosen, arguments.rounds, keys, clock)
     return 0
 
 

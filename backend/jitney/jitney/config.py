@@ -182,6 +182,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds that running requests have to finish after the model's process gets SIGTERM. Less
     than the server's exit timeout, so that clients of the others still get an error."""
 
+    @property
+    def most_samples(self) -> int:
+        """Tokens that a step may sample, unless its token budget allows fewer."""
+        drafts = 0 if self.speculation is None else self.speculation.max_drafts
+        return self.max_num_seqs * (1 + drafts)
+
 
 # What transformers' apply_chat_template takes for itself: a client may neither send a template of
 # its own nor change how one is applied.

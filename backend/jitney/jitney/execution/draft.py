@@ -30,7 +30,7 @@ class DraftModel:
 
     def write(self, ids: Tensor, meta: AttentionMetadata) -> None:
         """Compute K and V of a step, ids [T]."""
-        self._forward(ids, replace(meta, plans={}), to_device([0], ids.device))
+        self._forward(ids, replace(meta, plans={}, adapted=[]), to_device([0], ids.device))
 
     def propose(self, rows: list[Row], outputs: list[RowOutput]) -> None:
         """Set the proposals of the rows that ask for one, once :meth:`write` has computed them."""
@@ -60,14 +60,19 @@ class DraftModel:
 
 def _newest(row: Row, output: RowOutput) -> Row:
     """The row of the token that follows the accepted drafts. Nothing but the choice counts: neither
-    its grammar nor its logprobs."""
+    its grammar nor its logprobs; and adapters are the model's alone."""
     known, accepted = len(row.token_ids) - row.drafts, 0
     drafts = row.token_ids[known:]
     while drafts[accepted : accepted + 1] == output.token_ids[accepted : accepted + 1]:
         accepted += 1
     params = msgspec.structs.replace(row.params, logprobs=None)
     before = replace(
-        row, params=params, grammar=None, drafts=0, output=row.output + drafts[:accepted]
+        row,
+        params=params,
+        grammar=None,
+        adapter=None,
+        drafts=0,
+        output=row.output + drafts[:accepted],
     )
     before.token_ids = row.token_ids[: known + accepted]
     return _behind(before, output.token_ids[accepted])

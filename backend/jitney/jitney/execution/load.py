@@ -74,8 +74,7 @@ def load_runner(
         scales = accelerator.kv_scales(model)
         steps = accelerator.step_memory(model, make_caches(1)[:own], info)
     _check_sites(model)
-    drafts = 0 if config.speculation is None else config.speculation.max_drafts
-    steps = steps or memory.estimate_steps(model, budget, config.max_num_seqs * (1 + drafts))
+    steps = steps or memory.estimate_steps(model, budget, config.most_samples)
     weights = model.weight_bytes + (draft.weight_bytes if draft is not None else 0)
     both = replace(model, layers=layers, weight_bytes=weights)
     adapters = memory.most_adapters(config, model)

@@ -71,7 +71,7 @@ def largest_batches(info: ModelInfo, config: EngineConfig) -> list[Batch]:
         seed=0,
     )
     plain = msgspec.structs.replace(sampled, repetition_penalty=1.0, logprobs=None, top_k=0)
-    most = min(config.max_num_seqs, info.max_num_batched_tokens)
+    most = min(config.most_samples, info.max_num_batched_tokens)
     return [
         Batch(rows),
         Batch(decode_rows(info, most, sampled)),
