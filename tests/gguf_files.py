@@ -33,8 +33,21 @@ def make_gguf(
     matrix is stored, by its name in the file; vectors are float32."""
     plain = make_checkpoint(folder / "plain", architecture, tokenizer=True, **{**WIDE, **overrides})
     module = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    config = module.config
     path = folder / "m.gguf"
+    write_gguf(path, module, plain, kind_of, fields)
+    return path, module
+
+
+def write_gguf(
+    path: Path,
+    module: transformers.PreTrainedModel,
+    folder: Path,
+    kind_of: Callable[[str], Kind],
+    fields: dict[str, object] | None = None,
+) -> None:
+    """``module`` as a file, with the tokenizer in ``folder``; its heads have 64 elements."""
+    config = module.config
+    architecture = config.model_type
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -46,7 +59,7 @@ def make_gguf(
     writer.add_rope_dimension_count(64)
     writer.add_key_length(64)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    _write_tokenizer(writer, plain)
+    _write_tokenizer(writer, folder)
     for key, value in (fields or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_uint32
         add(key, value)
@@ -66,7 +79,6 @@ def make_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path, module
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
