@@ -228,6 +228,15 @@ def test_architecture_that_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
+def test_split_of_words_that_is_refused(tmp_path: Path) -> None:
+    path, _ = make_gguf(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"gpt-2", b"olmo9"))
+    with pytest.raises(UnsupportedModelError, match=r"pre is 'olmo9', but .* a tokenizer\.json is"):
+        load(path)
+    (tmp_path / "tokenizer.json").write_bytes((tmp_path / "plain/tokenizer.json").read_bytes())
+    assert load(path).vocab_size
+
+
 def test_tensor_that_is_refused(tmp_path: Path) -> None:
     path, _ = make_gguf(tmp_path)
     add_tensor(path, "blk.0.ffn_gate_exps.weight", np.zeros((2, 32), np.float32))

@@ -26,6 +26,12 @@ FLOATS = ("F32", "F16", "BF16")
 _ANGLES = "rope_freqs.weight"
 """Divisors of the rotary frequencies, which Llama 3.1 and later have; no tensor of a module."""
 _ENDS = tuple(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
+_SPLIT = "tokenizer.ggml.pre"
+_SPLITS = (
+    None, "default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken", "qwen2",
+    "deepseek-r1-qwen",
+)  # fmt: skip
+"""How text is split into words: as transformers does it, which takes all others for GPT-2's."""
 _ROWS = 1024
 """Of a tensor that are float32 at a time."""
 
@@ -56,9 +62,9 @@ class GgufFile:
         fields = {
             key: field.contents()
             for key, field in reader.fields.items()
-            if not key.startswith("tokenizer.")
+            if key == _SPLIT or not key.startswith("tokenizer.")
         }
-        self._check(fields, config is not None)
+        self._check(fields, path.parent)
         architecture = fields["general.architecture"]
         ends = [reader.fields[key].contents() for key in _ENDS if key in reader.fields]
         self.config = config or {**load_gguf_checkpoint(path)["config"], "eos_token_id": ends}
@@ -84,27 +90,25 @@ class GgufFile:
             else:
                 self._stored[names[tensor.name]] = tensor
 
-    def _check(self, fields: dict[str, Any], has_config: bool) -> None:
-        """Raise UnsupportedModelError for fields that ask for something that is not done."""
+    def _check(self, fields: dict[str, Any], folder: Path) -> None:
+        """Raise UnsupportedModelError for fields that ask for something that is not done, unless a
+        file in ``folder`` takes their place."""
         architecture = fields["general.architecture"]
-        allowed: dict[str, tuple[Any, ...]] = {
-            "general.architecture": ARCHITECTURES,
-            "split.count": (None, 0, 1),
-        }
-        if not has_config:  # which states them; transformers does not read these fields
-            allowed[f"{architecture}.rope.scaling.type"] = (None, "none")
-            allowed[f"{architecture}.attention.sliding_window"] = (None, 0)
-        for key, values in allowed.items():
-            if (found := fields.get(key)) not in values:
-                texts = " or ".join(str(value) for value in values if value is not None)
-                more = (
-                    ""
-                    if key in ("general.architecture", "split.count")
-                    else (" unless a config.json is beside the file")
-                )
-                raise UnsupportedModelError(
-                    f"{self.name}: {key} is {show(found)}, but must be {texts}{more}"
-                )
+        for key, values, beside in (
+            ("general.architecture", ARCHITECTURES, None),
+            ("split.count", (None, 0, 1), None),
+            (f"{architecture}.rope.scaling.type", (None, "none"), "config.json"),
+            (f"{architecture}.attention.sliding_window", (None, 0), "config.json"),
+            (_SPLIT, _SPLITS, "tokenizer.json"),
+        ):
+            found = fields.get(key)
+            if found in values or (beside and (folder / beside).exists()):
+                continue
+            texts = " or ".join(str(value) for value in values if value is not None)
+            more = f" unless a {beside} is beside the file" if beside else ""
+            raise UnsupportedModelError(
+                f"{self.name}: {key} is {show(found)}, but must be {texts}{more}"
+            )
 
     @property
     def kinds(self) -> dict[str, tuple[str, list[int]]]:
