@@ -105,7 +105,7 @@ def load(folder, **more: object) -> tuple[EngineConfig, object, object]:
     "more",
     [
         {},
-        {"quantization": "int8"},
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
         pytest.param({"quantization": "int4"}, marks=pytest.mark.slow),  # to compile
     ],
     ids=str,
