@@ -88,8 +88,8 @@ def test_nothing_is_read_or_written_beyond_the_rows(products) -> None:
 
 
 def test_a_row_is_the_same_in_every_batch(products) -> None:
-    layer = TileLinear(normal(64, 96), normal(64, seed=1), products)
-    x = normal(150, 96)
+    layer = TileLinear(normal(64, 1056), normal(64, seed=1), products)
+    x = normal(150, 1056)
     together = layer(x)
     for first, last in ((0, 1), (7, 30), (100, 133)):
         assert torch.equal(layer(x[first:last]), together[first:last])
@@ -153,7 +153,7 @@ def test_the_smallest_elements_are_zeros(products, kind) -> None:
 
 
 def test_a_row_of_bytes_is_the_same_in_every_batch(products) -> None:
-    layer, x = of_bytes(Int8Linear.of(normal(64, 96), None), products), normal(150, 96)
+    layer, x = of_bytes(Int8Linear.of(normal(64, 1056), None), products), normal(150, 1056)
     together = layer(x)
     for first, last in ((0, 1), (7, 30), (100, 133)):
         assert torch.equal(layer(x[first:last]), together[first:last])

@@ -285,9 +285,9 @@ def multiply_by_tiles(call, column, first, last, memory, shaped):
                 shaped = rows
             x = call.x + begin * call.x_stride
             if rows > 16:
-                multiply_32(I4, x + g * group, call.x_stride, memory, steps, result)
+                multiply_32(I4, x + g * group, call.x_stride, memory, steps, steps, result, False)
             else:
-                multiply_16(I4, x + g * group, call.x_stride, memory, steps, result)
+                multiply_16(I4, x + g * group, call.x_stride, memory, steps, steps, result, False)
             for m in range(rows):
                 factors, at = x + m * call.x_stride + size + 8 * g, 128 * m
                 where = sums + 128 * (begin - first) + at

@@ -60,6 +60,9 @@ from jitney.kernels.fused.layers import Activation
 STEP_BYTES = 64
 """Of an output's weights: what one tile holds."""
 ROWS_PER_CHUNK = 128
+_BLOCK = 8
+"""Steps of two columns that stay in the first-level cache while all tiles of a chunk's rows meet
+them: else the tile unit waits for the second-level one."""
 ITEMS = 64
 """About so many items a product is cut into: many enough to share out, few enough to be cheap."""
 SILU, GELU_TANH = 1, 2
@@ -112,8 +115,8 @@ _AHEAD = 2
 
 @emitted(types.int64)
 def result_memory(builder):
-    """The address of float32 [32, 32]."""
-    return stack_memory(builder, 4096)
+    """The address of float32 [ROWS_PER_CHUNK, 32]."""
+    return stack_memory(builder, ROWS_PER_CHUNK * 128)
 
 
 @emitted(types.int64)
@@ -130,20 +133,27 @@ def set_shapes(builder, upper, lower):
 
 
 def _make_multiply(with_lower: bool) -> Any:
-    """``out`` [32 or 16, 32] = rows of x times two columns of the weight, the second right behind
-    the first: float32, or int32 of bytes."""
+    """``out`` [32 or 16, 32] = rows of x times two columns of the weight: float32, or int32 of
+    bytes. The second is ``second`` steps behind the first. With ``more``, they are added to it."""
 
-    @emitted(types.void, TAG, *[types.int64] * 5)
-    def multiply(builder, tag, x, x_stride, column, steps, out):
+    @emitted(types.void, TAG, *[types.int64] * 6, types.boolean)
+    def multiply(builder, tag, x, x_stride, column, steps, second, out, more):
         if tag in (types.float32, types.uint32):  # the tile unit has no such product
             return
         dot = {types.int8: "tdpbusd", types.int16: "tdpbsud"}.get(tag, "tdpbf16ps")
         line = ir.Constant(i64, 64)
-        second = offset_by(builder, column, steps, 1024)
+        second = offset_by(builder, column, second, 1024)
         lower = offset_by(builder, x, 16, x_stride)
         results = range(4 if with_lower else 2)
-        for tile in results:
-            emit_amx(builder, "tilezero", tile)
+        places = [offset_by(builder, out, tile // 2 * 16 * 128 + tile % 2 * 64) for tile in results]
+        width = ir.Constant(i64, 128)
+        with builder.if_else(more) as (then, otherwise):
+            with then:
+                for tile, where in zip(results, places, strict=True):
+                    move_tile(builder, "tileloadd64", tile, where, width)
+            with otherwise:
+                for tile in results:
+                    emit_amx(builder, "tilezero", tile)
         with cgutils.for_range(builder, steps) as loop:
             for n, start in enumerate((column, second)):
                 where = offset_by(builder, start, loop.index, 1024)
@@ -153,9 +163,8 @@ def _make_multiply(with_lower: bool) -> Any:
                 move_tile(builder, "tileloadd64", _X + n, where, x_stride)
             for tile in results:
                 emit_amx(builder, dot, tile, _X + tile // 2, _COLUMN + tile % 2)
-        for tile in results:
-            where = offset_by(builder, out, tile // 2 * 16 * 128 + tile % 2 * 64)
-            move_tile(builder, "tilestored64", tile, where, ir.Constant(i64, 128))
+        for tile, where in zip(results, places, strict=True):
+            move_tile(builder, "tilestored64", tile, where, width)
 
     return multiply
 
@@ -224,19 +233,21 @@ def finish(tag, call, pair, first, rows, result):
 def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
     """Rows [first, last) times one pair. ``shaped`` is the row count that the tiles are set for,
     at most 32; returns the one they are set for afterwards."""
-    column, x_stride = call.weight + pair * call.steps * 2048, call.x_stride
-    while first < last:
-        rows = min(last - first, 32)
-        if rows != shaped:
-            set_shapes(min(rows, 16), max(rows - 16, 1))
-            shaped = rows
-        start = call.x + first * x_stride
-        if rows > 16:
-            multiply_32(tag, start, x_stride, column, call.steps, result)
-        else:
-            multiply_16(tag, start, x_stride, column, call.steps, result)
-        finish(tag, call, pair, first, rows, result)
-        first += rows
+    column, x_stride, whole = call.weight + pair * call.steps * 2048, call.x_stride, call.steps
+    block = whole if last - first <= 32 else _BLOCK
+    for step in range(0, whole, block):
+        steps, start = min(block, whole - step), column + step * 1024
+        for begin in range(first, last, 32):
+            rows = min(last - begin, 32)
+            if rows != shaped:
+                set_shapes(min(rows, 16), max(rows - 16, 1))
+                shaped = rows
+            x, out = call.x + begin * x_stride + step * 64, result + (begin - first) * 128
+            if rows > 16:
+                multiply_32(tag, x, x_stride, start, steps, whole, out, step > 0)
+            else:
+                multiply_16(tag, x, x_stride, start, steps, whole, out, step > 0)
+    finish(tag, call, pair, first, last - first, result)
     return shaped
 
 
