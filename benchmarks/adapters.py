@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,8 +53,19 @@ def main() -> None:
     """Run the turns and print the tables."""
     arguments = _parse()
     root = arguments.work_dir / f"adapters-{arguments.targets}"
-    plain, engine = _engine(arguments, None), _engine(arguments, root)
+    engine = _engine(arguments, root)
     _save_adapters(root, engine.runner, TARGETS[arguments.targets])
+    keys = itertools.count()
+    if arguments.turns:
+        _compare(arguments, _engine(arguments, None), engine, keys)
+    if arguments.resident:
+        _come_and_go(arguments, root, keys)
+
+
+def _compare(
+    arguments: argparse.Namespace, plain: Engine, engine: Engine, keys: Iterator[int]
+) -> None:
+    """W1 each way, in turn."""
     workload = w1() if arguments.requests is None else w1().head(arguments.requests)
     names = [f"a{number}" for number in range(MAX_NUM_SEQS)]
     ways: dict[str, tuple[Engine, Sequence[str | None]]] = {
@@ -62,7 +74,6 @@ def main() -> None:
         "one for all": (engine, names[:1]),
         f"{len(names)} in turn": (engine, names),
     }
-    keys = itertools.count()
     for used, adapters in ways.values():
         serve(used, warm_up(), keys, adapters=adapters)
     serve(engine, w1().head(len(names)), keys, adapters=names)  # all are in memory now
@@ -71,8 +82,11 @@ def main() -> None:
         first = turn % len(ways)
         for way in [*ways, *ways][first : first + len(ways)]:
             used, adapters = ways[way]
+            began = time.process_time()
             outcome = serve(used, workload, keys, adapters=adapters)
-            rates[way].append(outcome.output_tokens / outcome.seconds)
+            spent = time.process_time() - began if arguments.cpu_time else outcome.seconds
+            rates[way].append(outcome.output_tokens / spent)
+            print(f"{way}: {rates[way][-1]:.0f}", file=sys.stderr)
     print(f"| rank {RANK}, {arguments.targets} targets | tokens a second | ratio, median (range) |")
     print("|---|---|---|")
     for way, found in rates.items():
@@ -80,16 +94,18 @@ def main() -> None:
         ratios = [one / other for one, other in pairs]
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         print(f"| {way} | {statistics.median(found):.0f} | {middle:.3f} ({low:.2f}–{high:.2f}) |")
-    _come_and_go(arguments, root, keys)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=4, help="of W1; 0: none")
     parser.add_argument("--targets", choices=TARGETS, default="default")
-    parser.add_argument("--resident", type=int, default=64)
+    parser.add_argument("--resident", type=int, default=64, help="0: leave the second part out")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="tokens a second of CPU time, on a busy machine"
+    )
     parser.add_argument("--requests", type=int, help="only the first so many of W1, for a look")
     add_engine_options(parser)
     return parser.parse_args()

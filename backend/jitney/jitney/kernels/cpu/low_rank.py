@@ -172,15 +172,14 @@ class PackedAdapter(NamedTuple):
 
     table: np.ndarray
     """int64 [layers, PLACES, PLACE_FIELDS]"""
+    address: int
+    """Of the table."""
     used: frozenset[int]
     """Indices of the places that it changes in some layer."""
+    columns: int
+    """The most that x is shrunk to, in LANES."""
     memory: list[Tensor]
-    """What the addresses are of."""
-
-    @property
-    def columns(self) -> int:
-        """The most that x is shrunk to, in LANES."""
-        return int(self.table[:, :, _A_COLUMNS].max())
+    """What the table's addresses are of."""
 
 
 def pack(factors: Mapping[str, Factors], layers: Sequence[Places]) -> PackedAdapter:
@@ -195,7 +194,8 @@ def pack(factors: Mapping[str, Factors], layers: Sequence[Places]) -> PackedAdap
                 used.add(place)
                 gated = place == _GATED
                 memory += _pack_place(table[layer, place], parts, factors, gated=gated)
-    return PackedAdapter(table, frozenset(used), memory)
+    columns = int(table[:, :, _A_COLUMNS].max(initial=0))
+    return PackedAdapter(table, table.ctypes.data, frozenset(used), columns, memory)
 
 
 def _pack_place(
@@ -235,7 +235,7 @@ def fill_spans(array: np.ndarray, spans: Sequence[Span], tokens: int) -> int:
     count = end = 0
     pieces = list[tuple[int, int, int]]()
     for first, last, adapter in spans:
-        pieces += (end, first, 0), (first, last, adapter.packed.table.ctypes.data)
+        pieces += (end, first, 0), (first, last, adapter.packed.address)
         end = last
     for begin, stop, address in (*pieces, (end, tokens, 0)):
         for start in range(begin, stop, SPAN_TOKENS):
