@@ -137,6 +137,7 @@ class Traffic(RuleBasedStateMachine):
         self.engine = Engine(
             config, self.runner, lambda: self.now, compile_grammar=FakeGrammar, adapters=pool
         )
+        self.engine._wait_for_message = self._go_on_loading
         self.prophet = Prophet(lambda: chance.random() < foresight)
         self.runner.foresee = self.prophet.foresee
         if (speculation := self.engine.scheduler.speculation) is not None:
@@ -198,10 +199,19 @@ class Traffic(RuleBasedStateMachine):
             self.integrity()
 
     def _step(self) -> StepReport | None:
-        """A step, which would wait for an adapter if there is nothing else to do."""
-        while self.loading and not (self.engine.scheduler.has_work or self.engine._inbox):
+        """A step that does something, if there is anything to do."""
+        self.waited = True
+        while self.waited:
+            self.waited = False
+            report = self.engine.step()
+            assert not (self.waited and report.events)
+        return report
+
+    def _go_on_loading(self, timeout: float | None) -> None:
+        """Instead of the engine's wait for a loader: nothing else is to be done."""
+        self.waited = True
+        if self.loading:
             self.load_adapter()
-        return self.engine.step()
 
     @precondition(lambda self: self.engine and self.loading)
     @rule()

@@ -68,10 +68,6 @@ class Adapters:
 
     def admit(self, messages: list[Message], now: float) -> list[Message]:
         admitted: list[Message] = []
-        for key, held in list(self.waiting.items()):
-            deadline = _submit(held).deadline
-            if deadline is not None and deadline <= now:
-                admitted += self._give_up(key)
         for message in messages:
             key = message.key
             if key in self.waiting:
@@ -80,6 +76,10 @@ class Adapters:
                     admitted += self._give_up(key)
             elif not isinstance(message, Submit) or self._goes_on(message, now):
                 admitted.append(message)
+        for key, held in list(self.waiting.items()):
+            deadline = _submit(held).deadline
+            if deadline is not None and deadline <= now:
+                admitted += self._give_up(key)
         return admitted
 
     def take(self, message: Submit) -> LowRank | None:
