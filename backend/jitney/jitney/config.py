@@ -52,7 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A folder or a GGUF file, relative to the version folder, or the id of a model in the local
     hub cache."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and activations. ``auto``: the checkpoint's, if the device supports it."""
+    """Of weights and activations. ``auto``: the checkpoint's, if the device supports it; with
+    weights of 8 or 4 bits on a CPU, bfloat16."""
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     attention: Literal["auto", "reference", "cpu", "gpu"] = "auto"

@@ -170,6 +170,16 @@ def test_chunks_and_decodes_do_not_change_a_bit(case, dtype, cache_dtype, kernel
         assert torch.equal(decoded[0], whole[p]), p
 
 
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_a_value_that_is_no_number_is_none_in_bytes(strange, kernels):
+    """Not in the last 16 elements of its token; as a cache of floats gives it."""
+    case = Case(cache_dtype=torch.int8)
+    paged = Sequences(case, [20])
+    paged.inputs[0][2][7, :, 5] = strange
+    out = paged.step(kernels.of(case), [(0, 0, 20)])[0]
+    assert torch.isnan(out[7:, :, 5]).all()
+
+
 @FORMS
 def test_neighbours_do_not_change_a_row(dtype, cache_dtype, kernels):
     """Not even in the last bit, whatever else is in the batch; contexts are split in parts too."""

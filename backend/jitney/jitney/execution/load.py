@@ -191,9 +191,10 @@ def judge(
     """Check what can be checked without the weights; with the dtype to load them in."""
     checkpoint = check_checkpoint(resolve_model(config.model))
     hf_config = support.parse_config(checkpoint)
-    rounded = config.quantization in ("int8", "int4") or bool(
-        checkpoint.config.get("quantization_config")
-    )
+    stored_in = checkpoint.config.get("quantization_config")
+    method = stored_in.get("quant_method") if isinstance(stored_in, dict) else stored_in
+    # Layers that torchao quantized stay torch's, of any dtype.
+    rounded = config.quantization in ("int8", "int4") or (bool(stored_in) and method != "torchao")
     matrices = [each.shape for each in checkpoint.tensors.values() if len(each.shape) == 2]
     # Experts are no linear layers, and they and those of other sizes stay torch's.
     widened = config.fuse and config.prepack and "expert" not in " ".join(checkpoint.config)

@@ -23,10 +23,12 @@ from jitney.kernels.cpu.simd import (
     copy_element,
     element_bytes,
     emitted,
+    fma,
     has_scales,
     inner,
     keep_between,
     lane_max,
+    lane_sum,
     larger,
     load,
     load_as,
@@ -70,12 +72,14 @@ def round_vector(tag, source, head, padded, group, lane, first, step):
     """One token's vector into lane ``lane`` of a group of bytes, from ``first`` on every ``step``
     bytes; zeros beyond the head. The token's scale makes its largest element 127."""
     size, spare = element_bytes(tag), spare_vector()
-    best = splat(ZERO)
+    best, strange = splat(ZERO), splat(ZERO)
     for d in range(0, padded, LANES):
         x = load_part(tag, source + d * size, head - d, spare)
-        best = larger(best, larger(x, splat(ZERO) - x))
+        best = larger(larger(x, splat(ZERO) - x), best)
+        strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
     scale = max(lane_max(best) / np.float32(127.0), np.float32(LEAST_SCALE))
-    store_f32(group + GROUP_TOKENS * padded + lane * SCALE_BYTES, scale)
+    where = group + GROUP_TOKENS * padded + lane * SCALE_BYTES
+    store_f32(where, scale + lane_sum(strange))
     inverse = splat(ONE / scale)
     for d in range(0, padded, LANES):
         x = load_part(tag, source + d * size, head - d, spare) * inverse
