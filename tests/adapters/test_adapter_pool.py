@@ -9,7 +9,7 @@ import pytest
 from jitney.adapters.pool import Adapters
 from jitney.config import make_config
 from jitney.engine.engine import Engine
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InternalError, InvalidArgumentError
 from jitney.execution.low_rank import LowRank
 from jitney.messages import Cancel, Failed, Submit, Tokens
 from jitney.sampling_params import SamplingParams
@@ -43,13 +43,23 @@ class Files:
         return (hash(self.versions.get(name, name)),)
 
 
+class LockedPool(Adapters):
+    """Its methods are called under the lock alone."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if callable(found) and name != "connect" and not name.startswith("_"):
+            assert self._woken._is_owned(), name
+        return found
+
+
 class House:
     """An engine over the fake runner."""
 
     def __init__(self, most: int = 2, patience: float = 10.0, **options: Any) -> None:
         self.now = 0.0
         self.files = Files()
-        self.pool = Adapters(self.files.load, self.files.stamp, most, patience)
+        self.pool = LockedPool(self.files.load, self.files.stamp, most, patience)
         self.runner = FakeRunner(num_blocks=256)
         config = make_config({"model": "fake", "block_size": 4, **options})
         self.engine = Engine(config, self.runner, lambda: self.now, adapters=self.pool)
@@ -257,6 +267,24 @@ def test_what_is_open_when_the_engine_stops_is_released() -> None:
     assert {house.ends[key].code for key in keys} == {"UNAVAILABLE"}
     assert not house.pool.waiting
     house.files.gates["a"].set()
+
+
+def test_what_was_reported_failed_does_not_run() -> None:
+    """Even if its adapter came just before."""
+    house = House()
+    for end in (lambda: house.engine._fail_open(InternalError("")), house.engine.reset):
+        name = f"a{len(house.submits)}"
+        house.files.close(name)
+        key = house.submit(name)
+        house.engine._apply(*house.engine._read_inbox())
+        house.files.gates[name].set()
+        while key in house.pool.waiting:
+            time.sleep(0.001)
+        end()
+        later = house.submit(None)
+        house.drain(later)
+        assert key not in house.streams
+        assert not house.pool._of
 
 
 class _Outbox:

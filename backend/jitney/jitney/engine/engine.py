@@ -87,8 +87,8 @@ class OverlappingRunner(Runner, Protocol):
 
 
 class AdapterPool(Protocol):
-    """The adapters that are in memory, and the requests that wait for one. Everything is called
-    under the lock of the engine's inbox."""
+    """The adapters that are in memory, and the requests that wait for one. Everything but
+    ``waiting`` is called under the lock of the engine's inbox."""
 
     @property
     def waiting(self) -> Collection[int]:
@@ -222,7 +222,8 @@ class Engine:
         if not (events or self.scheduler.has_work or self._in_flight):
             if not self._waits:
                 return None
-            deadline = None if self._adapters is None else self._adapters.next_deadline()
+            with self._woken:
+                deadline = None if self._adapters is None else self._adapters.next_deadline()
             self._wait_for_message(None if deadline is None else max(0.0, deadline - now))
         if self._launcher is not None:
             events += self._step_overlapped(self._launcher, now)
@@ -256,9 +257,9 @@ class Engine:
         """Forget every request and message, without an event: the caller keeps track of them."""
         self.abandon()
         with self._woken:
+            self._close_all()
             self._inbox.clear()
             self._grammars.forget()
-        self._close(self._open.copy())
         self.scheduler = self._make_scheduler()
 
     def run(self, outbox: Outbox) -> None:
@@ -312,6 +313,14 @@ class Engine:
             with self._woken:
                 self._adapters.release(keys)
 
+    def _close_all(self) -> None:
+        """Close what is open, and drop what the pool has put back into the inbox for it."""
+        with self._woken:
+            if self._adapters is not None:
+                self._adapters.release(self._open)
+            self._inbox[:] = [one for one in self._inbox if one.key not in self._open]
+        self._open.clear()
+
     def _apply(self, messages: list[Message], now: float) -> list[Event]:
         events: list[Event] = []
         for message in messages:
@@ -326,8 +335,9 @@ class Engine:
 
     def _submit(self, message: Submit, now: float) -> list[Event]:
         try:
-            grammar = self._grammars.take(message)
-            adapter = None if self._adapters is None else self._adapters.take(message)
+            with self._woken:
+                grammar = self._grammars.take(message)
+                adapter = None if self._adapters is None else self._adapters.take(message)
         except JitneyError as error:
             return [Failed(message.key, error.code, str(error))]
         return self.scheduler.submit(message, now, grammar, adapter)
@@ -424,7 +434,7 @@ class Engine:
         self.abandon()
         self.scheduler = self._make_scheduler()
         events: list[Event] = [Failed(key, error.code, str(error)) for key in sorted(self._open)]
-        self._close(self._open.copy())
+        self._close_all()
         return StepReport(events, self.scheduler.stats())
 
     def _wait(self) -> None:
