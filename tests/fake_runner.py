@@ -439,11 +439,13 @@ class FakeRunner:
         for count in range(row.drafts + 1):
             drafts = row.token_ids[known : known + count]
             self._check(not row.stop_ids.intersection(drafts), "a draft ends the sequence")
+            grammar = row.grammar and row.grammar.after(drafts)
+            self._check(grammar is None or not grammar.ended, "a draft completes the output")
             behind = replace(
                 row,
                 token_ids=row.token_ids[: known + count],
                 output=row.output + drafts,
-                grammar=row.grammar and row.grammar.after(drafts),
+                grammar=grammar,
                 drafts=0,
             )
             each = self._serve(behind)

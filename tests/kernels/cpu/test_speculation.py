@@ -29,6 +29,8 @@ WISHES: list[dict] = [
     {**SAMPLED, "bad_words_ids": [[5], [7, 8]], "top_k": 12},
     {**SAMPLED, "grammar": r"[a-d]{3}( [a-z]{2,9})*", "logprobs": None},
     {**GREEDY, "grammar": r"[a-d]{3}( [a-z]{2,9})*"},
+    {**SAMPLED, "grammar": "[a-d]{9}", "logprobs": None, "ignore_eos": True},
+    {**GREEDY, "grammar": "[a-d]{9}", "min_tokens": 12, "stop_ids": frozenset({2})},
 ]
 
 

@@ -109,8 +109,8 @@ class Speculation:
 
     def drafts_of(self, sequence: Sequence) -> tuple[list[int], int]:
         """What the sequence may compute behind its next token, the last one known: nothing from the
-        first token on that ends it or that its grammar forbids, nothing beyond its last token. And
-        how many tokens a draft model is to propose."""
+        first token on that ends it, or that its grammar forbids or is complete by; nothing beyond
+        its last token. And how many tokens a draft model is to propose."""
         drafting = sequence.drafting
         if drafting is None:
             return [], 0
@@ -119,6 +119,8 @@ class Speculation:
         drafts = list(takewhile(lambda id: id not in stop_ids, drafting.proposal[:most]))
         if drafts and sequence.grammar is not None:
             drafts = drafts[: sequence.grammar.num_allowed(drafts)]
+            while drafts and sequence.grammar.after(drafts).ended:
+                del drafts[-1]
         return drafts, drafting.wanted
 
     def waits(self, sequence: Sequence) -> bool:
