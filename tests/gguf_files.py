@@ -30,7 +30,7 @@ def make_gguf(
     **overrides: object,
 ) -> tuple[Path, transformers.PreTrainedModel]:
     """A file of a tiny model with a tokenizer, and that model in float32. ``kind_of`` says how each
-    matrix is stored, by its name in the file; vectors are float32."""
+    matrix is stored, by its name in the file; vectors are float32. A field of None is left out."""
     plain = make_checkpoint(folder / "plain", architecture, tokenizer=True, **{**WIDE, **overrides})
     module = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     path = folder / "m.gguf"
@@ -47,7 +47,7 @@ def write_gguf(
 ) -> None:
     """``module`` as a file, with the tokenizer in ``folder``; its heads have 64 elements."""
     config = module.config
-    architecture = config.model_type
+    architecture = config.model_type.replace("mistral", "llama")
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -60,9 +60,14 @@ def write_gguf(
     writer.add_key_length(64)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     _write_tokenizer(writer, folder)
+    adds = {
+        str: writer.add_string, bool: writer.add_bool, float: writer.add_float32,
+        int: writer.add_uint32,
+    }  # fmt: skip
     for key, value in (fields or {}).items():
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
-        add(key, value)
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            adds[type(value)](key, value)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in module.state_dict().items():

@@ -1,5 +1,6 @@
 """GGUF files: loaded as transformers loads them, run in int8 and int4, or refused by name."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -10,8 +11,13 @@ import transformers
 from jitney.config import load_config
 from jitney.engine.assemble import resolve_model
 from jitney.errors import CheckpointError, ConfigError, LoadError, UnsupportedModelError
+from jitney.execution import gguf_file
+from jitney.execution.checkpoint import check_checkpoint
+from jitney.execution.support import parse_config
+from jitney.execution.weights import count_bytes
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
+from jitney.quantization.gguf_weights import GgufWeights
 from jitney.text.tokenizer import Tokenizer
 from torch import Tensor, nn
 
@@ -51,6 +57,31 @@ def test_architectures(tmp_path: Path, architecture: str) -> None:
     assert relative(eager_logits(model.module), eager_logits(right)) < 1e-6
     assert model.eos_ids == {2}
     assert model.max_model_len == 256
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_number_of_kv_heads_that_is_not_stated(tmp_path: Path, beside: bool) -> None:
+    """It is that of the heads, and the rows of q and k are put in order all the same."""
+    fields = {} if beside else {"llama.attention.head_count_kv": None}
+    path, right = make_gguf(tmp_path, lambda name: Kind.F32, fields=fields, num_key_value_heads=4)
+    if beside:
+        write_beside(path, num_key_value_heads=None)
+    assert relative(eager_logits(load(path, dtype="float32").module), eager_logits(right)) < 1e-6
+
+
+def test_mistral_with_a_window(tmp_path: Path) -> None:
+    fields = {"llama.attention.sliding_window": 12}
+    path, right = make_gguf(tmp_path, lambda name: Kind.F32, "mistral", fields)
+    write_beside(path)
+    model = load(path, dtype="float32")
+    assert {layer.window for layer in model.layers} == {12}
+    assert relative(eager_logits(model.module), eager_logits(right)) < 1e-6
+
+
+def write_beside(path: Path, **changes: object) -> None:
+    """The plain checkpoint's ``config.json``."""
+    config = json.loads((path.parent / "plain" / "config.json").read_text())
+    (path.parent / "config.json").write_text(json.dumps(config | changes))
 
 
 KINDS = [
@@ -196,6 +227,11 @@ def test_a_file_or_the_only_one_in_a_folder(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path / "plain")) == tmp_path / "plain"
     (tmp_path / "model.json").write_text('{"model": "m.gguf"}')
     assert load_config(tmp_path / "model.json").model == str(path.resolve())
+    drafts = {"drafter": "draft_model", "model": "m.gguf"}
+    (tmp_path / "model.json").write_text(json.dumps({"model": "m.gguf", "speculation": drafts}))
+    speculation = load_config(tmp_path / "model.json").speculation
+    assert speculation
+    assert speculation.model == str(path.resolve())
     (tmp_path / "n.gguf").write_bytes(path.read_bytes())
     with pytest.raises(CheckpointError, match=r"has 2 GGUF files \(m\.gguf, n\.gguf\): name one"):
         resolve_model(str(tmp_path))
@@ -210,6 +246,15 @@ def test_a_file_or_the_only_one_in_a_folder(tmp_path: Path) -> None:
             "rope.scaling.type is 'yarn', but must be none unless a config.json is beside the file",
         ),
         ({"llama.attention.sliding_window": 64}, "sliding_window is 64, but must be 0 unless"),
+        ({"llama.rope.scaling.factor": 4.0}, "rope.scaling.factor is 4.0, but must be 0 or 1 unl"),
+        ({"llama.rope.scale_linear": 4.0}, "rope.scale_linear is 4.0, but must be 0 or 1 unless"),
+        ({"llama.rope.dimension_count": 32}, "rope.dimension_count is 32, but must be 64"),
+        (
+            {"llama.attention.key_length": None, "llama.rope.dimension_count": 32},
+            "rope.dimension_count is 32, but must be 64",
+        ),
+        ({"llama.attention.causal": False}, "attention.causal is False, but must be True"),
+        ({"llama.attention.scale": 1.0}, "attention.scale is 1.0, but must be 0 or 0.125"),
     ],
 )
 def test_fields_that_are_refused(tmp_path: Path, fields: dict, message: str) -> None:
@@ -217,6 +262,12 @@ def test_fields_that_are_refused(tmp_path: Path, fields: dict, message: str) -> 
     with pytest.raises(UnsupportedModelError) as caught:
         load(path)
     assert message in str(caught.value)
+
+
+def test_fields_that_change_nothing(tmp_path: Path) -> None:
+    fields = {"llama.attention.causal": True, "llama.attention.scale": 0.125}
+    path, _ = make_gguf(tmp_path, fields={**fields, "llama.rope.scale_linear": 1.0})
+    assert load(path).vocab_size
 
 
 def test_architecture_that_is_refused(tmp_path: Path) -> None:
@@ -244,6 +295,88 @@ def test_tensor_that_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("name", ["blk.0.attn_norm.weight", "blk.0.attn_q.bias"])
+def test_vector_of_blocks_that_is_refused(tmp_path: Path, name: str) -> None:
+    path, _ = make_gguf(tmp_path, lambda name: Kind.Q8_0, "qwen2")
+    set_kind(path, name, Kind.Q4_0)
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(path)
+    assert f"tensor '{name}' is of type Q4_0, but must be F32, F16 or BF16" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_K, Kind.Q8_1, Kind.F64, Kind.I8, Kind.I32])
+def test_type_that_is_refused(tmp_path: Path, kind: Kind) -> None:
+    path, _ = make_gguf(tmp_path, lambda name: Kind.F32)
+    set_kind(path, "blk.0.attn_q.weight", kind)
+    with pytest.raises(UnsupportedModelError) as caught:
+        load(path)
+    assert f"'blk.0.attn_q.weight' is of type {kind.name}, but must be F32, F1" in str(caught.value)
+
+
+def set_kind(path: Path, name: str, kind: Kind) -> None:
+    """Say in the file that a tensor is of another type: behind its name and dimensions."""
+    data = bytearray(path.read_bytes())
+    at = data.index(name.encode()) + len(name)
+    at += 4 + 8 * int.from_bytes(data[at : at + 4], "little")
+    data[at : at + 4] = kind.to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+def test_types_are_those_of_the_package() -> None:
+    """Each that it makes floats of, and no other."""
+    for kind in Kind:
+        try:
+            gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            assert kind.name not in gguf_file._TYPES
+        else:
+            assert kind.name in gguf_file._TYPES
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+def test_heads_that_do_not_fit_the_file(tmp_path: Path, kind: Kind) -> None:
+    path, _ = make_gguf(tmp_path, lambda name: kind)
+    write_beside(path, num_key_value_heads=3)
+    with pytest.raises(
+        CheckpointError, match=r"m\.gguf: the rows of .*attn_k.weight, 128, .* as many heads"
+    ):
+        load(path)
+
+
+def test_config_that_does_not_fit_the_file(tmp_path: Path) -> None:
+    path, _ = make_gguf(tmp_path)
+    write_beside(path, num_attention_heads="many")
+    with pytest.raises(CheckpointError, match=r"does not fit the config\.json beside it"):
+        load(path)
+
+
+def test_errors_name_the_file_that_the_configuration_is_from(tmp_path: Path) -> None:
+    path, _ = make_gguf(tmp_path)
+    checkpoint = check_checkpoint(path)
+    assert checkpoint.gguf
+    checkpoint.gguf.config["num_attention_heads"] = "many"
+    with pytest.raises(CheckpointError, match=r"^m\.gguf cannot be used"):
+        parse_config(checkpoint)
+    write_beside(path)
+    with pytest.raises(CheckpointError, match=r"^config\.json cannot be used"):
+        parse_config(checkpoint)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_needed_bytes_of_a_tied_head(tmp_path: Path, device: str) -> None:
+    """A head in int8 beside the embedding is made on a CPU alone."""
+    path, right = make_gguf(tmp_path, tie_word_embeddings=True)
+    checkpoint = check_checkpoint(path)
+    assert checkpoint.gguf
+    form = GgufWeights.of(checkpoint, checkpoint.gguf, torch.float32, torch.device(device))
+    size = count_bytes(right)
+    for layer in form.layers:
+        outputs, inputs = checkpoint.tensors[f"{layer}.weight"].shape
+        size -= outputs * (3 * inputs - 4)
+    head = right.lm_head.weight.numel() if device == "cpu" else 0
+    assert form.needed_bytes(right) == size + head
+
+
 @pytest.mark.parametrize("cut", [3, 100, 5000, -50])
 def test_broken_file(tmp_path: Path, cut: int) -> None:
     path, _ = make_gguf(tmp_path)
@@ -258,6 +391,15 @@ def test_tensor_that_is_missing(tmp_path: Path) -> None:
         path.read_bytes().replace(b"blk.1.attn_norm.weight", b"blk.0.attn_norx.weight")
     )
     with pytest.raises(LoadError, match=r"tensor 'blk\.0\.attn_norx\.weight'"):
+        load(path)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embedding_that_is_missing(tmp_path: Path, is_tied: bool) -> None:
+    path, _ = make_gguf(tmp_path, tie_word_embeddings=is_tied)
+    path.write_bytes(path.read_bytes().replace(b"token_embd.weight", b"rope_freqs.weight"))
+    set_kind(path, "rope_freqs.weight", Kind.F32)
+    with pytest.raises(CheckpointError, match=r"m\.gguf lacks .*model\.embed_tokens\.weight"):
         load(path)
 
 

@@ -35,7 +35,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """``ngram``: what has followed the last tokens before, in prompt or output. ``draft_model``:
     what a smaller model expects."""
     model: str | None = None
-    """The draft model, of the same vocabulary: a folder or an id, as option ``model``."""
+    """The draft model, of the same vocabulary: a folder, a GGUF file or an id, as ``model``."""
     max_drafts: Annotated[int, Meta(ge=1, le=64)] = 8
     """Most drafts of a sequence in one step."""
     ngram_min: Annotated[int, Meta(ge=1, le=32)] = 2
@@ -224,7 +224,7 @@ def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> Engi
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         folder = path.parent / speculation.model
-        if folder.is_dir():
+        if folder.exists():
             speculation = msgspec.structs.replace(speculation, model=str(folder.resolve()))
             config = msgspec.structs.replace(config, speculation=speculation)
     if config.adapters is not None:

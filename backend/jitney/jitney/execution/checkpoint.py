@@ -56,6 +56,12 @@ class Checkpoint:
     """Of the weight files."""
     gguf: GgufFile | None = None
 
+    @property
+    def config_name(self) -> str:
+        """The file that ``config`` is from."""
+        beside = self.gguf is None or (self.folder / CONFIG).exists()
+        return CONFIG if beside else self.weight_files[0]
+
 
 def resolve_model(model: str) -> Path:
     """The folder that the option ``model`` stands for (itself, or the local hub cache's), or the
@@ -166,8 +172,9 @@ def _read_gguf(file: Path, config: dict[str, Any] | None) -> GgufFile:
     except LoadError:
         raise
     except Exception as error:  # a broken file can raise anything
+        beside = "" if config is None else f", or does not fit the {CONFIG} beside it"
         raise CheckpointError(
-            f"{file.name} is truncated, corrupt or not a GGUF file: "
+            f"{file.name} is truncated, corrupt or not a GGUF file{beside}: "
             f"{first_line(error, file.parent)}"
         ) from error
 

@@ -23,6 +23,12 @@ Mistral's models are llamas there."""
 FLOATS = ("F32", "F16", "BF16")
 """Types that are no blocks of integers."""
 
+_TYPES = (
+    *FLOATS, "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0",
+    "IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS", "IQ4_NL", "IQ4_XS",
+    "MXFP4", "NVFP4", "TQ1_0", "TQ2_0",
+)  # fmt: skip
+"""That the package makes floats of."""
 _ANGLES = "rope_freqs.weight"
 """Divisors of the rotary frequencies, which Llama 3.1 and later have; no tensor of a module."""
 _ENDS = tuple(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
@@ -74,11 +80,18 @@ class GgufFile:
         hf_config = AutoConfig.for_model(**self.config)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(hf_config)
-        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(self.config)
-        names = get_gguf_hf_weights_map(skeleton, self._processor)
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(hf_config.to_dict())
+        names = get_gguf_hf_weights_map(skeleton, self._processor, architecture)
         self._stored: dict[str, Any] = {}
         self._angles: Tensor | None = None
         for tensor in reader.tensors:
+            is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight")
+            kind, kinds = tensor.tensor_type.name, _TYPES if is_matrix else FLOATS
+            if kind not in kinds:
+                raise UnsupportedModelError(
+                    f"{path.name}: tensor {show(tensor.name)} is of type {kind}, but must be "
+                    f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+                )
             if tensor.name == _ANGLES:
                 if config is None:
                     self._angles = torch.from_numpy(np.array(tensor.data, np.float32))
@@ -94,11 +107,19 @@ class GgufFile:
         """Raise UnsupportedModelError for fields that ask for something that is not done, unless a
         file in ``folder`` takes their place."""
         architecture = fields["general.architecture"]
+        heads = fields.get(f"{architecture}.attention.head_count") or 1
+        size = fields.get(f"{architecture}.attention.key_length")
+        size = size or fields.get(f"{architecture}.embedding_length", 0) // heads or 1
         for key, values, beside in (
             ("general.architecture", ARCHITECTURES, None),
             ("split.count", (None, 0, 1), None),
             (f"{architecture}.rope.scaling.type", (None, "none"), "config.json"),
             (f"{architecture}.attention.sliding_window", (None, 0), "config.json"),
+            (f"{architecture}.rope.scaling.factor", (None, 0, 1), "config.json"),
+            (f"{architecture}.rope.scale_linear", (None, 0, 1), "config.json"),
+            (f"{architecture}.rope.dimension_count", (None, size), None),
+            (f"{architecture}.attention.causal", (None, True), None),
+            (f"{architecture}.attention.scale", (None, 0, float(np.float32(size**-0.5))), None),
             (_SPLIT, _SPLITS, "tokenizer.json"),
         ):
             found = fields.get(key)
@@ -135,7 +156,13 @@ class GgufFile:
     def _rows(self, name: str) -> Any:
         """In the order that the module's tensor has."""
         tensor = self._stored[name]
-        order = self._processor.process(np.arange(len(tensor.data)), name=tensor.name).weights
+        try:
+            order = self._processor.process(np.arange(len(tensor.data)), name=tensor.name).weights
+        except ValueError:
+            raise CheckpointError(
+                f"{self.name}: the rows of {tensor.name}, {len(tensor.data)}, are not those of as "
+                "many heads as the configuration states"
+            ) from None
         in_order = np.array_equal(order, np.arange(len(order)))
         return np.array(tensor.data) if in_order else tensor.data[order]
 

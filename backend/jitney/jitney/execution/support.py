@@ -35,7 +35,7 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     transformers cannot read is a CheckpointError."""
     model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str):
-        raise CheckpointError("config.json does not name a model_type")
+        raise CheckpointError(f"{checkpoint.config_name} does not name a model_type")
     if model_type not in CONFIG_MAPPING:
         reason = "config.json asks for code from the checkpoint (auto_map), and none is ever run"
         if not checkpoint.config.get("auto_map"):
@@ -50,7 +50,7 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
             )
     except Exception as error:  # validation errors come in many classes
         reason = first_line(error, checkpoint.folder)
-        raise CheckpointError(f"config.json cannot be used: {reason}") from error
+        raise CheckpointError(f"{checkpoint.config_name} cannot be used: {reason}") from error
     for obstacle in _obstacles(config):
         raise refuse(config.model_type, obstacle)
     return config
@@ -61,7 +61,7 @@ def context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
     asked, made_for = config.max_model_len, getattr(hf_config, "max_position_embeddings", None)
     if asked is None and made_for is None:
         raise ConfigError(
-            "option max_model_len is missing, and config.json does not state a context length"
+            "option max_model_len is missing, and the checkpoint does not state a context length"
         )
     if asked is not None and made_for is not None and asked > made_for:
         raise ConfigError.of(

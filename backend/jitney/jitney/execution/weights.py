@@ -65,11 +65,12 @@ def read_weights(
     read: Any = AutoModelForCausalLM
     if (gguf := checkpoint.gguf) is not None:
         source, read = None, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-        names = checkpoint.tensors.keys() - packed
-        options["state_dict"] = {name: gguf.floats(name, dtype) for name in names}
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # a server's log is no terminal
     try:
+        if gguf is not None:
+            names = checkpoint.tensors.keys() - packed
+            options["state_dict"] = {name: gguf.floats(name, dtype) for name in names}
         loaded: Any = read.from_pretrained(
             source,
             config=hf_config,

@@ -72,7 +72,7 @@ class GgufWeights:
             outputs, inputs = self.checkpoint.tensors[f"{layer}.weight"].shape
             made = inputs // 2 + inputs // 32 * 4 if has_four else inputs + 4
             needed += outputs * (made - inputs * self.dtype.itemsize)
-        head = self._tied_head(skeleton)
+        head = self._tied_head(skeleton) if self.layers else None
         return needed + (0 if head is None else head.numel())
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
@@ -123,7 +123,8 @@ class GgufWeights:
         """The head's weight, if it is that of an embedding in blocks."""
         head = module.get_output_embeddings()
         tied = head.weight is module.get_input_embeddings().weight
-        in_blocks = self.checkpoint.tensors[_EMBEDDING].dtype not in FLOATS
+        stored = self.checkpoint.tensors.get(_EMBEDDING)
+        in_blocks = stored is not None and stored.dtype not in FLOATS
         return head.weight.detach() if tied and in_blocks else None
 
 
