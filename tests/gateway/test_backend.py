@@ -164,7 +164,7 @@ def test_a_model_that_is_unloaded_while_they_are_listed_is_left_out(
 
 def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests go to the model that has it, and name it."""
-    backend, asked = backend_of(monkeypatch, FakeStream(steps=1), FakeStream(steps=1)), []
+    backend, asked = backend_of(monkeypatch, *(FakeStream(steps=1) for _ in range(3))), []
     adapters, described = ["law"], []
 
     async def names() -> list[str]:
@@ -202,10 +202,45 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = asyncio.run(Gateway(backend, {}, None).models(Request({"type": "http"})))
     entries = json.loads(bytes(listed.body))["data"]
     assert [(each["id"], each.get("parent")) for each in entries] == [("m", None), ("law", "m")]
+    # Others' looks do not change who answers; without parameters too the adapter is named.
+    described.clear()
+    monkeypatch.setattr(module, "_FRESH_S", 0.0)
+    adapters.clear()
+    asked.clear()
+
+    async def unloaded() -> dict[str, Any]:
+        with pytest.raises(UnknownModelError):
+            await backend.look("law")
+        await backend.perform(Ask(model="law", inputs={}))
+        return await anext(asked[0])
+
+    sent = asyncio.run(unloaded())
+    assert sent["model_name"] == "m"
+    assert json.loads(sent["inputs"][0]._get_content()[4:]) == {"lora_name": "law"}
     # One whose folder is new is found once what is known of the model is a second old.
     adapters.append("tax")
     monkeypatch.setattr(module, "_STALE_S", 0.0)
     assert asyncio.run(backend.look("tax")).base == "m"
+
+
+def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, looked = backend_of(monkeypatch), []
+    known = Description(64, 1, frozenset(), adapters=[f"a{n}" for n in range(256)])
+
+    async def names() -> list[str]:
+        return ["m", "n"]
+
+    async def look(name: str) -> Model:
+        looked.append(name)
+        return Model(name, "", {}, known, 0.0)
+
+    monkeypatch.setattr(backend, "names", names)
+    monkeypatch.setattr(backend, "look", look)
+    listed = asyncio.run(Gateway(backend, {}, None).models(Request({"type": "http"})))
+    entries = json.loads(bytes(listed.body))["data"]
+    assert [each["id"] for each in entries] == ["m", "n", *known.adapters]
+    assert {each.get("parent") for each in entries[2:]} == {"m"}
+    assert looked == ["m", "n"]
 
 
 def test_a_server_that_is_away_is_unavailable() -> None:

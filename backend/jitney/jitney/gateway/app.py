@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from jitney.errors import CancelledError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.gateway.answers import Body
-from jitney.gateway.backend import Backend, UnknownModelError
+from jitney.gateway.backend import Backend, Model, UnknownModelError
 from jitney.gateway.batch_records import Folder
 from jitney.gateway.batch_work import working
 from jitney.gateway.batches import Batches, BatchRequest
@@ -146,6 +146,18 @@ async def _read(answer: Handler, type_: type[Any], request: Request) -> Response
         raise as_asked(error, body) from None
 
 
+def _entry(model: Model) -> dict[str, Any] | None:
+    """Of the list of models. None: it serves none of the endpoints."""
+    if model.description is None and not model.endpoint:
+        return None
+    entry = {"id": model.name, "object": "model", "created": 0, "owned_by": "jitney"}
+    if model.description is not None:
+        entry["max_model_len"] = model.description.max_model_len
+    if model.base is not None:
+        entry["parent"] = model.base
+    return entry
+
+
 class Gateway:
     """What the endpoints share."""
 
@@ -201,33 +213,22 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         """All that serve one of the endpoints."""
-        found: dict[str, dict[str, Any] | None] = {}
-        names = await self._backend.names()
-        while names:
-            name = names.pop(0)
+        found: dict[str, Model] = {}
+        for name in await self._backend.names():
             with contextlib.suppress(UnknownModelError):  # it has just been unloaded
-                found[name] = await self._entry(name)
-                known = (await self._backend.look(name)).description
-                names += [each for each in known.adapters if each not in found] if known else []
-        return as_json({"object": "list", "data": [each for each in found.values() if each]})
+                found[name] = await self._backend.look(name)
+        for base in list(found.values()):
+            for name in base.description.adapters if base.description else ():
+                found.setdefault(name, base.adapter(name))
+        entries = map(_entry, found.values())
+        return as_json({"object": "list", "data": [each for each in entries if each]})
 
     async def model(self, request: Request) -> Response:
         """One of them."""
-        entry = await self._entry(request.path_params["name"])
+        entry = _entry(await self._backend.look(request.path_params["name"]))
         if entry is None:
             raise UnknownModelError("this model serves none of the gateway's endpoints")
         return as_json(entry)
-
-    async def _entry(self, name: str) -> dict[str, Any] | None:
-        model = await self._backend.look(name)
-        if model.description is None and not model.endpoint:
-            return None
-        entry = {"id": name, "object": "model", "created": 0, "owned_by": "jitney"}
-        if model.description is not None:
-            entry["max_model_len"] = model.description.max_model_len
-        if model.base is not None:
-            entry["parent"] = model.base
-        return entry
 
     async def health(self, request: Request) -> Response:
         """Whether the server is ready."""

@@ -19,7 +19,7 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from jitney.errors import CancelledError, JitneyError, UnavailableError, from_code
-from jitney.gateway.ask import Ask, Description, Tensor
+from jitney.gateway.ask import Ask, Description
 from jitney.gateway.refusals import UnknownModelError
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -72,6 +72,10 @@ class Model(msgspec.Struct):
     base: str | None = None
     """Of an adapter: the model it belongs to."""
 
+    def adapter(self, name: str) -> "Model":
+        """What is known of one of its adapters."""
+        return msgspec.structs.replace(self, name=name, base=self.name)
+
 
 class Backend:
     """One server. Raises UnavailableError where it does not answer."""
@@ -119,8 +123,7 @@ class Backend:
                 found = await self._ask(name)
             except UnknownModelError:
                 found = await self._find_adapter(name)
-                if found is None:
-                    self._models.pop(name, None)
+                if found is None:  # what was known stays: others may be about to ask it
                     raise
             self._models[name] = found
         return found
@@ -135,7 +138,7 @@ class Backend:
                     model = self._models[base] = await self._ask(base)
                     known = model.description
                 if known and name in known.adapters:
-                    return Model(name, model.endpoint, model.config, known, model.at, base)
+                    return model.adapter(name)
         return None
 
     async def _ask(self, name: str) -> Model:
@@ -145,8 +148,7 @@ class Backend:
         said = config.get("parameters", {}).get("openai_endpoint", {}).get("string_value", "")
         model = Model(name, said, config, None, time.monotonic())
         if config.get("backend") == "jitney":
-            ask = Ask(model=name, inputs={"task": b"describe"})
-            arrays = await self.perform(ask)
+            arrays = await self._perform(Ask(model=name, inputs={"task": b"describe"}))
             text = arrays["text_output"][0]
             model.description = msgspec.json.decode(text, type=Description)
         return model
@@ -159,6 +161,9 @@ class Backend:
 
     async def perform(self, ask: Ask, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The arrays of a language model's only response."""
+        return await self._perform(self._resolve(ask), headers)
+
+    async def _perform(self, ask: Ask, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
         async with contextlib.aclosing(self._responses(ask, headers)) as responses:
             made = [each async for each in responses]
         return made[-1]
@@ -170,7 +175,7 @@ class Backend:
         ended. Raises the first error of any."""
         news: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
         pumps = [
-            asyncio.create_task(self._pump(index, ask, headers, news))
+            asyncio.create_task(self._pump(index, self._resolve(ask), headers, news))
             for index, ask in enumerate(asks)
         ]
         left = len(pumps)
@@ -206,25 +211,24 @@ class Backend:
             end = error
         news.put_nowait(end)
 
-    def _resolve(self, ask: Ask) -> tuple[str, dict[str, Tensor]]:
-        """The server's model, and its inputs: those of an adapter name it."""
+    def _resolve(self, ask: Ask) -> Ask:
+        """What the server is asked: an adapter's model, with parameters that name the adapter."""
         known = self._models.get(ask.model)
         if known is None or known.base is None:
-            return ask.model, ask.inputs
-        params, inputs = ask.inputs.get("sampling_parameters"), ask.inputs
-        if isinstance(params, bytes):
-            named = msgspec.json.decode(params) | {"lora_name": ask.model}
-            inputs = inputs | {"sampling_parameters": msgspec.json.encode(named)}
-        return known.base, inputs
+            return ask
+        params = ask.inputs.get("sampling_parameters", b"{}")
+        assert isinstance(params, bytes)
+        named = msgspec.json.encode(msgspec.json.decode(params) | {"lora_name": ask.model})
+        inputs = ask.inputs | {"sampling_parameters": named}
+        return msgspec.structs.replace(ask, model=known.base, inputs=inputs)
 
     async def _responses(
         self, ask: Ask, headers: Mapping[str, str] | None
     ) -> AsyncGenerator[dict[str, Any]]:
         async def requests() -> AsyncIterator[dict[str, Any]]:
-            inputs = _inputs({name: _array(value) for name, value in tensors.items()})
-            yield {"model_name": model, "inputs": inputs, "request_id": ask.request_id}
+            inputs = _inputs({name: _array(value) for name, value in ask.inputs.items()})
+            yield {"model_name": ask.model, "inputs": inputs, "request_id": ask.request_id}
 
-        model, tensors = self._resolve(ask)
         with _translated(ask.model):
             stream = self._client.stream_infer(requests(), headers=dict(headers or {}))
             ended = False
