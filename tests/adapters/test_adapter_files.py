@@ -52,6 +52,41 @@ def test_the_version_tells_files_apart(tmp_path: Path) -> None:
     assert len({first, scaled, changed}) == 3
 
 
+def test_sum_and_factors_are_of_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "a", {}, {})
+    before, _ = read_adapter(folder, SITES, 8)
+    reads = list[str]()
+    read_bytes = Path.read_bytes
+
+    def replaced(path: Path) -> bytes:
+        """Once the second file is read, both are written anew."""
+        data = read_bytes(path)
+        reads.append(path.name)
+        if len(reads) == 2:
+            zeros = {f"{QUERY}.lora_A.weight": torch.zeros(2, 8)}
+            write(folder, {"lora_alpha": 4}, zeros)
+        return data
+
+    monkeypatch.setattr(Path, "read_bytes", replaced)
+    version, factors = read_adapter(folder, SITES, 8)
+    (pair,) = factors.values()
+    assert version == before
+    assert torch.equal(pair.a, torch.ones(2, 8))
+    assert torch.equal(pair.b, torch.full((6, 2), 1.5))
+    assert reads == [CONFIG, WEIGHTS]
+
+
+def test_factors_stay_when_a_file_is_written_in_place(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", {}, {})
+    _, factors = read_adapter(folder, SITES, 8)
+    with (folder / WEIGHTS).open("r+b") as file:
+        file.write(bytes((folder / WEIGHTS).stat().st_size))
+    (pair,) = factors.values()
+    assert torch.equal(pair.a, torch.ones(2, 8))
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "says"),
     [

@@ -1,5 +1,6 @@
 """The pool under an engine: who waits for an adapter holds up nobody else."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -56,10 +57,12 @@ class LockedPool(Adapters):
 class House:
     """An engine over the fake runner."""
 
-    def __init__(self, most: int = 2, patience: float = 10.0, **options: Any) -> None:
+    def __init__(
+        self, most: int = 2, patience: float = 10.0, queued: int = 1024, **options: Any
+    ) -> None:
         self.now = 0.0
         self.files = Files()
-        self.pool = LockedPool(self.files.load, self.files.stamp, most, patience)
+        self.pool = LockedPool(self.files.load, self.files.stamp, most, patience, queued)
         self.runner = FakeRunner(num_blocks=256)
         config = make_config({"model": "fake", "block_size": 4, **options})
         self.engine = Engine(config, self.runner, lambda: self.now, adapters=self.pool)
@@ -186,6 +189,36 @@ def test_a_failed_load_fails_the_request_alone_and_is_tried_again() -> None:
     assert house.streams[again] == solo_stream(house.submits[again])
 
 
+def test_one_that_is_being_loaded_keeps_its_place() -> None:
+    house = House(most=1)
+    house.files.close("a")
+    gone = house.submit("a")
+    house.engine._apply(*house.engine._read_inbox())
+    house.engine.send(Cancel(gone))
+    house.step()
+    keys = house.submit("b"), house.submit("a")
+    house.engine._apply(*house.engine._read_inbox())
+    house.files.gates["a"].set()
+    house.drain(*keys)
+    assert house.files.loads == ["a", "b"]
+
+
+def test_beyond_max_queued_a_request_that_waits_for_room_is_refused() -> None:
+    house = House(most=1, queued=1)
+    first = house.submit("a", max_tokens=40)
+    while not house.streams.get(first):
+        house.step()
+    waits, refused = house.submit("b"), house.submit("c")
+    house.step()
+    end = house.ends[refused]
+    assert isinstance(end, Failed)
+    assert end.code == "UNAVAILABLE"
+    assert "1 requests wait, and at most 1 may (max_queued)" in end.message
+    house.drain(first, waits)
+    assert house.files.loads == ["a", "b"]
+    assert house.streams[waits] == solo_stream(house.submits[waits])
+
+
 def test_cancel_and_deadline_end_a_request_that_waits() -> None:
     house = House(most=1)
     holds = house.submit("a", max_tokens=50)
@@ -294,6 +327,24 @@ class _Outbox:
     def put(self, report) -> None:
         for event in report.events:
             self.house.ends[event.key] = event
+
+
+def test_a_name_that_no_file_can_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config({"model": "m", "adapters": str(tmp_path)})
+    for name in ("x" * 300, "ä" * 200):
+        with pytest.raises(InvalidArgumentError, match=r"lora_name is .* of at most 255 bytes"):
+            check_adapter(name, config)
+
+    stat = os.stat
+
+    def refuse(path: Any, **more: Any) -> os.stat_result:
+        if str(path).endswith("adapter_config.json"):
+            raise PermissionError
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(InvalidArgumentError, match="must be the name of an adapter"):
+        check_adapter("closed", config)
 
 
 def test_files_written_later_are_found(tmp_path: Path) -> None:

@@ -132,7 +132,9 @@ class Traffic(RuleBasedStateMachine):
         speculation["max_drafts"] = drafts
         config = make_config(options | {"speculation": speculation if drafts else None})
         self.loading: list[Callable[[], None]] = []
-        pool = Adapters(lambda name: LowRank(name, {}), lambda name: (), room, patience=1.0)
+        pool = Adapters(
+            lambda name: LowRank(name, {}), lambda name: (), room, patience=1.0, most_queued=1024
+        )
         pool._thread = SimpleNamespace(submit=lambda *call: self.loading.append(partial(*call)))
         self.engine = Engine(
             config, self.runner, lambda: self.now, compile_grammar=FakeGrammar, adapters=pool

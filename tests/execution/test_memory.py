@@ -60,6 +60,8 @@ def test_adapters_have_their_share() -> None:
     model = SimpleNamespace(sites=sites, dtype=torch.bfloat16, pack=None)
     config = make_config({"model": "m", "max_adapters": 3, "max_adapter_rank": 8})
     assert most_adapters(config, model) == 3 * 8 * 270 * 2
+    model.pack = dict  # which pads each rank to a whole 16
+    assert most_adapters(config, model) == 3 * (8 + 16) * 270 * 2
 
 
 def test_explicit_bytes() -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from jitney.errors import CheckpointError, InvalidArgumentError, nearest, show
-from jitney.execution.checkpoint import first_line, read_json
+from jitney.execution.checkpoint import first_line, parse_json
 from jitney.execution.low_rank import Factors, Site
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -44,24 +45,36 @@ _FIXED: dict[str, tuple[object, ...]] = {
 def read_adapter(
     folder: Path, sites: Mapping[str, Site], max_rank: int
 ) -> tuple[str, dict[str, Factors]]:
-    """The sha256 of the files, and factors in float32, by the layer's path.
+    """The sha256 of the files, and factors in float32, by the layer's path. Each file is read
+    once: the sum and the factors are of the same bytes, whatever is written meanwhile or later.
 
     Raises InvalidArgumentError for what is no adapter of this model, or cannot be computed: it
     names the field or tensor, what it is and what it must be.
     """
     try:
-        config = read_json(folder, CONFIG)
-        digest = hashlib.sha256(b"".join((folder / n).read_bytes() for n in (CONFIG, WEIGHTS)))
-        with safe_open(str(folder / WEIGHTS), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise InvalidArgumentError(f"{WEIGHTS} is missing") from None
-    except (CheckpointError, SafetensorError, OSError) as error:
+        said = _read(folder, CONFIG)
+        config = parse_json(said, CONFIG)
+        weights = _read(folder, WEIGHTS)
+        tensors = load(weights)
+    except (CheckpointError, SafetensorError) as error:
         raise InvalidArgumentError(first_line(error, folder)) from None
+    except KeyError as error:
+        raise InvalidArgumentError(f"{WEIGHTS} has a tensor of dtype {error}") from None
+    digest = hashlib.sha256(said)
+    digest.update(weights)
     _check_config(config)
     found = _by_layer(tensors, sites)
     factors = {path: _factors(path, config, pair, sites[path], max_rank) for path, pair in found}
     return digest.hexdigest(), factors
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except FileNotFoundError:
+        raise InvalidArgumentError(f"{name} is missing") from None
+    except OSError as error:
+        raise InvalidArgumentError(first_line(error, folder)) from None
 
 
 def _check_config(config: Mapping[str, Any]) -> None:

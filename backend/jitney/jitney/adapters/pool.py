@@ -17,7 +17,7 @@ import msgspec
 
 from jitney.adapters.checkpoint import CONFIG, WEIGHTS, read_adapter
 from jitney.config import EngineConfig
-from jitney.errors import InternalError, JitneyError
+from jitney.errors import InternalError, JitneyError, UnavailableError
 from jitney.execution.accelerator import DeviceRunner
 from jitney.execution.low_rank import LowRank
 from jitney.messages import Cancel, Message, StepStats, Submit
@@ -45,12 +45,19 @@ class Adapters:
     """See the module's docstring."""
 
     def __init__(
-        self, load: Load, stamp: Callable[[str], tuple[int, ...]], most: int, patience: float
+        self,
+        load: Load,
+        stamp: Callable[[str], tuple[int, ...]],
+        most: int,
+        patience: float,
+        most_queued: int,
     ) -> None:
         """Keeps at most ``most`` in memory. ``stamp`` tells whether files are still the same. Once
-        a request has waited for room for ``patience`` seconds, none that comes later goes first.
+        a request has waited for room for ``patience`` seconds, none that comes later goes first;
+        while ``most_queued`` wait so, another one is refused.
         """
         self._load, self._stamp, self._most, self._patience = load, stamp, most, patience
+        self._most_queued = most_queued
         self._entries: OrderedDict[_Id, _Entry] = OrderedDict()  # the one used longest ago first
         self._of: dict[int, _Entry] = {}  # by key
         self._queue: deque[int] = deque()  # of those that wait, the ones without an entry
@@ -124,6 +131,10 @@ class Adapters:
             return True
         held_up = bool(self._queue) and now - self._since[self._queue[0]] > self._patience
         entry = None if held_up else self._find(name)
+        if entry is None and len(self._queue) >= self._most_queued:
+            error = UnavailableError.of_queue(len(self._queue), self._most_queued)
+            self._of[key] = _Entry((name, ()), error)
+            return True
         if entry is not None:
             entry.users.add(key)
             self._of[key] = entry
@@ -142,7 +153,8 @@ class Adapters:
         entry = self._entries.get(id)
         if entry is None:
             if len(self._entries) >= self._most:
-                unused = next((each for each in self._entries.values() if not each.users), None)
+                entries = self._entries.values()  # one that is being made keeps its place
+                unused = next((each for each in entries if each.made and not each.users), None)
                 if unused is None:
                     return None
                 del self._entries[unused.id]
@@ -229,4 +241,4 @@ def make_pool(config: EngineConfig, runner: DeviceRunner) -> Adapters:
             found += [status.st_mtime_ns, status.st_size, status.st_ino]
         return tuple(found)
 
-    return Adapters(load, stamp, config.max_adapters, config.aging_s)
+    return Adapters(load, stamp, config.max_adapters, config.aging_s, config.max_queued)

@@ -155,11 +155,20 @@ def first_line(error: Exception, folder: Path | None = None) -> str:
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError if it is missing, malformed or another value."""
     try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
+        data = (folder / name).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{name} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise CheckpointError(f"{name} is not JSON: {first_line(error, folder)}") from None
+    return parse_json(data, name)
+
+
+def parse_json(data: bytes, name: str) -> dict[str, Any]:
+    """A file's JSON object. Raises CheckpointError as :func:`read_json`."""
+    try:
+        value = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is not JSON: {first_line(error)}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{name} does not hold a JSON object")
     return value

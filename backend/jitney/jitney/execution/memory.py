@@ -23,6 +23,7 @@ _GPU_SHARE = 0.9
 # Of what is free, left beside a cache of derived size: an engine that takes this one's place asks
 # for the same size, and may find a little less.
 _SPARE = 1 / 64
+_PACKED_RANKS = 16  # kernels pad an adapter's rank to whole such
 
 
 class StepMemory(NamedTuple):
@@ -123,8 +124,9 @@ def plan_memory(
 
 def most_adapters(config: EngineConfig, model: LoadedModel) -> int:
     """Bytes of as many adapters as may be in memory, each as large as it may be."""
-    largest = adapter_bytes(model.sites, config.max_adapter_rank, model.dtype)
-    return config.max_adapters * largest * (1 if model.pack is None else 2)
+    rank = config.max_adapter_rank
+    packed = 0 if model.pack is None else math.ceil(rank / _PACKED_RANKS) * _PACKED_RANKS
+    return config.max_adapters * adapter_bytes(model.sites, rank + packed, model.dtype)
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:

@@ -5,6 +5,7 @@ same words, before a request joins any queue. Every refusal is an InvalidArgumen
 that names the field, the value and the bound.
 """
 
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from jitney.text.chat import Chat, check_text, parse_chat
 from jitney.text.tokenizer import Tokenizer
 
 _ADAPTER = "adapter_config.json"
+_MOST_NAME_BYTES = 255  # of a folder
 _LEAST_PROMPT_BYTES = 65_536
 _BYTES_PER_TOKEN = 32
 
@@ -153,9 +155,13 @@ def adapter_names(config: EngineConfig) -> list[str]:
 
 def check_adapter(name: str, config: EngineConfig) -> None:
     """Raise InvalidArgumentError if the model has no adapter of that name."""
+    if len(name.encode("utf-8", "surrogatepass")) > _MOST_NAME_BYTES:
+        raise InvalidArgumentError.of("lora_name", name, f"of at most {_MOST_NAME_BYTES} bytes")
     plain = Path(name).name == name and name[:1] not in ("", ".") and "\0" not in name
-    if not plain or config.adapters is None or not Path(config.adapters, name, _ADAPTER).is_file():
-        near = nearest(name, adapter_names(config))
+    root = config.adapters
+    # Path.is_file would raise for what may not be read.
+    if not plain or root is None or not os.path.isfile(Path(root, name, _ADAPTER)):
+        near = nearest(name, adapter_names(config)) if plain else ""
         bound = "the name of an adapter of this model"
         raise InvalidArgumentError.of("lora_name", name, f"{bound}{near}")
 
