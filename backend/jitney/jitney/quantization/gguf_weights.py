@@ -55,9 +55,10 @@ class GgufWeights:
         }
         layers = {}
         for layer in kinds:
-            parent, _, name = layer.rpartition(".")
+            name = layer.rpartition(".")[2]
+            parent = layer.removesuffix(name)
             names = next((each for each in _JOINED if name in each), (name,))
-            layers[layer] = all(kinds.get(f"{parent}.{each}") in _NIBBLES for each in names)
+            layers[layer] = all(kinds.get(f"{parent}{each}") in _NIBBLES for each in names)
         return cls(checkpoint, file, dtype, layers)
 
     @property
