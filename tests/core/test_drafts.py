@@ -97,25 +97,65 @@ def test_the_last_token_is_never_drafted(play: type[Play]) -> None:
         assert max(row.end for batch in one.batches for row in batch.rows) == 2 + min(most, 6)
 
 
+@pytest.mark.parametrize("grammar", ["", "2,3:12:9"])
 @pytest.mark.parametrize("num_blocks", range(12, 20))
 @pytest.mark.parametrize("drafter", [{}, MODEL], ids=["ngram", "model"])
 @pytest.mark.parametrize("count", [3, 6])
-def test_drafts_preempt_nobody(count: int, drafter: dict, num_blocks: int) -> None:
-    """Wrong ones, in a cache that is always short: every step is what it would be without."""
+def test_drafts_preempt_nobody(count: int, drafter: dict, num_blocks: int, grammar: str) -> None:
+    """Wrong ones, in a cache that is always short: every step is what it would be without, where a
+    grammar forces several tokens of others too."""
     options = {"num_blocks": num_blocks, "max_num_seqs": 6, "watermark": 0.0}
     plays = [drafting(Play, 0.0, drafter, **options) for _ in range(2)]
     plays[1].scheduler.speculation._bar = lambda some: (1.0, 0.0, 0.0)
     for one in plays:
-        keys = [one.submit([1, 2, key], n=1 + key % 2, max_tokens=12) for key in range(count)]
+        keys = []
+        for key in range(count):
+            forcing = grammar if key % 3 else ""
+            keys.append(one.submit([1, 2, key], n=1 + key % 2, max_tokens=12, grammar=forcing))
         one.drain()
         check_streams(one, *keys)
     rows = [[row for batch in one.batches for row in batch.rows] for one in plays]
-    assert sum(row.drafts for row in rows[0]) > 2
-    assert plays[0].scheduler.live.preemptions > 0
+    if not grammar:
+        assert sum(row.drafts for row in rows[0]) > 2
+        assert plays[0].scheduler.live.preemptions > 0
     with_drafts, without = (
         [(row.key, row.index, row.start, row.end - row.drafts) for row in some] for some in rows
     )
     assert with_drafts == without
+
+
+@pytest.mark.parametrize("priority", [-1, 1])
+def test_drafts_leave_prompts_their_tokens(priority: int) -> None:
+    """Of one that waits, then runs, at either rank: every step is what it would be without."""
+    plays = [drafting(Play, 0.0, {"max_drafts": 16}, max_num_batched_tokens=16) for _ in range(2)]
+    plays[1].scheduler.speculation._bar = lambda some: (1.0, 0.0, 0.0)
+    for one in plays:
+        one.submit([1, 2, 3], max_tokens=30)
+        one.step(3)
+        one.submit([4] * 40, max_tokens=4, priority=priority)
+        one.drain()
+    with_drafts, without = (
+        [[(row.key, row.start, row.end - row.drafts) for row in each.rows] for each in one.batches]
+        for one in plays
+    )
+    assert with_drafts == without
+    assert any(row.drafts > 9 for batch in plays[0].batches for row in batch.rows)
+
+
+def test_a_proposal_follows_what_was_output() -> None:
+    """Not what was sampled where a grammar forced another token, which a draft had right."""
+    some = drafting(Play, 1.0, MODEL)
+    for key in range(4):
+        some.submit([1, 2, 3, key], max_tokens=30, grammar="2,3:30:1")
+    proposed = 0
+    while some.engine.has_work:
+        some.step()
+        for one in some.scheduler.live.running:
+            made = len(one.output)
+            stream = some.prophet.streams[one.request.message.key, 0]
+            assert one.proposed == stream[made : made + len(one.proposed)]
+            proposed += len(one.proposed)
+    assert proposed > 0
 
 
 @pytest.mark.parametrize("drafter", [{}, MODEL], ids=["ngram", "model"])

@@ -45,8 +45,9 @@ def apply_output(
         drafts = row.token_ids[known : known + len(result.token_ids) - 1]
         event, accepted = _append(sequence, result.token_ids, result.logprobs, drafts)
         events.append(event)
-        # Behind tokens that a grammar forced, the proposal means nothing.
-        sequence.proposed = result.proposal if len(event.ids) == 1 + accepted else []
+        # It stands behind samples: where a grammar forced other tokens, it means nothing.
+        follows = event.ids == result.token_ids[: 1 + accepted]
+        sequence.proposed = result.proposal if follows else []
         counts.draft_rows += row.drafts > 0
         counts.draft_tokens += row.drafts
         counts.accepted_tokens += accepted

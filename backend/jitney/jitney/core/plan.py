@@ -47,6 +47,8 @@ class _Plan:
     tokens_left: int
     kept_for_prefill: int
     """Of the tokens that are left, those that no decode may take."""
+    kept_from_drafts: int
+    """The same of drafts."""
     ahead: bool
     rows: list[Row] = field(default_factory=list)
     num_samples: int = 0
@@ -101,7 +103,8 @@ class Planner:
         """Plan a step. What it looks up in the prefix cache is added to ``counts``."""
         live = self._live
         kept = self._keep_for_prefill()
-        plan = _Plan(now, self._max_tokens, kept, ahead=bool(live.in_flight))
+        of_drafts = 0 if self._speculation is None else self._keep_from_drafts()
+        plan = _Plan(now, self._max_tokens, kept, of_drafts, ahead=bool(live.in_flight))
         preemptions = live.preemptions
         if self._speculation is not None:
             self._speculation.choose(live.running)
@@ -123,6 +126,14 @@ class Planner:
         if len(running) <= self._max_tokens - most:  # decodes cannot take them
             return 0
         return min(most, sum(one.prefill_left for one in running))
+
+    def _keep_from_drafts(self) -> int:
+        """Tokens that the prompts of running sequences need, and the first waiting sequence if it
+        may run."""
+        live = self._live
+        first = live.waiting.first() if live.num_admitted < live.max_running else None
+        wanted = sum(one.prefill_left for one in live.running)
+        return wanted if first is None else wanted + first.num_tokens
 
     def _plan_decodes(self, plan: _Plan) -> list[Sequence]:
         """Plan every running sequence that decodes, making room by preemption. Returns the other
@@ -152,7 +163,7 @@ class Planner:
                     room = len(sequence.table) * block_size - start
                     self._plan_chunk(plan, sequence, min(most, room))
                 elif left == 1:
-                    drafts, propose = self._take_drafts(plan, sequence, len(running) - position)
+                    drafts, propose = self._take_drafts(plan, sequence, running[position:])
                     tokens, sample = [sequence.output[-1], *drafts], (sequence.index,)
                     self._add_row(plan, sequence, tokens, sample, None, len(drafts), propose)
                 else:  # that token is pending
@@ -167,20 +178,22 @@ class Planner:
         return self._speculation is not None and self._speculation.waits(sequence)
 
     def _take_drafts(
-        self, plan: _Plan, sequence: Sequence, rows_after: int
+        self, plan: _Plan, sequence: Sequence, after: list[Sequence]
     ) -> tuple[list[int], int]:
         """The drafts of a decode, and how many more a model is to propose, as far as they find
-        room: a token of the budget is left to every sequence that comes after it, and a block to
-        each and to every fork that is due. While any sequence waits for blocks, they take none."""
+        room: a token of the budget is left to every sequence that comes ``after``, and prompts
+        keep theirs; a block is left to every fork that is due and to each of those sequences, and
+        what else its known tokens need. While any sequence waits, they take no blocks."""
         if self._speculation is None:
             return [], 0
         drafts, propose = self._speculation.drafts_of(sequence)
-        del drafts[max(plan.tokens_left - 1 - plan.kept_for_prefill - rows_after, 0) :]
+        del drafts[max(plan.tokens_left - 1 - plan.kept_from_drafts - len(after), 0) :]
         kv, live, table = self._kv, self._live, sequence.table
         start = sequence.num_planned + 1
         propose = min(propose, sequence.limit - start - len(drafts))
         while (room := len(table) * self._block_size - start) < len(drafts) + propose:
-            spare = rows_after + live.num_admitted - len(live.running)
+            spare = live.num_admitted - len(live.running)
+            spare += sum(max(1, kv.blocks_for(one.num_tokens) - len(one.table)) for one in after)
             if live.waiting or kv.num_free <= spare or not kv.grow(table):
                 del drafts[room:]
                 propose = min(propose, room - len(drafts))

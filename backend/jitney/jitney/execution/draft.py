@@ -59,8 +59,8 @@ class DraftModel:
 
 
 def _newest(row: Row, output: RowOutput) -> Row:
-    """The row of the token that follows the accepted drafts. Nothing but the choice counts: neither
-    its grammar nor its logprobs; and adapters are the model's alone."""
+    """The row of the sample behind the drafts that equal their samples. Nothing but the choice
+    counts: neither its grammar nor its logprobs; and adapters are the model's alone."""
     known, accepted = len(row.token_ids) - row.drafts, 0
     drafts = row.token_ids[known:]
     while drafts[accepted : accepted + 1] == output.token_ids[accepted : accepted + 1]:
