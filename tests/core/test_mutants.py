@@ -69,7 +69,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "drafts take blocks that others need": ("plan", "kv.num_free <= spare or ", ""),
     "a draft may end the sequence": ("drafts", "id not in stop_ids", "True"),
     "drafts go beyond the end": ("drafts", "sequence.limit - sequence.num_tokens", "99"),
-    "drafts take the budget of others": ("plan", "- rows_after, 0)", ", 0)"),
+    "drafts take the budget of others": ("plan", "- len(after), 0)", ", 0)"),
     "the budget is ignored": ("plan", "min(end - start, most)", "end - start"),
 }  # fmt: skip
 # The copy comes before the installed package, which an editable installation finds by itself.
