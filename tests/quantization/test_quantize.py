@@ -353,6 +353,7 @@ def refusal(kind: str, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
 
 
 def test_products_that_the_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert "compute capability 8.0: the product needs 8.9" in refusal("fp8")
     quantize.check_option("int4", torch.bfloat16, torch.device("cuda"))
