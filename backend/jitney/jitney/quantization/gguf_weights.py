@@ -146,4 +146,7 @@ def four_bits(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         scales = torch.cat((low & 63, rest & 15 | low >> 6 << 4), 2)
         minima = torch.cat((high & 63, rest >> 4 | high >> 6 << 4), 2)
         step, least = step * scales, -least * minima
-    return q, torch.stack((step.flatten(1), least.flatten(1))).bfloat16()
+    step, least = step.flatten(1), least.flatten(1)
+    if kind != "Q4_0":  # what rounding takes from the scale, the least gives back in the middle
+        least = least + 7.5 * (step - step.bfloat16().float())
+    return q, torch.stack((step, least)).bfloat16()
