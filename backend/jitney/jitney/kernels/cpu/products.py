@@ -116,8 +116,9 @@ def emit_shapes(builder: Any, rows: Sequence[Any], row_bytes: Sequence[int]) -> 
 
 
 def stack_memory(builder: Any, size: int) -> Any:
-    """IR: the address of so many bytes on the stack, in whole cache lines. Undefined at first."""
-    memory = cgutils.alloca_once(builder, ir.ArrayType(i8, size))
+    """IR: the address of so many bytes on the stack, in whole cache lines."""
+    # Of vectors: Numba stores zeros there, and of 16,384 bytes LLVM makes a store of each.
+    memory = cgutils.alloca_once(builder, ir.ArrayType(f32x, -(-size // VECTOR_BYTES)))
     memory.align = 64
     return builder.ptrtoint(memory, i64)
 
