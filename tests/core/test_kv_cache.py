@@ -22,12 +22,13 @@ def filled(kv: KvCache, hashes: list[bytes]) -> list[int]:
     return table
 
 
-def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
+def test_hashes_depend_on_everything_before_and_on_salt_and_adapter() -> None:
     one, other = chain([1, 2], [3, 4]), chain([9, 9], [3, 4])
     assert one[1] != other[1]
     assert chain([1, 2], salt="a")[0] != chain([1, 2], salt="b")[0] != chain([1, 2])[0]
     assert root_hash(None) != root_hash("")
     assert root_hash("ab", "c") != root_hash("a", "bc")
+    assert len({root_hash(salt, name) for salt in (None, "a") for name in ("", "b", "c")}) == 6
     assert chain([1, 2], [3, 4]) == one
 
 

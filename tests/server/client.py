@@ -9,6 +9,7 @@ import json
 import queue
 import re
 import time
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -214,9 +215,21 @@ def generate_stream_events(url: str, model: str, **body: Any) -> Iterator[dict[s
         response.close()
 
 
+def _open_soon(url: str) -> Any:
+    """The metrics endpoint opens a moment after the server is ready."""
+    ends = time.monotonic() + 5
+    while True:
+        try:
+            return urllib.request.urlopen(url, timeout=TIMEOUT_S)
+        except urllib.error.URLError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.05)
+
+
 def metrics(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """All samples of the metrics endpoint: (name, labels) -> value."""
-    text = urllib.request.urlopen(url, timeout=TIMEOUT_S).read().decode()
+    text = _open_soon(url).read().decode()
     samples = {}
     for name, labels, value in re.findall(r"^(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         pairs = frozenset(re.findall(r'(\w+)="([^"]*)"', labels))
