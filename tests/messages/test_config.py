@@ -115,12 +115,35 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"speculation": {"max_drafts": 0}}, "speculation.max_drafts is 0, but must be from 1 to"),
         ({"speculation": {"max_drafts": "x"}}, "speculation.max_drafts is 'x', but must be an int"),
         ({"speculation": {"ngram_min": 4}}, "speculation.ngram_max is 3, but must be at least"),
+        ({"tiers": "fast"}, "tiers is 'fast', but must be a list of objects"),
+        ({"tiers": ["fast"]}, "tiers[0] is 'fast', but must be an object"),
+        ({"tiers": [{}]}, "tiers[0].name is missing"),
+        ({"tiers": [{"name": ""}]}, "tiers[0].name is ''"),
+        ({"tiers": [{"name": "a", "gap": 1}]}, "'tiers[0].gap' is unknown (did you mean 'gap_ms'"),
+        ({"tiers": [{"name": "a", "gap_ms": 0}]}, "tiers[0].gap_ms is 0, but must be above 0"),
+        ({"tiers": [{"name": "a", "share": 0}]}, "tiers[0].share is 0, but must be from 0.01 to 1"),
+        ({"tiers": [{"name": "a"}, {"name": "a"}]}, "tiers[1].name is 'a', but must be another"),
+        (
+            {"tiers": [{"name": "a", "gap_ms": 30}, {"name": "b", "gap_ms": 20}]},
+            "tiers[1].gap_ms is 20.0, but must be at least that of the tiers above, 30.0",
+        ),
+        ({"tiers": [{"name": n, "share": 0.7} for n in "abc"]}, "add up to 1.4, but must be at"),
+        ({"tiers": [{"name": "a"}], "default_tier": "b"}, "default_tier is 'b', but must be one"),
+        ({"default_tier": "b"}, "default_tier is 'b', but must be left out without tiers"),
     ],
 )
 def test_an_impossible_option(options: dict, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_config({"model": "m", **options})
     assert message in str(caught.value)
+
+
+def test_a_request_that_names_no_tier_gets_the_default() -> None:
+    tiers = {"model": "m", "tiers": [{"name": "fast"}, {"name": "bulk"}]}
+    config = make_config(tiers)
+    assert [config.tier_of(name) for name in ("fast", "bulk", None)] == [0, 1, 1]
+    assert make_config({**tiers, "default_tier": "fast"}).tier_of(None) == 0
+    assert make_config({"model": "m"}).tier_of(None) == 0
 
 
 def test_defaults_pass_their_own_checks() -> None:

@@ -1,7 +1,7 @@
 """Sampling parameters: what is refused, with which words, before anything runs."""
 
 import pytest
-from jitney.config import EngineConfig, describe_type
+from jitney.config import EngineConfig, describe_type, make_config
 from jitney.errors import InvalidArgumentError
 from jitney.sampling_params import (
     MAX_JSON_BYTES,
@@ -57,6 +57,7 @@ def refusal(raw: dict) -> str:
         ({"stop": [""]}, "stop is '', but must be of strings of 1 to 256 characters"),
         ({"stop": "x" * 257}, "(257 long), but must be of strings of 1 to 256 characters"),
         ({"bad_words": [""]}, "bad_words is ''"),
+        ({"tier": "bulk"}, "tier is 'bulk', but must be left out: there are no tiers"),
         ({"cache_salt": ""}, "cache_salt is '', but must be 1 to 256 characters long"),
         ({"temperatur": 1}, "'temperatur' is unknown or not supported (did you mean 'temperature'"),
         ({"best_of": 2}, "'best_of' is unknown or not supported"),
@@ -172,3 +173,12 @@ def test_the_deepest_json_that_is_read() -> None:
     assert list(decode_sampling_json(deepest)) == ["stop"]
     with pytest.raises(InvalidArgumentError, match="deeper than 128"):
         decode_sampling_json(f'{{"a": {deepest}}}')
+
+
+def test_a_tier_is_one_of_the_options() -> None:
+    config = make_config({"model": "m", "tiers": [{"name": "fast"}, {"name": "bulk"}]})
+    check_sampling_params(parse_sampling_params({"tier": "bulk"}), config, vocab_size=10)
+    with pytest.raises(
+        InvalidArgumentError, match="tier is 'x', but must be one of 'fast', 'bulk'"
+    ):
+        check_sampling_params(parse_sampling_params({"tier": "x"}), config, vocab_size=10)

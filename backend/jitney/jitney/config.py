@@ -44,6 +44,26 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Most tokens that are compared: of matches the longest, of equal ones the latest is taken."""
 
 
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of option ``tiers``: a kind of requests, and what it may expect of the engine."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    ttft_ms: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    """Target for the time to the first token."""
+    gap_ms: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    """Target for the time between two tokens, at least those of the tiers above."""
+    share: Annotated[float, Meta(ge=0.01, le=1)] = 0.1
+    """Least share of a step's time for this tier, if it has work, whatever the targets of others.
+    """
+    max_running: Annotated[int, Meta(ge=1)] | None = None
+    """Most of its sequences that run at once. None: ``max_num_seqs`` alone counts."""
+    max_queued: Annotated[int, Meta(ge=0)] | None = None
+    """Of its requests, the most that may wait. None: the option ``max_queued`` alone counts."""
+    aging_s: Annotated[float, Meta(ge=0.001, le=1e6)] = 60.0
+    """Seconds of waiting that raise a request to the tier above, so that none starves. Of no use in
+    the first tier."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All options of ``model.json``; docs/options.md has the same table for users."""
 
@@ -131,6 +151,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests that may wait; one more is refused as UNAVAILABLE."""
     aging_s: Annotated[float, Meta(ge=0.001)] = 10.0
     """Seconds of waiting that raise a request by one priority level, so that none starves."""
+    tiers: tuple[TierConfig, ...] = ()
+    """Kinds of requests, the most urgent first, with targets and limits of their own: a list of
+    objects, see [tiers](tiers.md)."""
+    default_tier: str | None = None
+    """The tier of requests that name none. None: the last."""
 
     # -- limits of requests and responses
     max_n: Annotated[int, Meta(ge=1, le=65536)] = 128
@@ -188,6 +213,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Tokens that a step may sample, unless its token budget allows fewer."""
         drafts = 0 if self.speculation is None else self.speculation.max_drafts
         return self.max_num_seqs * (1 + drafts)
+
+    def tier_of(self, name: str | None) -> int:
+        """Index of a tier among ``tiers``, the default's if None; 0 if there are none."""
+        names = [one.name for one in self.tiers]
+        name = name or self.default_tier
+        return max(len(names) - 1, 0) if name is None else names.index(name)
 
 
 # What transformers' apply_chat_template takes for itself: a client may neither send a template of
@@ -247,6 +278,8 @@ def make_config(options: dict[str, object]) -> EngineConfig:
     """Check ``options`` and make the struct. Raises ConfigError as :func:`load_config` does."""
     if isinstance(given := options.get("speculation"), dict):
         options = options | {"speculation": _make_speculation(given)}
+    if isinstance(given := options.get("tiers"), (list, tuple)):
+        options = options | {"tiers": [_make_tier(i, one) for i, one in enumerate(given)]}
     _check_names(options, EngineConfig)
     if "model" not in options:
         raise ConfigError("option model is missing: it names the checkpoint's folder")
@@ -265,6 +298,7 @@ def make_config(options: dict[str, object]) -> EngineConfig:
     if config.adapters is not None and config.compile:
         raise ConfigError("options adapters and compile exclude each other")
     _check_gpu_options(config)
+    _check_tiers(config)
     return config
 
 
@@ -277,6 +311,35 @@ def _make_speculation(given: dict[str, object]) -> SpeculationConfig:
         bound = f"at least ngram_min, {made.ngram_min}"
         raise ConfigError.of("speculation.ngram_max", made.ngram_max, bound)
     return made
+
+
+def _make_tier(index: int, given: object) -> TierConfig:
+    if isinstance(given, TierConfig):
+        return given
+    if not isinstance(given, dict):
+        raise ConfigError.of(f"tiers[{index}]", given, "an object")
+    _check_names(given, TierConfig, f"tiers[{index}].")
+    if "name" not in given:
+        raise ConfigError(f"option tiers[{index}].name is missing")
+    return _convert(given, TierConfig, f"tiers[{index}].")
+
+
+def _check_tiers(config: EngineConfig) -> None:
+    tiers, names = config.tiers, [one.name for one in config.tiers]
+    for index, one in enumerate(tiers):
+        if one.name in names[:index]:
+            raise ConfigError.of(f"tiers[{index}].name", one.name, "another than those before it")
+        above = max((each.gap_ms or 0.0 for each in tiers[:index]), default=0.0)
+        if one.gap_ms is not None and one.gap_ms < above:
+            bound = f"at least that of the tiers above, {above}"
+            raise ConfigError.of(f"tiers[{index}].gap_ms", one.gap_ms, bound)
+    lower = sum(one.share for one in tiers[1:])
+    if lower > 1.0:
+        raise ConfigError(f"option tiers: the shares below the first tier add up to {lower:g}, "
+                          "but must be at most 1")  # fmt: skip
+    if config.default_tier is not None and config.default_tier not in names:
+        bound = f"one of {', '.join(map(repr, names))}" if names else "left out without tiers"
+        raise ConfigError.of("default_tier", config.default_tier, bound)
 
 
 def _check_names(options: Mapping[str, object], struct: type[msgspec.Struct], of: str = "") -> None:

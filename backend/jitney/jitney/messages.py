@@ -150,6 +150,22 @@ Event = Tokens | PromptLogprobs | Finished | Cancelled | Failed
 TERMINAL = (Finished, Cancelled, Failed)
 
 
+class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Of one tier: gauges after a step, and counts within it."""
+
+    waiting: int = 0
+    running: int = 0
+    """Sequences."""
+    held_back: int = 0
+    """Running sequences that had no row, or less of a chunk than the token budget allowed, so that
+    the step was within a target. A count."""
+    overdue: int = 0
+    """Requests first admitted after they had waited so long that they went before new ones of the
+    first tier. A count."""
+    oldest_s: float = 0.0
+    """Seconds since the arrival of the one that is admitted next."""
+
+
 class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Gauges after a step of the engine and counts within it. The front adds the counts up. Rows
     and tokens count in the step that applied their output, which with overlap is the next one."""
@@ -189,6 +205,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Requests whose adapter was resident."""
     adapter_wait_seconds: float = 0.0
     """Of requests whose adapter was not."""
+    tiers: list[TierStats] = []
+    """In the option's order; empty without it."""
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="step"):

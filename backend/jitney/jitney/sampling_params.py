@@ -64,6 +64,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The model's adapter of that name. None: the model as it is."""
     priority: int = 0
     """Ours: lower first."""
+    tier: str | None = None
+    """Ours: one of the option ``tiers``. None: ``default_tier``."""
     deadline_ms: float | None = None
     """Ours: from submission; then the request ends with what it has."""
     cache_salt: str | None = None
@@ -208,6 +210,10 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
         raise InvalidArgumentError.of(
             "min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})"
         )
+    tiers = [one.name for one in config.tiers]
+    if params.tier is not None and params.tier not in tiers:
+        bound = f"one of {', '.join(map(repr, tiers))}" if tiers else "left out: there are no tiers"
+        raise InvalidArgumentError.of("tier", params.tier, bound)
     for name in _LISTED:
         strings = getattr(params, name)
         if len(strings) > config.max_stop_strings:

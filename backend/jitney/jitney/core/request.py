@@ -41,6 +41,7 @@ class Request:
         "running",
         "sequences",
         "takes_forced",
+        "tier",
     )
 
     def __init__(
@@ -51,12 +52,15 @@ class Request:
         aged_arrival: float,
         grammar: Grammar | None = None,
         adapter: Adapter | None = None,
+        tier: int = 0,
     ) -> None:
         self.message = message
         self.grammar = grammar
         self.adapter = adapter
         self.aged_arrival = aged_arrival
-        """Arrival, shifted by priority: what its sequences are ranked by."""
+        """Arrival, shifted by priority and tier: what its sequences are ranked by."""
+        self.tier = tier
+        """Index among the option ``tiers``; 0 without."""
         self.max_output = max_output
         """Most output tokens of one sequence: max_tokens, or fewer where the context ends."""
         self.reserved_blocks = reserved_blocks

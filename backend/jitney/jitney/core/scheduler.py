@@ -155,8 +155,10 @@ class Scheduler:
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
         reserved_blocks = 0 if self._preempts else needs.request_blocks
+        tier = self.config.tier_of(message.params.tier)
         aged = message.params.priority * self.config.aging_s + message.arrival
-        request = Request(message, needs.max_output, reserved_blocks, aged, grammar, adapter)
+        aged += sum(one.aging_s for one in self.config.tiers[1 : tier + 1])
+        request = Request(message, needs.max_output, reserved_blocks, aged, grammar, adapter, tier)
         if message.first_token is not None and not self._preempts:
             # Each computes the prompt on its own, so each reserves all of its blocks.
             request.reserved_blocks = 0
