@@ -49,7 +49,7 @@ if [ ! -e tls_certificate ] && [ ! -e tls_key ] || [ -n "$missing" ]; then
     echo "made a certificate that signs itself (${names#,}): clients need $folder/tls_certificate"
 fi
 if [ ! -e api_keys ]; then
-    printf '# NAME:KEY, one a line; the name stands in the log.\nfirst:%s\n' "$(random 43)" >api_keys
+    printf '# NAME:KEY, one a line, then its limits, if any; the name stands in the log.\nfirst:%s\n' "$(random 43)" >api_keys
     echo "made the API key 'first' in $folder/api_keys"
 fi
 if [ ! -e grafana_password ]; then

@@ -35,7 +35,7 @@ from jitney.errors import LoadError
 from jitney.server.admin import Admin
 from jitney.server.installation import backend_folder, find_installation, link_backends
 from jitney.server.launch import launch, restrict
-from jitney.server.server import LOAD_THREADS, TRACE_HEADERS
+from jitney.server.server import FORWARDED_HEADERS, LOAD_THREADS
 from jitney.server.serving import NOT_UNLOADED
 from jitney.server.stopping import interruptible, stop
 from jitney.server.supervision import LOAD_S, Supervisor
@@ -223,8 +223,8 @@ def command(options: argparse.Namespace, binary: Path, backends: Path, caches: P
         f"--metrics-port={options.metrics_port}",
         f"--exit-timeout-secs={options.exit_timeout_s}",
         f"--model-load-thread-count={LOAD_THREADS}",
-        f"--grpc-header-forward-pattern={TRACE_HEADERS}",
-        f"--http-header-forward-pattern={TRACE_HEADERS}",
+        f"--grpc-header-forward-pattern={FORWARDED_HEADERS}",
+        f"--http-header-forward-pattern={FORWARDED_HEADERS}",
     ]
 
 

@@ -299,11 +299,31 @@ def test_keys_become_a_map_of_the_proxy(tmp_path: Path) -> None:
     made = (tmp_path / "keys.map").read_text(encoding="utf-8")
     pattern = re.escape("Ab9._~+/=-").replace(r"\~", "~").replace(r"\-", "-") * 3
     assert made == f'"~^Bearer {pattern}$" "first";\n'
+    assert (tmp_path / "keys.limits").read_text(encoding="utf-8") == ""
+
+
+def test_limits_of_keys_become_a_map_of_the_proxy(tmp_path: Path) -> None:
+    a, b, c = (letter * 24 for letter in "abc")
+    text = f"a.b:{a} tiers=slow,bulk   min_priority=-5\nfree:{b}\na.b:{c} tiers=slow,bulk"
+    assert render_keys(tmp_path, f"{text}  min_priority=-5\n").returncode == 0
+    made = (tmp_path / "keys.limits").read_text(encoding="utf-8")
+    assert made == '"~^a\\.b$" "tiers=slow,bulk min_priority=-5";\n'
+    done = render_keys(tmp_path, text)
+    assert (done.returncode, "line 3: a key of that name has other" in done.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(
     "line",
-    ["short:abc", "no key at all", ":" + "k" * 30, "name:" + "k" * 30 + '"', "a b:" + "k" * 30, ""],
+    [
+        "short:abc",
+        "no key at all",
+        ":" + "k" * 30,
+        "name:" + "k" * 30 + '"',
+        "a b:" + "k" * 30,
+        "",
+        "name:" + "k" * 30 + " tier=bulk",
+        "name:" + "k" * 30 + ' tiers="',
+    ],
 )
 def test_a_bad_line_of_keys_is_named_and_not_shown(tmp_path: Path, line: str) -> None:
     done = render_keys(tmp_path, f"# keys\n{line}\n")

@@ -317,6 +317,26 @@ def exchange(proxy: Proxy, server: Server) -> int:
         return len(list(stream(spoken(), metadata=headers)))
 
 
+def test_a_server_gets_the_limits_of_the_key_and_none_of_the_clients(server: Server) -> None:
+    bound, free = "b" * 32, "f" * 32
+    with Proxy(server) as proxy:
+        text = f"Bound:{bound} tiers=slow,bulk min_priority=0\nbound:{free}\n"
+        (proxy.secrets / "api_keys").write_text(text, encoding="utf-8")
+        assert proxy.reload().returncode == 0
+
+        def ask(key: str) -> int:
+            sent = (("authorization", f"Bearer {key}"), ("jitney-limits", "min_priority=-9"))
+            assert call(proxy, "ModelInfer", *sent, key=False) == grpc.StatusCode.OK
+            return send(proxy, "/v2/models/x/generate", b"{}", *sent, key=False)[0]
+
+        known = ("Authorization", f"Bearer {free}")
+        wait_for(lambda: send(proxy, "/v2", b"", known, key=False)[0] == 200, "the new keys", 60)
+        for key, limits in ((bound, "tiers=slow,bulk min_priority=0"), (free, None)):
+            assert ask(key) == 200
+            for headers in (server.seen[-1][2], server.called[-1][1]):
+                assert headers.get("jitney-limits") == limits
+
+
 def test_a_bad_certificate_is_named_and_the_old_one_stays(server: Server) -> None:
     with Proxy(server) as proxy:
         trusted = (proxy.secrets / "tls_certificate").read_bytes()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jitney.errors import InvalidArgumentError
 from jitney.frontend.protocol import parse_request
+from jitney.sampling_params import Limits
 
 
 def test_defaults(pb: Any) -> None:
@@ -92,3 +93,15 @@ def test_output_ids_of_several_sequences_are_refused(pb: Any) -> None:
     )
     with pytest.raises(InvalidArgumentError, match="n is 2"):
         parse_request(request)
+
+
+def test_the_limits_of_an_api_key_come_as_a_header(pb: Any) -> None:
+    """Which the server hands on among the parameters, where a client's own may stand too."""
+    for name in ("jitney-limits", "Jitney-Limits"):
+        request = parse_request(pb.Request(json.dumps({name: "tiers=bulk"}), text_input="a"))
+        assert request.limits == Limits(tiers=("bulk",))
+    assert parse_request(pb.Request(text_input="a")).limits == Limits()
+    for own in ("jitney-limits", "JITNEY-limits"):
+        both = f'{{"{own}": "tiers=fast", "Jitney-Limits": "tiers=bulk"}}'
+        with pytest.raises(InvalidArgumentError, match="jitney-limits is given twice"):
+            parse_request(pb.Request(both, text_input="a"))

@@ -105,3 +105,19 @@ def test_gateways_that_start_at_once_agree_on_the_keys_of_jobs(
         first, second = pool.map(lambda _: dict(Keys(file, folder).items()), range(2))
     assert first == second
     assert [path.name for path in folder.keys.iterdir()] == ["alice.key"]
+
+
+def test_limits_belong_to_an_owner_and_all_his_keys(tmp_path: Path) -> None:
+    folder, file = Folder(tmp_path / "batches"), tmp_path / "keys"
+    text = f"alice:{OLD}   tiers=bulk  min_priority=0\nbob:{NEW}\n"
+    write(file, text)
+    keys = Keys(file, folder)
+    assert [keys.limits(name) for name in ("alice", "bob")] == ["tiers=bulk min_priority=0", ""]
+    for more in (f"alice:{NEW[1:]}x\n", f"bob:{NEW[1:]}x tier=bulk\n"):
+        write(file, text + more)
+        with pytest.raises(ConfigError, match=r"line 3: .*(other limits|tier=bulk)"):
+            Keys(file, folder)
+    assert keys.limits("alice") == "tiers=bulk min_priority=0"
+    write(file, f"alice:{OLD}\n")
+    keys.items()
+    assert keys.limits("alice") == ""

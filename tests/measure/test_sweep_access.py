@@ -70,7 +70,9 @@ CONFIG = {
 
 def test_keys_and_headers_from_files(tmp_path: Path) -> None:
     keys = tmp_path / "api_keys"
-    keys.write_text(f"# NAME:KEY\n\nfirst:{KEY}\nsecond:{'b' * 30}\n", encoding="utf-8")
+    keys.write_text(
+        f"# NAME:KEY\n\nfirst:{KEY} tiers=a,b min_priority=0\nsecond:{'b' * 30}\n", encoding="utf-8"
+    )
     assert Access.of(api_key_file=keys).headers == (("authorization", f"Bearer {KEY}"),)
     keys.write_text(f"{KEY}\n", encoding="utf-8")
     assert Access.of(api_key_file=keys).headers == (("authorization", f"Bearer {KEY}"),)

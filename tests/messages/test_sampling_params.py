@@ -10,6 +10,7 @@ from jitney.sampling_params import (
     StructuredOutputs,
     check_sampling_params,
     decode_sampling_json,
+    parse_limits,
     parse_sampling_params,
 )
 
@@ -182,3 +183,56 @@ def test_a_tier_is_one_of_the_options() -> None:
         InvalidArgumentError, match="tier is 'x', but must be one of 'fast', 'bulk'"
     ):
         check_sampling_params(parse_sampling_params({"tier": "x"}), config, vocab_size=10)
+
+
+LIMITED = make_config({"model": "m", "tiers": [{"name": n} for n in ("fast", "slow", "bulk")]})
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "tier"),
+    [
+        ("", {}, None),
+        ("tiers=slow,bulk", {}, "slow"),
+        ("tiers=other,bulk", {}, "bulk"),
+        ("tiers=slow,bulk min_priority=-5", {"tier": "bulk", "priority": -5}, "bulk"),
+        ("min_priority=0", {"tier": "fast"}, "fast"),
+    ],
+)
+def test_what_an_api_key_may_ask_for(limits: str, asked: dict, tier: str | None) -> None:
+    params = parse_limits(limits).apply(parse_sampling_params(asked), LIMITED)
+    assert params.tier == tier
+    check_sampling_params(params, LIMITED, vocab_size=10)
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "said"),
+    [
+        ("tiers=slow,bulk", {"tier": "fast"}, "tier is 'fast', but must be one of 'slow', 'bulk'"),
+        ("tiers=other", {}, "tier is 'other', but must be one of 'fast'"),
+        ("min_priority=0", {"priority": -1}, "priority is -1, but must be at least 0"),
+    ],
+)
+def test_what_an_api_key_may_not_ask_for(limits: str, asked: dict, said: str) -> None:
+    read, params = parse_limits(limits), parse_sampling_params(asked)
+    with pytest.raises(InvalidArgumentError, match=said):
+        check_sampling_params(read.apply(params, LIMITED), LIMITED, vocab_size=10)
+
+
+def test_a_model_without_tiers_knows_none_of_an_api_key() -> None:
+    config = make_config({"model": "m"})
+    assert parse_limits("tiers=bulk").apply(SamplingParams(), config).tier is None
+
+
+@pytest.mark.parametrize(
+    "text", ["tier=bulk", "tiers=", "tiers=a,,b", "min_priority=x", "tiers=a tiers=b", "bulk"]
+)
+def test_limits_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"limits is .* must be made of tiers="):
+        parse_limits(text)
+
+
+def test_the_most_urgent_priority_is_an_option() -> None:
+    config = make_config({"model": "m", "min_priority": -5})
+    check_sampling_params(SamplingParams(priority=-5), config, vocab_size=10)
+    with pytest.raises(InvalidArgumentError, match="priority is -6, but must be from -5 to 1000"):
+        check_sampling_params(SamplingParams(priority=-6), config, vocab_size=10)

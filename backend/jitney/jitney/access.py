@@ -11,6 +11,7 @@ from pathlib import Path
 from jitney.errors import InvalidArgumentError
 
 _HEADER = re.compile(r"\s*([\w.-]+)\s*:\s*([\x20-\x7e]*[\x21-\x7e])\s*", re.ASCII)
+_LIMIT = re.compile(r"\s(tiers|min_priority)=\S*")
 _SHORTEST_SECRET = 8
 """Shorter values protect nothing, and occur in every text: ``1``, ``gpu``."""
 
@@ -88,9 +89,10 @@ def _header(text: str, where: str) -> tuple[str, str]:
 
 
 def _key(path: Path) -> str:
-    """The first key of a file whose lines are ``KEY`` or, as docker-compose's, ``NAME:KEY``."""
+    """The first key of a file whose lines are ``KEY`` or, as docker-compose's, ``NAME:KEY`` and
+    the key's limits."""
     lines = [line for line in _read_lines("api_key_file", path) if not line.startswith("#")]
-    key = lines[0].rpartition(":")[2].strip() if lines else ""
+    key = _LIMIT.sub("", lines[0]).rpartition(":")[2].strip() if lines else ""
     if not key or " " in key:
         raise InvalidArgumentError(f"api_key_file {path} holds no key without spaces")
     return key

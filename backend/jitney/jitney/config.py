@@ -151,6 +151,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests that may wait; one more is refused as UNAVAILABLE."""
     aging_s: Annotated[float, Meta(ge=0.001)] = 10.0
     """Seconds of waiting that raise a request by one priority level, so that none starves."""
+    min_priority: Annotated[int, Meta(ge=-1000, le=0)] = -1000
+    """Most urgent ``priority`` that a request may ask for. 0: none before those that name none."""
     tiers: tuple[TierConfig, ...] = ()
     """Kinds of requests, the most urgent first, with targets and limits of their own: a list of
     objects, see [tiers](tiers.md)."""

@@ -7,6 +7,7 @@ the result as given.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -14,8 +15,48 @@ import msgspec
 from jitney.config import EngineConfig, describe_type, field_at_fault
 from jitney.errors import InvalidArgumentError, nearest
 
+LIMITS_HEADER = "jitney-limits"
+"""In it the proxy and the gateway send the server the limits of the API key they have found."""
 MAX_JSON_BYTES = 1 << 20
 MAX_JSON_DEPTH = 128
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the owner of an API key may ask for."""
+
+    tiers: tuple[str, ...] = ()
+    """If any: these alone. A request that names none is of the first that its model has."""
+    min_priority: int = -1000
+
+    def apply(self, params: "SamplingParams", config: EngineConfig) -> "SamplingParams":
+        """Complete ``params``. Raises InvalidArgumentError for what is not allowed."""
+        of_key = "for this API key"
+        if params.priority < self.min_priority:
+            bound = f"at least {self.min_priority} {of_key}"
+            raise InvalidArgumentError.of("priority", params.priority, bound)
+        if not (self.tiers and config.tiers):
+            return params
+        if params.tier is None:
+            known = {one.name for one in config.tiers}
+            tier = next((each for each in self.tiers if each in known), self.tiers[0])
+            return msgspec.structs.replace(params, tier=tier)
+        if params.tier not in self.tiers:
+            bound = f"one of {', '.join(map(repr, self.tiers))} {of_key}"
+            raise InvalidArgumentError.of("tier", params.tier, bound)
+        return params
+
+
+def parse_limits(text: str) -> Limits:
+    """Of ``tiers=NAME,NAME min_priority=NUMBER``; each may be left out. Raises
+    InvalidArgumentError."""
+    words = [word.partition("=") for word in text.split()]
+    given = {name: value.split(",") if name == "tiers" else value for name, _, value in words}
+    with suppress(msgspec.ValidationError):
+        limits = msgspec.convert(given, Limits, strict=False)
+        if len(given) == len(words) and "" not in limits.tiers:
+            return limits
+    bound = "made of tiers=NAME,… and min_priority=NUMBER, each at most once"
+    raise InvalidArgumentError.of("limits", text, bound)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +135,6 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "presence_penalty": (-2.0, 2.0, "from -2 to 2"),
     "frequency_penalty": (-2.0, 2.0, "from -2 to 2"),
     "repetition_penalty": (math.nextafter(0.0, 1.0), 1e6, "finite and above 0"),
-    "priority": (-1000, 1000, "from -1000 to 1000"),
     "deadline_ms": (math.nextafter(0.0, 1.0), 1e12, "finite and above 0"),
 }
 
@@ -199,7 +239,8 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
     """
     logprobs = (0, config.max_logprobs, f"from 0 to {config.max_logprobs}")
     n = (1, config.max_n, f"from 1 to {config.max_n}")
-    capped = {"n": n, "logprobs": logprobs, "prompt_logprobs": logprobs}
+    priority = (config.min_priority, 1000, f"from {config.min_priority} to 1000")
+    capped = {"n": n, "logprobs": logprobs, "prompt_logprobs": logprobs, "priority": priority}
     for name, (low, high, bound) in (_BOUNDS | capped).items():
         value = getattr(params, name)
         if value is not None and not low <= value <= high:  # NaN fails the comparison too

@@ -16,7 +16,14 @@ from jitney.errors import InvalidArgumentError
 from jitney.frontend.channel import NamedArray
 from jitney.frontend.contract import INPUTS, PROMPT_INPUTS, RETURN_FLAGS, TASKS
 from jitney.messages import Logprob, Timing
-from jitney.sampling_params import SamplingParams, decode_sampling_json, parse_sampling_params
+from jitney.sampling_params import (
+    LIMITS_HEADER,
+    Limits,
+    SamplingParams,
+    decode_sampling_json,
+    parse_limits,
+    parse_sampling_params,
+)
 from jitney.text.completion import SequenceDelta
 from jitney.text.logprobs import LogprobsEncoder, join
 from jitney.tracing import HEADERS
@@ -66,6 +73,8 @@ class ClientRequest:
     """One of ``TASKS``."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """The headers of the trace that it belongs to."""
+    limits: Limits = field(default_factory=Limits)
+    """Of its client's API key."""
 
 
 def parse_request(request: Any) -> ClientRequest:
@@ -93,10 +102,14 @@ def parse_request(request: Any) -> ClientRequest:
             "Error generating stream: When streaming, `exclude_input_in_output` = False is not "
             "allowed."
         )
-    given = decode_sampling_json(request.parameters() or "{}")
+    sent = request.parameters() or "{}"
+    if sent.lower().count(f'"{LIMITS_HEADER}"') > 1:  # the client's own may be the one that is read
+        raise InvalidArgumentError(f"{LIMITS_HEADER} is given twice, but is no request's parameter")
+    given = decode_sampling_json(sent)
     # Headers that the server hands on; a client of HTTP may write them in capitals.
-    names = [name for name in given if name.lower() in HEADERS]
+    names = [name for name in given if name.lower() in (*HEADERS, LIMITS_HEADER)]
     trace = {name.lower(): str(given.pop(name)) for name in names}
+    limits = parse_limits(trace.pop(LIMITS_HEADER, ""))
     params = _parse_params(arrays, given)
     returns = frozenset(
         flag.removeprefix("return_") for flag in RETURN_FLAGS if _flag(arrays, flag, False)
@@ -115,6 +128,7 @@ def parse_request(request: Any) -> ClientRequest:
         request_id=request.request_id()[:MAX_REQUEST_ID],
         task=task,
         trace=trace,
+        limits=limits,
     )
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -122,6 +123,7 @@ class Service:
 
     def _admit(self, request: ClientRequest, channel: Channel, now: float) -> None:
         """Refuse what can be refused without encoding the prompt; else have it encoded."""
+        request = replace(request, params=request.limits.apply(request.params, self._config))
         info, params, size = self._info, request.params, len(request.prompt)
         check_sampling_params(params, self._config, vocab_size=info.vocab_size)
         if isinstance(request.prompt, bytes):

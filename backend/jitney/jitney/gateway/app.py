@@ -170,13 +170,15 @@ class Gateway:
         """Check the key, answer, count; every error becomes an object."""
         tell = _form_of(path)
         state, given = request.state, request.headers.get("x-request-id", "")
-        state.model, state.key, state.id = "", "", secrets.token_hex(12)
+        state.model, state.key, state.limits, state.id = "", "", "", secrets.token_hex(12)
         state.path = path
         if 0 < len(given) <= 40 and given.isascii() and given.isprintable():
             state.id = given
         try:
             if path not in _OPEN:
                 state.key = self._owner(request.headers)
+                if isinstance(self._keys, Keys):
+                    state.limits = self._keys.limits(state.key)
             response = await answer(request)
         except ClientDisconnect:
             response = refusal(CancelledError("the client has gone"), tell)

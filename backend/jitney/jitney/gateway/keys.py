@@ -8,11 +8,14 @@ import secrets
 from collections.abc import ItemsView
 from pathlib import Path
 
-from jitney.errors import ConfigError
+from jitney.errors import ConfigError, InvalidArgumentError
 from jitney.gateway.batch_records import Folder, write_whole
+from jitney.sampling_params import parse_limits
 
 _LOG = logging.getLogger(__name__)
-_KEY = re.compile(r"([\w.-]+):([\w.~+/=-]{24,})")
+_KEY = re.compile(r"([\w.-]+):([\w.~+/=-]{24,})((?:\s+\S+)*)")
+Read = tuple[dict[str, str], dict[str, str]]
+"""Key -> its owner's name; name -> the limits of its keys, as text."""
 
 
 class Keys:
@@ -22,7 +25,11 @@ class Keys:
         """Raises ConfigError for a file that cannot be used."""
         self._file, self._folder = file, folder
         self._seen = self._state()
-        self._known = self._read()
+        self._known, self._limits = self._read()
+
+    def limits(self, owner: str) -> str:
+        """What :func:`~jitney.sampling_params.parse_limits` reads; empty: none."""
+        return self._limits.get(owner, "")
 
     def items(self) -> ItemsView[str, str]:
         """Key and its owner's name, of each. While the file cannot be used, those of before."""
@@ -30,7 +37,7 @@ class Keys:
         if state != self._seen:
             self._seen = state
             try:
-                self._known = self._read()
+                self._known, self._limits = self._read()
             except ConfigError as error:
                 _LOG.warning("the API keys stay as they were: %s", error)
         return self._known.items()
@@ -41,8 +48,8 @@ class Keys:
             return now.st_mtime_ns, now.st_size
         return None
 
-    def _read(self) -> dict[str, str]:
-        keys = read_keys(self._file)
+    def _read(self) -> Read:
+        keys, limits = read_keys(self._file)
         if self._folder is not None:
             for owner in set(keys.values()):
                 try:
@@ -50,26 +57,34 @@ class Keys:
                 except (ConfigError, OSError) as error:  # a full disk keeps no old key alive
                     _LOG.warning("batches of %s wait for their key: %s", owner, error)
                     self._seen = None  # so that it is tried again
-        return keys
+        return keys, limits
 
 
-def read_keys(file: Path) -> dict[str, str]:
-    """Key -> name, of lines NAME:KEY, as the proxy takes them. Raises ConfigError."""
+def read_keys(file: Path) -> Read:
+    """Of lines ``NAME:KEY LIMITS``, as the proxy takes them. Raises ConfigError."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     keys: dict[str, str] = {}
+    limits: dict[str, str] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if line and not line.startswith("#"):
             match = _KEY.fullmatch(line)
             if match is None:
                 bound = "NAME:KEY, the key at least 24 characters long"
                 raise ConfigError(f"{file}, line {number}: must be {bound}")
-            keys[match[2]] = match[1]
+            keys[match[2]], said = match[1], " ".join(match[3].split())
+            try:
+                parse_limits(said)
+            except InvalidArgumentError as error:
+                raise ConfigError(f"{file}, line {number}: {error}") from None
+            if limits.setdefault(match[1], said) != said:
+                other = f"{match[1]} has a key of other limits above"
+                raise ConfigError(f"{file}, line {number}: {other}")
     if not keys:
         raise ConfigError(f"{file}: there is no key in it")
-    return keys
+    return keys, limits
 
 
 def _key_of_jobs(folder: Folder, owner: str) -> dict[str, str]:
@@ -81,4 +96,4 @@ def _key_of_jobs(folder: Folder, owner: str) -> dict[str, str]:
         with contextlib.suppress(FileExistsError):  # another gateway was faster
             os.link(made, path)
         made.unlink()
-    return read_keys(path)
+    return read_keys(path)[0]

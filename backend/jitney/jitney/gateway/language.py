@@ -42,6 +42,7 @@ from jitney.gateway.wire import (
     TokenizeRequest,
     WireRecord,
 )
+from jitney.sampling_params import LIMITS_HEADER
 from jitney.tracing import HEADERS
 
 T = TypeVar("T")
@@ -107,6 +108,8 @@ class Language:
         asks: Sequence[Ask],
     ) -> Response:
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        if request.state.limits:
+            headers[LIMITS_HEADER] = request.state.limits
         watch = Watch(self._figures, body.model, request.state.key, bool(body.stream))
         chunks = _chunks(self._backend.generate(asks, headers), answer, watch, request.state.id)
         if body.stream:

@@ -50,6 +50,8 @@ _ASKED_BY = {
     "max_tokens": ("max_completion_tokens", "max_output_tokens"),
     "stop": ("stop_sequences",),
     "cache_salt": ("prompt_cache_key",),
+    "priority": ("service_tier",),
+    "tier": ("service_tier",),
     "chat_template_parameters": (
         "reasoning_effort", "verbosity", "reasoning", "output_config", "thinking",
         "chat_template_kwargs", "text",

@@ -36,7 +36,7 @@ EXIT_TIMEOUT_S = 10
 
 LOAD_THREADS = 16
 """Models that load at a time. Each loses a second at least in which the server only waits."""
-TRACE_HEADERS = "(?i)traceparent|tracestate"
+FORWARDED_HEADERS = "(?i)traceparent|tracestate|jitney-limits"
 """Headers that models get as parameters of the request, so that spans are of one trace."""
 _PORT_ATTEMPTS = 3
 
@@ -217,8 +217,8 @@ class TritonServer:
             f"--cache-directory={self._installation.caches}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
             f"--model-load-thread-count={LOAD_THREADS}",
-            f"--grpc-header-forward-pattern={TRACE_HEADERS}",
-            f"--http-header-forward-pattern={TRACE_HEADERS}",
+            f"--grpc-header-forward-pattern={FORWARDED_HEADERS}",
+            f"--http-header-forward-pattern={FORWARDED_HEADERS}",
             # A name of our own for the stubs' shared memory, so that it can be swept after a kill.
             f"--backend-config=python,shm-region-prefix-name={runtime.name}-",
         ]
