@@ -14,6 +14,8 @@ import typer
 from jitney.errors import UnavailableError
 from jitney.gateway import batch_records, batch_work, batches
 from jitney.gateway.app import make_app
+from jitney.gateway.ask import Description
+from jitney.gateway.backend import Model
 from jitney.gateway.batch_records import BatchRecord, Folder
 from jitney.gateway.batch_work import BatchWork
 from jitney.gateway.refusals import UnknownModelError
@@ -36,6 +38,11 @@ class Checks:
     async def check(self, endpoint: str, model: str) -> None:
         if model in CHECKED:
             raise CHECKED[model]
+
+    async def look(self, model: str) -> Model:
+        tiers = ["fast", "slow", "bulk"] if model == "tiered" else []
+        known = Description(max_model_len=9, max_n=1, sampling_parameters=frozenset(), tiers=tiers)
+        return Model(model, "", {}, known, 0.0)
 
     async def close(self) -> None:
         pass
@@ -131,6 +138,19 @@ def test_each_request_is_in_one_of_two_files(place: Place) -> None:
     assert not [*place.folder.work.iterdir(), *place.folder.queue.glob("*/*")]
     assert place.see(id_) == done
     assert Api.asked == {"a": 1, "b": 1, "c": 1, "refused": 1}
+
+
+def test_lines_are_of_the_lowest_tier_that_a_key_may_ask_for(place: Place) -> None:
+    id_ = place.make([line("a", "tiered")])
+    place.work.advance(id_)
+    place.run_jobs()
+    place.work.advance(id_)
+    good = place.lines(place.see(id_)["output_file_id"])
+    asked = {"model": "tiered", "prompt": "a", "tier": "bulk"}
+    assert good["a"]["response"]["body"]["body"] == asked
+    model = asyncio.run(Checks().look("tiered"))
+    assert batches.background(model, ["other", "slow", "fast"]) == {"tier": "slow"}
+    assert batches.background(model, ["other"]) == {"priority": 10}
 
 
 def test_lines_at_fault_are_told(place: Place) -> None:

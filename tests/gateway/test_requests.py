@@ -43,7 +43,7 @@ PARAMS: dict[str, Any] = {
     "stop": "x", "stop_token_ids": [1], "include_stop_str_in_output": True, "bad_words": ["x"],
     "ignore_eos": True, "logit_bias": {"1": 5.0}, "allowed_token_ids": [1],
     "skip_special_tokens": True, "priority": 1, "deadline_ms": 5.0, "cache_salt": "x",
-    "lora_name": "x",
+    "lora_name": "x", "tier": "x",
 }  # fmt: skip
 COMMON: dict[str, Any] = {
     **PARAMS,
@@ -81,6 +81,35 @@ def refused(body: dict[str, Any]) -> tuple[Any, str]:
     assert status == 400
     assert said["error"]["type"] == "invalid_request_error"
     return said["error"]["param"], said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("service", "tiers", "asked"),
+    [
+        ("auto", [], {}),
+        ("flex", [], {"priority": 10}),
+        ("priority", [], {"priority": -10}),
+        ("default", ["fast", "slow", "bulk"], {}),
+        ("flex", ["fast", "slow", "bulk"], {"tier": "bulk"}),
+        ("priority", ["fast", "slow", "bulk"], {"tier": "fast"}),
+        ("slow", ["fast", "slow", "bulk"], {"tier": "slow"}),
+        ("default", ["fast", "default"], {"tier": "default"}),
+    ],
+)
+def test_a_service_tier_is_a_tier_or_a_priority(
+    service: str, tiers: list[str], asked: dict[str, Any]
+) -> None:
+    known = msgspec.structs.replace(KNOWN, tiers=tiers)
+
+    def params(**more: Any) -> Any:
+        body = decode(json.dumps(CHAT | {"service_tier": service} | more).encode(), ChatRequest)
+        made = json.loads(ask_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore[arg-type]
+        return {name: made[name] for name in ("tier", "priority") if name in made}
+
+    assert params() == asked
+    assert params(tier="x", priority=3) == {"tier": "x", "priority": 3}
+    with pytest.raises(FieldError, match="service_tier is 'scale', but must be one of auto"):
+        params(service_tier="scale")
 
 
 def test_no_field_is_forgotten() -> None:

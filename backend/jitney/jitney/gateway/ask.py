@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from jitney.errors import show
 from jitney.gateway.formats import detect, special_markers
 from jitney.gateway.refusals import FieldError
 from jitney.gateway.tool_grammar import after_reasoning, schema_of
@@ -25,8 +26,10 @@ Tensor = bytes | list[int] | bool
 """Text or JSON, token ids, a flag."""
 Structured = tuple[str, Mapping[str, Any]]
 """The field that asks for it, and the sampling parameter ``structured_outputs``."""
-_TIERS = {"flex": 10, "priority": -10}
-"""Service tier -> priority; lower goes first."""
+BACKGROUND = 10
+"""Priority of what waits for clients that wait; lower goes first."""
+_TIERS = {"auto": 0, "default": 0, "flex": BACKGROUND, "priority": -10}
+"""Service tier -> priority, of a model without tiers of its own."""
 
 
 class Description(msgspec.Struct):
@@ -41,6 +44,8 @@ class Description(msgspec.Struct):
     added_tokens: dict[str, int] = {}
     adapters: list[str] = []
     """What ``lora_name`` may be. Each is a model of the gateway."""
+    tiers: list[str] = []
+    """What ``tier`` may be, the most urgent first."""
 
 
 class Ask(msgspec.Struct, kw_only=True):
@@ -66,8 +71,7 @@ def ask_chat(body: ChatRequest, known: Description, request_id: str) -> Ask:
         raise FieldError("top_logprobs", "top_logprobs goes with logprobs true")
     if body.prompt_cache_key is not None:
         params.setdefault("cache_salt", body.prompt_cache_key)
-    if body.service_tier in _TIERS:
-        params.setdefault("priority", _TIERS[body.service_tier])
+    params = _tier(body.service_tier, known.tiers) | params
     prompt = chat_prompt(
         body.messages,
         None if body.tool_choice == "none" else body.tools,
@@ -91,6 +95,19 @@ def ask_chat(body: ChatRequest, known: Description, request_id: str) -> Ask:
         structured = structured[0], after_reasoning(structured[1], reasoning_format, ids)
     request_id = " ".join(filter(None, (request_id, body.user, body.safety_identifier)))
     return _ask(body, {"messages": prompt}, params, known, request_id, structured)
+
+
+def _tier(service: str | None, tiers: list[str]) -> dict[str, Any]:
+    """The parameter that a service tier stands for. Raises FieldError for one that is unknown."""
+    if service is None or (service in ("auto", "default") and service not in tiers):
+        return {}
+    if service not in (*_TIERS, *tiers):
+        known = ", ".join(dict.fromkeys((*_TIERS, *tiers)))
+        said = f"service_tier is {show(service)}, but must be one of {known}"
+        raise FieldError("service_tier", said)
+    if not tiers:
+        return {"priority": _TIERS[service]}
+    return {"tier": {"flex": tiers[-1], "priority": tiers[0]}.get(service, service)}
 
 
 def formats(body: ChatRequest, known: Description) -> tuple[str | None, str | None]:

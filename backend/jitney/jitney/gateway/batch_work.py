@@ -44,25 +44,24 @@ _JOB |= {"part_seconds": 2.0}
 _OPTIONS = ("--until-empty", "--tries=8", "--backoff=5")
 # The kernel sends SIGTERM (15) to the worker when the thread ends that started it, however it does.
 _WORKER = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from jitney.cli import main; main()"
-_PRIORITY = 10
-"""Of lines that name none: a client that waits goes first."""
 _ENDS = {"done": "completed", "failed": "failed", "cancelled": "expired"}
 """Where the file of a job lies that has ended -> what its batch is, unless it was cancelled."""
 _ANSWERED = re.compile(r"(\d{3}) (\{.*\})")
 """The reason of a bad row that the gateway answered, with its JSON: offline/asking.py."""
 
 
-def begin(folder: Folder, batch: BatchRecord, given: Path) -> None:
+def begin(folder: Folder, batch: BatchRecord, given: Path, sampling: dict[str, Any]) -> None:
     """Have the thread run a batch whose lines, in the file ``given``, are good. Until its record is
-    there it is none; it has the lines even if the file is deleted. Raises FileNotFoundError if
-    that has just happened."""
+    there it is none; it has the lines even if the file is deleted. ``sampling``: of lines that do
+    not name them, for a language model. Raises FileNotFoundError if the file has just been deleted.
+    """
     work = folder.work / batch.id
     job: dict[str, Any] = {**_JOB, "model": batch.model}
     job |= {"input": str(work / "input.jsonl"), "output": str(work / "out")}
     if batch.owner:
         job["api_key_file"] = str(folder.key_file(batch.owner))
     if batch.endpoint in GENERATING:
-        job["sampling"] = {"priority": _PRIORITY}
+        job["sampling"] = sampling
     work.mkdir()
     (work / "input.jsonl").hardlink_to(given)
     write_whole(work / "job.yaml", [msgspec.json.encode(job)])  # JSON is YAML too
