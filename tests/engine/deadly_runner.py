@@ -6,10 +6,12 @@ import logging
 import os
 import signal
 import time
+from typing import Any
 
 import msgspec
 import PIL  # noqa: F401  # which a nursery hides at first: so it imports this once more, without
 from jitney.config import EngineConfig
+from jitney.engine.engine import AdapterPool
 from jitney.engine.grammars import Compile
 from jitney.engine.process import Load
 from jitney.errors import CheckpointError, DeviceLostError
@@ -29,7 +31,9 @@ def loader() -> Load:
     return load
 
 
-def load(config: EngineConfig, tokenizer: bytes) -> tuple[FakeRunner, bytes, Compile, None]:
+def load(
+    config: EngineConfig, tokenizer: bytes
+) -> tuple[FakeRunner, bytes, Compile, AdapterPool | None]:
     """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``,
     ``garbage``: refused with what the collector does, or ``measures``: each process finds room for
     another number of blocks, of a byte each."""
@@ -47,7 +51,17 @@ def load(config: EngineConfig, tokenizer: bytes) -> tuple[FakeRunner, bytes, Com
     num_blocks = config.kv_cache_bytes or free
     runner = FakeRunner(faults=_faults, num_blocks=num_blocks, step_seconds=STEP_S)
     runner.info = msgspec.structs.replace(runner.info, kv_cache_bytes=num_blocks)
-    return runner, b"" if tokenizer else b"words", FakeGrammar, None
+    pool = None if config.adapters is None else _pool(config, runner)
+    return runner, b"" if tokenizer else b"words", FakeGrammar, pool
+
+
+def _pool(config: EngineConfig, runner: Any) -> AdapterPool:
+    """The real one: adapters of one layer, whose files alone matter to a fake runner."""
+    from jitney.adapters.pool import make_pool
+    from jitney.execution.low_rank import LowRank, Site
+
+    runner.sites, runner.make_adapter = {"layer": Site(4, 4)}, LowRank
+    return make_pool(config, runner)
 
 
 def _faults(batch: Batch, written: bool) -> None:

@@ -48,9 +48,17 @@ class Front:
         self._thread.start()
         return self
 
-    def make(self, *prompt: int, max_tokens: int = 8, **more: Any) -> Submit:
+    def make(
+        self,
+        *prompt: int,
+        max_tokens: int = 8,
+        seed: int | None = None,
+        lora_name: str | None = None,
+        **more: Any,
+    ) -> Submit:
         key = next(self._keys)
-        params = SamplingParams(max_tokens=max_tokens, seed=key)
+        seed = key if seed is None else seed
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, lora_name=lora_name)
         now = time.monotonic()
         self.submits[key] = Submit(key=key, prompt=list(prompt), params=params, arrival=now, **more)
         return self.submits[key]

@@ -351,6 +351,24 @@ def test_config_that_does_not_fit_the_file(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K])
+def test_sizes_that_do_not_fit_the_file(tmp_path: Path, kind: Kind) -> None:
+    """Of layers in blocks, which transformers does not read."""
+    path, _ = make_gguf(tmp_path, lambda name: kind)
+    write_beside(path, intermediate_size=768)
+    with pytest.raises(CheckpointError, match=r"m\.gguf has a wrong shape of .*mlp\.(down|gate)_"):
+        load(path)
+
+
+def test_context_length_that_is_not_stated(tmp_path: Path) -> None:
+    """transformers would take its own default for it."""
+    path, right = make_gguf(tmp_path, fields={"llama.context_length": None})
+    with pytest.raises(CheckpointError, match=r"m\.gguf lacks llama\.context_length, and no"):
+        load(path)
+    write_beside(path)
+    assert load(path).max_model_len == right.config.max_position_embeddings
+
+
 def test_errors_name_the_file_that_the_configuration_is_from(tmp_path: Path) -> None:
     path, _ = make_gguf(tmp_path)
     checkpoint = check_checkpoint(path)

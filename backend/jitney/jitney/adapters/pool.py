@@ -131,7 +131,8 @@ class Adapters:
             return True
         held_up = bool(self._queue) and now - self._since[self._queue[0]] > self._patience
         entry = None if held_up else self._find(name)
-        if entry is None and len(self._queue) >= self._most_queued:
+        full = len(self._queue) >= self._most_queued
+        if entry is None and full and message.first_token is None:  # a resumed one was accepted
             error = UnavailableError.of_queue(len(self._queue), self._most_queued)
             self._of[key] = _Entry((name, ()), error)
             return True

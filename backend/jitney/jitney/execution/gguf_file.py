@@ -72,6 +72,9 @@ class GgufFile:
         }
         self._check(fields, path.parent)
         architecture = fields["general.architecture"]
+        length = f"{architecture}.context_length"
+        if config is None and not fields.get(length):
+            raise CheckpointError(f"{path.name} lacks {length}, and no config.json is beside it")
         ends = [reader.fields[key].contents() for key in _ENDS if key in reader.fields]
         self.config = config or {**load_gguf_checkpoint(path)["config"], "eos_token_id": ends}
         """As in a ``config.json``."""

@@ -14,17 +14,18 @@ from dataclasses import replace
 
 import msgspec
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jitney.config import EngineConfig
-from jitney.errors import ConfigError, LoadError
+from jitney.errors import CheckpointError, ConfigError, LoadError
 from jitney.execution import interface, machine, memory, probe, support
 from jitney.execution.accelerator import Accelerator, DeviceRunner, select_attention
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_model
 from jitney.execution.draft import DraftModel
 from jitney.execution.interface import AttentionFunction, LayerSpec, LoadedModel
 from jitney.execution.low_rank import find_sites
-from jitney.execution.quantized import Quantizer, WeightFormat, coarse_layers
+from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat, coarse_layers
 from jitney.execution.runner import TorchRunner
 from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
 from jitney.messages import Batch, Footprint, ModelInfo
@@ -163,7 +164,7 @@ def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> Load
     if weights is None:
         num_parameters = module.num_parameters()
     else:
-        weights.after_reading(module)
+        _put_layers(weights, module, weights_name(checkpoint))
     module.to(device)  # type: ignore[arg-type]
     module.eval()
     with machine.threads_for(needed):
@@ -183,6 +184,23 @@ def load_model(config: EngineConfig, quantizer: Quantizer | None = None) -> Load
         forward=functools.partial(interface.forward, module),
         cache_scales=cache_scales(checkpoint, [each.num_kv_heads for each in layers], device),
     )
+
+
+def _put_layers(weights: WeightFormat, module: PreTrainedModel, name: str) -> None:
+    """Raises CheckpointError for a layer whose size is not that of the one in whose place it is."""
+    sizes = {
+        key: (each.in_features, each.out_features)
+        for key, each in module.named_modules()
+        if type(each) is nn.Linear
+    }
+    weights.after_reading(module)
+    for key, size in sizes.items():
+        made = module.get_submodule(key)
+        if isinstance(made, QuantizedLinear) and (made.in_features, made.out_features) != size:
+            raise CheckpointError(
+                f"{name} has a wrong shape of {key}.weight: {made.out_features} × "
+                f"{made.in_features}, and the configuration says {size[1]} × {size[0]}"
+            )
 
 
 def judge(
