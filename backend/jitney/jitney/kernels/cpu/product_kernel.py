@@ -50,6 +50,7 @@ from jitney.kernels.cpu.simd import (
     load_i32,
     load_signed,
     offset_by,
+    prefetch_line,
     sigmoid,
     splat,
     store_as,
@@ -111,6 +112,8 @@ _X, _COLUMN = 4, 6
 """The first of two tiles: of rows of x, and of columns."""
 _AHEAD = 2
 """The vectors' micro-kernel asks for the pair of columns after the one it reads."""
+_TILES_AHEAD = 6
+"""Steps. Without, no weight comes in while the tile unit multiplies the second half of its rows."""
 
 
 @emitted(types.int64)
@@ -132,9 +135,10 @@ def set_shapes(builder, upper, lower):
     emit_shapes(builder, [upper, upper, lower, lower, upper, lower, 16, 16], [64] * 8)
 
 
-def _make_multiply(with_lower: bool) -> Any:
+def _make_multiply(with_lower: bool, ahead: int = 0) -> Any:
     """``out`` [32 or 16, 32] = rows of x times two columns of the weight: float32, or int32 of
-    bytes. The second is ``second`` steps behind the first. With ``more``, they are added to it."""
+    bytes. The second is ``second`` steps behind the first. With ``more``, they are added to it.
+    Weights so many steps ``ahead`` are prefetched, if that is not 0."""
 
     @emitted(types.void, TAG, *[types.int64] * 6, types.boolean)
     def multiply(builder, tag, x, x_stride, column, steps, second, out, more):
@@ -163,6 +167,12 @@ def _make_multiply(with_lower: bool) -> Any:
                 move_tile(builder, "tileloadd64", _X + n, where, x_stride)
             for tile in results:
                 emit_amx(builder, dot, tile, _X + tile // 2, _COLUMN + tile % 2)
+                if ahead:  # a few lines at a time: else they hold up the tiles' own loads
+                    start = (column, second)[tile // 2]
+                    soon = offset_by(builder, start, loop.index, 1024)
+                    for line_number in range(8):
+                        at = ahead * 1024 + tile % 2 * 512 + line_number * 64
+                        prefetch_line(builder, offset_by(builder, soon, at))
         for tile, where in zip(results, places, strict=True):
             move_tile(builder, "tilestored64", tile, where, width)
 
@@ -170,6 +180,7 @@ def _make_multiply(with_lower: bool) -> Any:
 
 
 multiply_32 = _make_multiply(True)
+multiply_32_of_few = _make_multiply(True, _TILES_AHEAD)
 multiply_16 = _make_multiply(False)
 multiply_vectors = make_tile(2, across=True, ahead=_AHEAD)
 
@@ -243,7 +254,9 @@ def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
                 set_shapes(min(rows, 16), max(rows - 16, 1))
                 shaped = rows
             x, out = call.x + begin * x_stride + step * 64, result + (begin - first) * 128
-            if rows > 16:
+            if rows > 16 and last - first <= 32:  # which read each weight once
+                multiply_32_of_few(tag, x, x_stride, start, steps, whole, out, step > 0)
+            elif rows > 16:
                 multiply_32(tag, x, x_stride, start, steps, whole, out, step > 0)
             else:
                 multiply_16(tag, x, x_stride, start, steps, whole, out, step > 0)
