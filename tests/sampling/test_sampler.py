@@ -354,6 +354,21 @@ def test_logprobs_are_the_models_own() -> None:
         assert each.logprob == pytest.approx(raw[each.token_id].item())
 
 
+@pytest.mark.parametrize("vocab", [40, 3000])
+def test_of_equals_the_first_are_the_best(vocab: int) -> None:
+    """Whatever other rows ask for: rounded logits have equals by the dozen."""
+    logits = logits_of(6, vocab).bfloat16()
+    raw = torch.log_softmax(logits.float(), -1)
+    right = raw.sort(dim=-1, descending=True, stable=True).indices.tolist()
+    for most in (0, 1, 2, 5, 17, 40):
+        for index in range(6):
+            count = min(index, most)
+            rows = [make_row(temperature=0, logprobs=most), make_row(temperature=0, logprobs=count)]
+            _, got = sampled(logits[[0, index]], [(row, 0) for row in rows])
+            assert [each.token_id for each in got.logprobs] == right[index][: max(count, 1)]
+            assert [each.rank for each in got.logprobs[:count]] == list(range(1, count + 1))
+
+
 def test_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = logits_of(9, 50)
     raw = torch.log_softmax(logits, -1)

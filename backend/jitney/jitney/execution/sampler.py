@@ -203,9 +203,26 @@ def measure(logits: Tensor, chosen: Tensor, width: int) -> list[Tensor]:
         logprobs = torch.log_softmax(part.float(), dim=-1)
         own = logprobs.gather(1, ids.unsqueeze(1))
         ranks = (logprobs >= own).sum(dim=-1)
-        best, best_ids = logprobs.topk(min(width, logits.shape[1]), dim=-1)
-        parts.append((own.squeeze(1), ranks, best, best_ids))
+        parts.append((own.squeeze(1), ranks, *_best(logprobs, min(width, logits.shape[1]))))
     return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+
+def _best(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The ``width`` largest of each row [R, V] and their indices, of equals the first. Which of
+    them topk takes depends on ``width``, and so on what else is in the batch."""
+    if values.is_cuda:  # without waiting for the device
+        best, ids = values.sort(dim=-1, descending=True, stable=True)
+        return best[:, :width], ids[:, :width]
+    best, ids = values.topk(width, dim=-1)
+    if not width:
+        return best, ids
+    rows, ids = (~(values < best[:, -1:])).nonzero(as_tuple=True)  # all of a row with a NaN
+    found = values[rows, ids]
+    order = found.argsort(descending=True, stable=True)
+    order = order[rows[order].argsort(stable=True)]
+    counts = rows.bincount(minlength=len(values))
+    places = order[(counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(width)]
+    return found[places], ids[places]
 
 
 def name_candidates(
