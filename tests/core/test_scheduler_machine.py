@@ -63,6 +63,7 @@ WISHES = st.fixed_dictionaries(
         "cache_salt": st.sampled_from([None, None, "tenant"]),
         "lora_name": st.sampled_from([None, None, "a", "b", "c"]),
         "stop_ids": st.sampled_from([(), (), tuple(range(0, VOCAB_SIZE, 7))]),
+        "tier": st.sampled_from([None, None, "0", "1", "2"]),
         "logprobs": st.sampled_from([None, 0]),
         "prompt_logprobs": st.sampled_from(5 * [None] + [1]),
         "repetition_penalty": st.sampled_from(6 * [1.0] + [1.3]),
@@ -111,10 +112,23 @@ class Traffic(RuleBasedStateMachine):
         drafts=st.sampled_from([0, 0, 1, 3, 8]),
         foresight=st.sampled_from([0.5, 0.9, 1.0]),
         asks=st.booleans(),
+        tiers=st.sampled_from([0, 0, 2, 3]),
+        targets=st.tuples(
+            st.sampled_from([None, 9, 30]),
+            st.sampled_from([3, 6, 12]),
+            st.sampled_from([None, 20]),
+        ),
+        limits=st.tuples(st.sampled_from([None, 1, 2]), st.sampled_from([None, None, 0, 2])),
     )
     def start(
         self, num_blocks, block_size, budget, overlap, pace, drafts, foresight, asks, **options
     ) -> None:
+        tiers, targets, limits = (options.pop(name) for name in ("tiers", "targets", "limits"))
+        options["tiers"] = [
+            {"name": "0", "ttft_ms": targets[0], "gap_ms": targets[1], "max_running": limits[0]},
+            {"name": "1", "gap_ms": targets[2], "aging_s": 0.5, "share": 0.2},
+            {"name": "2", "max_running": limits[0], "max_queued": limits[1], "aging_s": 1.0},
+        ][:tiers]
         chance, room = random.Random(pace[0]), options.pop("room")
         self.runner = FakeRunner(
             num_blocks=num_blocks,
@@ -146,6 +160,8 @@ class Traffic(RuleBasedStateMachine):
             if not asks:
                 speculation.drafter = self.prophet
             speculation._bar = lambda some: (chance.choice([0.0, 0.0, 1.0]), 0.0, 0.0)
+        cost = self.engine.scheduler.cost  # a millisecond for each step, token and sample
+        cost._first, cost._found = 1e-3, [1.0, 0.0, 100.0, 100.0, 0.0, 0.0]
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()
         self.raise_once: str | None = None
@@ -166,6 +182,8 @@ class Traffic(RuleBasedStateMachine):
 
     def _submit(self, shared, tail, patience, stop_ids, bad_words_ids, grammar, **params) -> None:
         key = len(self.requests)
+        known = {one.name for one in self.engine.scheduler.config.tiers}
+        params["tier"] = params["tier"] if params["tier"] in known else None
         least = min(2, params["max_tokens"])
         message = Submit(
             key=key,
@@ -409,6 +427,9 @@ class Traffic(RuleBasedStateMachine):
         size, scheduler = self.runner.info.block_size, self.engine.scheduler
         prompt, n = len(one.submit.prompt), one.submit.params.n
         at_once = min(scheduler.config.max_num_seqs, self.runner.info.max_num_batched_tokens)
+        if tiers := scheduler.config.tiers:
+            cap = tiers[int(one.submit.params.tier or len(tiers) - 1)].max_running
+            at_once = min(at_once, cap or at_once)
         together = scheduler.config.eviction == "never" and one.most > 1
         blocks = set()
         for index in range(min(n, at_once) if together else 1):

@@ -14,8 +14,10 @@ because blocks that a step still uses are freed only when it is complete.
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 from operator import attrgetter
 
+from jitney.config import TierConfig
 from jitney.core.kv_cache import KvCache
 from jitney.core.queue import LazyHeap
 from jitney.core.request import Request, Sequence, State
@@ -28,14 +30,20 @@ _rank = attrgetter("rank")
 class LiveRequests:
     """Requests by key, their sequences by state, and the blocks these hold."""
 
-    def __init__(self, kv: KvCache, max_running: int) -> None:
+    def __init__(self, kv: KvCache, max_running: int, tiers: tuple[TierConfig, ...] = ()) -> None:
         self.kv = kv
         self.max_running = max_running
         """Most sequences that may run."""
+        self.caps = [min(one.max_running or max_running, max_running) for one in tiers]
+        self.caps = self.caps or [max_running]
+        """The same by tier."""
+        self.aging = [0.0, *accumulate(one.aging_s for one in tiers[1:])]
+        """Seconds by which a tier's requests rank later."""
         self.requests: dict[int, Request] = {}
         self.running: list[Sequence] = []
         """By rank."""
-        self.waiting: LazyHeap[Sequence] = LazyHeap()
+        self.queues: list[LazyHeap[Sequence]] = [LazyHeap() for _ in self.caps]
+        """Waiting sequences by tier, by rank."""
         self.deadlines: LazyHeap[int] = LazyHeap()
         """Keys, by (deadline, key)."""
         self.num_queued = 0
@@ -44,6 +52,8 @@ class LiveRequests:
         """Blocks reserved for the requests of which something runs (``eviction: never``)."""
         self.preemptions = 0
         """Ever."""
+        self.overdue = [0] * len(self.caps)
+        """By tier: requests that had waited longer than ``aging`` when first admitted, ever."""
         self.in_flight: list[StepInFlight] = []
         """Steps in flight, the oldest first: one, or two from a plan ahead to the next update."""
 
@@ -52,6 +62,26 @@ class LiveRequests:
         """Sequences that run, and the forks that are due of those. This may exceed ``max_running``,
         by the forks of one request: these will wait."""
         return len(self.running) + sum(one.request.forks_due for one in self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait."""
+        return sum(map(len, self.queues))
+
+    def places(self, tier: int) -> int:
+        """How many more sequences of a tier may be admitted. Below 0 as ``num_admitted`` says."""
+        places, cap = self.max_running - self.num_admitted, self.caps[tier]
+        if cap < self.max_running:
+            own = [one.request for one in self.running if one.request.tier == tier]
+            places = min(places, cap - len(own) - sum(one.forks_due for one in own))
+        return places
+
+    def is_full(self, tier: int) -> bool:
+        """Whether no sequence of a tier may run beside those that do."""
+        running, cap = self.running, self.caps[tier]
+        if cap < self.max_running and sum(one.request.tier == tier for one in running) >= cap:
+            return True
+        return len(running) >= self.max_running
 
     # ------------------------------------------------------------------ requests and sequences
 
@@ -71,7 +101,7 @@ class LiveRequests:
         """Run ``sequence`` on ``table``, whose first ``num_computed`` tokens are written and whose
         full blocks among these have been offered to the prefix cache."""
         assert sequence.state is State.WAITING
-        self.waiting.discard(sequence)
+        self.queues[sequence.request.tier].discard(sequence)
         sequence.table = table
         sequence.num_computed = sequence.num_planned = num_computed
         sequence.num_cached_blocks = num_computed // self.kv.block_size
@@ -85,6 +115,8 @@ class LiveRequests:
         if request.first_scheduled is None:
             request.first_scheduled = now
             self.num_queued -= 1
+            late = now - request.message.arrival > self.aging[request.tier]
+            self.overdue[request.tier] += request.tier > 0 and late
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Back to the queue because no block is free. It will recompute prompt and output, except
@@ -101,7 +133,7 @@ class LiveRequests:
     def wait(self, sequence: Sequence) -> None:
         """Put a sequence without blocks into the queue: its state until it is admitted."""
         sequence.state = State.WAITING
-        self.waiting.push(sequence.rank, sequence)
+        self.queues[sequence.request.tier].push(sequence.rank, sequence)
 
     def end(self, sequence: Sequence) -> None:
         """A live sequence leaves its queue and frees its blocks."""
@@ -109,7 +141,7 @@ class LiveRequests:
         if sequence.state is State.RUNNING:
             self._leave_running(sequence)
         else:
-            self.waiting.discard(sequence)
+            self.queues[sequence.request.tier].discard(sequence)
         self._give_up_table(sequence)
         sequence.state = State.ENDED
         sequence.grammar = None
@@ -173,7 +205,7 @@ class LiveRequests:
         sequence = request.sequences[row.index]
         return sequence if sequence.table else None
 
-    def complete(self, batch: Batch) -> None:
+    def complete(self, batch: Batch) -> StepInFlight:
         """The oldest step in flight is over: its copies are made, the deferred frees are due."""
         assert self.in_flight, "no step is in flight"
         step = self.in_flight.pop(0)
@@ -181,6 +213,7 @@ class LiveRequests:
         self.kv.complete_copies(batch.copies)
         for table, _ in step.deferred:
             self.kv.release(table)
+        return step
 
     def revert(self, batch: Batch) -> None:
         """The latest step in flight counts as not made, and nothing of it runs any more. Its copies
@@ -224,14 +257,18 @@ class LiveRequests:
         reserved += sum(one.reserved_blocks for one in admitted)
         assert sorted(admitted, key=_rank) == self.running, "running is out of order or incomplete"
         assert len(self.running) <= self.max_running, "more sequences run than may"
-        assert waiting == len(self.waiting), "a sequence waits that is not live"
+        by_tier = Counter(one.request.tier for one in self.running)
+        assert all(by_tier[tier] <= cap for tier, cap in enumerate(self.caps)), (
+            "a tier has too many"
+        )
+        assert waiting == self.num_waiting, "a sequence waits that is not live"
         assert queued == self.num_queued
         assert reserved == self.reserved_blocks <= self.kv.num_blocks, "too much is reserved"
         with_deadline = sum(one.message.deadline is not None for one in self.requests.values())
         assert with_deadline == len(self.deadlines)
         assert all(key in self.requests for key in self.deadlines.members())
-        self.waiting.check_integrity()
-        self.deadlines.check_integrity()
+        for queue in (*self.queues, self.deadlines):
+            queue.check_integrity()
         self._check_steps_in_flight()
         tables = [(one.table, one.num_computed) for one in self.running]
         yield from self.kv.integrity_checks(
@@ -268,7 +305,8 @@ class LiveRequests:
     def _check_sequence(self, sequence: Sequence) -> None:
         size, capacity = sequence.num_tokens, len(sequence.table) * self.kv.block_size
         assert size == len(sequence.prompt) + len(sequence.output)
-        assert (sequence in self.waiting) == (sequence.state is State.WAITING)
+        waits = sequence in self.queues[sequence.request.tier]
+        assert waits == (sequence.state is State.WAITING)
         if sequence.state is State.RUNNING:
             planned = sequence.num_planned
             assert sequence.num_computed < size, "nothing is left to compute"

@@ -142,7 +142,7 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
         if sequence is leader:
             continue
         sequence.hashes = hashes.copy()
-        if len(live.running) == live.max_running:
+        if live.is_full(sequence.request.tier):
             live.wait(sequence)
             continue
         table = live.kv.fork(leader.table, num_computed)

@@ -26,12 +26,14 @@ the next step.
 
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from jitney.config import EngineConfig
 from jitney.core.drafts import Speculation
 from jitney.core.live import LiveRequests
 from jitney.core.request import Sequence, State
 from jitney.core.step_in_flight import Counts, StepInFlight
+from jitney.core.tiers import Pace
 from jitney.messages import Batch, Row
 
 # A sequence that plans ahead leave out has a row in every second step. That pays for the batch as
@@ -65,8 +67,11 @@ class Planner:
         live: LiveRequests,
         max_num_batched_tokens: int,
         speculation: Speculation | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._live = live
+        self._pace = pace
+        self._awaited = [one.ttft_ms is not None for one in config.tiers]
         self._speculation = speculation
         self._kv = live.kv
         self._block_size = config.block_size
@@ -83,6 +88,9 @@ class Planner:
         live, size = self._live, self._block_size
         if not live.in_flight:
             return True
+        first = None if self._pace is None else self._first_waiting()
+        if first is not None and self._in_the_way(first):
+            return False
         step = live.in_flight[-1]
         if step.completes_first:
             return False
@@ -106,17 +114,21 @@ class Planner:
         of_drafts = 0 if self._speculation is None else self._keep_from_drafts()
         plan = _Plan(now, self._max_tokens, kept, of_drafts, ahead=bool(live.in_flight))
         preemptions = live.preemptions
+        if self._pace is not None:
+            self._admit_urgent(plan, counts)
+            self._pace.begin(live.running)
         if self._speculation is not None:
             self._speculation.choose(live.running)
         for sequence in self._plan_decodes(plan):
             if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
                 self._plan_chunk(plan, sequence, plan.tokens_left)
         if live.preemptions == preemptions:  # else blocks are short as it is
-            self._admit_waiting(plan, now, counts)
+            self._admit_waiting(plan, counts)
         assert plan.tokens_left >= 0, "the step is over its budget"
         # Forks are made with nothing else in flight: that step makes all copies pending now.
         copies = [] if plan.ahead else self._kv.pending_copies()
-        return StepInFlight(Batch(plan.rows, copies), plan.completes_first, plan.leaves_out)
+        gap = None if self._pace is None else self._pace.gap
+        return StepInFlight(Batch(plan.rows, copies), plan.completes_first, plan.leaves_out, gap)
 
     # ------------------------------------------------------------------ running sequences
 
@@ -131,7 +143,7 @@ class Planner:
         """Tokens that the prompts of running sequences need, and the first waiting sequence if it
         may run."""
         live = self._live
-        first = live.waiting.first() if live.num_admitted < live.max_running else None
+        first = self._first_waiting() if live.num_admitted < live.max_running else None
         wanted = sum(one.prefill_left for one in live.running)
         return wanted if first is None else wanted + first.num_tokens
 
@@ -153,6 +165,8 @@ class Planner:
             elif plan.ahead and left <= 0 and self._waits(sequence):
                 continue
             elif plan.tokens_left > plan.kept_for_prefill and start < sequence.limit:
+                if self._pace is not None and not self._pace.may_decode(sequence):
+                    continue
                 end = start + (left or 1)
                 full = len(sequence.table) * block_size < end
                 if full and not self._make_room(plan, sequence, end):
@@ -184,7 +198,8 @@ class Planner:
         room: a token of the budget is left to every sequence that comes ``after``, and prompts
         keep theirs; a block is left to every fork that is due and to each of those sequences, and
         what else its known tokens need. While any sequence waits, they take no blocks."""
-        if self._speculation is None:
+        limited = self._pace is not None and self._pace.limits(sequence)
+        if self._speculation is None or limited:
             return [], 0
         drafts, propose = self._speculation.drafts_of(sequence)
         del drafts[max(plan.tokens_left - 1 - plan.kept_from_drafts - len(after), 0) :]
@@ -194,7 +209,7 @@ class Planner:
         while (room := len(table) * self._block_size - start) < len(drafts) + propose:
             spare = live.num_admitted - len(live.running)
             spare += sum(max(1, kv.blocks_for(one.num_tokens) - len(one.table)) for one in after)
-            if live.waiting or kv.num_free <= spare or not kv.grow(table):
+            if live.num_waiting or kv.num_free <= spare or not kv.grow(table):
                 del drafts[room:]
                 propose = min(propose, room - len(drafts))
         return drafts, propose
@@ -220,6 +235,8 @@ class Planner:
         admission for a prompt or recomputation."""
         start, end = sequence.num_planned, sequence.num_tokens
         count = min(end - start, most)
+        if self._pace is not None and start < sequence.prefill_end:
+            count = self._pace.chunk(sequence, count)
         if not count:
             return
         sample: tuple[int, ...] = ()
@@ -273,26 +290,76 @@ class Planner:
 
     # ------------------------------------------------------------------ waiting sequences
 
-    def _admit_waiting(self, plan: _Plan, now: float, counts: Counts) -> None:
-        """Admit waiting sequences by rank until one does not fit. None is passed over: small
-        requests would starve a large one."""
+    def _first_waiting(self) -> Sequence | None:
+        """The one to admit next: the first by rank, of those tiers that have a place for theirs."""
+        heads = [queue.first() for queue in self._live.queues]
+        if self._pace is None:
+            return heads[0]
+        some = [one for one in heads if one is not None and self._finds_place(one)]
+        return min(some, key=attrgetter("rank"), default=None)
+
+    def _finds_place(self, sequence: Sequence) -> bool:
+        """Whether the cap of its tier, if it has one, has a place for a waiting sequence, and with
+        ``eviction: never`` for all of its forks."""
+        live, tier = self._live, sequence.request.tier
+        cap = live.caps[tier]
+        size = 1 if self._preempts else min(1 + sequence.request.forks_due, cap)
+        return cap == live.max_running or live.places(tier) >= size
+
+    def _in_the_way(self, first: Sequence) -> list[Sequence]:
+        """Running sequences of lower tiers, the last by rank, to preempt for the first waiting one,
+        if its tier has a target for the first token. None if it can do without, or cannot anyway.
+        """
+        live, victims = self._live, []
+        places = live.max_running - live.num_admitted
+        blocks = self._kv.num_free - self._kv.blocks_for(first.num_tokens) - self._watermark
+        if not self._preempts or not self._awaited[first.request.tier]:
+            return []
+        for one in reversed(live.running):
+            if (places > 0 and blocks >= 0) or one.rank < first.rank:
+                break
+            if one.request.tier > first.request.tier:
+                victims.append(one)
+                places += 1 + one.request.forks_due
+                blocks += len(one.table)
+        return victims if places > 0 and blocks >= 0 else []
+
+    def _admit_urgent(self, plan: _Plan, counts: Counts) -> None:
+        """Admit the waiting sequences that rank before running ones of lower tiers: their prompts
+        come first, and what is in the way is preempted."""
         live = self._live
-        if not live.waiting or len(live.running) >= live.max_running:
+        while (first := self._first_waiting()) is not None:
+            victims = [] if plan.ahead else self._in_the_way(first)
+            for one in victims:
+                live.preempt(one, plan.now)
+            tier, rank = first.request.tier, first.rank
+            passes = any(one.request.tier > tier and one.rank > rank for one in live.running)
+            size = 1 if self._preempts else min(1 + first.request.forks_due, live.max_running)
+            if not (passes or victims) or size > live.max_running - live.num_admitted:
+                return
+            if not self._admit(plan, first, counts):
+                return
+
+    def _admit_waiting(self, plan: _Plan, counts: Counts) -> None:
+        """Admit waiting sequences by rank until one does not fit. None is passed over, unless its
+        tier is full: small requests would starve a large one."""
+        live = self._live
+        if not live.num_waiting or len(live.running) >= live.max_running:
             return
         places = live.max_running - live.num_admitted
         while plan.tokens_left and places > 0:
-            sequence = live.waiting.first()
+            sequence = self._first_waiting()
             if sequence is None:
                 return
             size = 1 + sequence.request.forks_due
             if not self._preempts and min(size, live.max_running) > places:
                 return
-            if not self._admit(plan, sequence, now, counts):
+            if not self._admit(plan, sequence, counts):
                 return
             places -= size
             self._plan_chunk(plan, sequence, plan.tokens_left)
 
-    def _admit(self, plan: _Plan, sequence: Sequence, now: float, counts: Counts) -> bool:
+    def _admit(self, plan: _Plan, sequence: Sequence, counts: Counts) -> bool:
         """Allocate the blocks of all tokens of a waiting sequence, cached ones where there are any,
         and run it. False, and nothing changed, if there are not enough."""
         request, kv = sequence.request, self._kv
@@ -313,7 +380,7 @@ class Planner:
             return False
         num_cached = len(hits) * kv.block_size
         sequence.prefill_end = sequence.num_tokens - bool(sequence.output)
-        self._live.admit(sequence, table, num_cached, now)
+        self._live.admit(sequence, table, num_cached, plan.now)
         if not sequence.output:
             request.cached_prompt_tokens, request.computed_prompt_tokens = num_cached, 0
         elif fresh:  # resumed

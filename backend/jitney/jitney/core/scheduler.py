@@ -15,6 +15,7 @@ Without overlap, every :meth:`Scheduler.schedule` is followed by :meth:`Schedule
 Whatever ends a sequence then, its rows in flight are *surplus*: their results are dropped.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from jitney.core.outcome import apply_output, final_event
 from jitney.core.plan import Planner
 from jitney.core.request import Request, State
 from jitney.core.step_in_flight import Counts, StepInFlight
+from jitney.core.tiers import Pace
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import (
     Adapter,
@@ -40,6 +42,7 @@ from jitney.messages import (
     StepOutput,
     StepStats,
     Submit,
+    TierStats,
 )
 
 
@@ -60,12 +63,17 @@ class Scheduler:
         self.kv = KvCache(num_blocks, config.block_size)
         # With a token for each in every step, so that none of them holds up the others.
         max_running = min(config.max_num_seqs, max_num_batched_tokens)
-        self.live = LiveRequests(self.kv, max_running)
+        self.live = LiveRequests(self.kv, max_running, config.tiers)
         self._preempts = config.eviction == "preempt"
-        self._cost = StepCost()
-        options = config.speculation
-        self.speculation = None if options is None else Speculation(options, self._cost)
-        self._planner = Planner(config, self.live, max_num_batched_tokens, self.speculation)
+        self.cost = StepCost()
+        """Learned where anything asks for it: with ``speculation`` or ``tiers``."""
+        options, tiers = config.speculation, config.tiers
+        self.speculation = None if options is None else Speculation(options, self.cost)
+        self._pace = Pace(tiers, self.cost, config.block_size) if tiers else None
+        self._planner = Planner(
+            config, self.live, max_num_batched_tokens, self.speculation, self._pace
+        )
+        self._now = 0.0
         self._left_waiting = False  # whether the last step had no room for all that waited
         self.reset_counts()
 
@@ -92,7 +100,7 @@ class Scheduler:
         """Gauges as of now, and the counts since :meth:`reset_counts`."""
         counts = self._counts
         return StepStats(
-            waiting=len(self.live.waiting),
+            waiting=self.live.num_waiting,
             running=len(self.live.running),
             blocks_total=self.kv.num_blocks,
             blocks_used=self.kv.num_used,
@@ -109,12 +117,15 @@ class Scheduler:
             prefix_query_tokens=counts.query_tokens,
             preemptions=self.live.preemptions - self._preemptions_before,
             out_of_memory=out_of_memory,
+            tiers=[] if self._pace is None else self._tier_stats(self._pace),
         )
 
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""
         self._counts = Counts()
         self._preemptions_before = self.live.preemptions
+        if self._pace is not None:
+            self._tiers_before = [*self._pace.held_back], [*self.live.overdue]
 
     def check_integrity(self) -> None:
         """Assert every invariant of requests, queues, steps in flight and blocks. Call it while at
@@ -140,7 +151,8 @@ class Scheduler:
         could not hold it, Failed UNAVAILABLE if the queue is full. A resumed one was accepted
         before, so the queue's limit is not asked; its sequences go on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
-        max_running = self.live.max_running
+        tier = self.config.tier_of(message.params.tier)
+        max_running = self.live.caps[tier]
         needs = needs_of(message, self.config.block_size, self.max_model_len, max_running)
         try:
             check_fits(
@@ -151,13 +163,12 @@ class Scheduler:
                 max_model_len=self.max_model_len,
             )
             if not message.emitted:
-                self._check_queue()
+                self._check_queue(tier)
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
         reserved_blocks = 0 if self._preempts else needs.request_blocks
-        tier = self.config.tier_of(message.params.tier)
         aged = message.params.priority * self.config.aging_s + message.arrival
-        aged += sum(one.aging_s for one in self.config.tiers[1 : tier + 1])
+        aged += self.live.aging[tier]
         request = Request(message, needs.max_output, reserved_blocks, aged, grammar, adapter, tier)
         if message.first_token is not None and not self._preempts:
             # Each computes the prompt on its own, so each reserves all of its blocks.
@@ -227,7 +238,7 @@ class Scheduler:
         live = self.live
         assert len(live.in_flight) < 2, "two steps are neither updated nor reverted"
         step = self._planner.make(now, self._counts)
-        self._left_waiting = bool(live.waiting)
+        self._left_waiting, self._now = live.num_waiting > 0, now
         rows = step.batch.rows
         assert rows or live.in_flight or not live.requests, "work waits, and the step is empty"
         if rows:
@@ -242,9 +253,11 @@ class Scheduler:
         """Complete the oldest step in flight and apply its output: new tokens, ends, full blocks,
         forks. ``seconds`` is how long the device took; 0 if that was not measured."""
         live, counts, caching = self.live, self._counts, self.config.prefix_caching
-        live.complete(batch)
-        if self.speculation is not None:
-            self._cost.add(StepShape.of(batch), seconds)
+        step = live.complete(batch)
+        if self.speculation is not None or self._pace is not None:
+            self.cost.add(StepShape.of(batch), seconds)
+        if self._pace is not None:
+            self._pace.complete(step.gap, now)
         events: list[Event] = []
         for row, result in zip(batch.rows, output.rows, strict=True):
             sequence = live.sequence_of(row)
@@ -292,16 +305,39 @@ class Scheduler:
             live.in_flight.append(StepInFlight(batch))
         return batch
 
-    def _check_queue(self) -> None:
-        """Raise UnavailableError if the queue is full. Requests that the next steps will admit do
-        not count as waiting; if the last step left some waiting, the next may admit none."""
+    def _check_queue(self, tier: int) -> None:
+        """Raise UnavailableError if the queue is full, or what a tier may have of it. Requests that
+        the next steps will admit do not count as waiting; if the last step left some waiting, the
+        next may admit none."""
         live = self.live
-        held_up = self._left_waiting and live.waiting
-        waiting = live.num_queued
-        if not held_up and waiting >= self.config.max_queued:
-            waiting -= max(live.max_running - live.num_admitted, 0)
-        if waiting >= self.config.max_queued:
-            raise UnavailableError.of_queue(waiting, self.config.max_queued)
+        held_up = self._left_waiting and live.num_waiting
+        limits = [(live.num_queued, self.config.max_queued)]
+        if self._pace is not None and (most := self.config.tiers[tier].max_queued) is not None:
+            own = [one for one in live.requests.values() if one.tier == tier]
+            limits.append((sum(one.first_scheduled is None for one in own), most))
+        for waiting, most in limits:
+            if not held_up and waiting >= most:
+                waiting -= max(live.places(tier), 0)
+            if waiting >= most:
+                raise UnavailableError.of_queue(waiting, most)
+
+    def _tier_stats(self, pace: Pace) -> list[TierStats]:
+        live, running = self.live, Counter(one.request.tier for one in self.live.running)
+        stats = []
+        for tier, (queue, held_back, overdue) in enumerate(
+            zip(live.queues, *self._tiers_before, strict=True)
+        ):
+            first = queue.first()
+            stats.append(
+                TierStats(
+                    waiting=len(queue),
+                    running=running[tier],
+                    held_back=pace.held_back[tier] - held_back,
+                    overdue=live.overdue[tier] - overdue,
+                    oldest_s=0.0 if first is None else self._now - first.request.message.arrival,
+                )
+            )
+        return stats
 
 
 def _nothing_made(request: Request, deadline: float) -> DeadlineExceededError:

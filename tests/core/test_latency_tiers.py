@@ -1,0 +1,328 @@
+"""Latency tiers: what a step leaves to lower ones, who makes way for whom, and that none starves.
+
+The clock is the steps' own: each takes what a linear cost says, which the scheduler has to learn.
+"""
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from jitney.config import make_config
+from jitney.core.cost import StepCost, StepShape
+from jitney.core.tiers import Pace
+from jitney.messages import Batch, Failed, StepOutput
+
+from tests.core.play import Play, check_streams
+
+COST = StepShape(steps=10e-3, chunked=1e-3, tokens=0.4e-3, samples=0.4e-3, context=1e-6)
+TARGET = 22  # ms: a step of one sequence takes 11
+FAST = {"name": "fast", "gap_ms": TARGET}
+BULK = {"name": "bulk", "share": 0.1, "aging_s": 5.0}
+OVERLAP = pytest.mark.parametrize("overlap", [False, True])
+
+
+def seconds_of(batch: Batch) -> float:
+    return sum(a * b for a, b in zip(COST, StepShape.of(batch), strict=True))
+
+
+class Timed(Play):
+    """A step takes time, which is known to the scheduler."""
+
+    def __init__(self, fast: dict | None = None, bulk: dict | None = None, **options: Any) -> None:
+        tiers = [FAST | (fast or {}), BULK | (bulk or {})]
+        options = {"tiers": tiers, "num_blocks": 512, "block_size": 4, **options}
+        super().__init__(**options)
+        self.times: dict[int, list[float]] = {}
+        wait_for = self.runner.wait_for
+        self.runner.wait_for = lambda step: self._after(step.batch, wait_for(step))
+        if self.scheduler.config.tiers:
+            self.teach(COST)
+
+    def teach(self, cost: StepShape) -> None:
+        chance = random.Random(1)
+        for _ in range(400):
+            rows, chunk = chance.randrange(1, 40), chance.choice([0, 0, 30, 200])
+            context = chance.randrange(10_000)
+            shape = StepShape(1.0, float(chunk > 0), rows + chunk, rows, context)
+            self.scheduler.cost.add(shape, sum(a * b for a, b in zip(cost, shape, strict=True)))
+
+    def _note_execute(self, batch: Batch) -> StepOutput:
+        return self._after(batch, super()._note_execute(batch))
+
+    def _after(self, batch: Batch, output: StepOutput) -> StepOutput:
+        self.now += seconds_of(batch)
+        return output
+
+    def _take(self, event: Any) -> None:
+        super()._take(event)
+        self.times.setdefault(event.key, []).append(self.now)
+
+    def fast(self, prompt: list[int], **params: Any) -> int:
+        return self.submit(prompt, tier="fast", **params)
+
+    def bulk(self, prompt: list[int], **params: Any) -> int:
+        return self.submit(prompt, tier="bulk", **params)
+
+    def gaps(self, key: int) -> list[float]:
+        return [1e3 * (b - a) for a, b in pairwise(self.times[key][:-1])]
+
+    def tier_of(self, key: int) -> str:
+        return self.submits[key].params.tier or "bulk"
+
+    def bulk_rows(self, batch: Batch) -> list[int]:
+        return [row.key for row in batch.rows if self.tier_of(row.key) == "bulk"]
+
+
+def mixed(play: Timed) -> tuple[int, list[int]]:
+    """One of the fast tier beside bulk with long prompts and many decodes."""
+    crowd = [play.bulk([key] * 90, max_tokens=40) for key in range(40)]
+    play.step(6)
+    fast = play.fast([1, 2, 3], max_tokens=60)
+    return fast, crowd
+
+
+def first_come(overlap: bool) -> float:
+    """The longest gap of the same without tiers, in ms."""
+    play = Timed(overlap=overlap, tiers=[])
+    for key in range(40):
+        play.submit([key] * 90, max_tokens=40)
+    play.step(6)
+    key = play.submit([1, 2, 3], max_tokens=60, priority=-1)
+    play.drain()
+    return max(play.gaps(key)[1:])
+
+
+@OVERLAP
+def test_a_step_is_within_the_gap_target_of_the_fast_tier(overlap: bool) -> None:
+    play = Timed(overlap=overlap)
+    fast, crowd = mixed(play)
+    play.drain()
+    assert max(play.gaps(fast)[1:]) <= TARGET * 1.01
+    assert first_come(overlap) > 2 * TARGET
+    steps = [batch for batch in play.batches if fast in {row.key for row in batch.rows}]
+    assert min(map(seconds_of, steps[1:50])) > TARGET * 0.8e-3, "what fits is used"
+    assert sum(len(play.bulk_rows(each)) for each in steps) > 8 * len(steps)
+    check_streams(play, fast, *crowd)
+
+
+@OVERLAP
+def test_held_back_are_the_last_by_rank_and_counted(overlap: bool) -> None:
+    play = Timed(overlap=overlap, prefix_caching=False)
+    crowd = [play.bulk([key], max_tokens=90) for key in range(30)]
+    play.step(4)
+    play.fast([1, 2, 3], max_tokens=30)
+    play.step(3)
+    for _ in range(20):
+        report = play.step()
+        rows = play.bulk_rows(play.batches[-1])
+        assert rows == crowd[: len(rows)]
+        assert 10 <= len(rows) <= 14
+        assert report.stats.tiers[1].held_back == 30 - len(rows)
+        assert report.stats.tiers[1].running == 30
+    play.drain()
+    check_streams(play, *crowd)
+
+
+@OVERLAP
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5])
+def test_lower_tiers_keep_their_share_of_a_target_that_cannot_be_met(
+    share: float, overlap: bool
+) -> None:
+    play = Timed({"gap_ms": 10}, {"share": share}, overlap=overlap)
+    for key in range(4):
+        play.bulk([key], max_tokens=60)
+        play.bulk([key] * 300, max_tokens=2)
+    play.step(3)
+    fast = play.fast([1, 2, 3], max_tokens=50)
+    play.step(4)
+    for _ in range(30):
+        play.step()
+        (batch,) = play.batches[-1:]
+        beside = seconds_of(batch) - COST.steps - COST.tokens - COST.samples
+        assert fast in {row.key for row in batch.rows}
+        assert play.bulk_rows(batch)
+        # Of a target of 10 ms; or one row, or a block of a prompt, where that is more.
+        assert 0.4 * share * 10e-3 < beside < max(share * 10e-3, 4 * COST.tokens) + 2e-3
+    play.drain()
+    check_streams(play, *play.submits)
+
+
+@OVERLAP
+def test_a_prompt_of_the_fast_tier_comes_before_chunks_of_bulk(overlap: bool) -> None:
+    """Though these are running, and a step of the target has no room for both."""
+    play = Timed(overlap=overlap, max_num_batched_tokens=64)
+    for key in range(3):
+        play.bulk([key] * 300, max_tokens=2)
+    talks = play.fast([9], max_tokens=90)
+    play.step(4)
+    steps = len(play.batches)
+    asks = play.fast([1] * 50, max_tokens=4)
+    while asks not in play.order:
+        play.step()
+    assert len(play.batches) - steps <= 5
+    assert max(play.gaps(talks)) <= TARGET * 1.01, "nor does it break the rhythm of its own tier"
+    play.drain()
+    check_streams(play, *play.submits)
+
+
+@OVERLAP
+def test_bulk_steps_are_a_third_of_the_target_for_a_first_token(overlap: bool) -> None:
+    play = Timed({"ttft_ms": 120}, overlap=overlap)
+    for key in range(8):
+        play.bulk([key] * 500, max_tokens=3)
+    play.step(3)
+    for _ in range(20):
+        play.step()
+        assert seconds_of(play.batches[-1]) <= 0.0401
+        asked = play.now
+    key = play.fast([1] * 20, max_tokens=2)
+    play.drain()
+    assert play.times[key][0] - asked < 0.120
+    check_streams(play, *play.submits)
+
+
+@OVERLAP
+@pytest.mark.parametrize("ttft_ms", [None, 1000])
+def test_bulk_makes_way_for_a_tier_with_a_target_for_its_first_token(
+    ttft_ms: int | None, overlap: bool
+) -> None:
+    play = Timed({"ttft_ms": ttft_ms}, max_num_seqs=4, overlap=overlap)
+    crowd = [play.bulk([key] * 9, max_tokens=40) for key in range(6)]
+    play.step(5)
+    fast = [play.fast([1, 2, key], max_tokens=4) for key in range(2)]
+    play.step(4 + overlap)
+    preempted = play.scheduler.live.preemptions
+    assert (fast[0] in play.order, preempted) == ((True, 2) if ttft_ms else (False, 0))
+    play.drain()
+    assert play.scheduler.live.preemptions == preempted
+    check_streams(play, *fast, *crowd)
+
+
+@OVERLAP
+def test_bulk_is_preempted_first_and_for_the_blocks_of_a_prompt(overlap: bool) -> None:
+    play = Timed({"ttft_ms": 1000}, num_blocks=24, overlap=overlap, watermark=0.0)
+    crowd = [play.bulk([key] * 20, max_tokens=30) for key in range(4)]
+    play.step(3)
+    fast = play.fast([1] * 40, max_tokens=40)
+    play.step(5)
+    assert fast in play.order, "its ten blocks were not free"
+    play.drain()
+    assert play.ends[fast].timing.preemptions == 0
+    assert sum(play.ends[key].timing.preemptions for key in crowd) >= 3
+    check_streams(play, fast, *crowd)
+
+
+@OVERLAP
+@pytest.mark.parametrize("eviction", ["preempt", "never"])
+def test_a_tier_runs_no_more_than_its_cap_and_others_pass(overlap: bool, eviction: str) -> None:
+    """Forks included: those of its second request find no place."""
+    play = Timed({}, {"max_running": 3}, overlap=overlap, eviction=eviction)
+    crowd = [play.bulk([key] * 5, n=1 + key, max_tokens=9) for key in range(4)]
+    fast = play.fast([1, 2], max_tokens=3)
+    most = 0
+    while play.engine.has_work:
+        play.step()
+        running = [one.request.tier for one in play.scheduler.live.running]
+        most = max(most, running.count(1))
+        assert running.count(1) <= 3
+    assert most == 3
+    assert play.order[0] in (fast, crowd[0])
+    assert play.order.index(fast) <= 1
+    check_streams(play, fast, *crowd)
+
+
+def test_a_tier_queues_no_more_than_its_limit() -> None:
+    play = Timed({}, {"max_queued": 2, "max_running": 1})
+    crowd = [play.bulk([key], max_tokens=4) for key in range(5)]
+    play.step()
+    assert [key in play.ends for key in crowd] == [False] * 3 + [True] * 2
+    refused = play.ends[crowd[-1]]
+    assert isinstance(refused, Failed)
+    assert (refused.code, "queue is full: 2" in refused.message) == ("UNAVAILABLE", True)
+    fast = play.fast([1], max_tokens=2)
+    play.drain()
+    check_streams(play, fast, *crowd[:3])
+
+
+@OVERLAP
+def test_a_bulk_request_waits_no_longer_than_its_aging_and_who_came_before(overlap: bool) -> None:
+    """Under a flood of the fast tier that is more than can be served: whoever comes so many seconds
+    after it goes after it, and nobody of these preempts it."""
+    play = Timed({"ttft_ms": 100}, {"aging_s": 1.0}, max_num_seqs=4, overlap=overlap)
+    flood = [play.fast([key], max_tokens=6) for key in range(8)]
+    bulk = play.bulk([7] * 9, max_tokens=12)
+    overdue = 0
+    while bulk not in play.ends:
+        flood.append(play.fast([len(flood) % 50, 3], max_tokens=6))
+        report = play.step()
+        overdue += report.stats.tiers[1].overdue
+        assert play.now < 10.0
+        if bulk not in play.order:
+            assert report.stats.tiers[1].oldest_s <= play.now
+    before = [key for key in flood if play.submits[key].arrival <= 1.0]
+    after = [key for key in play.order[: play.order.index(bulk)] if key not in before]
+    assert len(after) <= 1, "one may be admitted in the same step"
+    admitted = play.ends[bulk].timing.queue_s
+    assert 1.0 < admitted <= len(before) * 6 / 4 * 14e-3 + 0.1
+    assert play.ends[bulk].timing.preemptions == 0
+    assert overdue == 1
+
+
+def test_one_that_did_not_wait_is_not_overdue() -> None:
+    play = Timed()
+    for key in range(5):
+        play.bulk([key], max_tokens=3, priority=-9)
+    overdue = 0
+    while play.engine.has_work:
+        overdue += play.step().stats.tiers[1].overdue
+    assert overdue == 0
+
+
+def test_the_default_tier_is_the_last_and_without_tiers_there_are_no_figures() -> None:
+    play = Timed()
+    play.submit([1], max_tokens=1)
+    assert [one.running + one.waiting for one in play.step().stats.tiers] == [0, 0]
+    play.submit([1], max_tokens=2)
+    assert [one.running for one in play.step().stats.tiers] == [0, 1]
+    play = Timed(tiers=[])
+    play.submit([1], max_tokens=2)
+    assert play.step().stats.tiers == []
+    assert play.scheduler.cost.weights is None
+
+
+@OVERLAP
+def test_lower_tiers_have_no_drafts_while_they_are_limited(overlap: bool) -> None:
+    play = Timed(overlap=overlap, speculation={"max_drafts": 4})
+    play.draft(1.0)
+    crowd = [play.bulk([key], max_tokens=60) for key in range(6)]
+    play.step(6)
+    assert any(row.drafts for batch in play.batches for row in batch.rows)
+    fast = play.fast([1, 2], max_tokens=40)
+    play.step(3 + overlap)
+    drafts = {"fast": 0, "bulk": 0}
+    while fast not in play.ends:
+        play.step()
+        if fast not in play.ends:
+            for row in play.batches[-1].rows:
+                drafts[play.tier_of(row.key)] += row.drafts
+    assert drafts["fast"] > drafts["bulk"] == 0
+    play.drain()
+    check_streams(play, fast, *crowd)
+
+
+def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None:
+    """Where steps take longer than planned by chance, by 15 % in the mean, half again at most."""
+    tiers = make_config({"model": "m", "tiers": [FAST, BULK]}).tiers
+    pace, chance, now, exceeded = Pace(tiers, StepCost(), 4), random.Random(3), 0.0, 0
+    for step in range(20_000):
+        taken = 22e-3 * pace._aim * (1.0 + 0.3 * chance.random())
+        now += taken
+        exceeded += step >= 2000 and taken > 22e-3
+        pace.complete(22e-3, now)
+    assert 0.003 < exceeded / 18_000 < 0.02
+    assert 0.72 < pace._aim < 0.85
+    aim = pace._aim
+    pace.complete(None, now + 60.0)
+    pace.complete(22e-3, now + 90.0)
+    assert pace._aim == aim, "neither is a gap"
