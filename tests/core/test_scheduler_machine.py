@@ -113,7 +113,7 @@ class Traffic(RuleBasedStateMachine):
         foresight=st.sampled_from([0.5, 0.9, 1.0]),
         asks=st.booleans(),
         tiers=st.sampled_from([0, 0, 2, 3]),
-        targets=st.tuples(
+        seconds=st.tuples(
             st.sampled_from([None, 9, 30]),
             st.sampled_from([3, 6, 12]),
             st.sampled_from([None, 20]),
@@ -123,7 +123,7 @@ class Traffic(RuleBasedStateMachine):
     def start(
         self, num_blocks, block_size, budget, overlap, pace, drafts, foresight, asks, **options
     ) -> None:
-        tiers, targets, limits = (options.pop(name) for name in ("tiers", "targets", "limits"))
+        tiers, targets, limits = (options.pop(name) for name in ("tiers", "seconds", "limits"))
         options["tiers"] = [
             {"name": "0", "ttft_ms": targets[0], "gap_ms": targets[1], "max_running": limits[0]},
             {"name": "1", "gap_ms": targets[2], "aging_s": 0.5, "share": 0.2},

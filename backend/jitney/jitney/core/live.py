@@ -53,7 +53,8 @@ class LiveRequests:
         self.preemptions = 0
         """Ever."""
         self.overdue = [0] * len(self.caps)
-        """By tier: requests that had waited longer than ``aging`` when first admitted, ever."""
+        """By tier: requests that had waited longer than ``aging`` when first admitted, since the
+        scheduler's counts were reset."""
         self.in_flight: list[StepInFlight] = []
         """Steps in flight, the oldest first: one, or two from a plan ahead to the next update."""
 

@@ -388,6 +388,6 @@ class Planner:
             request.cached_prompt_tokens = min(num_cached, size)
             request.computed_prompt_tokens = size - request.cached_prompt_tokens
         if reads:
-            counts.query_tokens += sequence.num_tokens
-            counts.hit_tokens += num_cached
+            counts.prefix_query_tokens += sequence.num_tokens
+            counts.prefix_hit_tokens += num_cached
         return True

@@ -6,6 +6,7 @@ its own.
 """
 
 import enum
+from dataclasses import dataclass, field
 
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.messages import Adapter, Grammar, GrammarState, Logprob, Submit, Timing
@@ -19,68 +20,45 @@ class State(enum.Enum):
     ENDED = enum.auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One submitted request: what its sequences share."""
 
-    __slots__ = (
-        "adapter",
-        "aged_arrival",
-        "cached_prompt_tokens",
-        "computed_prompt_tokens",
-        "first_scheduled",
-        "first_token",
-        "grammar",
-        "live",
-        "max_output",
-        "message",
-        "preempted",
-        "prompt_logprobs",
-        "reads_output",
-        "reserved_blocks",
-        "root",
-        "running",
-        "sequences",
-        "takes_forced",
-        "tier",
-    )
+    message: Submit
+    max_output: int
+    """Most output tokens of one sequence: max_tokens, or fewer where the context ends."""
+    reserved_blocks: int
+    """Blocks reserved for it while any sequence runs (``eviction: never``); else 0."""
+    aged_arrival: float
+    """Arrival, shifted by priority and tier: what its sequences are ranked by."""
+    grammar: Grammar | None = None
+    adapter: Adapter | None = None
+    tier: int = 0
+    """Index among the option ``tiers``; 0 without."""
+    running: int = field(default=0, init=False)
+    """Sequences that run."""
+    live: int = field(init=False)
+    """Sequences that have not ended, those not yet made included."""
+    reads_output: bool = field(init=False)
+    takes_forced: bool = field(init=False)
+    root: bytes = field(init=False)
+    prompt_logprobs: list[list[Logprob] | None] = field(default_factory=lambda: [None], init=False)
+    """One entry per prompt position as far as known; nothing precedes the first."""
+    first_scheduled: float | None = field(default=None, init=False)
+    first_token: float | None = field(default=None, init=False)
+    cached_prompt_tokens: int = field(default=0, init=False)
+    computed_prompt_tokens: int = field(default=0, init=False)
+    preempted: list[float] = field(default_factory=list, init=False)
+    """When its sequences were preempted."""
+    sequences: list["Sequence"] = field(init=False)
 
-    def __init__(
-        self,
-        message: Submit,
-        max_output: int,
-        reserved_blocks: int,
-        aged_arrival: float,
-        grammar: Grammar | None = None,
-        adapter: Adapter | None = None,
-        tier: int = 0,
-    ) -> None:
-        self.message = message
-        self.grammar = grammar
-        self.adapter = adapter
-        self.aged_arrival = aged_arrival
-        """Arrival, shifted by priority and tier: what its sequences are ranked by."""
-        self.tier = tier
-        """Index among the option ``tiers``; 0 without."""
-        self.max_output = max_output
-        """Most output tokens of one sequence: max_tokens, or fewer where the context ends."""
-        self.reserved_blocks = reserved_blocks
-        """Blocks reserved for it while any sequence runs (``eviction: never``); else 0."""
-        self.running = 0
-        """Sequences that run."""
+    def __post_init__(self) -> None:
+        message, adapter = self.message, self.adapter
         self.live = message.params.n
-        """Sequences that have not ended, those not yet made included."""
         self.reads_output = _reads_output(message)
         self.takes_forced = _takes_forced(message)
         version = "" if adapter is None else adapter.version
         self.root = root_hash(message.params.cache_salt, version)
-        self.prompt_logprobs: list[list[Logprob] | None] = [None]
-        """One entry per prompt position as far as known; nothing precedes the first."""
-        self.first_scheduled: float | None = None
-        self.first_token: float | None = None
-        self.cached_prompt_tokens = 0
-        self.computed_prompt_tokens = 0
-        self.preempted: list[float] = []
-        """When its sequences were preempted."""
         self.sequences = [Sequence(self, 0)]
         if message.first_token is not None:
             self._resume(message)
@@ -147,26 +125,25 @@ def _takes_forced(message: Submit) -> bool:
     return bool(message.grammar) and params.logprobs is None and not weighs
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Drafting:
     """What ``drafts`` knows of one sequence."""
 
-    __slots__ = ("acceptance", "indexed", "made_at", "places", "proposal", "taken", "wanted")
-
-    def __init__(self, acceptance: float) -> None:
-        self.acceptance = acceptance
-        """Probability that a draft is right if those before it are."""
-        self.proposal: list[int] = []
-        """Behind the first ``made_at`` tokens."""
-        self.made_at = 0
-        self.taken = 0
-        """Of the proposal, how many the step that is being planned may compute."""
-        self.wanted = 0
-        """How many tokens a draft model is to propose in that step for the next one."""
-        self.places: dict[int, int] = {}
-        """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
-        self.indexed = 0
+    acceptance: float
+    """Probability that a draft is right if those before it are."""
+    proposal: list[int] = field(default_factory=list)
+    """Behind the first ``made_at`` tokens."""
+    made_at: int = 0
+    taken: int = 0
+    """Of the proposal, how many the step that is being planned may compute."""
+    wanted: int = 0
+    """How many tokens a draft model is to propose in that step for the next one."""
+    places: dict[int, int] = field(default_factory=dict)
+    """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
+    indexed: int = 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One stream of tokens over one block table.
 
@@ -179,64 +156,47 @@ class Sequence:
     to compute next, at position ``num_planned``, is the last of them.
     """
 
-    __slots__ = (
-        "cumulative_logprob",
-        "drafting",
-        "grammar",
-        "hashes",
-        "index",
-        "limit",
-        "num_cached_blocks",
-        "num_computed",
-        "num_planned",
-        "num_tokens",
-        "output",
-        "prefill_end",
-        "prompt",
-        "proposed",
-        "rank",
-        "request",
-        "reserved_blocks",
-        "sample_index",
-        "state",
-        "table",
-    )
+    request: Request
+    index: int
+    prompt: list[int] = field(init=False)
+    output: list[int] = field(default_factory=list, init=False)
+    grammar: GrammarState | None = field(default=None, init=False)
+    """The state after ``output``."""
+    table: list[int] = field(default_factory=list, init=False)
+    """Blocks of positions 0, block_size, 2·block_size, …; empty unless RUNNING."""
+    hashes: list[bytes] = field(default_factory=list, init=False)
+    """Of its leading full blocks, as far as computed: they depend on the tokens alone."""
+    num_tokens: int = field(init=False)
+    num_computed: int = field(default=0, init=False)
+    num_planned: int = field(default=0, init=False)
+    """``num_computed`` and what steps in flight add to it."""
+    limit: int = field(init=False)
+    """Positions [0, limit) are all that is ever computed: the last token never is."""
+    prefill_end: int = field(default=0, init=False)
+    """From here on it decodes: what it was admitted with is computed, but for its last token of
+    output."""
+    sample_index: int = field(default=0, init=False)
+    """Index of its latest sample among all samples of that step."""
+    num_cached_blocks: int = field(default=0, init=False)
+    """Leading blocks of the table that have been offered to the prefix cache."""
+    cumulative_logprob: float = field(default=0.0, init=False)
+    drafting: Drafting | None = field(default=None, init=False)
+    proposed: list[int] = field(default_factory=list, init=False)
+    """What a draft model expects behind its last token."""
+    reserved_blocks: int = field(default=0, init=False)
+    """Reserved while it runs, beside the request's (``eviction: never``, once resumed)."""
+    state: State = field(default=State.WAITING, init=False)
+    rank: tuple[float, int, int] = field(init=False)
 
-    def __init__(self, request: Request, index: int) -> None:
-        self.request = request
-        self.index = index
+    def __post_init__(self) -> None:
+        request = self.request
         self.prompt = request.message.prompt
-        self.output: list[int] = []
-        self.grammar: GrammarState | None = None
-        """The state after ``output``."""
         if request.grammar is not None:
             ignores = request.message.params.ignore_eos
             self.grammar = request.grammar.begin(may_end=not ignores)
-        self.table: list[int] = []
-        """Blocks of positions 0, block_size, 2·block_size, …; empty unless RUNNING."""
-        self.hashes: list[bytes] = []
-        """Of its leading full blocks, as far as computed: they depend on the tokens alone."""
         self.num_tokens = len(self.prompt)
-        self.num_computed = 0
-        self.num_planned = 0
-        """``num_computed`` and what steps in flight add to it."""
         self.limit = self.num_tokens + request.max_output - 1
-        """Positions [0, limit) are all that is ever computed: the last token never is."""
-        self.prefill_end = 0
-        """From here on it decodes: what it was admitted with is computed, but for its last token of
-        output."""
-        self.sample_index = 0
-        """Index of its latest sample among all samples of that step."""
-        self.num_cached_blocks = 0
-        """Leading blocks of the table that have been offered to the prefix cache."""
-        self.cumulative_logprob = 0.0
-        self.drafting: Drafting | None = None
-        self.proposed: list[int] = []
-        """What a draft model expects behind its last token."""
-        self.reserved_blocks = 0
-        """Reserved while it runs, beside the request's (``eviction: never``, once resumed)."""
-        self.state = State.WAITING
-        self.rank = (request.aged_arrival, request.message.key, index)
+        self.rank = (request.aged_arrival, request.message.key, self.index)
 
     @property
     def prefill_left(self) -> int:

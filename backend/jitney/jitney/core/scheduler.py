@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
+
 from jitney.config import EngineConfig
 from jitney.core.admission import check_fits, needs_of
 from jitney.core.cost import StepCost, StepShape
@@ -98,7 +100,6 @@ class Scheduler:
 
     def stats(self, step_seconds: float = 0.0, out_of_memory: int = 0) -> StepStats:
         """Gauges as of now, and the counts since :meth:`reset_counts`."""
-        counts = self._counts
         return StepStats(
             waiting=self.live.num_waiting,
             running=len(self.live.running),
@@ -106,26 +107,19 @@ class Scheduler:
             blocks_used=self.kv.num_used,
             blocks_cached=self.kv.num_cached,
             step_seconds=step_seconds,
-            batch_sequences=counts.rows,
-            prefill_tokens=counts.prefill_tokens,
-            generated_tokens=counts.generated_tokens,
-            forced_tokens=counts.forced_tokens,
-            draft_rows=counts.draft_rows,
-            draft_tokens=counts.draft_tokens,
-            accepted_tokens=counts.accepted_tokens,
-            prefix_hit_tokens=counts.hit_tokens,
-            prefix_query_tokens=counts.query_tokens,
             preemptions=self.live.preemptions - self._preemptions_before,
             out_of_memory=out_of_memory,
             tiers=[] if self._pace is None else self._tier_stats(self._pace),
+            **msgspec.structs.asdict(self._counts),
         )
 
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""
         self._counts = Counts()
         self._preemptions_before = self.live.preemptions
+        self.live.overdue = [0] * len(self.live.caps)
         if self._pace is not None:
-            self._tiers_before = [*self._pace.held_back], [*self.live.overdue]
+            self._pace.held_back = [0] * len(self.live.caps)
 
     def check_integrity(self) -> None:
         """Assert every invariant of requests, queues, steps in flight and blocks. Call it while at
@@ -273,7 +267,7 @@ class Scheduler:
                 events += self.fail(row.key, error)
                 continue
             events += apply_output(live, sequence, row, result, now, caching, counts)
-        counts.rows += len(batch.rows)
+        counts.batch_sequences += len(batch.rows)
         return events
 
     def revert(self, batch: Batch) -> None:
@@ -324,17 +318,16 @@ class Scheduler:
     def _tier_stats(self, pace: Pace) -> list[TierStats]:
         live, running = self.live, Counter(one.request.tier for one in self.live.running)
         stats = []
-        for tier, (queue, held_back, overdue) in enumerate(
-            zip(live.queues, *self._tiers_before, strict=True)
-        ):
+        for tier, queue in enumerate(live.queues):
             first = queue.first()
+            since = self._now if first is None else first.request.message.arrival
             stats.append(
                 TierStats(
                     waiting=len(queue),
                     running=running[tier],
-                    held_back=pace.held_back[tier] - held_back,
-                    overdue=live.overdue[tier] - overdue,
-                    oldest_s=0.0 if first is None else self._now - first.request.message.arrival,
+                    held_back=pace.held_back[tier],
+                    overdue=live.overdue[tier],
+                    oldest_s=self._now - since,
                 )
             )
         return stats

@@ -7,6 +7,8 @@ allocated again: block tables that are given up meanwhile are freed when it is c
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from jitney.messages import Batch
 
 
@@ -27,11 +29,10 @@ class StepInFlight:
     tokens."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """What happened since the counts were last set to zero."""
+class Counts(msgspec.Struct):
+    """What happened since the counts were last set to zero, by its names in ``StepStats``."""
 
-    rows: int = 0
+    batch_sequences: int = 0
     """Of complete steps; so are the next two."""
     prefill_tokens: int = 0
     generated_tokens: int = 0
@@ -42,6 +43,6 @@ class Counts:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Drafts that were right."""
-    hit_tokens: int = 0
+    prefix_hit_tokens: int = 0
     """Found in the prefix cache, of those looked up."""
-    query_tokens: int = 0
+    prefix_query_tokens: int = 0

@@ -31,7 +31,7 @@ class Pace:
         self._aim = 1.0
         self._last: tuple[float, float | None] = (0.0, None)
         self.held_back = [0] * len(tiers)
-        """By tier: decodes left out and chunks cut, ever."""
+        """By tier: decodes left out and chunks cut, since the scheduler's counts were reset."""
 
     def begin(self, running: list[Sequence]) -> None:
         """Plan a further step of these sequences: set its limit."""
