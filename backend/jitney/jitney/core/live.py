@@ -268,8 +268,9 @@ class LiveRequests:
         with_deadline = sum(one.message.deadline is not None for one in self.requests.values())
         assert with_deadline == len(self.deadlines)
         assert all(key in self.requests for key in self.deadlines.members())
-        for queue in (*self.queues, self.deadlines):
+        for queue in self.queues:
             queue.check_integrity()
+        self.deadlines.check_integrity()
         self._check_steps_in_flight()
         tables = [(one.table, one.num_computed) for one in self.running]
         yield from self.kv.integrity_checks(
