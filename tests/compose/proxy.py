@@ -70,6 +70,8 @@ class Server:
     """Set: a file is about to come."""
     http_port: int = 0
     grpc_port: int = 0
+    gateway_port: int = 0
+    """Of a real gateway, if there is one."""
 
     def targets(self) -> list[str]:
         """Of the requests over HTTP."""
@@ -197,7 +199,7 @@ class Proxy:
         self._ports = {
             "$triton:8000": f"$triton:{server.http_port}",
             "$triton:8001": f"$triton:{server.grpc_port}",
-            "$gateway:9000": f"$gateway:{server.http_port}",
+            "$gateway:9000": f"$gateway:{server.gateway_port or server.http_port}",
             "$grafana:3000": f"$grafana:{server.http_port}",
             "listen 8443": f"listen 127.0.0.1:{self.port}",
             "listen 3000": f"listen 127.0.0.1:{self.grafana_port}",

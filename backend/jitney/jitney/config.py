@@ -153,6 +153,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds of waiting that raise a request by one priority level, so that none starves."""
     min_priority: Annotated[int, Meta(ge=-1000, le=0)] = -1000
     """Most urgent ``priority`` that a request may ask for. 0: none before those that name none."""
+    refuse_late: bool = False
+    """Refuse a request as UNAVAILABLE if its first token is expected after its deadline or after
+    ``ttft_ms`` of its tier, as steps and the queue before it tell."""
     tiers: tuple[TierConfig, ...] = ()
     """Kinds of requests, the most urgent first, with targets and limits of their own: a list of
     objects, see [tiers](tiers.md)."""

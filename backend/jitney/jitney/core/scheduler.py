@@ -28,6 +28,7 @@ from jitney.core.drafts import Speculation
 from jitney.core.kv_cache import KvCache
 from jitney.core.live import LiveRequests
 from jitney.core.outcome import apply_output, final_event
+from jitney.core.outlook import Outlook
 from jitney.core.plan import Planner
 from jitney.core.request import Request, State
 from jitney.core.step_in_flight import Counts, StepInFlight
@@ -68,13 +69,15 @@ class Scheduler:
         self.live = LiveRequests(self.kv, max_running, config.tiers)
         self._preempts = config.eviction == "preempt"
         self.cost = StepCost()
-        """Learned where anything asks for it: with ``speculation`` or ``tiers``."""
+        """Learned where anything asks for it: ``speculation``, ``tiers`` or
+        ``refuse_late``."""
         options, tiers = config.speculation, config.tiers
         self.speculation = None if options is None else Speculation(options, self.cost)
         self._pace = Pace(tiers, self.cost, config.block_size) if tiers else None
         self._planner = Planner(
             config, self.live, max_num_batched_tokens, self.speculation, self._pace
         )
+        self._outlook = Outlook(self.cost, max_num_batched_tokens) if config.refuse_late else None
         self._now = 0.0
         self._left_waiting = False  # whether the last step had no room for all that waited
         self.reset_counts()
@@ -142,8 +145,9 @@ class Scheduler:
         adapter: Adapter | None = None,
     ) -> list[Event]:
         """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
-        could not hold it, Failed UNAVAILABLE if the queue is full. A resumed one was accepted
-        before, so the queue's limit is not asked; its sequences go on like preempted ones."""
+        could not hold it, Failed UNAVAILABLE if the queue is full or, with ``refuse_late``, its
+        first token would be late. A resumed one was accepted before, so neither is asked; its
+        sequences go on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
         tier = self.config.tier_of(message.params.tier)
         max_running = self.live.caps[tier]
@@ -169,6 +173,11 @@ class Scheduler:
             request.reserved_blocks = 0
             for sequence in request.sequences:
                 sequence.reserved_blocks = needs.sequence_blocks
+        if self._outlook is not None and not message.emitted:
+            try:
+                self._check_in_time(self._outlook, request, now)
+            except UnavailableError as refusal:
+                return [Failed(message.key, refusal.code, str(refusal))]
         self.live.add(request)
         return []
 
@@ -184,6 +193,8 @@ class Scheduler:
         self.live.end(sequence)
         logprob = sequence.cumulative_logprob
         events: list[Event] = [final_event(request.message, index, logprob, "stop")]
+        if self._outlook is not None:
+            self._outlook.note_end(sequence)
         if not request.live:
             events.append(self.live.finish(request, now))
         return events
@@ -248,7 +259,9 @@ class Scheduler:
         forks. ``seconds`` is how long the device took; 0 if that was not measured."""
         live, counts, caching = self.live, self._counts, self.config.prefix_caching
         step = live.complete(batch)
-        if self.speculation is not None or self._pace is not None:
+        if self._outlook is not None:
+            self._outlook.note_step(seconds)
+        if self.speculation or self._pace or self._outlook:
             self.cost.add(StepShape.of(batch), seconds)
         if self._pace is not None:
             self._pace.complete(step.gap, now)
@@ -267,6 +280,8 @@ class Scheduler:
                 events += self.fail(row.key, error)
                 continue
             events += apply_output(live, sequence, row, result, now, caching, counts)
+            if self._outlook is not None and sequence.state is State.ENDED:
+                self._outlook.note_end(sequence)
         counts.batch_sequences += len(batch.rows)
         return events
 
@@ -298,6 +313,13 @@ class Scheduler:
         if again:
             live.in_flight.append(StepInFlight(batch))
         return batch
+
+    def _check_in_time(self, outlook: Outlook, request: Request, now: float) -> None:
+        """Raise UnavailableError if its first token is expected too late."""
+        live, rank, tiers = self.live, request.sequences[0].rank, self.config.tiers
+        ahead = [one for queue in live.queues for one in queue.members() if one.rank < rank]
+        ttft_ms = tiers[request.tier].ttft_ms if tiers else None
+        outlook.check(request, ttft_ms, ahead, live.running, live.places(request.tier), now)
 
     def _check_queue(self, tier: int) -> None:
         """Raise UnavailableError if the queue is full, or what a tier may have of it. Requests that

@@ -1,0 +1,96 @@
+"""When a request's first token will come, as far as the engine has learned: for refusing at once
+what would be late (option ``refuse_late``).
+
+A request that must wait for a place waits for sequences to end: of those that run, one in so many
+steps as a sequence's mean output divided by their number. Then, or meanwhile, the prompts before it
+and its own are computed, as many tokens a step as the budget leaves. The longer of the two counts,
+in steps of the learned cost. What is not known is taken to cost nothing: blocks that are short,
+chunks that are held back for a tier's target. An engine without requests refuses none, so that it
+never lives by what it once learned.
+"""
+
+from collections.abc import Sequence as Many
+
+from jitney.core.cost import StepCost, StepShape
+from jitney.core.request import Request, Sequence
+from jitney.errors import UnavailableError
+
+_LEAST_STEPS = 32
+_LEAST_ENDS = 8
+_MEMORY = 64  # sequences that the means go back to
+
+
+class Outlook:
+    """Of one engine."""
+
+    def __init__(self, cost: StepCost, max_num_batched_tokens: int) -> None:
+        self._cost, self._budget = cost, max_num_batched_tokens
+        self._steps = self._ends = 0
+        self._output = 0.0  # mean, of a sequence that has ended
+        self._computed = 1.0  # mean share of a prompt that no cache had
+
+    def note_step(self, seconds: float) -> None:
+        """A step was measured, unless it took no time."""
+        self._steps += seconds > 0.0
+
+    def note_end(self, sequence: Sequence) -> None:
+        """A sequence has ended in a step."""
+        self._ends += 1
+        weight, request = 1 / min(self._ends, _MEMORY), sequence.request
+        share = request.computed_prompt_tokens / len(sequence.prompt)
+        self._output += weight * (len(sequence.output) - self._output)
+        self._computed += weight * (share - self._computed)
+
+    def wait(
+        self, request: Request, ahead: Many[Sequence], running: Many[Sequence], places: int
+    ) -> float:
+        """Seconds until its first token, at least. ``ahead``: what waits and ranks before it;
+        ``places``: for how many sequences there is room now."""
+        if self._steps < _LEAST_STEPS or not (ahead or running):
+            return 0.0
+        decoding = sum(not one.prefill_left for one in running)
+        tokens = sum(one.prefill_left for one in running)
+        waiting = [*ahead, *request.sequences[:1]]
+        tokens += int(self._computed * sum(one.num_tokens for one in waiting))
+        context = sum(one.num_tokens for one in running)
+        room = max(self._budget - decoding, self._budget // 8, 1)
+        filled = min(tokens, room) + decoding
+        shape = StepShape(1.0, float(tokens > 0), filled, decoding + 1, context)
+        seconds = max(tokens / room, 1.0) * self._cost.seconds(shape)
+        # Lower tiers make way, so their places count.
+        lower = sum(one.request.tier > request.tier for one in running)
+        short = len(waiting) - places - lower
+        if short > 0 and running and self._ends >= _LEAST_ENDS:
+            decode = StepShape(1.0, 0.0, decoding, decoding, context)
+            steps = short * self._output / len(running)
+            seconds = max(seconds, steps * self._cost.seconds(decode))
+        return max(seconds, 0.0)
+
+    def check(
+        self,
+        request: Request,
+        ttft_ms: float | None,
+        ahead: Many[Sequence],
+        running: Many[Sequence],
+        places: int,
+        now: float,
+    ) -> None:
+        """Raise UnavailableError if the first token would come after the deadline or ``ttft_ms``,
+        the target of the request's tier."""
+        message = request.message
+        limits = (
+            [] if ttft_ms is None else [(message.arrival + ttft_ms / 1e3, "its tier's ttft_ms")]
+        )
+        if message.deadline is not None:
+            limits.append((message.deadline, "its deadline"))
+        if not limits:
+            return
+        due, name = min(limits)
+        expected = now + self.wait(request, ahead, running, places)
+        if expected > due:
+            took, most = expected - message.arrival, due - message.arrival
+            raise UnavailableError(
+                f"the first token is expected {took:.3f} s after arrival, but {name} is "
+                f"{most:.3f} s: {len(ahead):,} requests wait before it and {len(running):,} "
+                "sequences run (refuse_late)"
+            )

@@ -1,0 +1,127 @@
+"""Option ``refuse_late``: what the scheduler expects of a first token, and whom it refuses for it.
+
+The clock is the steps' own: each takes what a linear cost says.
+"""
+
+from typing import Any
+
+import msgspec
+import pytest
+from jitney.core.cost import StepShape
+from jitney.messages import Batch, Emitted, Failed, Finished
+
+from tests.core.play import Play
+
+COST = StepShape(steps=0.01, chunked=0.002, tokens=1e-4, samples=1e-4)
+
+
+class Timed(Play):
+    """A step takes time."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"refuse_late": True, "num_blocks": 4096, "max_num_seqs": 8, **options})
+        self.first: dict[int, float] = {}
+
+    def _note_execute(self, batch: Batch) -> Any:
+        self.now += sum(a * b for a, b in zip(COST, StepShape.of(batch), strict=True))
+        return super()._note_execute(batch)
+
+    def _take(self, event: Any) -> None:
+        super()._take(event)
+        self.first.setdefault(event.key, self.now)
+
+    def learn(self) -> None:
+        """Some 20 sequences of 20 tokens each."""
+        for key in range(20):
+            self.submit([key] * 30, max_tokens=20)
+        self.drain()
+
+    def crowd(self, count: int, **params: Any) -> list[int]:
+        keys = [self.submit([key] * 30, max_tokens=20, **params) for key in range(count)]
+        self.step()
+        return keys
+
+    def refusal(self, key: int) -> str:
+        end = self.ends.get(key)
+        return f"{end.code}: {end.message}" if isinstance(end, Failed) else ""
+
+
+def measured(waiting: int) -> float:
+    """Seconds to the first token of one that comes behind so many, without a deadline."""
+    play = Timed()
+    play.learn()
+    play.crowd(waiting)
+    before = play.now
+    key = play.submit([1, 2, 3])
+    play.drain()
+    return play.first[key] - before
+
+
+@pytest.mark.parametrize("waiting", [4, 24, 60])
+def test_what_cannot_be_in_time_is_refused_with_the_estimate(waiting: int) -> None:
+    took = measured(waiting)
+    play = Timed()
+    play.learn()
+    play.crowd(waiting)
+    late = play.submit([1, 2, 3], deadline=play.now + 0.5 * took)
+    soon = play.submit([1, 2, 3], deadline=play.now + 2.0 * took)
+    play.step()
+    said = play.refusal(late)
+    assert said.startswith("UNAVAILABLE: the first token is expected ")
+    assert f"s after arrival, but its deadline is {0.5 * took:.3f} s: " in said
+    assert f"{max(waiting - 8, 0):,} requests wait before it" in said
+    assert "(refuse_late)" in said
+    play.drain()
+    assert isinstance(play.ends[soon], Finished)
+    assert play.first[soon] < play.submits[soon].deadline  # type: ignore[operator]
+
+
+def test_a_tier_has_its_target_and_others_behind_it_do_not_count() -> None:
+    tiers = [{"name": "fast", "ttft_ms": 100}, {"name": "bulk"}]
+    play = Timed(tiers=tiers)
+    play.learn()
+    play.crowd(40)
+    fast = play.submit([1, 2, 3], tier="fast")
+    bulk = play.submit([1, 2, 3])
+    play.step()
+    assert play.refusal(fast) == play.refusal(bulk) == ""
+    crowd = [play.submit([key] * 30, tier="fast", max_tokens=20) for key in range(40)]
+    play.step()
+    assert "UNAVAILABLE" not in play.refusal(crowd[0])
+    said = play.refusal(crowd[-1])
+    assert "but its tier's ttft_ms is 0.100 s" in said
+    play.drain()
+
+
+def test_who_knows_nothing_refuses_nobody() -> None:
+    play = Timed()
+    keys = play.crowd(60, deadline_ms=None)
+    keys += [play.submit([1, 2, 3], deadline=play.now + 1e-6) for _ in range(9)]
+    assert not any(map(play.refusal, keys))
+
+
+def test_an_idle_engine_refuses_nobody() -> None:
+    """Else one that has learned too long a step would never learn another."""
+    play = Timed()
+    play.learn()
+    key = play.submit([1] * 500, deadline=play.now + 1e-3)
+    play.step()
+    assert "UNAVAILABLE" not in play.refusal(key)
+
+
+def test_without_the_option_all_are_queued() -> None:
+    play = Timed(refuse_late=False)
+    play.learn()
+    play.crowd(60)
+    key = play.submit([1, 2, 3], deadline=play.now + 1e-3)
+    play.step(2)
+    assert play.refusal(key).startswith("DEADLINE_EXCEEDED")
+
+
+def test_one_that_is_resumed_is_not_asked() -> None:
+    play = Timed()
+    play.learn()
+    play.crowd(60)
+    changes = {"key": 999, "deadline": play.now + 1e-6, "first_token": play.now}
+    resumed = msgspec.structs.replace(play.submits[0], emitted=[Emitted([1, 2])], **changes)
+    assert play.scheduler.submit(resumed, play.now) == []
