@@ -33,6 +33,15 @@ them as on any other histogram; only their declared type is `counter`.
 
 """
 
+TIERS = """
+## By tier
+
+With the option [`tiers`](tiers.md) the histograms of requests (all but those of steps) and
+`jitney_requests_total` have the label `tier`, so sum over it for a model. A request that was
+refused before its tier was known counts without it. These come in addition:
+
+"""
+
 ORCA = """
 Triton makes the load headers of ORCA (`endpoint-load-metrics`), by which gateways choose a server,
 from the family of this name, whichever backend sends it. The server in the `nvidia-pytriton` wheel
@@ -104,6 +113,7 @@ def make_page(metrics: Any, of_jobs: Any, of_gateway: str) -> str:
             "\n## Counters\n\n",
             _table("metric", counters),
             "\n## Histograms\n" + HISTOGRAMS + _table("metric", buckets),
+            TIERS + _table("metric", {**metrics.TIER_GAUGES, **metrics.TIER_COUNTERS}),
             f"\n## Load headers: `{metrics.ORCA}`\n" + ORCA,
             _table("`kv_cache_block_type`", KINDS),
             JOBS + _table("metric", jobs),

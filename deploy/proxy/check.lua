@@ -73,3 +73,19 @@ end
 if not is_flat then
     return refuse(400, "the JSON is nested more than " .. MAX_DEPTH .. " deep")
 end
+
+-- What the key may ask for. Over HTTP the server hands no header on to the model, so it becomes a
+-- parameter of the request; the model refuses one that has it twice.
+local limits = ngx.var.key_limits
+if limits ~= "" and (path:find("/generate$") or path:find("/generate_stream$")) then
+    local body = ngx.req.get_body_data() or ""
+    if name then
+        local file = assert(io.open(name, "rb"))
+        body = file:read("*a")
+        file:close()
+    end
+    local _, brace = body:find("^%s*{")
+    if not brace then return refuse(400, "the request must be a JSON object") end
+    local comma = body:find("^%s*}", brace + 1) and "" or ","
+    ngx.req.set_body_data('{"jitney-limits":"' .. limits .. '"' .. comma .. body:sub(brace + 1))
+end

@@ -37,6 +37,7 @@ NOT_FIRED = {
     "JobLate": _NO_JOB,
     "JobRowsBad": _NO_JOB,
     "JobStuck": _NO_JOB,
+    "TierWaiting": "no model here has tiers",
     "GpuMemoryFull": "the server has no such metric where there is no GPU",
     "RequestsFailing": "counts failures that are the server's own, which no client can bring about",
 }

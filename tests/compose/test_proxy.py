@@ -324,17 +324,27 @@ def test_a_server_gets_the_limits_of_the_key_and_none_of_the_clients(server: Ser
         (proxy.secrets / "api_keys").write_text(text, encoding="utf-8")
         assert proxy.reload().returncode == 0
 
-        def ask(key: str) -> int:
+        def ask(key: str, body: bytes, path: str = "/v2/models/x/generate") -> int:
             sent = (("authorization", f"Bearer {key}"), ("jitney-limits", "min_priority=-9"))
             assert call(proxy, "ModelInfer", *sent, key=False) == grpc.StatusCode.OK
-            return send(proxy, "/v2/models/x/generate", b"{}", *sent, key=False)[0]
+            return send(proxy, path, body, *sent, key=False)[0]
 
         known = ("Authorization", f"Bearer {free}")
         wait_for(lambda: send(proxy, "/v2", b"", known, key=False)[0] == 200, "the new keys", 60)
-        for key, limits in ((bound, "tiers=slow,bulk min_priority=0"), (free, None)):
-            assert ask(key) == 200
-            for headers in (server.seen[-1][2], server.called[-1][1]):
-                assert headers.get("jitney-limits") == limits
+        limits = "tiers=slow,bulk min_priority=0"
+        large = {"text_input": "x" * 1_000_000}
+        for given in ({}, {"text_input": "a"}, large):
+            for path in ("generate", "%67enerate_stream"):
+                given |= {"max_tokens": 1} if path != "generate" else {}
+                data = b"\n " + json.dumps(given).encode()
+                assert ask(bound, data, f"/v2/models/x/{path}") == 200
+                assert json.loads(server.seen[-1][3]) == {"jitney-limits": limits, **given}
+                assert "jitney-limits" not in server.seen[-1][2]
+                assert server.called[-1][1]["jitney-limits"] == limits
+        assert ask(bound, b"[]") == ask(bound, b"") == 400
+        assert ask(free, b"[]") == 200
+        assert server.seen[-1][3] == b"[]"
+        assert "jitney-limits" not in server.seen[-1][2] | server.called[-1][1]
 
 
 def test_a_bad_certificate_is_named_and_the_old_one_stays(server: Server) -> None:

@@ -1,14 +1,18 @@
 """Sums and flushes of the metrics, against a stand-in for the server's own."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jitney.config import TierConfig
 from jitney.engine.engine import Health
-from jitney.errors import InvalidArgumentError
+from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney.frontend import metrics as module
 from jitney.gateway.figures import Figures
-from jitney.messages import ModelInfo, StepStats, Timing
+from jitney.messages import ModelInfo, StepStats, TierStats, Timing
+
+from tests.frontend.house import House, ended, sampling, wait_until
 
 LABELS = {"model": "m", "version": "1", "model_instance": "m_0_0"}
 INFO = ModelInfo(
@@ -126,3 +130,51 @@ def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
     assert value(pb, module.REQUESTS, outcome="stop") == 0
     assert value(pb, "jitney_queue_seconds_count") == 1
     assert value(pb, "jitney_request_seconds_sum") == 2.0
+
+
+def test_requests_count_by_tier_where_there_are_any(pb: Any) -> None:
+    metrics = module.Metrics(LABELS, INFO, ["fast", "bulk"])
+    for tier, seconds in (("fast", 0.01), ("bulk", 3.0), ("bulk", 4.0)):
+        metrics.observe("jitney_time_to_first_token_seconds", seconds, tier=tier)
+        metrics.finished(Timing(queue_s=seconds, first_token_s=None, total_s=9.0), "stop", tier)
+    metrics.failed(InvalidArgumentError("no"))
+    metrics.failed(UnavailableError("no"), "fast")
+    tiers = [TierStats(running=1), TierStats(waiting=5, held_back=2, overdue=1, oldest_s=7.5)]
+    metrics.step(StepStats(blocks_total=8, tiers=tiers))
+    metrics.step(StepStats(blocks_total=8, tiers=tiers))
+    metrics.note(Health(), 0, 0, 0)
+    metrics.close()
+    first = "jitney_time_to_first_token_seconds"
+    assert [value(pb, f"{first}_count", tier=tier) for tier in ("fast", "bulk")] == [1, 2]
+    assert value(pb, f"{first}_bucket", tier="bulk", le="2") == 0
+    assert value(pb, f"{first}_bucket", tier="bulk", le="5") == 2
+    assert value(pb, "jitney_queue_seconds_sum", tier="bulk") == 7.0
+    assert value(pb, "jitney_step_seconds_count") == 0
+    assert value(pb, module.REQUESTS, tier="bulk", outcome="stop") == 2
+    assert value(pb, module.REQUESTS, tier="fast", outcome="unavailable") == 1
+    assert value(pb, module.REQUESTS, outcome="refused") == 1
+    assert value(pb, "jitney_tier_running_sequences", tier="fast") == 1
+    assert value(pb, "jitney_tier_waiting_sequences", tier="bulk") == 5
+    assert value(pb, "jitney_tier_oldest_wait_seconds", tier="bulk") == 7.5
+    assert value(pb, "jitney_tier_held_back_total", tier="bulk") == 4
+    assert value(pb, "jitney_tier_overdue_requests_total", tier="bulk") == 2
+    families = {name for name, labels in pb.MetricFamily.values if "tier" in dict(labels)}
+    assert {*module.TIER_GAUGES, *module.TIER_COUNTERS} <= families
+    assert not any(name.startswith(module.OF_STEPS) for name in families)
+
+
+def test_a_request_counts_in_its_tier(pb: Any, make_house: Callable[..., House]) -> None:
+    house = make_house(tiers=(TierConfig(name="fast"), TierConfig(name="bulk")))
+    requests = [
+        pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=3, **more))
+        for more in ({"tier": "fast"}, {}, {}, {"tier": "fast", "cache_salt": ""}, {"tier": "x"})
+    ]
+    for request in requests:
+        house.service.accept(request)
+    wait_until(lambda: ended(*requests))
+    house.service.close()
+    first, gap = "jitney_time_to_first_token_seconds_count", "jitney_inter_token_seconds_count"
+    assert [value(pb, first, tier=tier) for tier in ("fast", "bulk")] == [1, 2]
+    assert [value(pb, gap, tier=tier) for tier in ("fast", "bulk")] == [2, 4]
+    assert value(pb, module.REQUESTS, tier="bulk", outcome="length") == 2
+    assert value(pb, module.REQUESTS, outcome="refused") == 2

@@ -88,7 +88,12 @@ def test_the_dashboard_can_be_narrowed_to_one_model(loaded: Deployment) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, of in alerts().items() if not needs_gpu(of) and "jitney_job_" not in of]
+    "name",
+    [
+        name
+        for name, of in alerts().items()
+        if not (needs_gpu(of) or "jitney_job_" in of or "_tier_" in of)
+    ],
 )
 def test_the_value_that_an_alert_watches_has_data(loaded: Deployment, name: str) -> None:
     """A condition that names what is not there would never hold either. Of `(a and b > 0)` each

@@ -113,6 +113,8 @@ class Arrival:
     """The client's, for logs and spans."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """The headers of the trace that it belongs to."""
+    tier: str = ""
+    """Empty without tiers."""
 
 
 def sweep(watched: "queue.SimpleQueue[tuple[int, Channel]]") -> Iterator[int]:

@@ -66,6 +66,17 @@ COUNTERS = {
     "jitney_thread_errors_total": "Exceptions in threads of the front; the server's log has them",
     "jitney_send_failures_total": "Responses that failed although their client was there",
 }
+TIER_GAUGES = {
+    "jitney_tier_waiting_sequences": "Sequences that wait",
+    "jitney_tier_running_sequences": "Sequences that run",
+    "jitney_tier_oldest_wait_seconds": "Since the arrival of the request that is admitted next",
+}
+TIER_COUNTERS = {
+    "jitney_tier_held_back_total": "Times that a running sequence had no row, or less of a prompt "
+    "than the token budget allowed, for the target of another",
+    "jitney_tier_overdue_requests_total": "Requests that waited so long that they went before new "
+    "ones of the first tier",
+}
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "jitney_step_seconds": ("Duration of a step", _SECONDS),
     "jitney_batch_sequences": ("Sequences in a step", _SEQUENCES),
@@ -74,6 +85,8 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "jitney_inter_token_seconds": ("Between two tokens of a sequence", _SECONDS),
     "jitney_request_seconds": ("From arrival until the end of a finished request", _SECONDS),
 }
+OF_STEPS = ("jitney_step_seconds", "jitney_batch_sequences")
+"""These histograms have no label ``tier``."""
 REQUESTS = "jitney_requests_total"
 OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
 """How a request ended: finished for that reason (of its last sequence), refused at once, …"""
@@ -91,15 +104,24 @@ _EDGES = {
     name: [*(f"{bound:g}" for bound in bounds), "+Inf"] for name, (_, bounds) in HISTOGRAMS.items()
 }
 _Key = tuple[str, ...]
-"""A server metric: the name of its family and, if it has a label of its own, that label's value."""
+"""A server metric: the name of its family and, if it has them, the values of a label of its own and
+of the label ``tier``."""
+
+
+def _key(*parts: str) -> _Key:
+    return tuple(filter(None, parts))
 
 
 class Metrics:
     """Adds up and flushes. All methods may be called from any thread."""
 
-    def __init__(self, labels: Mapping[str, str], info: ModelInfo) -> None:
-        """``labels`` go on every metric. A server without metrics is fine: nothing is sent then."""
+    def __init__(
+        self, labels: Mapping[str, str], info: ModelInfo, tiers: Sequence[str] = ()
+    ) -> None:
+        """``labels`` go on every metric, the names of ``tiers`` on those of requests, which without
+        any have no such label. A server without metrics is fine: nothing is sent then."""
         self._lock = threading.Lock()
+        self._tiers = tuple(tiers)
         self._labels = dict(labels)
         self._block_size = info.block_size
         self.stats = StepStats(blocks_total=info.num_blocks)
@@ -114,22 +136,22 @@ class Metrics:
             _LOG.info("the server takes no metrics: %s", error)
             self._metrics.clear()
 
-    def count(self, name: str, amount: float = 1) -> None:
-        """Add to one of ``COUNTERS``."""
+    def count(self, name: str, amount: float = 1, tier: str = "") -> None:
+        """Add to one of ``COUNTERS``, or of ``TIER_COUNTERS``."""
         with self._lock:
-            self._totals[name,] += amount
+            self._totals[_key(name, tier)] += amount
 
-    def failed(self, error: JitneyError) -> None:
-        """Count a request that ended with ``error``."""
+    def failed(self, error: JitneyError, tier: str = "") -> None:
+        """Count a request that ended with ``error``; without a tier if that was not known yet."""
         with self._lock:
-            self._totals[REQUESTS, _OUTCOMES.get(error.code, "failed")] += 1
+            self._totals[_key(REQUESTS, _OUTCOMES.get(error.code, "failed"), tier)] += 1
 
-    def observe(self, name: str, value: float, times: int = 1) -> None:
+    def observe(self, name: str, value: float, times: int = 1, tier: str = "") -> None:
         """Count ``value`` ``times`` times in one of ``HISTOGRAMS``."""
         edge = _EDGES[name][bisect.bisect_left(HISTOGRAMS[name][1], value)]
         with self._lock:
-            self._totals[f"{name}_bucket", edge] += times
-            self._totals[f"{name}_sum",] += value * times
+            self._totals[_key(f"{name}_bucket", edge, tier)] += times
+            self._totals[_key(f"{name}_sum", tier)] += value * times
 
     def note(self, health: Health, requests: int, encoding: int, reports: int) -> None:
         """What is so now: of the engine's processes, how many requests the engine has, how many are
@@ -155,6 +177,9 @@ class Metrics:
             (ORCA, "tokens_per"): self._block_size,
         }
         values |= {(RESTARTS, cause): count for cause, count in dict(health.restarts).items()}
+        for tier, each in zip(self._tiers, stats.tiers, strict=False):
+            gauges = (each.waiting, each.running, each.oldest_s)
+            values |= {(name, tier): x for name, x in zip(TIER_GAUGES, gauges, strict=True)}
         with self._lock:
             self._totals |= values
 
@@ -175,27 +200,30 @@ class Metrics:
         self.count("jitney_adapter_loads_total", stats.adapter_loads)
         self.count("jitney_adapter_hits_total", stats.adapter_hits)
         self.count("jitney_adapter_wait_seconds_total", stats.adapter_wait_seconds)
+        for tier, each in zip(self._tiers, stats.tiers, strict=False):  # none before a report
+            self.count("jitney_tier_held_back_total", each.held_back, tier)
+            self.count("jitney_tier_overdue_requests_total", each.overdue, tier)
         if stats.batch_sequences:  # a step of messages alone computes nothing
             self.observe("jitney_step_seconds", stats.step_seconds)
             self.observe("jitney_batch_sequences", stats.batch_sequences)
 
-    def finished(self, timing: Timing, reason: str) -> None:
+    def finished(self, timing: Timing, reason: str, tier: str = "") -> None:
         """Count a request that ran to its end."""
         with self._lock:
-            self._totals[REQUESTS, reason] += 1
-        self.observe("jitney_request_seconds", timing.total_s)
+            self._totals[_key(REQUESTS, reason, tier)] += 1
+        self.observe("jitney_request_seconds", timing.total_s, tier=tier)
         if timing.queue_s is not None:
-            self.observe("jitney_queue_seconds", timing.queue_s)
+            self.observe("jitney_queue_seconds", timing.queue_s, tier=tier)
 
     def flush(self) -> None:
         """Send what changed. Called by one thread; blocks for about 0.1 ms a change. Raises the
         server's error; what could not be sent is sent by the next call."""
         with self._lock:
             values = dict(self._totals)
-        for name in HISTOGRAMS:
-            buckets = [(f"{name}_bucket", edge) for edge in _EDGES[name]]
+        for name, tier in [(each, tier) for each in HISTOGRAMS for tier in self._tiers_of(each)]:
+            buckets = [_key(f"{name}_bucket", edge, tier) for edge in _EDGES[name]]
             values |= zip(buckets, accumulate(values.get(key, 0) for key in buckets), strict=True)
-            values[f"{name}_count",] = values[buckets[-1]]
+            values[_key(f"{name}_count", tier)] = values[buckets[-1]]
         for key, (metric, _, counts) in self._metrics.items():
             value, sent = values.get(key, 0), self._sent.get(key, 0)
             if value != sent:
@@ -216,24 +244,41 @@ class Metrics:
             self._add(name, text, counts=False)
         for name, text in COUNTERS.items():
             self._add(name, text)
-        self._add(REQUESTS, "Requests by how they ended", "outcome", OUTCOMES)
+        if self._tiers:
+            for name, text in TIER_GAUGES.items():
+                self._add(name, text, counts=False, tiers=self._tiers)
+            for name, text in TIER_COUNTERS.items():
+                self._add(name, text, tiers=self._tiers)
+        of_requests = ("", *self._tiers)
+        self._add(REQUESTS, "Requests by how they ended", "outcome", OUTCOMES, tiers=of_requests)
         self._add(RESTARTS, "Engines that died, by cause", "cause", CAUSES)
         for name, (text, _) in HISTOGRAMS.items():
-            self._add(f"{name}_bucket", f"{text}: observations up to le", "le", _EDGES[name])
-            self._add(f"{name}_sum", f"{text}: sum")
-            self._add(f"{name}_count", f"{text}: observations")
+            tiers = self._tiers_of(name)
+            said = f"{text}: observations up to le"
+            self._add(f"{name}_bucket", said, "le", _EDGES[name], tiers=tiers)
+            self._add(f"{name}_sum", f"{text}: sum", tiers=tiers)
+            self._add(f"{name}_count", f"{text}: observations", tiers=tiers)
         text = "KV blocks, in the form that the server's load headers are made of"
         kinds = ("used", "free", "max", "fraction", "tokens_per")
         self._add(ORCA, text, "kv_cache_block_type", kinds, counts=False)
 
+    def _tiers_of(self, histogram: str) -> Sequence[str]:
+        """Values of the label ``tier``; an empty one is no label."""
+        return self._tiers if self._tiers and histogram not in OF_STEPS else ("",)
+
     def _add(
-        self, name: str, text: str, label: str = "", values: Sequence[str] = (), counts: bool = True
+        self,
+        name: str,
+        text: str,
+        label: str = "",
+        values: Sequence[str] = ("",),
+        counts: bool = True,
+        tiers: Sequence[str] = ("",),
     ) -> None:
-        """A family of one metric, or of one for each of the ``values`` of ``label``."""
+        """A family: a metric for each of the ``values`` of ``label`` and each of ``tiers``."""
         kind = pb_utils.MetricFamily.COUNTER if counts else pb_utils.MetricFamily.GAUGE
         family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
-        if not label:
-            self._metrics[name,] = family.Metric(labels=self._labels), family, counts
-        for value in values:
-            metric = family.Metric(labels={**self._labels, label: value})
-            self._metrics[name, value] = metric, family, counts
+        for value, tier in ((value, tier) for value in values for tier in tiers):
+            own = {key: each for key, each in ((label, value), ("tier", tier)) if each}
+            metric = family.Metric(labels={**self._labels, **own})
+            self._metrics[_key(name, value, tier)] = metric, family, counts

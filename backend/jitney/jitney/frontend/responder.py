@@ -273,13 +273,14 @@ class Responder:
             self._queue[reply.key] = reply
 
     def _observe_latency(self, reply: Reply, tokens: Tokens, at: float) -> None:
+        tier = reply.arrival.tier
         if not reply.last_token_at:
             waited = at - reply.arrival.at
-            self._metrics.observe("jitney_time_to_first_token_seconds", waited)
+            self._metrics.observe("jitney_time_to_first_token_seconds", waited, tier=tier)
         last = reply.last_token_at.get(tokens.index)
         if last is not None and tokens.ids:
             each = (at - last) / len(tokens.ids)
-            self._metrics.observe("jitney_inter_token_seconds", each, len(tokens.ids))
+            self._metrics.observe("jitney_inter_token_seconds", each, len(tokens.ids), tier)
         reply.last_token_at[tokens.index] = at
 
     def _bound(self, reply: Reply) -> None:
@@ -330,7 +331,7 @@ class Responder:
             self._line_up(reply)
         elif timing is not None:
             self._forget(reply.key)
-            self._metrics.finished(timing, str(deltas[-1].finish_reason))
+            self._metrics.finished(timing, str(deltas[-1].finish_reason), reply.arrival.tier)
             if self._spans is not None:
                 reasons = [str(delta.finish_reason) for delta in deltas]
                 num_prompt = reply.writer.num_prompt_tokens
@@ -348,7 +349,7 @@ class Responder:
         """End a request that is open with ``error``; the engine is told to cancel it."""
         if arrival.key in self._replies or arrival.key in self._encoding:
             self._forget(arrival.key)
-            self._metrics.failed(error)
+            self._metrics.failed(error, arrival.tier)
             arrival.channel.fail(error)
             self._send_message(Cancel(arrival.key))
             if self._spans is not None:

@@ -77,7 +77,7 @@ class Service:
         self._grammars = GrammarChecker(config, setup(tokenizer.data, info, config))
         self._counting = threading.Lock()
         self._encoding = 0  # requests whose prompt is not encoded yet; changed under the lock
-        self._metrics = Metrics(labels, info)
+        self._metrics = Metrics(labels, info, [one.name for one in config.tiers])
         # On a CPU a response costs the engine's cores as much as a token or two.
         send_share = config.send_share or (0.2 if info.device == "cpu" else 1.0)
         self._tracing = tracing
@@ -138,8 +138,9 @@ class Service:
         if waiting >= self._config.max_queued + free:
             raise UnavailableError.of_queue(waiting, self._config.max_queued)
         deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
-        name, trace = request.request_id, request.trace
-        arrival = Arrival(next(self._keys), channel, now, deadline, name, trace)
+        name, trace, tiers = request.request_id, request.trace, self._config.tiers
+        tier = tiers[self._config.tier_of(params.tier)].name if tiers else ""
+        arrival = Arrival(next(self._keys), channel, now, deadline, name, trace, tier)
         self._responder.post(self._responder.add, arrival)
         self._watched.put((arrival.key, channel))
         with self._counting:

@@ -57,4 +57,6 @@ class RequestSpans:
         return span
 
     def _attributes(self, arrival: Arrival) -> dict[str, str]:
-        return {"gen_ai.request.model": self._model, "jitney.request_id": arrival.request_id}
+        tier = {"jitney.tier": arrival.tier} if arrival.tier else {}
+        id_ = arrival.request_id
+        return {"gen_ai.request.model": self._model, "jitney.request_id": id_, **tier}
