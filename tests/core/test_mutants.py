@@ -56,6 +56,26 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "forks run beyond max_num_seqs": (
         "live", "len(running) >= self.max_running", "len(running) >= 1 << 30",
     ),
+    "a prompt counts as one sequence": ("plan", "places -= size", "places -= 1"),
+    "forks are promised no place": ("plan", "min(size, live.max_running) > places", "not places"),
+    "forks that wait share blocks": ("admission", " if params.n <= max_running else 0", ""),
+    "decodes leave nothing to chunks": ("plan", "return min(most, sum", "return min(0, sum"),
+    "a wrong draft is accepted": (
+        "outcome", "drafts[accepted : accepted + 1] == [token]", "drafts[accepted : accepted + 1]",
+    ),
+    "a draft too many is accepted": (
+        "outcome", "return event, accepted", "return event, min(accepted + 1, len(drafts))",
+    ),
+    "a rejected draft is hashed": ("outcome", "- row.drafts + accepted\n", "\n"),
+    "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
+    "drafts take blocks that others need": ("plan", "kv.num_free <= spare or ", ""),
+    "a draft may end the sequence": ("drafts", "id not in stop_ids", "True"),
+    "drafts go beyond the end": ("drafts", "sequence.limit - sequence.num_tokens", "99"),
+    "drafts take the budget of others": ("plan", "- len(after), 0)", ", 0)"),
+    "the budget is ignored": ("plan", "min(end - start, most)", "end - start"),
+}  # fmt: skip
+# The same, noticed by the tests of tiers alone.
+TIER_FAULTS: dict[str, tuple[str, ...]] = {
     "forks run beyond their tier's cap": ("live", "cap < self.max_running and sum", "0 and sum"),
     "a tier's cap is ignored": ("plan", "live.places(tier) >= size", "live.places(tier) > -9"),
     "a full tier holds up the others": ("plan", "and self._finds_place(one)]", "]"),
@@ -78,23 +98,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
         "plan", "is not None and self._in_the_way(first)", "is 0",
     ),
     "no bulk request is overdue": ("live", "tier > 0 and late", "tier > 99 and late"),
-    "a prompt counts as one sequence": ("plan", "places -= size", "places -= 1"),
-    "forks are promised no place": ("plan", "min(size, live.max_running) > places", "not places"),
-    "forks that wait share blocks": ("admission", " if params.n <= max_running else 0", ""),
-    "decodes leave nothing to chunks": ("plan", "return min(most, sum", "return min(0, sum"),
-    "a wrong draft is accepted": (
-        "outcome", "drafts[accepted : accepted + 1] == [token]", "drafts[accepted : accepted + 1]",
-    ),
-    "a draft too many is accepted": (
-        "outcome", "return event, accepted", "return event, min(accepted + 1, len(drafts))",
-    ),
-    "a rejected draft is hashed": ("outcome", "- row.drafts + accepted\n", "\n"),
-    "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
-    "drafts take blocks that others need": ("plan", "kv.num_free <= spare or ", ""),
-    "a draft may end the sequence": ("drafts", "id not in stop_ids", "True"),
-    "drafts go beyond the end": ("drafts", "sequence.limit - sequence.num_tokens", "99"),
-    "drafts take the budget of others": ("plan", "- len(after), 0)", ", 0)"),
-    "the budget is ignored": ("plan", "min(end - start, most)", "end - start"),
 }  # fmt: skip
 # The copy comes before the installed package, which an editable installation finds by itself.
 PROGRAM = """
@@ -108,11 +111,12 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*FAULTS, *TIER_FAULTS])
 def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "backend/jitney/jitney", tmp_path / "jitney", ignore=ignored)
-    name, *changes = FAULTS[fault]
+    name, *changes = (FAULTS | TIER_FAULTS)[fault]
+    tests = "tests/core/test_tier_planning.py" if fault in TIER_FAULTS else "tests/core"
     path = tmp_path / "jitney" / "core" / f"{name}.py"
     text = path.read_text(encoding="utf-8")
     for old, new in zip(changes[::2], changes[1::2], strict=True):
@@ -122,7 +126,7 @@ def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     options = ["-x", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), *options, "tests/core"],
+        [sys.executable, "-c", PROGRAM, str(tmp_path), *options, tests],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},  # or tests/conftest.py imports torch
         capture_output=True,
