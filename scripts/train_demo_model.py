@@ -9,6 +9,11 @@ schedule, training loop, evaluation, checkpoint. It needs no network and no acce
 
     python scripts/train_demo_model.py --minutes 38
 
+With `--pair` it trains two models for speculative decoding instead, which are not kept: a target
+of 33 M parameters, and a draft of 2 M that learns from the target's distribution on the same text.
+
+    python scripts/train_demo_model.py --pair build/pair --steps 240 --batch-tokens 4096
+
 Learning rates follow warm-up, stable, decay (Hu et al. 2024, MiniCPM). Progress may be measured
 in wall-clock time, so that a shared machine still ends with a decayed model, or in steps
 (`--steps`), which makes a run repeatable.
@@ -38,6 +43,20 @@ CONTEXT = 1024
 VOCABULARY = 3072
 HELD_OUT_PER_MILLE = 30
 DEFAULT_OUTPUT = Path(__file__).parents[1] / "model_repository/pylm/1/checkpoint"
+
+# 4 query heads share 2 key-value heads of width 64: under 5 M parameters with the embedding.
+DEMO = {
+    "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+# 31.5 M parameters, and 1.6 M of the embedding: a decode step on a CPU is bound by reading them.
+TARGET = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+DRAFT = DEMO | {"num_hidden_layers": 2}
+PAIR_WINDOW = 512
+REPEATED = 128  # tokens; of a pair's windows every fourth repeats its first ones
 
 # Tests exercise the interpreter rather than show how to write Python; the rest is tables.
 EXCLUDED_FOLDERS = {
@@ -99,6 +118,7 @@ class Options:
     steps: int | None
     seed: int
     output: Path
+    pair: Path | None
     resume: Path | None
     batch_tokens: int
     adam_rate: float
@@ -174,15 +194,11 @@ def pack(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
     return torch.tensor(ids)
 
 
-def build_model(vocabulary: int, eos: int) -> LlamaForCausalLM:
-    """A Llama under 5 M parameters: 4 query heads share 2 key-value heads of width 64."""
+def build_model(vocabulary: int, eos: int, shape: dict[str, int]) -> LlamaForCausalLM:
+    """A Llama of this shape, with random weights."""
     config = LlamaConfig(
+        **shape,
         vocab_size=vocabulary,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
@@ -244,6 +260,28 @@ def mean_loss(model: LlamaForCausalLM, inputs: torch.Tensor, targets: torch.Tens
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+def pair_loss(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, inputs: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """The target's mean loss, plus the draft's cross entropy against the target's distribution,
+    from which no gradient reaches the target (Hinton et al. 2015, at temperature 1)."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = target(input_ids=inputs, use_cache=False).logits
+        drafted = draft(input_ids=inputs, use_cache=False).logits
+    logits, drafted = logits.float().flatten(0, 1), drafted.float().flatten(0, 1)
+    own = functional.cross_entropy(logits, targets.flatten())
+    return own + functional.cross_entropy(drafted, logits.detach().softmax(-1))
+
+
+def repeat_some(stream: torch.Tensor) -> torch.Tensor:
+    """Let every fourth window of the stream repeat its first tokens: so that models of a few
+    minutes learn to continue a text that repeats itself."""
+    whole = stream[: len(stream) // (4 * PAIR_WINDOW) * 4 * PAIR_WINDOW].clone()
+    chosen = whole.view(-1, 4, PAIR_WINDOW)[:, 0]
+    chosen.copy_(chosen[:, :REPEATED].repeat(1, PAIR_WINDOW // REPEATED))
+    return whole
+
+
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, stream: torch.Tensor, text_bytes: int) -> HeldOutLoss:
     """Score each held-out token once, in windows of the full context that do not overlap."""
@@ -291,16 +329,24 @@ def save_checkpoint(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path)
 
 
 def train(
-    model: LlamaForCausalLM, stream: torch.Tensor, tokenizer: Tokenizer, options: Options
+    models: dict[Path, LlamaForCausalLM],
+    stream: torch.Tensor,
+    tokenizer: Tokenizer,
+    options: Options,
 ) -> int:
-    """Run the schedule and return the number of tokens seen.
+    """Run the schedule and return the number of tokens seen. ``models``: by the folder to save in,
+    one, or a target and its draft.
 
-    Windows are 512 tokens in the first half, which is a third faster, and 1,024 in the second.
-    A checkpoint is written at half-way, so that an interrupted run leaves something usable.
+    Windows are 512 tokens in the first half, which is a third faster, and 1,024 in the second; a
+    pair's are always 512. A checkpoint is written at half-way, so that an interrupted run leaves
+    something usable.
     """
     generator = torch.Generator().manual_seed(options.seed)
-    optimizers = build_optimizers(model, options)
-    loss_of = torch.compile(mean_loss, dynamic=False) if options.compile else mean_loss
+    own = list(models.values())
+    optimizers = [each for model in own for each in build_optimizers(model, options)]
+    plain = pair_loss if options.pair else mean_loss
+    loss_of = torch.compile(plain, dynamic=False) if options.compile else plain
+    longest = PAIR_WINDOW if options.pair else CONTEXT
     length = CONTEXT // 2
     batches = windows(stream, length, options.batch_tokens // length, generator)
     start = time.monotonic()
@@ -311,14 +357,16 @@ def train(
         progress = step / options.steps if options.steps else elapsed / (60 * options.minutes)
         if progress >= 1:
             return tokens
-        if progress >= 0.5 and length < CONTEXT:
-            save_checkpoint(model, tokenizer, options.output)
-            length = CONTEXT
+        if progress >= 0.5 and length < longest:
+            for folder, model in models.items():
+                save_checkpoint(model, tokenizer, folder)
+            length = longest
             batches = windows(stream, length, options.batch_tokens // length, generator)
         inputs, targets = next(batches)
-        loss = loss_of(model, inputs, targets)
+        loss = loss_of(*own, inputs, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for model in own:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         factor = rate_factor(step, progress)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -343,6 +391,7 @@ def parse_options() -> Options:
     parser.add_argument("--steps", type=int, help="budget in steps, instead of minutes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="replaced if there")
+    parser.add_argument("--pair", type=Path, help="train a target and its draft, in this folder")
     parser.add_argument("--resume", type=Path, help="start from the weights in this folder")
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--adam-rate", type=float, default=3e-3)
@@ -368,24 +417,32 @@ def main() -> None:
     held_out_bytes = report("held out", corpus.held_out, held_out)
     report("training", corpus.training, stream)
 
-    if options.resume:
-        model = LlamaForCausalLM.from_pretrained(options.resume, dtype=torch.float32)
+    size, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
+    if options.pair:
+        shapes = {options.pair / "target": TARGET, options.pair / "draft": DRAFT}
+        models = {folder: build_model(size, eos, shape) for folder, shape in shapes.items()}
+        stream = repeat_some(stream)
+    elif options.resume:
+        resumed = LlamaForCausalLM.from_pretrained(options.resume, dtype=torch.float32)
+        models = {options.output: resumed}
     else:
-        model = build_model(tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS))
-    model.train()
-    print(f"parameters: {model.num_parameters():,}", flush=True)
+        models = {options.output: build_model(size, eos, DEMO)}
+    for model in models.values():
+        model.train()
+        of_embedding = model.get_input_embeddings().weight.numel()
+        print(f"parameters: {model.num_parameters():,}, {of_embedding:,} of the embedding")
     start = time.monotonic()
-    tokens = train(model, stream, tokenizer, options)
+    tokens = train(models, stream, tokenizer, options)
     minutes = (time.monotonic() - start) / 60
-    save_checkpoint(model, tokenizer, options.output)
-
-    saved = LlamaForCausalLM.from_pretrained(options.output)
     print(f"seen: {tokens:,} tokens ({tokens / len(stream):.2f} epochs) in {minutes:.1f} min")
-    print(f"held out: {evaluate(saved, held_out, held_out_bytes)}")
-    saved.eval()
-    loaded = AutoTokenizer.from_pretrained(options.output)
-    for number, prompt in enumerate(SAMPLE_PROMPTS):
-        print(f"\n--- sample {number}\n{complete(saved, loaded, prompt, options.seed)}")
+    for folder, model in models.items():
+        save_checkpoint(model, tokenizer, folder)
+        saved = LlamaForCausalLM.from_pretrained(folder)
+        print(f"{folder}: held out: {evaluate(saved, held_out, held_out_bytes)}")
+        saved.eval()
+        loaded = AutoTokenizer.from_pretrained(folder)
+        for number, prompt in enumerate(SAMPLE_PROMPTS):
+            print(f"\n--- sample {number}\n{complete(saved, loaded, prompt, options.seed)}")
 
 
 if __name__ == "__main__":
