@@ -11,7 +11,8 @@ model never repeat: what it shows is the cost.
 
 With --pair the models are a target and its draft, trained together by
 
-    python scripts/train_demo_model.py --pair FOLDER --steps 240 --batch-tokens 4096
+    python scripts/train_demo_model.py --pair FOLDER --steps 60 --batch-tokens 2048 \\
+        --muon-rate 1e-3 --adam-rate 1e-3
 
 "code" are prompts of 200 tokens of the standard library; "repeats" are prompts of 64 tokens of it,
 three times.

@@ -31,11 +31,13 @@ ReasoningFormat = Literal[
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Option ``speculation``: tokens that are drafted, and computed together with the one due."""
 
-    drafter: Literal["ngram", "draft_model"] = "ngram"
+    drafter: Literal["ngram", "draft_model", "eagle"] = "ngram"
     """``ngram``: what has followed the last tokens before, in prompt or output. ``draft_model``:
-    what a smaller model expects."""
+    what a smaller model expects. ``eagle``: what a head does that reads the model's hidden states;
+    on a CPU alone."""
     model: str | None = None
-    """The draft model, of the same vocabulary: a folder, a GGUF file or an id, as ``model``."""
+    """The draft model, of the same vocabulary: a folder, a GGUF file or an id, as ``model``; or the
+    head, a folder."""
     max_drafts: Annotated[int, Meta(ge=1, le=64)] = 8
     """Most drafts of a sequence in one step."""
     ngram_min: Annotated[int, Meta(ge=1, le=32)] = 2
@@ -310,8 +312,9 @@ def make_config(options: dict[str, object]) -> EngineConfig:
 def _make_speculation(given: dict[str, object]) -> SpeculationConfig:
     _check_names(given, SpeculationConfig, "speculation.")
     made = _convert(given, SpeculationConfig, "speculation.")
-    if (made.drafter == "draft_model") != (made.model is not None):
-        raise ConfigError("option speculation.model must be given with drafter 'draft_model' alone")
+    if (made.drafter != "ngram") != (made.model is not None):
+        bound = "given with drafter 'draft_model' or 'eagle', and with these alone"
+        raise ConfigError(f"option speculation.model must be {bound}")
     if made.ngram_max < made.ngram_min:
         bound = f"at least ngram_min, {made.ngram_min}"
         raise ConfigError.of("speculation.ngram_max", made.ngram_max, bound)

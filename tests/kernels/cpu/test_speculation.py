@@ -9,9 +9,12 @@ from jitney.config import EngineConfig, make_config
 from jitney.engine.assemble import grammar_compiler, load_runner
 from jitney.engine.engine import Engine
 from jitney.errors import ConfigError
+from jitney.execution.draft import newest
 from jitney.messages import Emitted, Finished, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 from jitney.text.tokenizer import read_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.fake_runner import Prophet
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint
@@ -157,6 +160,72 @@ def test_a_draft_model(tmp_path, name: str) -> None:
     some = Run(speculates, runner, compiled.__getitem__, plain, eager=True)
     assert (some.accepted > 0.9 * some.drafted) == (name == "llama")
     runner.close()
+
+
+def make_head(folder, target) -> str:
+    """A head of random weights for the checkpoint in ``target``."""
+    path = make_checkpoint(folder, "llama", tokenizer=True, num_hidden_layers=1)
+    size = AutoConfig.from_pretrained(target).hidden_size
+    drawn = torch.Generator().manual_seed(1)
+    weight = torch.randn(size, size, generator=drawn) / size**0.5
+    save_file({"hidden.weight": weight}, path / "hidden.safetensors")
+    return str(path)
+
+
+@pytest.mark.parametrize("more", [{}, {"fuse": False, "batch_invariant": False}], ids=str)
+def test_a_head(tmp_path, more: dict[str, object]) -> None:
+    """The same bits; and what it proposes is what transformers makes of the same two modules."""
+    target = make_checkpoint(tmp_path / "m", "llama", tokenizer=True)
+    head = make_head(tmp_path / "head", target)
+    speculation = {"drafter": "eagle", "model": head, "max_drafts": 3}
+    options = {"dtype": "float32", "speculation": speculation, **more}
+    speculates, runner, compiler = load(tmp_path / "m", **options)
+    config = msgspec.structs.replace(speculates, speculation=None)
+    asked, compiled = submits(), compiled_by(compiler)
+    off = Run(config, runner, compiled.__getitem__, asked)
+    follow, proposals = runner._draft.follow, []
+
+    def watch(rows, ids, meta, outputs) -> None:
+        follow(rows, ids, meta, outputs)
+        for row, output in zip(rows, outputs(), strict=True):
+            if output.proposal:
+                first = newest(row, output)
+                known = first.prompt + first.output
+                proposals.append((first.params, known, output.proposal))
+
+    runner._draft.follow = watch
+    on = Run(speculates, runner, compiled.__getitem__, asked, eager=True)
+    assert on.drafted > 300
+    if not more:
+        assert on.bits == off.bits
+    kinds = [(each[0].temperature, each[0].presence_penalty) for each in proposals]
+    plain = [each for each, kind in zip(proposals, kinds, strict=True) if kind == (0.0, 0.0)]
+    weight = load_file(tmp_path / "head" / "hidden.safetensors")["hidden.weight"]
+    models = [AutoModelForCausalLM.from_pretrained(each) for each in (target, head)]
+    assert len(plain) > 20
+    for _, known, made in plain[:: len(plain) // 20]:
+        assert made == proposed(*models, weight, known, len(made))
+    runner.close()
+
+
+@torch.inference_mode()
+def proposed(target, head, weight, known: list[int], most: int) -> list[int]:
+    """What a head proposes behind these tokens."""
+    states = target.model(torch.tensor([known[:-1]])).last_hidden_state
+    made: list[int] = []
+    while len(made) < most:
+        ids = torch.tensor([(known + made)[1:]])
+        x = head.model.embed_tokens(ids) + states @ weight.T
+        own = head.model(inputs_embeds=x).last_hidden_state
+        made.append(int(head.lm_head(own[0, -1]).argmax()))
+        states = torch.cat([states, own[:, -1:]], 1)
+    return made
+
+
+def test_a_draft_model_is_no_head(tmp_path) -> None:
+    draft = make_checkpoint(tmp_path / "draft", "llama", tokenizer=True)
+    with pytest.raises(ConfigError, match=r"a folder with hidden.weight \[\d+, \d+\]"):
+        load(tmp_path / "m", speculation={"drafter": "eagle", "model": str(draft)})
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path) -> None:

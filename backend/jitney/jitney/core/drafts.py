@@ -66,7 +66,7 @@ class NgramDrafter:
 
 
 class ModelDrafter:
-    """Proposes what the runner's draft model did, in the step that made the last token."""
+    """Proposes what the runner's draft model or head did, in the step that made the last token."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Nothing unless the row asked for it."""
@@ -77,7 +77,7 @@ class Speculation:
     """Chooses the drafts of each step. Part of the planner."""
 
     def __init__(self, config: SpeculationConfig, cost: StepCost) -> None:
-        self.asks = config.drafter == "draft_model"
+        self.asks = config.drafter != "ngram"
         """Whether the runner proposes, where a row asks for it."""
         ngrams = NgramDrafter(config.ngram_min, config.ngram_max)
         self.drafter: Drafter = ModelDrafter() if self.asks else ngrams

@@ -14,7 +14,7 @@ from torch import Tensor
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
-from jitney.execution.draft import DraftModel
+from jitney.execution.draft import Follower
 from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
 from jitney.execution.low_rank import Factors, LowRank, Site
 from jitney.execution.memory import StepMemory
@@ -32,8 +32,8 @@ class DeviceRunner(Protocol):
     def execute(self, batch: Batch) -> StepOutput:
         """Compute one step."""
 
-    def use_draft_model(self, draft: DraftModel) -> None:
-        """Have a draft model propose what rows ask for."""
+    def use_draft_model(self, draft: Follower) -> None:
+        """Have a draft model or a head propose what rows ask for."""
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
         """Run these first steps, and prepare whatever else requests may ask for."""

@@ -6,17 +6,37 @@ too.
 Part of the runner.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
-from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
+from jitney.execution.interface import HiddenStates, LayerCache, LoadedModel, PagedStep
 from jitney.execution.machine import to_device
 from jitney.execution.sampler import sample
 from jitney.messages import Row, RowOutput
+
+
+class Follower(Protocol):
+    """What computes each step that the model has computed, and proposes tokens."""
+
+    caches: list[LayerCache]
+    reads: HiddenStates | None
+    """Where the model is to keep its hidden states."""
+
+    def follow(
+        self,
+        rows: list[Row],
+        ids: Tensor,
+        meta: AttentionMetadata,
+        outputs: Callable[[], list[RowOutput]],
+    ) -> None:
+        """Compute K and V of a step, ids [T], and set the proposals of the rows that ask for one.
+        ``outputs`` waits for the step."""
 
 
 class DraftModel:
@@ -24,20 +44,24 @@ class DraftModel:
 
     def __init__(self, model: LoadedModel, caches: list[LayerCache], block_size: int) -> None:
         self.caches = caches
+        self.reads: HiddenStates | None = None
         self._model = model
         self._block_size = block_size
         self._tables = BlockTables()
 
-    def write(self, ids: Tensor, meta: AttentionMetadata) -> None:
-        """Compute K and V of a step, ids [T]."""
+    def follow(
+        self,
+        rows: list[Row],
+        ids: Tensor,
+        meta: AttentionMetadata,
+        outputs: Callable[[], list[RowOutput]],
+    ) -> None:
+        """See :class:`Follower`."""
         self._forward(ids, replace(meta, plans={}, adapted=[]), to_device([0], ids.device))
-
-    def propose(self, rows: list[Row], outputs: list[RowOutput]) -> None:
-        """Set the proposals of the rows that ask for one, once :meth:`write` has computed them."""
-        pairs = zip(rows, outputs, strict=True)
-        asked = [
-            (_newest(row, each), each) for row, each in pairs if row.propose and each.token_ids
-        ]
+        if not any(row.propose for row in rows):  # else the host must know the samples
+            return
+        pairs = zip(rows, outputs(), strict=True)
+        asked = [(newest(row, each), each) for row, each in pairs if row.propose and each.token_ids]
         while asked:
             some = [row for row, _ in asked]
             meta = build_metadata(some, self._block_size, self._model.device, self._tables)
@@ -50,7 +74,7 @@ class DraftModel:
                 if each.error is None:
                     output.proposal.append(each.token_id)
                     if len(output.proposal) < row.propose:
-                        further.append((_behind(row, each.token_id), output))
+                        further.append((behind(row, each.token_id), output))
             asked = further
 
     def _forward(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
@@ -58,7 +82,7 @@ class DraftModel:
         return self._model.forward(ids, meta.positions, indices, PagedStep(self.caches, meta))
 
 
-def _newest(row: Row, output: RowOutput) -> Row:
+def newest(row: Row, output: RowOutput) -> Row:
     """The row of the sample behind the drafts that equal their samples. Nothing but the choice
     counts: neither its grammar nor its logprobs; and adapters are the model's alone."""
     known, accepted = len(row.token_ids) - row.drafts, 0
@@ -75,8 +99,8 @@ def _newest(row: Row, output: RowOutput) -> Row:
         output=row.output + drafts[:accepted],
     )
     before.token_ids = row.token_ids[: known + accepted]
-    return _behind(before, output.token_ids[accepted])
+    return behind(before, output.token_ids[accepted])
 
 
-def _behind(row: Row, token: int) -> Row:
+def behind(row: Row, token: int) -> Row:
     return replace(row, token_ids=[token], start=row.end, output=[*row.output, token])

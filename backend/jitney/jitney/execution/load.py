@@ -22,8 +22,9 @@ from jitney.errors import CheckpointError, ConfigError, LoadError
 from jitney.execution import interface, machine, memory, probe, support
 from jitney.execution.accelerator import Accelerator, DeviceRunner, select_attention
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_model
-from jitney.execution.draft import DraftModel
-from jitney.execution.interface import AttentionFunction, LayerSpec, LoadedModel
+from jitney.execution.draft import DraftModel, Follower
+from jitney.execution.eagle import EagleHead, read_weight
+from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec, LoadedModel
 from jitney.execution.low_rank import find_sites
 from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat, coarse_layers
 from jitney.execution.runner import TorchRunner
@@ -97,7 +98,7 @@ def load_runner(
         else accelerator.runner(model, caches[:own], info)
     )
     if draft is not None:
-        runner.use_draft_model(DraftModel(draft, caches[own:], config.block_size))
+        runner.use_draft_model(_follower(config, model, draft, caches[own:]))
     runner.warm_up(_first_steps(info))
     _log_loaded(model, info, ledger, begin)
     return runner
@@ -120,6 +121,20 @@ def _load_draft(
         size = f"a model of {model.vocab_size:,} tokens, not {draft.vocab_size:,}"
         raise ConfigError.of("speculation.model", config.speculation.model, size)
     return draft if accelerator is None else _speed_up(own, draft, accelerator, rows)
+
+
+def _follower(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel, caches: list[LayerCache]
+) -> Follower:
+    """What proposes. Raises ConfigError if it is a head, but not of this model or not for a CPU."""
+    assert config.speculation is not None
+    assert config.speculation.model is not None
+    if config.speculation.drafter == "draft_model":
+        return DraftModel(draft, caches, config.block_size)
+    if model.device.type != "cpu":
+        raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
+    weight = read_weight(config.speculation.model, model)
+    return EagleHead(draft, weight, caches, config.block_size)
 
 
 def _of_draft(

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from jitney.errors import DeviceLostError, JitneyError
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
-from jitney.execution.draft import DraftModel
-from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
+from jitney.execution.draft import Follower
+from jitney.execution.interface import HiddenStates, LayerCache, LoadedModel, PagedStep
 from jitney.execution.logits_processors import needs_processing
 from jitney.execution.low_rank import Factors, LowRank, Site
 from jitney.execution.machine import enter_device, synchronize, to_device
@@ -45,6 +45,11 @@ class PendingStep:
     recover: Callable[[], None]
     output: StepOutput | None = None
     """Set if it is known."""
+
+    def outputs(self) -> list[RowOutput]:
+        """What :meth:`wait` gives, kept for it."""
+        self.output = self.wait()
+        return self.output.rows
 
     def wait(self) -> StepOutput:
         """The step's output, once the device has it. Raises whatever the device raises."""
@@ -93,11 +98,12 @@ class TorchRunner:
         self._forward = forward or self.forward
         self._most_logits = max(1, _LOGITS_FLOATS // info.vocab_size)
         self._sampled: Tensor | None = None  # tokens of the step launched last
-        self._draft: DraftModel | None = None
+        self._draft: Follower | None = None
+        self._hidden: HiddenStates | None = None
 
-    def use_draft_model(self, draft: DraftModel) -> None:
+    def use_draft_model(self, draft: Follower) -> None:
         """Have it compute whatever is computed from now on, and propose what rows ask for."""
-        self._draft = draft
+        self._draft, self._hidden = draft, draft.reads
         self._caches = self._caches + draft.caches
 
     def execute(self, batch: Batch) -> StepOutput:
@@ -133,7 +139,8 @@ class TorchRunner:
     def forward(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
         """A :data:`Forward`: the model's own."""
         caches = self._caches[: len(self._model.layers)]
-        return self._model.forward(ids, meta.positions, indices, PagedStep(caches, meta))
+        step = PagedStep(caches, meta, self._hidden)
+        return self._model.forward(ids, meta.positions, indices, step)
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
         """Compute first steps, so that kernels are compiled and memory is touched."""
@@ -179,10 +186,7 @@ class TorchRunner:
             self._sampled = torch.cat([each.token_ids for each in samples]) if samples else None
         step = PendingStep(rows, samples, prompt, self.recover)
         if self._draft is not None:
-            self._draft.write(ids, meta)
-            if any(row.propose for row in rows):  # for which the host must know the samples
-                step.output = step.wait()
-                self._draft.propose(rows, step.output.rows)
+            self._draft.follow(rows, ids, meta, step.outputs)
         return step
 
     def _take_carried(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> None:

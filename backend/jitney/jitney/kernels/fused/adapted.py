@@ -71,6 +71,8 @@ class AdaptedForward:
         angles = model.angles(positions)
         for layer, kind, places in zip(model.layers, model.kinds, self._places, strict=True):
             residual = _run(layer, residual, angles[kind], paged, places)
+        if paged.hidden is not None:
+            paged.hidden.kept = model.norm(residual)
         return model.cap(model.head(model.norm(residual[rows])))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jitney.execution.interface import AttentionCall, PagedFunction
+from jitney.execution.interface import AttentionCall, PagedFunction, PagedStep
 from jitney.execution.low_rank import Factors
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -366,13 +366,19 @@ class FusedForward:
         """``ids`` and ``positions`` are [T], ``rows`` indices of T. Returns their logits."""
         logits = None if self.program is None else self.program(ids, rows, paged)
         if logits is None:
+            hidden = paged.hidden if isinstance(paged, PagedStep) else None
             angles = self.angles(positions)
             residual: Tensor = self.embed(ids)
+            if hidden is not None and hidden.added is not None:
+                residual = residual + hidden.added
             x = residual if self._first_norm is None else self._first_norm(residual)
             for run, index, end in self._layers[:-1]:
                 x, residual = run(x, residual, angles[index], paged, end)
             run, index, end = self._layers[-1]
-            logits = self.head(run(x, residual, angles[index], paged, end, rows)[0])
+            x = run(x, residual, angles[index], paged, end, rows if hidden is None else None)[0]
+            if hidden is not None:
+                hidden.kept, x = x, x[rows]
+            logits = self.head(x)
         return self.cap(logits)
 
     def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
