@@ -2,20 +2,19 @@
 
     python -m benchmarks.speculation                    # n-grams, on m100
     python -m benchmarks.speculation --model FOLDER     # n-grams, on a checkpoint of yours
-    python -m benchmarks.speculation --pair FOLDER      # n-grams and a draft model, on Python code
+    python -m benchmarks.speculation --demo             # a draft model, on Python code
+    python -m benchmarks.speculation --pair FOLDER      # the same, with models that were trained
 
 "repeats" are 1, 2 and 4 streams whose prompt is one piece of 48 random ids, four times; 192 tokens
 of output each, greedy. A model of random weights falls into loops of its own: that is the text that
 drafts are right about, in W1 as well. "W1, sampled" is W1 at temperature 1, where tokens of such a
 model never repeat: what it shows is the cost.
 
-With --pair the models are a target and its draft, trained together by
-
-    python scripts/train_demo_model.py --pair FOLDER --steps 60 --batch-tokens 2048 \\
-        --muon-rate 1e-3 --adam-rate 1e-3
-
-"code" are prompts of 200 tokens of the standard library; "repeats" are prompts of 64 tokens of it,
-three times.
+With --demo the draft model is the demo model, of 5 M parameters, and the model is the demo model
+with layers behind its own, 30 M parameters in all, that change its output a little (--noise): a
+stand-in for a pair that was trained together. Prompts are 200 tokens of the standard library.
+With --pair the models are FOLDER/target and FOLDER/draft, as scripts/train_demo_model.py --pair
+makes them; "repeats" are prompts of 64 tokens of the library, three times.
 
 Figures are output tokens a second; the ratio is the median of the rounds'. On a busy machine,
 --cpu-time takes one thread, and counts its CPU seconds everywhere, in the engine as well.
@@ -48,6 +47,7 @@ from benchmarks.workloads import (
     warm_up,
 )
 
+PYLM = Path(__file__).parent.parent / "model_repository/pylm/1/checkpoint"
 STREAMS = (1, 2, 4)
 
 
@@ -59,13 +59,37 @@ def repeating(streams: int, vocab_size: int) -> Workload:
     return Workload(f"repeats/{streams}", prompts, [192] * streams, "output")
 
 
-def python_code(streams: int, tokenizer: Any, length: int, times: int) -> Workload:
-    """Prompts from modules of the standard library: ``length`` tokens, so many times."""
+def python_code(streams: int, length: int = 200, times: int = 1) -> Workload:
+    """Prompts from modules of the standard library: so many tokens, so many times."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(PYLM)
     modules = (argparse, inspect, statistics, tempfile)[:streams]
     sources = [tokenizer(inspect.getsource(each)).input_ids for each in modules]
     prompts = [ids[2000 : 2000 + length] * times for ids in sources]
     name = "code" if times == 1 else "repeats"
     return Workload(f"{name}/{streams}", prompts, [192] * streams, "output")
+
+
+def deepen(folder: Path, layers: int, noise: float) -> Path:
+    """The demo model with random layers behind its own, whose outputs are scaled by ``noise``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_pretrained(PYLM)
+    own = model.state_dict()
+    config = model.config
+    known = config.num_hidden_layers
+    config.num_hidden_layers = layers
+    deep: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    deep.load_state_dict(own, strict=False)
+    with torch.no_grad():
+        for layer in deep.model.layers[known:]:
+            layer.self_attn.o_proj.weight.mul_(noise)
+            layer.mlp.down_proj.weight.mul_(noise)
+    deep.save_pretrained(folder)
+    return folder
 
 
 def compare(
@@ -101,9 +125,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=64, help="of W1; 0: without it")
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--demo", action="store_true")
     parser.add_argument("--pair", type=Path, help="a folder with a target and its draft")
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--only", default="", help="workloads with this in their title")
+    parser.add_argument("--noise", type=float, default=10.0)
     arguments = parser.parse_args()
     options: dict[str, object] = {
         "quantization": arguments.quantization,
@@ -118,8 +144,11 @@ def main() -> int:
         options["threads"], clock = 1, time.process_time
     keys = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
+        draft_model = PYLM
         if arguments.pair:
-            options["model"] = str(arguments.pair / "target")
+            options["model"], draft_model = str(arguments.pair / "target"), arguments.pair / "draft"
+        elif arguments.demo:
+            options["model"] = str(deepen(Path(folder), 43, arguments.noise))
         else:
             options["model"] = arguments.model or str(MODELS["m100"](Path(folder) / "m100"))
         off = make_config(options)
@@ -128,19 +157,18 @@ def main() -> int:
             "off": Engine(off, runner, clock),
             "n-grams": Engine(make_config(options | {"speculation": {}}), runner, clock),
         }
-        if arguments.pair:
-            draft = {"drafter": "draft_model", "model": str(arguments.pair / "draft")}
+        if arguments.demo or arguments.pair:
+            draft = {"drafter": "draft_model", "model": str(draft_model)}
             config = make_config(options | {"speculation": draft})
             engines["draft model"] = Engine(config, load_runner(config), clock)
-    if arguments.pair:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(arguments.pair / "target")
-        forms = ((64, 3), (200, 1))
-        some = [python_code(streams, tokenizer, *form) for form in forms for streams in STREAMS]
-        workloads = [(each.name, each, 0.0) for each in some]
-        workloads += [(f"{each.name}, temperature 0.7", each, 0.7) for each in some[3:]]
-        first = some[-1]
+    if arguments.demo or arguments.pair:
+        code = [python_code(streams) for streams in STREAMS]
+        workloads = [(each.name, each, 0.0) for each in code]
+        if arguments.pair:
+            repeated = [python_code(streams, 64, 3) for streams in STREAMS]
+            workloads += [(each.name, each, 0.0) for each in repeated]
+        workloads += [(f"{each.name}, sampled", each, 0.7) for each in code]
+        first = code[0]
     else:
         size = arguments.vocab_size
         some, first = [repeating(streams, size) for streams in STREAMS], warm_up(size)

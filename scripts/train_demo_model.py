@@ -14,7 +14,7 @@ of 32 M parameters, and a draft of 5 M that learns from the target's distributio
 Both begin as the demo model, which takes minutes where random weights would take hours.
 
     python scripts/train_demo_model.py --pair build/pair --steps 60 --batch-tokens 2048 \\
-        --muon-rate 1e-3 --adam-rate 1e-3
+        --muon-rate 1e-3 --adam-rate 1e-3 --no-compile
 
 Learning rates follow warm-up, stable, decay (Hu et al. 2024, MiniCPM). Progress may be measured
 in wall-clock time, so that a shared machine still ends with a decayed model, or in steps
