@@ -10,6 +10,8 @@ from jitney.execution.memory import make_layer_caches
 from jitney.kernels.fused.fuse import fuse
 from jitney.kernels.fused.trial import relative_error
 from jitney.messages import Row
+from jitney.quantization.eight_bits import Int8Linear
+from jitney.quantization.four_bits import Int4Linear
 from jitney.sampling_params import SamplingParams
 
 from tests.kernels.attention.choose import for_layers
@@ -110,6 +112,28 @@ def test_one_call_gives_the_same_bits(
         assert relative_error(program, plain) < 5e-2
     finally:
         torch.set_num_threads(before)
+
+
+def test_products_of_several_kinds_are_one_call(tmp_path) -> None:
+    """As in a GGUF file of Q4_K_M, where some layers have 4 bits and some 8."""
+    model = load(tmp_path, "llama")
+    first, second = model.module.model.layers
+    kinds = {"q_proj": Int4Linear, "k_proj": Int4Linear, "v_proj": Int4Linear}
+    quantize(first.self_attn, {**kinds, "o_proj": Int4Linear})
+    quantize(first.mlp, {"gate_proj": Int4Linear, "up_proj": Int4Linear, "down_proj": Int8Linear})
+    kinds = {"q_proj": Int8Linear, "k_proj": Int8Linear, "v_proj": Int8Linear}
+    quantize(second.self_attn, {**kinds, "o_proj": Int4Linear})
+    quantize(second.mlp, dict.fromkeys(("gate_proj", "up_proj", "down_proj"), Int4Linear))
+    fused = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward
+    assert isinstance(fused.program, LayerProgram)
+    program = run(fused, model)
+    fused.program = None
+    assert torch.equal(program, run(fused, model))
+
+
+def quantize(parent: torch.nn.Module, kinds: dict[str, type]) -> None:
+    for name, kind in kinds.items():
+        setattr(parent, name, kind.of(getattr(parent, name).weight.detach(), None))
 
 
 def test_layers_of_different_widths_run_kernel_by_kernel(tmp_path) -> None:

@@ -28,13 +28,7 @@ from torch import Tensor, nn
 from jitney.execution.interface import AttentionCall, LayerCache, PagedFunction, PagedStep
 from jitney.execution.low_rank import Factors, Span
 from jitney.kernels.cpu.attention import CpuAttention, set_layer
-from jitney.kernels.cpu.compiled import (
-    Kernel,
-    function_address,
-    reader,
-    record,
-    source_version,
-)
+from jitney.kernels.cpu.compiled import Kernel, function_address, reader, record, source_version
 from jitney.kernels.cpu.layout import AttentionArguments
 from jitney.kernels.cpu.low_rank import (
     PARTS,
@@ -190,10 +184,10 @@ def _can_run(layer: FusedDecoderLayer) -> bool:
         return False
     if not isinstance(mlp, FusedMLP) or attention.form.sinks is not None:
         return False
-    products = _products(layer)
-    tiles = [each for each in products if isinstance(each, TileLinear)]
-    whole = all(each.width == each.out_features for each in tiles)
-    return whole and len(tiles) == len(products) and len({each.kernel for each in tiles}) == 1
+    return all(
+        isinstance(each, TileLinear) and each.width == each.out_features
+        for each in _products(layer)
+    )
 
 
 def _products(layer: FusedDecoderLayer) -> list[Any]:
@@ -239,7 +233,7 @@ class LayerProgram:
         if not all(map(_can_run, model.layers)) or not (team_size and give_way):
             return None
         shapes = {
-            tuple((each.kernel, each.in_features, each.width) for each in _products(layer))
+            tuple((each.in_features, each.width, each.spare_bytes > 0) for each in _products(layer))
             for layer in model.layers
         }
         if len(shapes) > 1:
@@ -307,7 +301,6 @@ class LayerProgram:
         """Memory for steps of at most ``tokens`` rows, rounded up to a power of two."""
         tokens = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
         first, dtype, size = self._layers[0], self._embedding.dtype, self._embedding.shape[1]
-        products = _products(first)
         attention, inner = first.self_attn, first.mlp.down.in_features
         widths = size, size, size, attention.qkv.out_features, attention.output.in_features, inner
         tensors = [torch.empty(tokens, width, dtype=dtype) for width in widths]
@@ -369,11 +362,11 @@ class LayerProgram:
         attended_by = by_layer[:, attending : attending + 2]
         adapted = None
         if room is not None:
-            shrinks = [i for i, (kernel, _) in enumerate(calls) if kernel is self._shrink][:PLACES]
-            last = 1 + len(products[0].calls(0, 0, 0, spare))
+            shrinks = [i for i, (kernel, _) in enumerate(calls) if kernel is self._shrink]
+            ends = [i for i, (_, each) in enumerate(calls) if isinstance(each, ProductCall)]
             of_places = [
-                (by_layer[:, i], by_layer[:, i + 1], by_layer[:, i + last], other)
-                for i, other in zip(shrinks, (0, hidden, 0, middle), strict=True)
+                (by_layer[:, i], by_layer[:, i + 1], by_layer[:, end], other)
+                for i, end, other in zip(shrinks, ends, (0, hidden, 0, middle), strict=False)
             ]
             adapted = _Adapted(*room, of_places)
         return _Memory(
@@ -408,10 +401,7 @@ class LayerProgram:
             return calls
         (added, shrunk), spans = room
         width = linear.width * (2 if place == Places._fields.index("gated") else 1)
-        common = {
-            "spans": spans.ctypes.data,
-            "place": (number * PLACES + place) * 8 * PLACE_FIELDS,
-        }
+        common = {"spans": spans.ctypes.data, "place": (number * PLACES + place) * 8 * PLACE_FIELDS}
         first = LowRankCall(
             x=x,
             x_stride=2 * linear.in_features,
