@@ -12,6 +12,7 @@ pytest.importorskip("numba")
 
 from jitney.kernels.cpu import tile_linear
 from jitney.kernels.cpu.products import may_use_amx
+from jitney.kernels.cpu.simd import I4, I8
 from jitney.kernels.cpu.tile_linear import Products, TileLinear
 
 TOLERANCE = 4e-3
@@ -27,6 +28,15 @@ def unit(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "tiles" and not may_use_amx():
         pytest.skip("the processor has no tile unit")
     monkeypatch.setattr(tile_linear, "may_use_amx", lambda: request.param == "tiles")
+
+
+@pytest.mark.parametrize("tag", [I8, I4])
+def test_kernels_are_found_in_the_cache(products: Products, tag) -> None:
+    """Not so one whose code holds an address of its process: each load would compile it."""
+    again = Products()
+    for first, second in ((products.product, again.product), (products.convert, again.convert)):
+        first(tag)
+        assert second(tag).was_cached
 
 
 def of_bytes(

@@ -51,6 +51,9 @@ class QuantizedLinear(nn.Module):
         if they are not of one class or cannot be joined without rounding again."""
         return None
 
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
 
 class WeightFormat(Protocol):
     """How a model's linear layers are quantized: in its checkpoint, or while it is loaded."""

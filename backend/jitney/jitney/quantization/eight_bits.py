@@ -35,11 +35,7 @@ class EightBitLinear(QuantizedLinear):
     """Of the weight."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
         """``weight`` and ``scale`` as the attributes are."""
         super().__init__()
@@ -118,10 +114,6 @@ class EightBitLinear(QuantizedLinear):
         parts = [functional.linear(x, part.float()) for part in self.weight.split(_ROWS)]
         y = torch.cat(parts, 1) * scale
         return (y if self.bias is None else y + self.bias).to(self.dtype)
-
-    def extra_repr(self) -> str:
-        kind = str(self.kind).removeprefix("torch.")
-        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
 class Fp8Linear(EightBitLinear):

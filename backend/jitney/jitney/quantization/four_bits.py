@@ -97,9 +97,6 @@ class Int4Linear(QuantizedLinear):
         bias = None if self.bias is None else self.bias.float()
         return functional.linear(x.float(), self.dequantized(), bias).to(self.dtype)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, 4 bits"
-
 
 def _nearest(values: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return ((values - least) / scale.clamp_min(_LEAST)).round().clamp(0, _MOST)

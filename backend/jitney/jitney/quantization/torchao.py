@@ -51,8 +51,7 @@ class TorchaoLinear(QuantizedLinear):
         return functional.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        kind = type(self.weight).__name__
-        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
+        return f"{super().extra_repr()}, {type(self.weight).__name__}"
 
 
 def is_torchao(weight: object) -> bool:
@@ -77,10 +76,7 @@ def packed_bytes(
 
 def _recipe(kind: Kind, in_features: int, device: torch.device) -> Any:
     """torchao's configuration. ``set_inductor_config`` would change options of the process."""
-    from torchao.quantization import (
-        Int4WeightOnlyConfig,
-        Int8WeightOnlyConfig,
-    )
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
     if kind == "int8":
         return Int8WeightOnlyConfig(set_inductor_config=False)

@@ -24,7 +24,7 @@ its sums, and an item computes each row as it would alone.
 
 import numpy as np
 
-from jitney.kernels.cpu.byte_groups import read_scales, widen_groups
+from jitney.kernels.cpu.byte_groups import load_part, read_scales, spare_vector, widen_groups
 from jitney.kernels.cpu.compiled import THREADS_OFFSET
 from jitney.kernels.cpu.layout import (
     PART_TOKENS,
@@ -72,10 +72,8 @@ from jitney.kernels.cpu.simd import (
     lane_sum,
     larger,
     load,
-    load_as,
     load_f32,
     load_i64,
-    load_one,
     prefetch,
     second_bytes,
     sigmoid,
@@ -84,7 +82,6 @@ from jitney.kernels.cpu.simd import (
     store_as,
     store_f32,
     store_i64,
-    store_one,
 )
 
 NEGATIVE_INFINITY = np.float32(-np.inf)
@@ -188,22 +185,14 @@ def prefetch_span(kept, call, work, base, at):
 @inner
 def begin_queries(tag, dot, call, work, kv_head, rows, at):
     """The tile's queries, zeros beyond the head and up to a multiple of 16 rows."""
-    size, made = element_bytes(tag), element_bytes(dot)
-    whole = call.head_size // LANES * LANES
+    size, made, spare = element_bytes(tag), element_bytes(dot), spare_vector()
     for r in range(-(-rows // LANES) * LANES):
-        target, d = at.queries + r * call.padded * made, np.int64(0)
-        if r < rows:
-            token, head = work.first_token + r // call.group, kv_head * call.group + r % call.group
-            source = call.query + token * call.query_token_stride + head * call.query_head_stride
-            while d < whole:
-                store_as(dot, target + d * made, load_as(tag, source + d * size))
-                d += LANES
-            while d < call.head_size:
-                store_one(dot, target + d * made, load_one(tag, source + d * size))
-                d += 1
-        while d < call.padded:
-            store_one(dot, target + d * made, ZERO)
-            d += 1
+        token, head = work.first_token + r // call.group, kv_head * call.group + r % call.group
+        source = call.query + token * call.query_token_stride + head * call.query_head_stride
+        there, target = call.head_size if r < rows else 0, at.queries + r * call.padded * made
+        for d in range(0, call.padded, LANES):
+            x = load_part(tag, source + d * size, there - d, spare)
+            store_as(dot, target + d * made, x)
 
 
 @inner

@@ -9,12 +9,7 @@ import numpy as np
 from numba import types
 
 from jitney.execution.attention import LEAST_SCALE, SCALE_BYTES
-from jitney.kernels.cpu.products import (
-    GROUP_TOKENS,
-    PREFETCH_GROUPS,
-    VECTOR_BYTES,
-    stack_memory,
-)
+from jitney.kernels.cpu.products import GROUP_TOKENS, PREFETCH_GROUPS, VECTOR_BYTES, stack_memory
 from jitney.kernels.cpu.simd import (
     I8,
     LANES,

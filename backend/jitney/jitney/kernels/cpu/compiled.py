@@ -134,21 +134,16 @@ def source_version() -> int:
 
 def _team_runner() -> Callable[[int, int, int], None]:
     """``run(body, argument, threads)`` calls ``void body(argument)`` on so many of torch's threads
-    and waits for them; without the GIL. Where torch has no such library, one thread runs it."""
-    address = function_address("GOMP_parallel")
-    if address is None:
-        _log.warning("kernels run on one thread: torch's OpenMP was not found")
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-        return lambda body, argument, threads: kind(body)(argument)
+    and waits for them; without the GIL."""
     pointers = ctypes.c_void_p, ctypes.c_void_p
-    parallel = ctypes.CFUNCTYPE(None, *pointers, ctypes.c_uint, ctypes.c_uint)(address)
+    kind = ctypes.CFUNCTYPE(None, *pointers, ctypes.c_uint, ctypes.c_uint)
+    parallel = kind(function_address("GOMP_parallel"))
     return lambda body, argument, threads: parallel(body, argument, threads, 0)
 
 
-def function_address(name: str) -> int | None:
-    """Address of a C function of torch or of what it was linked with; None if there is none."""
-    try:
-        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))[name]
-    except (OSError, AttributeError):
-        return None
-    return ctypes.cast(function, ctypes.c_void_p).value
+def function_address(name: str) -> int:
+    """Address of a C function of torch or of what it was linked with."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    address = ctypes.cast(library[name], ctypes.c_void_p).value
+    assert address is not None
+    return address

@@ -83,10 +83,20 @@ def column_memory(builder):
 
 
 @inner
+def multiply_rows(call, rows, x, column, units, memory):
+    """float32 [rows, 16] behind ``memory``'s list: rows of x times one column of a factor."""
+    store_i64(memory, column)
+    store_i64(memory + 8, column + units * VECTOR_BYTES)
+    multiply_column(
+        BF16, False, rows, x, call.x_stride, memory, 1, units, VECTOR_BYTES, 0, memory + 64,
+        VECTOR_BYTES,
+    )  # fmt: skip
+
+
+@inner
 def shrink_body(arguments):
     """out = x A^T of each span's adapter; rows without one are left."""
     call, memory = read_low_rank(arguments), column_memory()
-    result = memory + 64
     while True:
         item = fetch_add(arguments)
         if item >= call.count:
@@ -95,18 +105,13 @@ def shrink_body(arguments):
         first, rows, adapter = load_i64(span), load_i64(span + 8), load_i64(span + 16)
         if adapter == 0:
             continue
-        table = adapter + call.place
-        column, bytes_ = load_i64(table + 8 * _A), call.units * VECTOR_BYTES
+        table, x = adapter + call.place, call.x + first * call.x_stride
         for n in range(load_i64(table + 8 * _A_COLUMNS)):
-            store_i64(memory, column + n * bytes_)
-            store_i64(memory + 8, column + (n + 1) * bytes_)
-            multiply_column(
-                BF16, False, rows, call.x + first * call.x_stride, call.x_stride, memory, 1,
-                call.units, VECTOR_BYTES, 0, result, VECTOR_BYTES,
-            )  # fmt: skip
+            column = load_i64(table + 8 * _A) + n * call.units * VECTOR_BYTES
+            multiply_rows(call, rows, x, column, call.units, memory)
             for m in range(rows):
                 out = call.out + (first + m) * call.out_stride + 2 * LANES * n
-                store_as(BF16, out, load(result + m * VECTOR_BYTES))
+                store_as(BF16, out, load(memory + 64 + m * VECTOR_BYTES))
 
 
 @inner
@@ -119,21 +124,6 @@ def find_segment(table, column):
         if inside and (column - first) % step == 0:
             return segment
     return np.int64(0)
-
-
-@inner
-def expand_column(call, segment, column, first, rows, memory):
-    """float32 [rows, 16] behind ``memory``'s list: the product of one column."""
-    index = (column - load_i64(segment + 8 * _FIRST)) // load_i64(segment + 8 * _STEP)
-    units = load_i64(segment + 8 * _UNITS)
-    start = load_i64(segment + 8 * _B) + index * units * VECTOR_BYTES
-    store_i64(memory, start)
-    store_i64(memory + 8, start + units * VECTOR_BYTES)
-    x = call.x + first * call.x_stride + load_i64(segment + 8 * _AT)
-    multiply_column(
-        BF16, False, rows, x, call.x_stride, memory, 1, units, VECTOR_BYTES, 0, memory + 64,
-        VECTOR_BYTES,
-    )  # fmt: skip
 
 
 @inner
@@ -153,7 +143,12 @@ def expand_body(arguments):
             if adapter != 0:
                 segment = find_segment(adapter + call.place, column)
             if segment != 0:
-                expand_column(call, segment, column, first, rows, memory)
+                steps = column - load_i64(segment + 8 * _FIRST)
+                units = load_i64(segment + 8 * _UNITS)
+                index = steps // load_i64(segment + 8 * _STEP)
+                factor = load_i64(segment + 8 * _B) + index * units * VECTOR_BYTES
+                x = call.x + first * call.x_stride + load_i64(segment + 8 * _AT)
+                multiply_rows(call, rows, x, factor, units, memory)
             for m in range(rows):
                 at = (first + m) * call.out_stride + column * 2 * LANES
                 value = splat(ZERO)

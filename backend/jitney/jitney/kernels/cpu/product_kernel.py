@@ -61,6 +61,9 @@ from jitney.kernels.fused.layers import Activation
 STEP_BYTES = 64
 """Of an output's weights: what one tile holds."""
 ROWS_PER_CHUNK = 128
+RESULT_BYTES = ROWS_PER_CHUNK * 128
+UNPACKED_BYTES = 8192
+"""Of nibbles: two columns of a group of 128 inputs as bytes, and int32 [32, 32]."""
 _BLOCK = 8
 """Steps of two columns that stay in the first-level cache while all tiles of a chunk's rows meet
 them: else the tile unit waits for the second-level one."""
@@ -116,16 +119,12 @@ _TILES_AHEAD = 6
 """Steps. Without, no weight comes in while the tile unit multiplies the second half of its rows."""
 
 
-@emitted(types.int64)
-def result_memory(builder):
-    """The address of float32 [ROWS_PER_CHUNK, 32]."""
-    return stack_memory(builder, ROWS_PER_CHUNK * 128)
-
-
-@emitted(types.int64)
-def column_list(builder):
-    """The address of int64 [2 + _AHEAD]."""
-    return stack_memory(builder, 8 * (2 + _AHEAD))
+@emitted(types.int64, TAG)
+def product_memory(builder, tag):
+    """The address of float32 [ROWS_PER_CHUNK, 32], and behind it of int64 [2 + _AHEAD], or of what
+    ``groups`` keeps there."""
+    spare = UNPACKED_BYTES if tag == types.int16 else 8 * (2 + _AHEAD)
+    return stack_memory(builder, RESULT_BYTES + spare)
 
 
 @emitted(types.void, *[types.int64] * 2)
@@ -241,33 +240,44 @@ def finish(tag, call, pair, first, rows, result):
 
 
 @inner
+def multiply_rows(tag, rows, once, shaped, x, x_stride, column, steps, second, out, more):
+    """As ``multiply_32``, of 1 to 32 rows; ``once``: no others read these weights. ``shaped`` is
+    the number of rows that the tiles are set for; returns the one they are set for afterwards."""
+    if rows != shaped:
+        set_shapes(min(rows, 16), max(rows - 16, 1))
+    if rows > 16 and once:
+        multiply_32_of_few(tag, x, x_stride, column, steps, second, out, more)
+    elif rows > 16:
+        multiply_32(tag, x, x_stride, column, steps, second, out, more)
+    else:
+        multiply_16(tag, x, x_stride, column, steps, second, out, more)
+    return rows
+
+
+@inner
 def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
-    """Rows [first, last) times one pair. ``shaped`` is the row count that the tiles are set for,
-    at most 32; returns the one they are set for afterwards."""
+    """Rows [first, last) times one pair; ``shaped`` as in :func:`multiply_rows`."""
     column, x_stride, whole = call.weight + pair * call.steps * 2048, call.x_stride, call.steps
     block = whole if last - first <= 32 else _BLOCK
     for step in range(0, whole, block):
         steps, start = min(block, whole - step), column + step * 1024
         for begin in range(first, last, 32):
-            rows = min(last - begin, 32)
-            if rows != shaped:
-                set_shapes(min(rows, 16), max(rows - 16, 1))
-                shaped = rows
             x, out = call.x + begin * x_stride + step * 64, result + (begin - first) * 128
-            if rows > 16 and last - first <= 32:  # which read each weight once
-                multiply_32_of_few(tag, x, x_stride, start, steps, whole, out, step > 0)
-            elif rows > 16:
-                multiply_32(tag, x, x_stride, start, steps, whole, out, step > 0)
-            else:
-                multiply_16(tag, x, x_stride, start, steps, whole, out, step > 0)
+            shaped = multiply_rows(
+                tag, min(last - begin, 32), last - first <= 32, shaped, x, x_stride, start, steps,
+                whole, out, step > 0,
+            )  # fmt: skip
     finish(tag, call, pair, first, last - first, result)
     return shaped
 
 
 @inner
-def multiply_by_vectors(tag, call, pair, first, last, result, columns):
-    """Rows [first, last) times one pair, in slices of equal size. ``columns`` is overwritten."""
-    count = last - first
+def multiply_pair(tag, call, pair, first, last, result, shaped):
+    """Rows [first, last) times one pair, by tiles (``shaped`` as in :func:`multiply_rows`) or by
+    vectors in slices of equal size."""
+    if call.tiles != 0:
+        return multiply_by_tiles(tag, call, pair, first, last, result, shaped)
+    count, columns = last - first, result + RESULT_BYTES
     for n in range(2 + _AHEAD):
         store_i64(columns + 8 * n, call.weight + (2 * pair + n) * call.steps * 1024)
     slices = -(-count // MAX_ROWS)
@@ -279,32 +289,29 @@ def multiply_by_vectors(tag, call, pair, first, last, result, columns):
             call.steps * 16, VECTOR_BYTES, 0, result, 128,
         )  # fmt: skip
         finish(tag, call, pair, begin, rows, result)
+    return shaped
 
 
-@inner
-def take_item(arguments, call):
-    """The next item's first and last row and pair; no row if none is left."""
-    parts = -(-call.pairs // call.pairs_per_item)
-    item = fetch_add(arguments)
-    first, begin = item // parts * ROWS_PER_CHUNK, item % parts * call.pairs_per_item
-    last = min(first + ROWS_PER_CHUNK, call.count)
-    return first, last, begin, min(begin + call.pairs_per_item, call.pairs)
+def make_body(multiply: Any) -> Any:
+    """The body of a kernel whose items are some pairs of columns and ROWS_PER_CHUNK rows each.
+    ``multiply`` is that of a pair: :func:`multiply_pair`, or that of ``groups``."""
+
+    @inner
+    def body(tag, arguments):
+        call, result, shaped = read_product(arguments), product_memory(tag), np.int64(0)
+        parts = -(-call.pairs // call.pairs_per_item)
+        while True:
+            item = fetch_add(arguments)
+            first, begin = item // parts * ROWS_PER_CHUNK, item % parts * call.pairs_per_item
+            last = min(first + ROWS_PER_CHUNK, call.count)
+            if first >= last:
+                break
+            for pair in range(begin, min(begin + call.pairs_per_item, call.pairs)):
+                shaped = multiply(tag, call, pair, first, last, result, shaped)
+        if call.tiles != 0:
+            amx_end()
+
+    return body
 
 
-@inner
-def product_body(tag, arguments):
-    """Take items until none is left."""
-    call = read_product(arguments)
-    result, columns = result_memory(), column_list()
-    shaped = np.int64(0)
-    while True:
-        first, last, begin, end = take_item(arguments, call)
-        if first >= last:
-            break
-        for pair in range(begin, end):
-            if call.tiles != 0:
-                shaped = multiply_by_tiles(tag, call, pair, first, last, result, shaped)
-            else:
-                multiply_by_vectors(tag, call, pair, first, last, result, columns)
-    if call.tiles != 0:
-        amx_end()
+product_body = make_body(multiply_pair)

@@ -19,7 +19,7 @@ has to be saved at a context switch.
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.ir as ir
@@ -227,6 +227,27 @@ def accumulators() -> int:
     return 24 if host_has("avx512f") else 6
 
 
+def every_lane(builder: Any, address: Any, kind: Any = i32) -> Any:
+    """IR: the number of four bytes at ``address``, in every lane."""
+    return splat_value(builder, builder.load(pointer(builder, address, kind), align=4))
+
+
+def emit_by_rows(builder: Any, rows: Any, columns: int, emit: Callable[[int, range], None]) -> None:
+    """IR: what ``emit(m, chosen)`` emits for m rows, which are 1 to MAX_ROWS, and for as many of
+    the columns at a time as have all their accumulators in registers."""
+    done = builder.append_basic_block("done")
+    switch = builder.switch(rows, done)
+    for m in range(1, MAX_ROWS + 1):
+        block = builder.append_basic_block(f"rows.{m}")
+        switch.add_case(ir.Constant(i64, m), block)
+        builder.position_at_end(block)
+        width = max(1, min(columns, accumulators() // m))
+        for n in range(0, columns, width):
+            emit(m, range(n, min(n + width, columns)))
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
 def make_tile(columns: int, *, across: bool, ahead: int = PREFETCH_GROUPS) -> Any:
     """A Numba function for one tile of ``columns`` vectors, which prefetches groups so far ahead.
 
@@ -278,10 +299,7 @@ def make_tile(columns: int, *, across: bool, ahead: int = PREFETCH_GROUPS) -> An
                     for i in range(m):
                         row = offset_by(builder, u, i, a_stride)
                         wheres = [offset_by(builder, row, n, UNIT_BYTES) for n in range(parts)]
-                        left = [
-                            splat_value(builder, builder.load(pointer(builder, x, i32), align=4))
-                            for x in wheres
-                        ]
+                        left = [every_lane(builder, where) for where in wheres]
                         for n, right in enumerate(loaded):
                             slot = accumulators[i * len(chosen) + n]
                             builder.store(_dot(builder, tag, builder.load(slot), left, right), slot)
@@ -323,21 +341,14 @@ def make_tile(columns: int, *, across: bool, ahead: int = PREFETCH_GROUPS) -> An
             for n, where in enumerate(outs):
                 move_tile(builder, "tilestored64", n, where, out_stride)
 
-        done = builder.append_basic_block("done")
-        if tag == types.uint16 and host_has_amx():
-            with builder.if_then(tiles):
+        if tag != types.uint16 or not host_has_amx():
+            emit_by_rows(builder, rows, columns, by_vectors)
+            return
+        with builder.if_else(tiles) as (then, otherwise):
+            with then:
                 by_tiles()
-                builder.branch(done)
-        switch = builder.switch(rows, done)
-        for m in range(1, MAX_ROWS + 1):
-            block = builder.append_basic_block(f"rows.{m}")
-            switch.add_case(ir.Constant(i64, m), block)
-            builder.position_at_end(block)
-            width = max(1, min(columns, accumulators() // m))
-            for n in range(0, columns, width):
-                by_vectors(m, range(n, min(n + width, columns)))
-            builder.branch(done)
-        builder.position_at_end(done)
+            with otherwise:
+                emit_by_rows(builder, rows, columns, by_vectors)
 
     return tile
 

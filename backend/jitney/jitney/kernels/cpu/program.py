@@ -200,14 +200,13 @@ class LayerProgram:
     """The layers of one model, the embedding before them, the norm behind, and the head. All
     products are of :class:`TileLinear`; the head may be another."""
 
-    def __init__(
-        self, model: Any, call: ProgramCall, places: Sequence[Places] | None = None
-    ) -> None:
+    def __init__(self, model: Any, places: Sequence[Places] | None) -> None:
         """See :meth:`of`."""
         self._places, self._shrunk = places, 0
         self._embedding, self._table = model.embed.weight.detach(), model.tables[0]
         self._layers, self._norm, self._head = model.layers, model.norm.kernel, model.head
-        self._call = call
+        team_size, give_way = map(function_address, ("omp_get_num_threads", "sched_yield"))
+        self._call = ProgramCall(team_size=team_size, give_way=give_way)
         self._caches: list[LayerCache] = []
         self._memory: _Memory | None = None
         version = source_version()
@@ -225,12 +224,11 @@ class LayerProgram:
         parts = [part for each in places or () for place in each for part in place]
         if any(part.first % LANES or part.last % LANES for part in parts):
             return None
-        team_size, give_way = map(function_address, ("omp_get_num_threads", "sched_yield"))
         if len(model.tables) > 1 or type(model.embed) is not nn.Embedding:
             return None
         if places is not None and model.embed.weight.dtype != torch.bfloat16:
             return None
-        if not all(map(_can_run, model.layers)) or not (team_size and give_way):
+        if not all(map(_can_run, model.layers)):
             return None
         shapes = {
             tuple((each.in_features, each.width, each.spare_bytes > 0) for each in _products(layer))
@@ -238,7 +236,7 @@ class LayerProgram:
         }
         if len(shapes) > 1:
             return None
-        return cls(model, ProgramCall(team_size=team_size, give_way=give_way), places)
+        return cls(model, places)
 
     def pack(self, factors: Mapping[str, Factors]) -> PackedAdapter:
         """An adapter as the program reads it. Any thread may call it."""

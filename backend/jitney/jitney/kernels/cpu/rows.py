@@ -14,6 +14,7 @@ from jitney.execution.interface import PagedFunction
 from jitney.kernels.cpu.compiled import Call, Kernel, reader, record
 from jitney.kernels.cpu.simd import (
     BF16,
+    I8,
     LANES,
     ONE,
     ZERO,
@@ -30,6 +31,7 @@ from jitney.kernels.cpu.simd import (
     load_i32,
     load_i64,
     load_one,
+    nearest,
     splat,
     store,
     store_as,
@@ -45,6 +47,8 @@ _BYTES_PER_THREAD = 1 << 16
 """Below this, waking a second thread costs more than it saves."""
 _ROWS_PER_ITEM = 4
 """In a ``program``, whose threads are awake."""
+_LEAST = np.float32(1e-36)
+"""A group whose elements are no larger is taken for zeros: 127 over them would be infinite."""
 
 
 @record
@@ -188,6 +192,9 @@ class ConvertCall(Call):
     most_outliers: int
     factors: int
     """Address of float32 [size]: bytes are of x times them. 0: there are none."""
+    group: int
+    """Of nibbles: inputs with a scale of their own. Behind a row's bytes, which have a sign, are
+    float32 [size / group, 2]: a group's scale, and the sum of its bytes times that."""
 
 
 read_convert = reader(ConvertCall)
@@ -261,8 +268,31 @@ def round_row(call, row, out):
 
 
 @inner
+def round_groups(call, row, out):
+    """x -> x / scale, where a scale for each group makes its largest element 127."""
+    factors = out + call.size
+    for begin in range(0, call.size, call.group):
+        best, strange = splat(ZERO), splat(ZERO)
+        for i in range(begin, begin + call.group, LANES):
+            x = load_as(BF16, row + 2 * i)
+            best = larger(larger(x, splat(ZERO) - x), best)
+            strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
+        largest, total = lane_max(best), splat(ZERO)
+        share = splat(np.float32(127.0) / largest if largest > _LEAST else ZERO)
+        for i in range(begin, begin + call.group, LANES):
+            whole = nearest(load_as(BF16, row + 2 * i) * share)
+            store_as(I8, out + i, whole)
+            total = total + whole
+        scale = largest / np.float32(127.0) + lane_sum(strange)
+        store_f32(factors, scale)
+        store_f32(factors + 4, scale * lane_sum(total))
+        factors += 8
+
+
+@inner
 def convert_body(tag, arguments):
-    """Rows of bfloat16 to the tag's type: I8, each with a tail, or F32."""
+    """Rows of bfloat16 to what products with weights of the tag's type read: of I8 bytes, each row
+    with a tail; of I4 bytes in groups; of F32 the same numbers in float32."""
     call = read_convert(arguments)
     while True:
         first = fetch_add(arguments) * _ROWS_PER_ITEM
@@ -272,9 +302,11 @@ def convert_body(tag, arguments):
             row, out = call.x + r * call.size * 2, call.out + r * call.out_stride
             if element_bytes(tag) == 1:
                 round_row(call, row, out)
-                continue
-            for i in range(0, call.size, LANES):
-                store(out + 4 * i, load_as(BF16, row + 2 * i))
+            elif element_bytes(tag) == 2:
+                round_groups(call, row, out)
+            else:
+                for i in range(0, call.size, LANES):
+                    store(out + 4 * i, load_as(BF16, row + 2 * i))
 
 
 # --------------------------------------------------------------------------- calls

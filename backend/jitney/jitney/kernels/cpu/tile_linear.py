@@ -3,7 +3,8 @@ bits, and in float32: the kernels that they need, and their weights as these rea
 only where Numba is.
 """
 
-from functools import cached_property
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from jitney.execution.quantized import MOST_OUTLIERS, OUTLIER
 from jitney.kernels.cpu.compiled import Call, Kernel, source_version
-from jitney.kernels.cpu.groups import RoundGroupsCall, groups_body, round_groups_body
+from jitney.kernels.cpu.groups import groups_body
 from jitney.kernels.cpu.product_kernel import (
     ACTIVATIONS,
     ITEMS,
@@ -21,7 +22,7 @@ from jitney.kernels.cpu.product_kernel import (
 )
 from jitney.kernels.cpu.products import may_use_amx
 from jitney.kernels.cpu.rows import ConvertCall, convert_body
-from jitney.kernels.cpu.simd import BF16, F32, I8, LANES, UNIT_BYTES, WIDE, host_has
+from jitney.kernels.cpu.simd import BF16, F32, I4, I8, LANES, UNIT_BYTES, WIDE, host_has
 from jitney.kernels.fused.layers import Activation
 
 
@@ -31,49 +32,26 @@ def widens() -> bool:
 
 
 class Products:
-    """The kernels of linear layers, each compiled, or found in Numba's cache, at its first use."""
+    """The kernels of linear layers by their tags, each compiled, or found in Numba's cache, at its
+    first use."""
 
-    @cached_property
-    def floats(self) -> Kernel:
-        """Of float32."""
-        version = source_version()
-        return Kernel(lambda address: product_body(F32, address) if version else None)
+    def __init__(self) -> None:
+        self.product = lru_cache(typed=True)(_product)  # tags of all types are equal
+        """Of weights of the tag's type."""
+        self.convert = lru_cache(typed=True)(_convert)
+        """Of bfloat16, for products of the tag's type."""
 
-    @cached_property
-    def halves(self) -> Kernel:
-        """Of bfloat16."""
-        version, tag = source_version(), WIDE if widens() else BF16
-        return Kernel(lambda address: product_body(tag, address) if version else None)
 
-    @cached_property
-    def bytes(self) -> Kernel:
-        """Of bytes."""
-        version = source_version()
-        return Kernel(lambda address: product_body(I8, address) if version else None)
+def _product(tag: Any) -> Kernel:
+    version = source_version()
+    if tag is I4:
+        return Kernel(lambda address: groups_body(I4, address) if version else None)
+    return Kernel(lambda address: product_body(tag, address) if version else None)
 
-    @cached_property
-    def nibbles(self) -> Kernel:
-        """Of 4 bits in groups."""
-        version = source_version()
-        return Kernel(lambda address: groups_body(address) if version else None)
 
-    @cached_property
-    def round_groups(self) -> Kernel:
-        """From bfloat16 to bytes, in groups."""
-        version = source_version()
-        return Kernel(lambda address: round_groups_body(address) if version else None)
-
-    @cached_property
-    def widen(self) -> Kernel:
-        """From bfloat16 to float32."""
-        version = source_version()
-        return Kernel(lambda address: convert_body(F32, address) if version else None)
-
-    @cached_property
-    def round(self) -> Kernel:
-        """From bfloat16 to bytes."""
-        version = source_version()
-        return Kernel(lambda address: convert_body(I8, address) if version else None)
+def _convert(tag: Any) -> Kernel:
+    version = source_version()
+    return Kernel(lambda address: convert_body(tag, address) if version else None)
 
 
 def fits_tiles(weight: Tensor, activation: Activation | None = None) -> bool:
@@ -122,14 +100,16 @@ class TileLinear(nn.Module):
         """Of a row of results, filled up with zeros."""
         self.dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
         """Of x and the result."""
+        tag: Any
+        before: Any = None
         if self.dtype == torch.float32:
-            self.kernel, self._before = products.floats, None
+            tag = F32
         elif scale is None:
-            self.kernel, self._before = products.halves, products.widen if widens() else None
-        elif nibbles:
-            self.kernel, self._before = products.nibbles, products.round_groups
+            tag, before = (WIDE, F32) if widens() else (BF16, None)
         else:
-            self.kernel, self._before = products.bytes, products.round
+            tag = before = I4 if nibbles else I8
+        self.kernel = products.product(tag)
+        self._before = None if before is None else products.convert(before)
         size = 4 if scale is None and widens() else 1 if nibbles else weight.itemsize
         step = 1 if nibbles else STEP_BYTES // weight.itemsize
         stride, self._group = (self.in_features + -self.in_features % step) * size, 0
@@ -186,14 +166,12 @@ class TileLinear(nn.Module):
         if self._before is None:
             return [(self.kernel, call)]
         call.x = spare
-        fields = {"x": x, "size": self.in_features, "out": call.x, "out_stride": call.x_stride}
-        if self._group:
-            return [
-                (self._before, RoundGroupsCall(**fields, group=self._group)),
-                (self.kernel, call),
-            ]
         first = ConvertCall(
-            **fields,
+            x=x,
+            size=self.in_features,
+            out=call.x,
+            out_stride=call.x_stride,
+            group=self._group,
             tail=call.steps * STEP_BYTES,
             outlier=OUTLIER,
             most_outliers=MOST_OUTLIERS,

@@ -22,11 +22,7 @@ from jitney.kernels.gpu.write_kernel import write_kernel
 LOG2_E = 1.4426950408889634
 _MOST_PARTS = 64
 _HEADS_PER_PROGRAM = 8
-_OPERANDS = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+_OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class LaunchPlan(NamedTuple):

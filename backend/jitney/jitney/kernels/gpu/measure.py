@@ -25,10 +25,7 @@ _GRAPH_BYTES = 2 << 20
 
 
 def measure_steps(
-    model: LoadedModel,
-    caches: list[LayerCache],
-    info: ModelInfo,
-    config: EngineConfig,
+    model: LoadedModel, caches: list[LayerCache], info: ModelInfo, config: EngineConfig
 ) -> StepMemory:
     """Measure on a CUDA device. ``caches`` have one block, and so says ``info``."""
     torch.cuda.empty_cache()
