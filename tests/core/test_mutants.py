@@ -99,6 +99,14 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "no bulk request is overdue": ("live", "tier > 0 and late", "tier > 99 and late"),
 }  # fmt: skip
+OUTLOOK_FAULTS: dict[str, tuple[str, ...]] = {
+    "who has learned nothing refuses": ("outlook", "self._steps < _LEAST_STEPS or ", ""),
+    "an idle engine refuses": ("outlook", " or not (ahead or running)", ""),
+    "a request is not late for what waits": ("outlook", "for one in waiting", "for one in ()"),
+    "a request is not late for want of a place": ("outlook", "if short > 0 and", "if False and"),
+    "a tier's target is no limit": ("scheduler", "[request.tier].ttft_ms if", " and None if"),
+    "what goes on is refused": ("scheduler", " is not None and not message.emitted", ""),
+}
 # The copy comes before the installed package, which an editable installation finds by itself.
 PROGRAM = """
 import sys
@@ -111,12 +119,13 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [*FAULTS, *TIER_FAULTS])
+@pytest.mark.parametrize("fault", [*FAULTS, *TIER_FAULTS, *OUTLOOK_FAULTS])
 def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "backend/jitney/jitney", tmp_path / "jitney", ignore=ignored)
-    name, *changes = (FAULTS | TIER_FAULTS)[fault]
+    name, *changes = (FAULTS | TIER_FAULTS | OUTLOOK_FAULTS)[fault]
     tests = "tests/core/test_tier_planning.py" if fault in TIER_FAULTS else "tests/core"
+    tests = "tests/core/test_outlook.py" if fault in OUTLOOK_FAULTS else tests
     path = tmp_path / "jitney" / "core" / f"{name}.py"
     text = path.read_text(encoding="utf-8")
     for old, new in zip(changes[::2], changes[1::2], strict=True):

@@ -74,7 +74,7 @@ def test_prompts_as_llm_completes_them(folder: Path, llm: LLM, tmp_path: Path) -
     assert "seed is 'x', but must be an integer" in reasons[12]
 
 
-@pytest.mark.parametrize("form", ["column", "template", "messages"])
+@pytest.mark.parametrize("form", ["column", "template", "messages", "tier"])
 def test_forms_of_a_prompt(folder: Path, llm: LLM, tmp_path: Path, form: str) -> None:
     rows: list[Any] = ROWS[:4]
     settings: dict[str, Any] = {"column": "word"}
@@ -87,7 +87,11 @@ def test_forms_of_a_prompt(folder: Path, llm: LLM, tmp_path: Path, form: str) ->
         rows = [{**row, "word": [{"role": "user", "content": row["word"]}]} for row in rows]
         settings["chat"] = True
         prompts = [f"user: {text}\nassistant: " for text in prompts]
-    made = generate(folder, tmp_path, rows, max_tokens=5, sampling={"temperature": 0}, **settings)
+    elif form == "tier":
+        tiers = [{"name": "fast"}, {"name": "bulk"}]
+        settings |= {"engine": {**ENGINE, "tiers": tiers}, "sampling": {"tier": "fast"}}
+    settings["sampling"] = {**settings.get("sampling", {}), "temperature": 0}
+    made = generate(folder, tmp_path, rows, max_tokens=5, **settings)
     direct = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0), progress=False)
     assert [row["output"] for row in made] == [each.text for each in direct]
 

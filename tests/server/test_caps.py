@@ -113,6 +113,9 @@ def test_no_way_around_the_limits_of_a_key(front: Proxy) -> None:
         assert over_http(free, tensor) == over_grpc(free, tensor, {}) == ""
     assert tier in over_http(bound, {"tier": "fast"})
     assert tier in over_grpc(bound, {}, {"tier": "fast"})
+    assert tier in over_http(bound, {"parameters": {"tier": "fast"}})
+    inner = {"parameters": {"jitney-limits": "tiers=fast", "tier": "fast"}}
+    assert "jitney-limits is given twice" in over_http(bound, inner)
     for name in ("jitney-limits", "Jitney-Limits"):
         own = {name: "tiers=fast", "tier": "fast"}
         assert "jitney-limits is given twice" in over_http(bound, own)
