@@ -76,6 +76,20 @@ def test_what_cannot_be_in_time_is_refused_with_the_estimate(waiting: int) -> No
     assert play.first[soon] < play.submits[soon].deadline  # type: ignore[operator]
 
 
+def test_the_prompts_before_a_request_count_where_there_are_places() -> None:
+    play = Timed(max_num_seqs=64, max_num_batched_tokens=128, prefix_caching=False)
+    for _ in range(2):
+        play.learn()
+    for key in range(30):
+        play.submit([key] * 400, max_tokens=2)
+    play.step()
+    late, soon = (play.submit([1, 2, 3], deadline=play.now + within) for within in (1.0, 5.0))
+    play.step()
+    assert play.refusal(late).startswith("UNAVAILABLE: the first token is expected 2.")
+    play.drain()
+    assert 2.0 < play.first[soon] - play.submits[soon].arrival < 3.0
+
+
 def test_a_tier_has_its_target_and_others_behind_it_do_not_count() -> None:
     tiers = [{"name": "fast", "ttft_ms": 100}, {"name": "bulk"}]
     play = Timed(tiers=tiers)
