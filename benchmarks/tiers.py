@@ -16,6 +16,7 @@ request always is. Bulk throughput is output tokens a second until the last one 
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from jitney.sampling_params import SamplingParams
 from msgspec import Struct
 from msgspec import json as coded
 
-from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MODELS, VOCAB_SIZE
+from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MODELS
 
 WAYS = ("first come, first served", "tiers", "two engines")
 PROMPTS = {"interactive": (16, 65), "bulk": (64, 513)}
@@ -150,7 +151,7 @@ def drive(
                 seed=0,
                 tier=one.tier if tiers else None,
             )
-            prompt = chance.integers(10, VOCAB_SIZE - 10, one.prompt).tolist()
+            prompt = chance.integers(10, 1000, one.prompt).tolist()  # of any model
             engine.send(Submit(key=sent, prompt=prompt, params=params, arrival=began + one.at))
             sent += 1
         report = engine.step()
@@ -202,13 +203,14 @@ def serve_jobs(model: str, threads: int, cores: list[int]) -> None:
     plain = options_of(None) | {"model": model, "threads": threads}
     runner = load_runner(make_config(plain))
     warm = requests_at(np.inf, 1.0, seed=2)[:8]
-    for number, line in enumerate(["", *iter(sys.stdin.readline, "")]):
-        job = coded.decode(line, type=Job) if number else Job(warm)
+    print("[]", flush=True)
+    for line in iter(sys.stdin.readline, ""):
+        job = coded.decode(line, type=Job)
         config = make_config(plain | {"tiers": options_of(job.targets).get("tiers", [])})
         engine = Engine(config, runner, time.monotonic)
-        drive(engine, warm, time.monotonic, time.sleep, time.monotonic(), bool(job.targets))
-        tiers = job.targets is not None
-        served = drive(engine, job.asked, time.monotonic, time.sleep, time.monotonic(), tiers)
+        for asked in (warm, job.asked):
+            began, tiers = time.monotonic(), job.targets is not None
+            served = drive(engine, asked, time.monotonic, time.sleep, began, tiers)
         print(coded.encode(served).decode(), flush=True)
 
 
@@ -243,20 +245,25 @@ class Machine:
     """Serves jobs: on all cores, and on one half of them each."""
 
     def __init__(self, model: str) -> None:
-        self._model = model
-        self._cores = sorted(os.sched_getaffinity(0))
+        cores = sorted(os.sched_getaffinity(0))
+        half = len(cores) // 2
+        parts = {1: [cores], 2: [cores[:half], cores[half : 2 * half]]}
+        self._processes = {
+            count: [Process(model, len(each), each) for each in some]
+            for count, some in parts.items()
+        }
 
     def serve(self, *jobs: Job) -> list[list[Served]]:
         """One engine for each job, all at once."""
-        size = len(self._cores) // len(jobs)
-        halves = [self._cores[i * size : (i + 1) * size] for i in range(len(jobs))]
-        processes = [Process(self._model, size, half) for half in halves]
+        processes = self._processes[len(jobs)]
         for process, job in zip(processes, jobs, strict=True):
             process.begin(job)
-        answers = [process.answer() for process in processes]
-        for process in processes:
+        return [process.answer() for process in processes]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in itertools.chain(*self._processes.values()):
             process.close()
-        return answers
 
 
 class SimulatedMachine:
@@ -274,6 +281,9 @@ class SimulatedMachine:
             clock = lambda engine=engine: engine.now  # noqa: E731
             answers.append(drive(engine, job.asked, clock, wait, 0.0, job.targets is not None))
         return answers
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 # ------------------------------------------------------------------ figures
@@ -321,7 +331,10 @@ def measure(
     ends = sorted(one.tokens_at[-1] for one in served)
     capacity = 48 / ends[47]
     gap = 2 * step
-    print(f"A step of one request: {1e3 * step:.1f} ms; capacity: {capacity:.2f} requests/s.\n")
+    print(
+        f"A step of one request: {1e3 * step:.1f} ms; capacity: {capacity:.2f} requests/s.\n",
+        flush=True,
+    )
     asked = requests_at(load * capacity, seconds)
     kinds = [[one for one in asked if one.tier == tier] for tier in PROMPTS]
     figures = {}
@@ -397,6 +410,7 @@ def main() -> int:
         if not arguments.simulate:
             machine = Machine(arguments.model or str(MODELS["m100"](Path(folder) / "m100")))
         figures, gap = measure(machine, arguments.load, arguments.seconds, arguments.ttft_ms / 1e3)
+        machine.close()
     show(figures, gap)
     if arguments.picture:
         draw(figures, gap, arguments.picture)
