@@ -114,8 +114,8 @@ class Traffic(RuleBasedStateMachine):
         asks=st.booleans(),
         tiers=st.sampled_from([0, 0, 2, 3]),
         seconds=st.tuples(
-            st.sampled_from([None, 9, 30]),
-            st.sampled_from([3, 6, 12]),
+            st.sampled_from([None, 1, 9, 30]),
+            st.sampled_from([None, 1, 3, 6, 12]),
             st.sampled_from([None, 20]),
         ),
         limits=st.tuples(st.sampled_from([None, 1, 2]), st.sampled_from([None, None, 0, 2])),

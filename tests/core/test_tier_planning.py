@@ -214,6 +214,19 @@ def test_bulk_is_preempted_first_and_for_the_blocks_of_a_prompt(overlap: bool) -
 
 
 @OVERLAP
+def test_a_decode_that_makes_way_takes_nothing_of_the_step(overlap: bool) -> None:
+    """The one prompt that is left has its block of the step, though the target is below the time
+    of any step."""
+    play = Timed({"ttft_ms": 6}, num_blocks=24, watermark=0.0, overlap=overlap)
+    decodes = play.bulk([1, 2, 3], max_tokens=60)
+    play.step(3)
+    prompt = play.bulk([5] * 80, max_tokens=2, priority=-5)
+    play.drain()
+    assert play.ends[decodes].timing.preemptions == 1
+    check_streams(play, decodes, prompt)
+
+
+@OVERLAP
 @pytest.mark.parametrize("eviction", ["preempt", "never"])
 def test_a_tier_runs_no_more_than_its_cap_and_others_pass(overlap: bool, eviction: str) -> None:
     """Forks included: those of its second request find no place."""

@@ -171,6 +171,8 @@ class Planner:
                 full = len(sequence.table) * block_size < end
                 if full and not self._make_room(plan, sequence, end):
                     continue
+                if self._pace is not None:
+                    self._pace.decode(sequence)
                 if left > 1:  # with a token left for each that comes after it
                     after = plan.kept_for_prefill + len(running) - position
                     most = max(plan.tokens_left - after, 1)

@@ -73,8 +73,12 @@ class Pace:
         if self._spent[tier] and self._left(tier, self._reserved) < seconds:
             self.held_back[tier] += 1
             return False
-        self._take(tier, seconds)
         return True
+
+    def decode(self, sequence: Sequence) -> None:
+        """Its row is planned. A tier that took something of the step has a row in it."""
+        if self.limits(sequence):
+            self._take(sequence.request.tier, self._of_decode(sequence))
 
     def chunk(self, sequence: Sequence, most: int) -> int:
         """Plan a chunk of ``most`` tokens, or of as many as the step has room for."""
