@@ -67,8 +67,8 @@ def test_what_cannot_be_in_time_is_refused_with_the_estimate(waiting: int) -> No
     soon = play.submit([1, 2, 3], deadline=play.now + 2.0 * took)
     play.step()
     said = play.refusal(late)
-    assert said.startswith("UNAVAILABLE: the first token is expected ")
-    assert f"s after arrival, but its deadline is {0.5 * took:.3f} s: " in said
+    assert said.startswith("UNAVAILABLE: the first token is expected in ")
+    assert f" s, but its deadline leaves {0.5 * took:.3f} s: " in said
     assert f"{max(waiting - 8, 0):,} requests wait before it" in said
     assert "(refuse_late)" in said
     play.drain()
@@ -85,7 +85,7 @@ def test_the_prompts_before_a_request_count_where_there_are_places() -> None:
     play.step()
     late, soon = (play.submit([1, 2, 3], deadline=play.now + within) for within in (1.0, 5.0))
     play.step()
-    assert play.refusal(late).startswith("UNAVAILABLE: the first token is expected 2.")
+    assert play.refusal(late).startswith("UNAVAILABLE: the first token is expected in 2.")
     play.drain()
     assert 2.0 < play.first[soon] - play.submits[soon].arrival < 3.0
 
@@ -103,7 +103,7 @@ def test_a_tier_has_its_target_and_others_behind_it_do_not_count() -> None:
     play.step()
     assert "UNAVAILABLE" not in play.refusal(crowd[0])
     said = play.refusal(crowd[-1])
-    assert "but its tier's ttft_ms is 0.100 s" in said
+    assert "but its tier's ttft_ms leaves 0.100 s" in said
     play.drain()
 
 
@@ -122,6 +122,16 @@ def test_an_idle_engine_refuses_nobody() -> None:
     key = play.submit([1] * 500, deadline=play.now + 1e-3)
     play.step()
     assert "UNAVAILABLE" not in play.refusal(key)
+
+
+@pytest.mark.parametrize("crowd", [0, 1])
+def test_the_target_counts_from_when_the_scheduler_has_the_request(crowd: int) -> None:
+    """Its adapter was read, or its grammar compiled, for a second."""
+    play = Timed(tiers=[{"name": "fast", "ttft_ms": 100}])
+    play.learn()
+    play.crowd(crowd)
+    slow = msgspec.structs.replace(play.submits[0], key=999, arrival=play.now - 1.0)
+    assert play.scheduler.submit(slow, play.now) == []
 
 
 def test_without_the_option_all_are_queued() -> None:

@@ -5,8 +5,8 @@ A request that must wait for a place waits for sequences to end: of those that r
 steps as a sequence's mean output divided by their number. Then, or meanwhile, the prompts before it
 and its own are computed, as many tokens a step as the budget leaves. The longer of the two counts,
 in steps of the learned cost. What is not known is taken to cost nothing: blocks that are short,
-chunks that are held back for a tier's target. An engine without requests refuses none, so that it
-never lives by what it once learned.
+chunks that are held back for a tier's target. An engine without requests, or that has learned too
+little, refuses none: so it never lives by what it once learned.
 """
 
 from collections.abc import Sequence as Many
@@ -46,8 +46,6 @@ class Outlook:
     ) -> float:
         """Seconds until its first token, at least. ``ahead``: what waits and ranks before it;
         ``places``: for how many sequences there is room now."""
-        if self._steps < _LEAST_STEPS or not (ahead or running):
-            return 0.0
         decoding = sum(not one.prefill_left for one in running)
         tokens = sum(one.prefill_left for one in running)
         waiting = [*ahead, *request.sequences[:1]]
@@ -75,22 +73,19 @@ class Outlook:
         places: int,
         now: float,
     ) -> None:
-        """Raise UnavailableError if the first token would come after the deadline or ``ttft_ms``,
-        the target of the request's tier."""
-        message = request.message
-        limits = (
-            [] if ttft_ms is None else [(message.arrival + ttft_ms / 1e3, "its tier's ttft_ms")]
-        )
-        if message.deadline is not None:
-            limits.append((message.deadline, "its deadline"))
-        if not limits:
+        """Raise UnavailableError if the first token would come after the deadline or in more than
+        ``ttft_ms``, the target of the request's tier."""
+        deadline = request.message.deadline
+        limits = [] if ttft_ms is None else [(ttft_ms / 1e3, "its tier's ttft_ms")]
+        if deadline is not None:
+            limits.append((deadline - now, "its deadline"))
+        if not limits or self._steps < _LEAST_STEPS or not (ahead or running):
             return
-        due, name = min(limits)
-        expected = now + self.wait(request, ahead, running, places)
-        if expected > due:
-            took, most = expected - message.arrival, due - message.arrival
+        most, name = min(limits)
+        expected = self.wait(request, ahead, running, places)
+        if expected > most:
             raise UnavailableError(
-                f"the first token is expected {took:.3f} s after arrival, but {name} is "
+                f"the first token is expected in {expected:.3f} s, but {name} leaves "
                 f"{most:.3f} s: {len(ahead):,} requests wait before it and {len(running):,} "
                 "sequences run (refuse_late)"
             )
