@@ -183,6 +183,25 @@ def test_bulk_steps_are_a_third_of_the_target_for_a_first_token(overlap: bool) -
 
 
 @OVERLAP
+@pytest.mark.parametrize("target", [{"gap_ms": 60}, {"ttft_ms": 180}])
+def test_the_target_of_a_lower_tier_does_not_lift_that_of_the_first(
+    target: dict[str, float], overlap: bool
+) -> None:
+    """Though its own is the smaller one, it takes no longer steps."""
+    tiers = [{"name": "fast", **target}, {"name": "chat", "ttft_ms": 150}]
+    play = Timed(tiers=tiers, overlap=overlap)
+    fast = play.fast([1, 2, 3], max_tokens=30)
+    if "ttft_ms" in target:
+        play.drain()
+    play.step(2)
+    begin = len(play.batches)
+    chats = [play.submit([key] * 300, tier="chat", max_tokens=20) for key in range(4)]
+    play.drain()
+    assert max(1e3 * seconds_of(batch) for batch in play.batches[begin:]) <= 60 * 1.01
+    check_streams(play, fast, *chats)
+
+
+@OVERLAP
 @pytest.mark.parametrize("ttft_ms", [None, 1000])
 def test_bulk_makes_way_for_a_tier_with_a_target_for_its_first_token(
     ttft_ms: int | None, overlap: bool

@@ -5,7 +5,7 @@ of a step. They go to the decodes of that tier and of those above it first, then
 the lower tiers and prompts have to compute, as far as it fits by the learned cost: a chunk is cut,
 a decode is left out (*held back*). But each tier keeps its ``share`` of those seconds, or what is
 least, a decode or a block of a prompt. While nobody decodes who has such a target, lower tiers may
-take a third of the first target for a first token: who arrives waits for the step that runs, with
+take a third of the least target for a first token: who arrives waits for the step that runs, with
 overlap for the one behind it too, and then for its own.
 
 An estimate is not always met, and the engine has work beside the device. So a step is planned for a
@@ -45,8 +45,11 @@ class Pace:
             target = tier.ttft_ms if gap is None else gap
             part = 1 / _STEPS_TO_FIRST if gap is None else self._aim
             if target is not None and target / 1e3 * part < self._limit:
-                self._limit, self._top = target / 1e3 * part, index
+                self._limit = target / 1e3 * part
+                self._top = min(self._top, index) if gap is None else index
                 self._gap = None if gap is None else gap / 1e3
+            if gap is not None:  # the targets of those below are not for its step
+                break
         self._chunked = False
         self._spent = [0.0] * len(self._tiers)
         self._lower = {one.request.tier for one in running if self.limits(one)}
