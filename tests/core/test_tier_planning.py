@@ -277,6 +277,17 @@ def test_a_tier_queues_no_more_than_its_limit() -> None:
     check_streams(play, fast, *crowd[:3])
 
 
+@pytest.mark.parametrize("limit", [{"max_queued": 0}, {}])
+def test_bulk_that_waits_for_its_own_places_fills_no_queue_of_the_fast_tier(limit: dict) -> None:
+    play = Timed(limit, {"max_running": 2}, max_num_seqs=8, max_queued=3)
+    crowd = [play.bulk([key], max_tokens=9) for key in range(6)]
+    play.step(2)
+    assert [key in play.ends for key in crowd] == [False] * 5 + [True]
+    fast = [play.fast([1, 2], max_tokens=3) for _ in range(6)]
+    play.drain()
+    check_streams(play, *fast, *crowd[:5])
+
+
 @OVERLAP
 def test_a_bulk_request_waits_no_longer_than_its_aging_and_who_came_before(overlap: bool) -> None:
     """Under a flood of the fast tier that is more than can be served: whoever comes so many seconds

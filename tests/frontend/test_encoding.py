@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from jitney.config import TierConfig
 from jitney.frontend import service as module
+from jitney.messages import StepStats, TierStats
 from jitney.text.tokenizer import Tokenizer
 
 from tests.frontend.house import LABELS, House, count_of, ended, error_of, sampling, wait_until
@@ -73,7 +75,7 @@ def test_a_deadline_passes_and_a_client_goes_while_a_prompt_is_encoded(
     gate.set()
     wait_until(lambda: ended(first))
     assert first.sender.sent[0].error is None
-    wait_until(lambda: house.service._encoding == 0)
+    wait_until(lambda: not any(house.service._encoding))
     assert [each.sender.final for each in (first, late, gone)] == [1, 1, 1]
     wait_until(lambda: (count_of("deadline"), count_of("cancelled")) == (1, 1))
     wait_until(house.idle)
@@ -91,6 +93,30 @@ def test_a_full_queue_refuses_before_it_encodes(
     gate.set()
     wait_until(lambda: ended(*taken))
     assert [each.sender.sent[0].error for each in taken] == [None] * 3
+
+
+def test_a_queue_full_of_bulk_refuses_no_request_of_the_fast_tier(
+    pb: Any, make_house: Callable[..., House], gate: threading.Event
+) -> None:
+    tiers = (TierConfig(name="fast"), TierConfig(name="bulk"))
+    house = make_house(max_queued=2, max_num_seqs=1, tiers=tiers)
+    taken = [asked(pb, LONG, tier=tier) for tier in ("bulk", "bulk", "bulk", "fast", "fast")]
+    refused = asked(pb, LONG)
+    for request in [*taken, refused]:
+        house.service.accept(request)
+    assert error_of(refused).startswith("UNAVAILABLE: the queue is full: 5 requests wait")
+    gate.set()
+    wait_until(lambda: ended(*taken))
+    assert [each.sender.sent[0].error for each in taken] == [None] * 5
+    metrics = house.service._metrics
+    wait_until(lambda: metrics.stats.running + metrics.stats.waiting == 0)
+    metrics.step(StepStats(waiting=9, tiers=[TierStats(), TierStats(waiting=9)]))
+    bulk, fast = asked(pb, LONG), asked(pb, LONG, tier="fast")
+    for request in (bulk, fast):
+        house.service.accept(request)
+    assert error_of(bulk).startswith("UNAVAILABLE: the queue is full: 9 requests wait")
+    wait_until(lambda: ended(fast))
+    assert fast.sender.sent[0].error is None
 
 
 def test_what_is_refused_after_its_encoding_is_told_why(

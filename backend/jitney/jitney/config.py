@@ -150,7 +150,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     # -- the queue
     max_queued: Annotated[int, Meta(ge=0)] = 1024
-    """Requests that may wait; one more is refused as UNAVAILABLE."""
+    """Requests that may wait, those of lower tiers not counted; one more is refused as
+    UNAVAILABLE."""
     aging_s: Annotated[float, Meta(ge=0.001)] = 10.0
     """Seconds of waiting that raise a request by one priority level, so that none starves."""
     min_priority: Annotated[int, Meta(ge=-1000, le=0)] = -1000

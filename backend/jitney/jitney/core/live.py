@@ -46,8 +46,8 @@ class LiveRequests:
         """Waiting sequences by tier, by rank."""
         self.deadlines: LazyHeap[int] = LazyHeap()
         """Keys, by (deadline, key)."""
-        self.num_queued = 0
-        """Requests of which nothing was ever admitted."""
+        self.num_queued = [0] * len(self.caps)
+        """By tier: requests of which nothing was ever admitted."""
         self.reserved_blocks = 0
         """Blocks reserved for the requests of which something runs (``eviction: never``)."""
         self.preemptions = 0
@@ -91,7 +91,7 @@ class LiveRequests:
         message = request.message
         assert message.key not in self.requests, "a key was used twice"
         self.requests[message.key] = request
-        self.num_queued += 1
+        self.num_queued[request.tier] += 1
         if message.deadline is not None:
             self.deadlines.push((message.deadline, message.key), message.key)
         for sequence in request.sequences:
@@ -115,7 +115,7 @@ class LiveRequests:
         request.running += 1
         if request.first_scheduled is None:
             request.first_scheduled = now
-            self.num_queued -= 1
+            self.num_queued[request.tier] -= 1
             late = now - request.message.arrival > self.aging[request.tier]
             self.overdue[request.tier] += request.tier > 0 and late
 
@@ -157,7 +157,7 @@ class LiveRequests:
         del self.requests[key]
         self.deadlines.discard(key)
         if request.first_scheduled is None:
-            self.num_queued -= 1
+            self.num_queued[request.tier] -= 1
 
     def finish(self, request: Request, now: float) -> Finished:
         """Close a request whose sequences have all ended."""
@@ -240,7 +240,8 @@ class LiveRequests:
         """Assert that each request is in exactly one state, and every invariant of queues, steps in
         flight and blocks. The blocks, of which there may be many, are checked in slices."""
         admitted: list[Sequence] = []
-        queued = reserved = waiting = 0
+        queued = [0] * len(self.caps)
+        reserved = waiting = 0
         for key, request in self.requests.items():
             assert request.message.key == key
             states = [sequence.state for sequence in request.sequences]
@@ -249,7 +250,7 @@ class LiveRequests:
             assert request.live > 0, f"request {key} has ended but is still here"
             assert due == 0 or request.first_token is None, f"request {key} did not fork"
             waiting += states.count(State.WAITING)
-            queued += request.first_scheduled is None
+            queued[request.tier] += request.first_scheduled is None
             assert request.running == states.count(State.RUNNING)
             reserved += request.reserved_blocks if request.running else 0
             for sequence in request.sequences:

@@ -79,7 +79,8 @@ class Scheduler:
         )
         self._outlook = Outlook(self.cost, max_num_batched_tokens) if config.refuse_late else None
         self._now = 0.0
-        self._left_waiting = False  # whether the last step had no room for all that waited
+        # By tier: whether the last step had no room for all that waited.
+        self._left_waiting = [False] * len(self.live.caps)
         self.reset_counts()
 
     # ------------------------------------------------------------------ queries
@@ -243,7 +244,7 @@ class Scheduler:
         live = self.live
         assert len(live.in_flight) < 2, "two steps are neither updated nor reverted"
         step = self._planner.make(now, self._counts)
-        self._left_waiting, self._now = live.num_waiting > 0, now
+        self._left_waiting, self._now = [len(each) > 0 for each in live.queues], now
         rows = step.batch.rows
         assert rows or live.in_flight or not live.requests, "work waits, and the step is empty"
         if rows:
@@ -322,15 +323,14 @@ class Scheduler:
         outlook.check(request, ttft_ms, ahead, live.running, live.places(request.tier), now)
 
     def _check_queue(self, tier: int) -> None:
-        """Raise UnavailableError if the queue is full, or what a tier may have of it. Requests that
-        the next steps will admit do not count as waiting; if the last step left some waiting, the
-        next may admit none."""
-        live = self.live
-        held_up = self._left_waiting and live.num_waiting
-        limits = [(live.num_queued, self.config.max_queued)]
-        if self._pace is not None and (most := self.config.tiers[tier].max_queued) is not None:
-            own = [one for one in live.requests.values() if one.tier == tier]
-            limits.append((sum(one.first_scheduled is None for one in own), most))
+        """Raise UnavailableError if the queue is full, lower tiers not counted, or what a tier may
+        have of it. Requests that the next steps will admit do not count as waiting; if the last
+        step left some of the tier waiting, the next may admit none."""
+        live, tiers = self.live, self.config.tiers
+        held_up = self._left_waiting[tier] and live.queues[tier]
+        limits = [(sum(live.num_queued[: tier + 1]), self.config.max_queued)]
+        if tiers and (most := tiers[tier].max_queued) is not None:
+            limits.append((live.num_queued[tier], most))
         for waiting, most in limits:
             if not held_up and waiting >= most:
                 waiting -= max(live.places(tier), 0)

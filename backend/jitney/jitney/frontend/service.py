@@ -76,7 +76,8 @@ class Service:
         self._new_grammars = ThreadPoolExecutor(1, "jitney-encode-grammar")
         self._grammars = GrammarChecker(config, setup(tokenizer.data, info, config))
         self._counting = threading.Lock()
-        self._encoding = 0  # requests whose prompt is not encoded yet; changed under the lock
+        # By tier: requests whose prompt is not encoded yet; changed under the lock.
+        self._encoding = [0] * max(len(config.tiers), 1)
         self._metrics = Metrics(labels, info, [one.name for one in config.tiers])
         # On a CPU a response costs the engine's cores as much as a token or two.
         send_share = config.send_share or (0.2 if info.device == "cpu" else 1.0)
@@ -132,28 +133,31 @@ class Service:
             raise InvalidArgumentError(
                 f"input_ids has {size:,} ids, but the model's context holds {info.max_model_len:,}"
             )
-        stats = self._metrics.stats
-        free = 0 if stats.waiting else max(self._config.max_num_seqs - stats.running, 0)
-        waiting = stats.waiting + self._encoding
+        stats, tiers = self._metrics.stats, self._config.tiers
+        tier = self._config.tier_of(params.tier)
+        # As in the scheduler: lower tiers do not count.
+        waiting = sum(one.waiting for one in stats.tiers[: tier + 1]) if tiers else stats.waiting
+        free = 0 if waiting else max(self._config.max_num_seqs - stats.running, 0)
+        waiting += sum(self._encoding[: tier + 1])
         if waiting >= self._config.max_queued + free:
             raise UnavailableError.of_queue(waiting, self._config.max_queued)
         deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
-        name, trace, tiers = request.request_id, request.trace, self._config.tiers
-        tier = tiers[self._config.tier_of(params.tier)].name if tiers else ""
-        arrival = Arrival(next(self._keys), channel, now, deadline, name, trace, tier)
+        name, trace = request.request_id, request.trace
+        label = tiers[tier].name if tiers else ""
+        arrival = Arrival(next(self._keys), channel, now, deadline, name, trace, label)
         self._responder.post(self._responder.add, arrival)
         self._watched.put((arrival.key, channel))
         with self._counting:
-            self._encoding += 1
+            self._encoding[tier] += 1
         lane = self._long if size > SHORT_PROMPT else self._short
         structured = params.structured_outputs
         if structured is not None and not self._grammars.knows(structured):
             lane = self._new_grammars
-        lane.submit(self._encode, request, arrival)
+        lane.submit(self._encode, request, arrival, tier)
 
     # ------------------------------------------------------------------ threads that encode
 
-    def _encode(self, request: ClientRequest, arrival: Arrival) -> None:
+    def _encode(self, request: ClientRequest, arrival: Arrival, tier: int) -> None:
         try:
             if arrival.channel.closed:
                 return  # it was cancelled, or its deadline has passed
@@ -166,7 +170,7 @@ class Service:
             self._abort(self._shown(error), arrival.key)
         finally:
             with self._counting:
-                self._encoding -= 1
+                self._encoding[tier] -= 1
 
     def _make_reply(self, request: ClientRequest, arrival: Arrival) -> tuple[Reply, Submit]:
         text = None
@@ -242,7 +246,7 @@ class Service:
         """Find the requests whose clients have gone, queued ones included, and those whose deadline
         passes while their prompt is encoded. In a thread of its own, because each question is a
         round trip to the server."""
-        if self._encoding:
+        if any(self._encoding):
             self._responder.post(self._responder.expire)
         began = time.monotonic()
         for key in sweep(self._watched):
