@@ -107,6 +107,33 @@ def test_a_tier_has_its_target_and_others_behind_it_do_not_count() -> None:
     play.drain()
 
 
+def test_prompts_that_make_way_are_not_waited_for() -> None:
+    tiers = [{"name": "fast", "ttft_ms": 300}, {"name": "bulk", "aging_s": 100.0}]
+    play = Timed(tiers=tiers, max_num_batched_tokens=128, prefix_caching=False)
+    play.learn()
+    crowd = [play.submit([key] * 4000) for key in range(3)]
+    play.step()
+    fast = play.submit([1] * 9, tier="fast", max_tokens=2)
+    play.drain()
+    assert play.refusal(fast) == ""
+    assert play.first[fast] - play.submits[fast].arrival < 0.3
+    assert isinstance(play.ends[crowd[0]], Finished)
+
+
+def test_old_bulk_that_waits_for_its_own_places_is_not_waited_for() -> None:
+    bulk = {"name": "bulk", "aging_s": 0.5, "max_running": 2}
+    play = Timed(tiers=[{"name": "fast", "ttft_ms": 300}, bulk], prefix_caching=False)
+    play.learn()
+    for key in range(42):
+        play.submit([key] * 300, max_tokens=50)
+    play.step(3)
+    play.now += 2.0
+    fast = play.submit([1] * 9, tier="fast", max_tokens=2)
+    play.drain()
+    assert play.refusal(fast) == ""
+    assert play.first[fast] - play.submits[fast].arrival < 0.3
+
+
 def test_who_knows_nothing_refuses_nobody() -> None:
     play = Timed()
     play.crowd(60)

@@ -47,7 +47,10 @@ class Outlook:
         """Seconds until its first token, at least. ``ahead``: what waits and ranks before it;
         ``places``: for how many sequences there is room now."""
         decoding = sum(not one.prefill_left for one in running)
-        tokens = sum(one.prefill_left for one in running)
+        # Prompts of lower tiers that rank behind it are computed after it.
+        tier, rank = request.tier, request.sequences[0].rank
+        before = [one for one in running if one.request.tier <= tier or one.rank < rank]
+        tokens = sum(one.prefill_left for one in before)
         waiting = [*ahead, *request.sequences[:1]]
         tokens += int(self._computed * sum(one.num_tokens for one in waiting))
         context = sum(one.num_tokens for one in running)
@@ -56,7 +59,7 @@ class Outlook:
         shape = StepShape(1.0, float(tokens > 0), filled, decoding + 1, context)
         seconds = max(tokens / room, 1.0) * self._cost.seconds(shape)
         # Lower tiers make way, so their places count.
-        lower = sum(one.request.tier > request.tier for one in running)
+        lower = sum(one.request.tier > tier for one in running)
         short = len(waiting) - places - lower
         if short > 0 and running and self._ends >= _LEAST_ENDS:
             decode = StepShape(1.0, 0.0, decoding, decoding, context)

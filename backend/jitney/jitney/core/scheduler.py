@@ -30,7 +30,7 @@ from jitney.core.live import LiveRequests
 from jitney.core.outcome import apply_output, final_event
 from jitney.core.outlook import Outlook
 from jitney.core.plan import Planner
-from jitney.core.request import Request, State
+from jitney.core.request import Request, Sequence, State
 from jitney.core.step_in_flight import Counts, StepInFlight
 from jitney.core.tiers import Pace
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
@@ -316,9 +316,15 @@ class Scheduler:
         return batch
 
     def _check_in_time(self, outlook: Outlook, request: Request, now: float) -> None:
-        """Raise UnavailableError if its first token is expected too late."""
+        """Raise UnavailableError if its first token is expected too late. Of a lower tier with
+        places of its own, those that find none are not in its way."""
         live, rank, tiers = self.live, request.sequences[0].rank, self.config.tiers
-        ahead = [one for queue in live.queues for one in queue.members() if one.rank < rank]
+        ahead: list[Sequence] = []
+        for tier, queue in enumerate(live.queues):
+            own = [one for one in queue.members() if one.rank < rank]
+            if tier > request.tier and live.caps[tier] < live.max_running:
+                own = own[: max(live.places(tier), 0)]
+            ahead += own
         ttft_ms = tiers[request.tier].ttft_ms if tiers else None
         outlook.check(request, ttft_ms, ahead, live.running, live.places(request.tier), now)
 
