@@ -312,6 +312,23 @@ def test_a_bulk_request_waits_no_longer_than_its_aging_and_who_came_before(overl
     assert overdue == 1
 
 
+@OVERLAP
+@pytest.mark.parametrize("size", [5, 200])
+def test_a_backlog_that_has_aged_keeps_its_share_and_no_more(size: int, overlap: bool) -> None:
+    """Of places, blocks and steps: the first tier is served as if the night's queue were young."""
+    play = Timed({"ttft_ms": 300}, {"aging_s": 1.0}, max_num_seqs=8, overlap=overlap)
+    crowd = [play.bulk([key % 50] * size, max_tokens=40) for key in range(120)]
+    fast = []
+    while play.engine.has_work and len(fast) < 12:
+        if play.now > 2.0 + 0.2 * len(fast):
+            fast.append(play.fast([7, len(fast)], max_tokens=10))
+        play.step()
+    assert len(fast) == 12
+    play.drain(60_000)
+    assert max(play.times[key][0] - play.submits[key].arrival for key in fast) < 0.3
+    check_streams(play, *fast, *crowd)
+
+
 def test_one_that_did_not_wait_is_not_overdue() -> None:
     play = Timed()
     for key in range(5):

@@ -39,6 +39,7 @@ class LiveRequests:
         """The same by tier."""
         self.aging = [0.0, *accumulate(one.aging_s for one in tiers[1:])]
         """Seconds by which a tier's requests rank later."""
+        self._shares = [one.share for one in tiers] or [1.0]
         self.requests: dict[int, Request] = {}
         self.running: list[Sequence] = []
         """By rank."""
@@ -83,6 +84,34 @@ class LiveRequests:
         if cap < self.max_running and sum(one.request.tier == tier for one in running) >= cap:
             return True
         return len(running) >= self.max_running
+
+    # ------------------------------------------------------------------ order
+
+    def sort(self, now: float) -> None:
+        """Sort what runs. The first of a lower tier that have aged, within its share of places and
+        of blocks, or one, rank with the first tier; the others behind all tiers above."""
+        count, blocks = [0] * len(self.caps), [0] * len(self.caps)
+        for one in self.running:
+            tier = one.request.tier
+            count[tier] += 1
+            blocks[tier] += len(one.table)
+            one.rank = self._rank_with(one, count[tier], blocks[tier], now)
+        self.running.sort(key=_rank)
+
+    def rank_of_waiting(self, sequence: Sequence, now: float) -> tuple[int, float, int, int]:
+        """The rank that a waiting sequence would have if it ran."""
+        tables = [len(one.table) for one in self.running if one.request.tier == sequence.rank[0]]
+        blocks = sum(tables) + self.kv.blocks_for(sequence.num_tokens)
+        return self._rank_with(sequence, len(tables) + 1, blocks, now)
+
+    def _rank_with(
+        self, sequence: Sequence, count: int, blocks: int, now: float
+    ) -> tuple[int, float, int, int]:
+        """Its rank as the last of so many of its tier, which have so many blocks."""
+        tier, (_, aged, key, index) = sequence.request.tier, sequence.rank
+        share = self._shares[tier]
+        within = count <= share * self.max_running and blocks <= share * self.kv.num_blocks
+        return (0 if aged <= now and (within or count == 1) else tier, aged, key, index)
 
     # ------------------------------------------------------------------ requests and sequences
 
@@ -134,6 +163,7 @@ class LiveRequests:
     def wait(self, sequence: Sequence) -> None:
         """Put a sequence without blocks into the queue: its state until it is admitted."""
         sequence.state = State.WAITING
+        sequence.rank = (sequence.request.tier, *sequence.rank[1:])
         self.queues[sequence.request.tier].push(sequence.rank, sequence)
 
     def end(self, sequence: Sequence) -> None:

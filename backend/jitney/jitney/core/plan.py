@@ -8,8 +8,8 @@ order,
 2. running sequences with a prompt or a recomputation to compute, in chunks,
 3. waiting sequences, as far as ``max_num_seqs``, blocks and budget allow,
 
-each by *rank*: ``priority * aging_s + arrival``, lower first. Where decodes would take nearly the
-whole budget, they leave an eighth of it to the chunks.
+each by *rank*: ``priority * aging_s + arrival``, lower first, and tiers as ``live`` says. Where
+decodes would take nearly the whole budget, they leave an eighth of it to the chunks.
 
 A prompt of n > 1 counts as n sequences. It is admitted as soon as one may run; the forks that find
 no place are those of one request, and wait by its rank. With ``eviction: never`` all that can ever
@@ -26,7 +26,6 @@ the next step.
 
 import math
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from jitney.config import EngineConfig
 from jitney.core.drafts import Speculation
@@ -71,6 +70,7 @@ class Planner:
     ) -> None:
         self._live = live
         self._pace = pace
+        self._now = 0.0
         self._awaited = [one.ttft_ms is not None for one in config.tiers]
         self._speculation = speculation
         self._kv = live.kv
@@ -115,6 +115,8 @@ class Planner:
         plan = _Plan(now, self._max_tokens, kept, of_drafts, ahead=bool(live.in_flight))
         preemptions = live.preemptions
         if self._pace is not None:
+            self._now = now
+            live.sort(now)
             self._admit_urgent(plan, counts)
             self._pace.begin(live.running)
         if self._speculation is not None:
@@ -298,7 +300,8 @@ class Planner:
         if self._pace is None:
             return heads[0]
         some = [one for one in heads if one is not None and self._finds_place(one)]
-        return min(some, key=attrgetter("rank"), default=None)
+        ranked = [(self._live.rank_of_waiting(one, self._now), one) for one in some]
+        return min(ranked, default=(None, None))[1]
 
     def _finds_place(self, sequence: Sequence) -> bool:
         """Whether the cap of its tier, if it has one, has a place for a waiting sequence, and with

@@ -186,7 +186,8 @@ class Sequence:
     reserved_blocks: int = field(default=0, init=False)
     """Reserved while it runs, beside the request's (``eviction: never``, once resumed)."""
     state: State = field(default=State.WAITING, init=False)
-    rank: tuple[float, int, int] = field(init=False)
+    rank: tuple[int, float, int, int] = field(init=False)
+    """Begins with the tier; with 0 for what goes with the first one, see ``live``."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -196,7 +197,7 @@ class Sequence:
             self.grammar = request.grammar.begin(may_end=not ignores)
         self.num_tokens = len(self.prompt)
         self.limit = self.num_tokens + request.max_output - 1
-        self.rank = (request.aged_arrival, request.message.key, self.index)
+        self.rank = (request.tier, request.aged_arrival, request.message.key, self.index)
 
     @property
     def prefill_left(self) -> int:

@@ -91,6 +91,8 @@ class Pace:
             fixed, each = self._of_chunk(sequence)
             self._take(tier, fixed + each * count)
             self._chunked = True
+            if tier <= self._top:
+                self._reserved = max(self._reserved - each * count, 0.0)
         return count
 
     def complete(self, gap: float | None, now: float) -> None:
@@ -109,7 +111,7 @@ class Pace:
         if tier < self._top or (tier == self._top and self._gap is None):
             return most
         fixed, each = self._of_chunk(sequence)
-        kept = sum(map(self._share, self._lower)) if tier == self._top else 0.0
+        kept = sum(map(self._share, self._lower)) if tier == self._top else self._reserved
         left = self._left(tier, kept) - fixed
         if left >= each * most or not each:
             return most
