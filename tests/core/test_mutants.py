@@ -101,7 +101,7 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
     "a step ahead delays an urgent prompt": (
         "plan", "is not None and self._in_the_way(first)", "is 0",
     ),
-    "no bulk request is overdue": ("live", "tier > 0 and late", "tier > 99 and late"),
+    "no bulk request is overdue": ("live", "self.overdue[tier] +=", "self.overdue[0] +="),
 }  # fmt: skip
 OUTLOOK_FAULTS: dict[str, tuple[str, ...]] = {
     "who has learned nothing refuses": ("outlook", "self._steps < _LEAST_STEPS or ", ""),

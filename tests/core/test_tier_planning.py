@@ -11,7 +11,7 @@ import pytest
 from jitney.config import make_config
 from jitney.core.cost import StepCost, StepShape
 from jitney.core.tiers import Pace
-from jitney.messages import Batch, Failed, StepOutput
+from jitney.messages import Batch, Cancel, Failed, StepOutput
 
 from tests.core.play import Play, check_streams
 
@@ -327,6 +327,40 @@ def test_a_backlog_that_has_aged_keeps_its_share_and_no_more(size: int, overlap:
     play.drain(60_000)
     assert max(play.times[key][0] - play.submits[key].arrival for key in fast) < 0.3
     check_streams(play, *fast, *crowd)
+
+
+def test_the_oldest_wait_is_of_who_waits_longest_and_counts_anew_after_a_preemption() -> None:
+    play = Timed({"ttft_ms": 1000}, {"aging_s": 900.0}, max_num_seqs=1)
+    ran = play.bulk([1], max_tokens=9, priority=-1)
+    play.step(2)
+    play.now += 400.0
+    old = play.bulk([2], max_tokens=2)
+    play.now += 100.0
+    play.bulk([3], max_tokens=2, priority=-9)
+    fast = play.fast([1], max_tokens=3)
+    report = play.step()
+    assert (fast, ran) == (play.order[-1], play.order[0])
+    assert 100.0 <= report.stats.tiers[1].oldest_s < 101.0
+    play.engine.send(Cancel(old))
+    assert play.step().stats.tiers[1].oldest_s < 1.0
+
+
+@pytest.mark.parametrize("end", ["", "cancel", "deadline"])
+def test_one_is_overdue_as_soon_as_it_has_aged_however_it_ends(end: str) -> None:
+    play = Timed(max_num_seqs=1)
+    fast = play.fast([1], max_tokens=20)
+    bulk = play.bulk([1], max_tokens=2, deadline=play.now + 6.0 if end == "deadline" else None)
+    overdue = []
+    for seconds in (4.0, 1.5, 1.0):
+        overdue.append(play.step().stats.tiers[1].overdue)
+        play.now += seconds
+    if end == "cancel":
+        play.engine.send(Cancel(bulk))
+    while play.engine.has_work:
+        overdue.append(play.step().stats.tiers[1].overdue)
+    assert fast in play.ends
+    assert overdue[:4] == [0, 0, 1, 0]
+    assert sum(overdue) == 1
 
 
 def test_one_that_did_not_wait_is_not_overdue() -> None:

@@ -160,10 +160,10 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Running sequences that had no row, or less of a chunk than the token budget allowed, so that
     the step was within a target. A count."""
     overdue: int = 0
-    """Requests first admitted after they had waited so long that they went before new ones of the
-    first tier. A count."""
+    """Requests of which nothing was admitted while they aged. A count."""
     oldest_s: float = 0.0
-    """Seconds since the arrival of the one that is admitted next."""
+    """Seconds for which the sequence that waits longest does so: since its arrival, or since it was
+    preempted."""
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -12,7 +12,7 @@ because blocks that a step still uses are freed only when it is complete.
 """
 
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import accumulate
 from operator import attrgetter
@@ -54,8 +54,10 @@ class LiveRequests:
         self.preemptions = 0
         """Ever."""
         self.overdue = [0] * len(self.caps)
-        """By tier: requests that had waited longer than ``aging`` when first admitted, since the
-        scheduler's counts were reset."""
+        """By tier: requests that were not admitted within ``aging``, since the scheduler's counts
+        were reset."""
+        self._to_judge: list[deque[tuple[float, int]]] = [deque() for _ in self.caps]
+        """By tier: arrival and key of those that came within ``aging``."""
         self.in_flight: list[StepInFlight] = []
         """Steps in flight, the oldest first: one, or two from a plan ahead to the next update."""
 
@@ -125,7 +127,16 @@ class LiveRequests:
             self.deadlines.push((message.deadline, message.key), message.key)
         for sequence in request.sequences:
             if sequence.state is State.WAITING:
-                self.wait(sequence)
+                self.wait(sequence, message.arrival)
+        if request.tier:
+            self._to_judge[request.tier].append((message.arrival, message.key))
+
+    def count_overdue(self, now: float) -> None:
+        """Count the requests that become overdue."""
+        for tier, came in enumerate(self._to_judge):
+            while came and now - came[0][0] > self.aging[tier]:
+                request = self.requests.get(came.popleft()[1])
+                self.overdue[tier] += request is not None and request.first_scheduled is None
 
     def admit(self, sequence: Sequence, table: list[int], num_computed: int, now: float) -> None:
         """Run ``sequence`` on ``table``, whose first ``num_computed`` tokens are written and whose
@@ -145,8 +156,6 @@ class LiveRequests:
         if request.first_scheduled is None:
             request.first_scheduled = now
             self.num_queued[request.tier] -= 1
-            late = now - request.message.arrival > self.aging[request.tier]
-            self.overdue[request.tier] += request.tier > 0 and late
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Back to the queue because no block is free. It will recompute prompt and output, except
@@ -158,11 +167,11 @@ class LiveRequests:
         sequence.num_computed = sequence.num_planned = sequence.num_cached_blocks = 0
         sequence.request.preempted.append(now)
         self.preemptions += 1
-        self.wait(sequence)
+        self.wait(sequence, now)
 
-    def wait(self, sequence: Sequence) -> None:
+    def wait(self, sequence: Sequence, since: float) -> None:
         """Put a sequence without blocks into the queue: its state until it is admitted."""
-        sequence.state = State.WAITING
+        sequence.state, sequence.waiting_since = State.WAITING, since
         sequence.rank = (sequence.request.tier, *sequence.rank[1:])
         self.queues[sequence.request.tier].push(sequence.rank, sequence)
 

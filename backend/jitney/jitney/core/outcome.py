@@ -143,7 +143,7 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
             continue
         sequence.hashes = hashes.copy()
         if live.is_full(sequence.request.tier):
-            live.wait(sequence)
+            live.wait(sequence, now)
             continue
         table = live.kv.fork(leader.table, num_computed)
         if table is None:

@@ -41,6 +41,10 @@ class LazyHeap(Generic[T]):
         """The member of the lowest rank. The top entry is never a forgotten one."""
         return self._heap[0][2] if self._heap else None
 
+    def oldest(self) -> T | None:
+        """The member pushed first."""
+        return next(iter(self._number_of), None)
+
     def first_rank(self) -> tuple[Any, ...] | None:
         """The lowest rank."""
         return self._heap[0][0] if self._heap else None

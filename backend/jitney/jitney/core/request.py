@@ -186,6 +186,8 @@ class Sequence:
     reserved_blocks: int = field(default=0, init=False)
     """Reserved while it runs, beside the request's (``eviction: never``, once resumed)."""
     state: State = field(default=State.WAITING, init=False)
+    waiting_since: float = field(default=0.0, init=False)
+    """If it waits: arrival, or when it was preempted or forked."""
     rank: tuple[int, float, int, int] = field(init=False)
     """Begins with the tier; with 0 for what goes with the first one, see ``live``."""
 

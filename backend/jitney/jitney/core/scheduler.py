@@ -243,6 +243,7 @@ class Scheduler:
         step is in flight, and there is nothing to do before it is updated."""
         live = self.live
         assert len(live.in_flight) < 2, "two steps are neither updated nor reverted"
+        live.count_overdue(now)
         step = self._planner.make(now, self._counts)
         self._left_waiting, self._now = [len(each) > 0 for each in live.queues], now
         rows = step.batch.rows
@@ -347,8 +348,8 @@ class Scheduler:
         live, running = self.live, Counter(one.request.tier for one in self.live.running)
         stats = []
         for tier, queue in enumerate(live.queues):
-            first = queue.first()
-            since = self._now if first is None else first.request.message.arrival
+            oldest = queue.oldest()
+            since = self._now if oldest is None else oldest.waiting_since
             stats.append(
                 TierStats(
                     waiting=len(queue),

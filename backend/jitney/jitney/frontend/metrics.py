@@ -69,13 +69,13 @@ COUNTERS = {
 TIER_GAUGES = {
     "jitney_tier_waiting_sequences": "Sequences that wait",
     "jitney_tier_running_sequences": "Sequences that run",
-    "jitney_tier_oldest_wait_seconds": "Since the arrival of the request that is admitted next",
+    "jitney_tier_oldest_wait_seconds": "Of the sequence that waits longest",
 }
 TIER_COUNTERS = {
     "jitney_tier_held_back_total": "Times that a running sequence had no row, or less of a prompt "
     "than the token budget allowed, for the target of another",
-    "jitney_tier_overdue_requests_total": "Requests that waited so long that they went before new "
-    "ones of the first tier",
+    "jitney_tier_overdue_requests_total": "Requests that were not admitted while they aged, those "
+    "included that wait still or ended in the queue",
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "jitney_step_seconds": ("Duration of a step", _SECONDS),
