@@ -149,6 +149,20 @@ def test_lower_tiers_keep_their_share_of_a_target_that_cannot_be_met(
 
 
 @OVERLAP
+def test_the_first_by_rank_of_a_tier_advances_though_others_of_it_decode(overlap: bool) -> None:
+    """By a block in each step, where the target cannot be met and the share is next to nothing."""
+    play = Timed({"gap_ms": 10}, {"share": 0.01}, overlap=overlap)
+    crowd = [play.bulk([key], max_tokens=30) for key in range(4)]
+    fast = play.fast([1, 2, 3], max_tokens=50)
+    play.step(4)
+    first = play.bulk([5] * 40, max_tokens=2, priority=-9)
+    play.step(12 + overlap)
+    assert first in play.order
+    play.drain()
+    check_streams(play, first, fast, *crowd)
+
+
+@OVERLAP
 def test_a_prompt_of_the_fast_tier_comes_before_chunks_of_bulk(overlap: bool) -> None:
     """Though these are running, and a step of the target has no room for both."""
     play = Timed(overlap=overlap, max_num_batched_tokens=64)
@@ -233,15 +247,13 @@ def test_bulk_is_preempted_first_and_for_the_blocks_of_a_prompt(overlap: bool) -
 
 
 @OVERLAP
-def test_a_decode_that_makes_way_takes_nothing_of_the_step(overlap: bool) -> None:
-    """The one prompt that is left has its block of the step, though the target is below the time
-    of any step."""
+def test_no_step_is_empty_though_a_target_is_below_the_time_of_any(overlap: bool) -> None:
+    """A prompt has its block of the step before a decode that would have to make way for it."""
     play = Timed({"ttft_ms": 6}, num_blocks=24, watermark=0.0, overlap=overlap)
     decodes = play.bulk([1, 2, 3], max_tokens=60)
     play.step(3)
     prompt = play.bulk([5] * 80, max_tokens=2, priority=-5)
     play.drain()
-    assert play.ends[decodes].timing.preemptions == 1
     check_streams(play, decodes, prompt)
 
 

@@ -52,11 +52,20 @@ class Pace:
                 break
         self._chunked = False
         self._spent = [0.0] * len(self._tiers)
-        self._lower = {one.request.tier for one in running if self.limits(one)}
+        self._lower: dict[int, Sequence] = {}  # the first by rank
+        for one in running:
+            if self.limits(one):
+                self._lower.setdefault(one.request.tier, one)
         prompts = sum(one.prefill_left for one in running if one.request.tier <= self._top)
         self._reserved = self._weights.tokens * prompts + self._weights.chunked * bool(prompts)
         self._taken = self._weights.steps
         self._taken += sum(self._of_decode(one) for one in decodes if not self.limits(one))
+        self._kept: dict[Sequence, float] = {}  # until its chunk is planned
+        for lower, one in self._lower.items():
+            if one.prefill_left:  # a block of it comes before decodes that rank behind it
+                fixed, each = self._of_chunk(one)
+                self._kept[one] = fixed + each * min(one.prefill_left, self._block_size)
+                self._take(lower, self._kept[one])
 
     @property
     def gap(self) -> float | None:
@@ -85,7 +94,9 @@ class Pace:
 
     def chunk(self, sequence: Sequence, most: int) -> int:
         """Plan a chunk of ``most`` tokens, or of as many as the step has room for."""
-        tier, count = sequence.request.tier, self._room(sequence, most)
+        tier = sequence.request.tier
+        self._take(tier, -self._kept.pop(sequence, 0.0))
+        count = self._room(sequence, most)
         self.held_back[tier] += count < most
         if count:
             fixed, each = self._of_chunk(sequence)
