@@ -323,6 +323,11 @@ def test_limits_of_keys_become_a_map_of_the_proxy(tmp_path: Path) -> None:
         "",
         "name:" + "k" * 30 + " tier=bulk",
         "name:" + "k" * 30 + ' tiers="',
+        "name:" + "k" * 30 + " tiers=a,,b",
+        "name:" + "k" * 30 + " min_priority=5",
+        "name:" + "k" * 30 + " tiers=,a",
+        "name:" + "k" * 30 + " tiers=a tiers=b",
+        "name:" + "k" * 30 + " min_priority=0 tiers=a min_priority=0",
     ],
 )
 def test_a_bad_line_of_keys_is_named_and_not_shown(tmp_path: Path, line: str) -> None:

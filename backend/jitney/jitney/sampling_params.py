@@ -8,7 +8,7 @@ the result as given.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,7 +26,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     tiers: tuple[str, ...] = ()
     """If any: these alone. A request that names none is of the first that its model has."""
-    min_priority: int = -1000
+    min_priority: Annotated[int, msgspec.Meta(le=0)] = -1000
 
     def apply(self, params: "SamplingParams", config: EngineConfig) -> "SamplingParams":
         """Complete ``params``. Raises InvalidArgumentError for what is not allowed."""
@@ -36,12 +36,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise InvalidArgumentError.of("priority", params.priority, bound)
         if not (self.tiers and config.tiers):
             return params
+        allowed = f"{', '.join(map(repr, self.tiers))} {of_key}"
         if params.tier is None:
             known = {one.name for one in config.tiers}
-            tier = next((each for each in self.tiers if each in known), self.tiers[0])
+            tier = next((each for each in self.tiers if each in known), None)
+            if tier is None:
+                raise InvalidArgumentError(f"the model has no tier of {allowed}")
             return msgspec.structs.replace(params, tier=tier)
         if params.tier not in self.tiers:
-            bound = f"one of {', '.join(map(repr, self.tiers))} {of_key}"
+            bound = f"one of {allowed}"
             raise InvalidArgumentError.of("tier", params.tier, bound)
         return params
 
@@ -55,7 +58,7 @@ def parse_limits(text: str) -> Limits:
         limits = msgspec.convert(given, Limits, strict=False)
         if len(given) == len(words) and "" not in limits.tiers:
             return limits
-    bound = "made of tiers=NAME,… and min_priority=NUMBER, each at most once"
+    bound = "made of tiers=NAME,… and min_priority=NUMBER, at most 0, each at most once"
     raise InvalidArgumentError.of("limits", text, bound)
 
 
