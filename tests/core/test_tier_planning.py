@@ -417,6 +417,26 @@ def test_lower_tiers_have_no_drafts_while_they_are_limited(overlap: bool) -> Non
     check_streams(play, fast, *crowd)
 
 
+@OVERLAP
+def test_drafts_of_the_fast_tier_stop_at_its_target(overlap: bool) -> None:
+    """And what they take is not given to others as well."""
+    play = Timed(overlap=overlap, speculation={"max_drafts": 8})
+    play.draft(1.0)
+    crowd = [play.bulk([key], max_tokens=60) for key in range(12)]
+    play.step(3)
+    fast = [play.fast([1, key], max_tokens=60) for key in range(4)]
+    play.step(4)
+    begin = len(play.batches)
+    while not any(key in play.ends for key in fast):
+        play.step()
+    steps = play.batches[begin:-1]
+    assert max(map(seconds_of, steps)) <= TARGET * 1.01e-3
+    assert any(row.drafts for batch in steps for row in batch.rows)
+    assert all(play.bulk_rows(batch) for batch in steps)
+    play.drain()
+    check_streams(play, *fast, *crowd)
+
+
 def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None:
     """Where steps take longer than planned by chance, by 15 % in the mean, half again at most."""
     tiers = make_config({"model": "m", "tiers": [FAST, BULK]}).tiers

@@ -210,6 +210,9 @@ class Planner:
         kv, live, table = self._kv, self._live, sequence.table
         start = sequence.num_planned + 1
         propose = min(propose, sequence.limit - start - len(drafts))
+        if self._pace is not None:
+            count, propose = self._pace.drafts(len(drafts), propose)
+            del drafts[count:]
         while (room := len(table) * self._block_size - start) < len(drafts) + propose:
             spare = live.num_admitted - len(live.running)
             spare += sum(max(1, kv.blocks_for(one.num_tokens) - len(one.table)) for one in after)

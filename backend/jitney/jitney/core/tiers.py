@@ -58,6 +58,7 @@ class Pace:
                 self._lower.setdefault(one.request.tier, one)
         prompts = sum(one.prefill_left for one in running if one.request.tier <= self._top)
         self._reserved = self._weights.tokens * prompts + self._weights.chunked * bool(prompts)
+        self._passes = 0
         self._taken = self._weights.steps
         self._taken += sum(self._of_decode(one) for one in decodes if not self.limits(one))
         self._kept: dict[Sequence, float] = {}  # until its chunk is planned
@@ -91,6 +92,22 @@ class Pace:
         """Its row is planned. A tier that took something of the step has a row in it."""
         if self.limits(sequence):
             self._take(sequence.request.tier, self._of_decode(sequence))
+
+    def drafts(self, count: int, propose: int) -> tuple[int, int]:
+        """Take the seconds of so many drafts of a decode, and of a draft model's passes for it.
+        Returns how many of both the step has room for, beside the shares of lower tiers."""
+        weights, found = self._weights, []
+        further = max(propose - self._passes, 0)
+        each_draft = weights.tokens + weights.samples
+        for most, each in ((count, each_draft), (further, weights.passes)):
+            left = self._limit - self._taken - sum(map(self._share, self._lower))
+            found.append(max(int(left / each), 0) if each and left < each * most else most)
+            self._taken += each * found[-1]
+        if found[0] and not self._chunked:
+            self._taken, self._chunked = self._taken + weights.chunked, True
+        propose += found[1] - further
+        self._passes = max(self._passes, propose)
+        return found[0], propose
 
     def chunk(self, sequence: Sequence, most: int) -> int:
         """Plan a chunk of ``most`` tokens, or of as many as the step has room for."""
