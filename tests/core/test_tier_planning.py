@@ -276,6 +276,18 @@ def test_a_tier_runs_no_more_than_its_cap_and_others_pass(overlap: bool, evictio
     check_streams(play, fast, *crowd)
 
 
+@OVERLAP
+def test_forks_beyond_the_cap_of_their_tier_take_no_places_of_others(overlap: bool) -> None:
+    play = Timed({}, {"max_running": 3}, max_num_seqs=8, overlap=overlap, max_num_batched_tokens=32)
+    bulk = play.bulk([5] * 300, n=20, max_tokens=2)
+    play.step(2)
+    fast = [play.fast([key], max_tokens=2) for key in range(5)]
+    play.step(4)
+    assert set(play.order) == set(fast)
+    play.drain()
+    check_streams(play, bulk, *fast)
+
+
 def test_a_tier_queues_no_more_than_its_limit() -> None:
     play = Timed({}, {"max_queued": 2, "max_running": 1})
     crowd = [play.bulk([key], max_tokens=4) for key in range(5)]

@@ -37,6 +37,7 @@ class LiveRequests:
         self.caps = [min(one.max_running or max_running, max_running) for one in tiers]
         self.caps = self.caps or [max_running]
         """The same by tier."""
+        self._capped = [tier for tier, cap in enumerate(self.caps) if cap < max_running]
         self.aging = [0.0, *accumulate(one.aging_s for one in tiers[1:])]
         """Seconds by which a tier's requests rank later."""
         self._shares = [one.share for one in tiers] or [1.0]
@@ -64,8 +65,10 @@ class LiveRequests:
     @property
     def num_admitted(self) -> int:
         """Sequences that run, and the forks that are due of those. This may exceed ``max_running``,
-        by the forks of one request: these will wait."""
-        return len(self.running) + sum(one.request.forks_due for one in self.running)
+        by the forks of one request: these will wait. Those beyond a tier's cap do not count."""
+        due = sum(one.request.forks_due for one in self.running)
+        due += sum(min(self._own_places(tier), 0) for tier in self._capped)
+        return len(self.running) + due
 
     @property
     def num_waiting(self) -> int:
@@ -74,11 +77,13 @@ class LiveRequests:
 
     def places(self, tier: int) -> int:
         """How many more sequences of a tier may be admitted. Below 0 as ``num_admitted`` says."""
-        places, cap = self.max_running - self.num_admitted, self.caps[tier]
-        if cap < self.max_running:
-            own = [one.request for one in self.running if one.request.tier == tier]
-            places = min(places, cap - len(own) - sum(one.forks_due for one in own))
-        return places
+        places = self.max_running - self.num_admitted
+        return min(places, self._own_places(tier)) if tier in self._capped else places
+
+    def _own_places(self, tier: int) -> int:
+        """How many more the cap of a tier admits."""
+        own = [one.request for one in self.running if one.request.tier == tier]
+        return self.caps[tier] - len(own) - sum(one.forks_due for one in own)
 
     def is_full(self, tier: int) -> bool:
         """Whether no sequence of a tier may run beside those that do."""
