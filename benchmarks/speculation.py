@@ -14,7 +14,8 @@ With --demo the draft model is the demo model, of 5 M parameters, and the model 
 with layers behind its own, 30 M parameters in all, that change its output a little (--noise): a
 stand-in for a pair that was trained together. Prompts are 200 tokens of the standard library.
 With --pair the models are FOLDER/target and FOLDER/draft, as scripts/train_demo_model.py --pair
-makes them; "repeats" are prompts of 64 tokens of the library, three times.
+makes them, and FOLDER/head, if it is there, a head that scripts/train_eagle_head.py has trained;
+"repeats" are prompts of 64 tokens of the library, three times.
 
 Figures are output tokens a second; the ratio is the median of the rounds'. On a busy machine,
 --cpu-time takes one thread, and counts its CPU seconds everywhere, in the engine as well.
@@ -126,7 +127,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=64, help="of W1; 0: without it")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--demo", action="store_true")
-    parser.add_argument("--pair", type=Path, help="a folder with a target and its draft")
+    parser.add_argument("--pair", type=Path, help="a folder with a target and its drafters")
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--only", default="", help="workloads with this in their title")
     parser.add_argument("--noise", type=float, default=10.0)
@@ -142,7 +143,7 @@ def main() -> int:
     clock: Callable[[], float] = time.monotonic
     if arguments.cpu_time:
         options["threads"], clock = 1, time.process_time
-    keys = itertools.count()
+    keys, runs_code = itertools.count(), bool(arguments.demo or arguments.pair)
     with tempfile.TemporaryDirectory() as folder:
         draft_model = PYLM
         if arguments.pair:
@@ -157,11 +158,14 @@ def main() -> int:
             "off": Engine(off, runner, clock),
             "n-grams": Engine(make_config(options | {"speculation": {}}), runner, clock),
         }
-        if arguments.demo or arguments.pair:
-            draft = {"drafter": "draft_model", "model": str(draft_model)}
-            config = make_config(options | {"speculation": draft})
-            engines["draft model"] = Engine(config, load_runner(config), clock)
-    if arguments.demo or arguments.pair:
+        drafters = {"draft model": ("draft_model", draft_model)} if runs_code else {}
+        if arguments.pair and (arguments.pair / "head").exists():
+            drafters["head"] = ("eagle", arguments.pair / "head")
+        for name, (drafter, model) in drafters.items():
+            speculation = {"drafter": drafter, "model": str(model)}
+            config = make_config(options | {"speculation": speculation})
+            engines[name] = Engine(config, load_runner(config), clock)
+    if runs_code:
         code = [python_code(streams) for streams in STREAMS]
         workloads = [(each.name, each, 0.0) for each in code]
         if arguments.pair:
