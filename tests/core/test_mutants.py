@@ -89,7 +89,7 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
     "chunks are not cut": ("tiers", "if left >= each * most or not each", "if True"),
     "decodes are not held back": ("tiers", "self._reserved) < seconds", "self._reserved) < -1.0"),
     "the others' share is not kept from prompts": (
-        "tiers", "sum(map(self._share, self._lower))", "0.0",
+        "tiers", "kept = sum(map(self._share, self._lower))", "kept = 0.0",
     ),
     "bulk is not limited where nobody decodes": ("tiers", "= tier.ttft_ms if", "= None if"),
     "the aim stays": ("tiers", "self._aim * _EXCEEDED", "self._aim * 1.0"),
