@@ -181,6 +181,23 @@ def test_a_prompt_of_the_fast_tier_comes_before_chunks_of_bulk(overlap: bool) ->
 
 
 @OVERLAP
+def test_a_prompt_of_the_fast_tier_leaves_bulk_its_share_of_the_step(overlap: bool) -> None:
+    play = Timed(overlap=overlap, bulk={"share": 0.3})
+    decodes = play.fast([1, 2, 3], max_tokens=40)
+    play.step(3)
+    bulk = play.bulk([4] * 200, max_tokens=2)
+    prompt = play.fast([5] * 200, max_tokens=2)
+    play.drain()
+    both = [
+        each for each in play.batches if {decodes, bulk, prompt} <= {row.key for row in each.rows}
+    ]
+    assert len(both) > 5
+    steps = [seconds_of(each) for each in both[1:]]  # in the first one both are admitted
+    assert max(steps) <= TARGET * 1.01e-3
+    check_streams(play, decodes, bulk, prompt)
+
+
+@OVERLAP
 def test_bulk_steps_are_a_third_of_the_target_for_a_first_token(overlap: bool) -> None:
     play = Timed({"ttft_ms": 120}, overlap=overlap)
     for key in range(8):
