@@ -481,3 +481,14 @@ def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None
     pace.complete(None, now + 60.0)
     pace.complete(22e-3, now + 90.0)
     assert pace._aim == aim, "neither is a gap"
+
+
+@pytest.mark.parametrize("size", range(1, 13))
+def test_who_is_admitted_ahead_leaves_a_block_to_every_decode(size: int) -> None:
+    for steps in range(2, 12):
+        play = Timed(overlap=True, num_blocks=8, watermark=0.0, fast={"ttft_ms": 300})
+        keys = [play.bulk([key] * 5, max_tokens=10) for key in range(2)]
+        play.step(steps)
+        keys.append(play.fast([9] * size, max_tokens=3))
+        play.drain()
+        check_streams(play, *keys)

@@ -336,6 +336,7 @@ class Planner:
         """Admit the waiting sequences that rank before running ones of lower tiers: their prompts
         come first, and what is in the way is preempted."""
         live = self._live
+        decodes = len(live.running) if plan.ahead else 0  # a block for each, as can_plan_ahead saw
         while (first := self._first_waiting()) is not None:
             victims = [] if plan.ahead else self._in_the_way(first)
             for one in victims:
@@ -345,7 +346,7 @@ class Planner:
             size = 1 if self._preempts else min(1 + first.request.forks_due, live.max_running)
             if not (passes or victims) or size > live.max_running - live.num_admitted:
                 return
-            if not self._admit(plan, first, counts):
+            if not self._admit(plan, first, counts, decodes):
                 return
 
     def _admit_waiting(self, plan: _Plan, counts: Counts) -> None:
@@ -367,9 +368,9 @@ class Planner:
             places -= size
             self._plan_chunk(plan, sequence, plan.tokens_left)
 
-    def _admit(self, plan: _Plan, sequence: Sequence, counts: Counts) -> bool:
+    def _admit(self, plan: _Plan, sequence: Sequence, counts: Counts, others: int = 0) -> bool:
         """Allocate the blocks of all tokens of a waiting sequence, cached ones where there are any,
-        and run it. False, and nothing changed, if there are not enough."""
+        and run it. False, and nothing changed, if there are not enough: ``others`` stay free."""
         request, kv = sequence.request, self._kv
         fresh = request.first_scheduled is None
         reserve = sequence.reserved_blocks + (0 if request.running else request.reserved_blocks)
@@ -382,7 +383,8 @@ class Planner:
             hits = kv.find(sequence.hash_blocks(usable, kv.block_size))
         num_new = kv.blocks_for(sequence.num_tokens) - len(hits)
         # With nothing running no blocks need stay free, and waiting would never end.
-        table = kv.allocate(hits, num_new, spare=self._watermark if self._live.running else 0)
+        spare = max(self._watermark, others) if self._live.running else 0
+        table = kv.allocate(hits, num_new, spare=spare)
         if table is None:
             assert self._preempts or plan.ahead, "a reserved block is not free"
             return False
