@@ -30,7 +30,8 @@ class Nursery:
     has died."""
 
     def __init__(self, loader: str, stopped: threading.Event) -> None:
-        """Once ``stopped`` is set, nothing waits for it any more: it is killed."""
+        """``loader``: names of functions for ``engine.process``, with spaces between. Once
+        ``stopped`` is set, nothing waits for it any more: it is killed."""
         self._loader = loader
         self._stopped = stopped
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,7 +86,7 @@ class Nursery:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
         return subprocess.Popen(
-            [*command, str(descriptor), self._loader],
+            [*command, str(descriptor), *self._loader.split()],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             env=environment,

@@ -1,9 +1,10 @@
 """The engine's process: loads a model, makes steps until told to stop, and reports.
 
-:mod:`jitney.engine.supervisor` starts a *nursery*, ``python -m jitney.engine.process FD LOADER``,
-which imports and calls the loader, seconds of work, and then forks an engine whenever a socket
-comes through FD: so a new engine has only the model to load. Nothing of ours may start a thread or
-touch a device before the fork. (NumPy's OpenBLAS has threads by then, and sees to them in a fork.)
+:mod:`jitney.engine.supervisor` starts a *nursery*, ``python -m jitney.engine.process FD AHEAD…
+LOADER``, which imports and calls what is named, seconds of work, and then forks an engine whenever
+a socket comes through FD: so a new engine has only the model to load. Nothing of ours may start a
+thread or touch a device before the fork. (NumPy's OpenBLAS has threads by then, and sees to them in
+a fork.)
 
 The nursery ends when the other end of FD closes, an engine when that of its socket does: whoever
 kills the front ends them too.
@@ -22,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -54,12 +55,15 @@ _OOM_SCORE = 500
 _PR_SET_PDEATHSIG = 1
 
 
-def nurse(descriptor: int, loader: str) -> int:
+def nurse(descriptor: int, ahead: Sequence[str], loader: str) -> int:
     """Fork an engine for each socket that comes, one at a time, and tell its pid and exit status.
-    Returns once nobody asks any more."""
+    Returns once nobody asks any more. ``ahead`` may fork processes of its own."""
     _die_with_parent()
     quiet_imports()
     gc.disable()  # what is imported stays: to look for garbage in it takes an eighth of the time
+    with lean_imports():
+        for name in ahead:
+            pkgutil.resolve_name(name)()
     try:
         with lean_imports():
             load: Load = pkgutil.resolve_name(loader)()
@@ -78,7 +82,9 @@ def nurse(descriptor: int, loader: str) -> int:
                 _serve_and_exit(sockets[0], load)
             os.close(sockets[0])
             control.sendall(NUMBER.pack(pid))
-            _, status = os.waitpid(pid, 0)
+            ended = status = 0
+            while ended != pid:
+                ended, status = os.wait()
             control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
 
 
@@ -172,4 +178,4 @@ class _FrontLog(logging.Handler):
 
 
 if __name__ == "__main__":
-    sys.exit(nurse(int(sys.argv[1]), sys.argv[2]))
+    sys.exit(nurse(int(sys.argv[1]), sys.argv[2:-1], sys.argv[-1]))

@@ -33,7 +33,7 @@ from jitney.messages import Cancel, Event, Message, ModelInfo, StepReport, StepS
 
 _log = logging.getLogger(__name__)
 
-LOADER = "jitney.engine.assemble:prepare"
+LOADER = "jitney.kernels.cpu.ahead:compile_ahead jitney.engine.assemble:prepare"
 
 CAUSES = ("killed", "device_lost", "failed", "hung")
 """Why an engine ended: by a signal, for want of its device, in another way, by the watchdog."""

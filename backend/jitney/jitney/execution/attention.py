@@ -17,17 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jitney.execution.byte_cache import SCALE_BYTES
 from jitney.execution.low_rank import Span, spans_of
 from jitney.execution.machine import to_device
 from jitney.messages import Row
 
 HEAD_ALIGNMENT = 16
 """Head sizes are padded in the cache to a multiple of this: the lanes of one vector register."""
-SCALE_BYTES = 4
-"""Of a token's float32 scale, which an int8 cache holds for every KV head: an element stands for
-itself times that."""
-LEAST_SCALE = 1e-30
-"""So that a key of zeros is divided by something."""
 
 
 @dataclass(slots=True)

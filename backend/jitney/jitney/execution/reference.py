@@ -8,7 +8,8 @@ of a token are its scale, if it is int8.
 import torch
 from torch import Tensor
 
-from jitney.execution.attention import LEAST_SCALE, SCALE_BYTES, AttentionMetadata
+from jitney.execution.attention import AttentionMetadata
+from jitney.execution.byte_cache import LEAST_SCALE, SCALE_BYTES
 from jitney.execution.interface import AttentionCall, LayerCache
 
 # Scores of one slice of a row's queries: bounds the memory of a long prompt's.

@@ -40,7 +40,8 @@ class CpuAccelerator:
         if shape.device.type != "cpu":
             return f"the CPU kernel does not run on {shape.device.type}"
         try:
-            from jitney.kernels.cpu.attention import TAGS, CpuAttention
+            from jitney.kernels.cpu.attention import CpuAttention
+            from jitney.kernels.cpu.attention_kernel import TAGS
         except ImportError as error:
             return f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
         if self._config.block_size % 16 != 0:

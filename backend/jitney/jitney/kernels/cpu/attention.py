@@ -7,26 +7,21 @@ is called by one thread at a time; two objects may run at once.
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from jitney.execution.attention import SCALE_BYTES, AttentionMetadata
+from jitney.execution.attention import AttentionMetadata
+from jitney.execution.byte_cache import SCALE_BYTES
 from jitney.execution.interface import AttentionCall, LayerCache
-from jitney.kernels.cpu import layout
-from jitney.kernels.cpu.attention_kernel import attend_body
-from jitney.kernels.cpu.compiled import Kernel, source_version
-from jitney.kernels.cpu.layout import AttentionArguments, write_body
+from jitney.kernels.cpu import ahead, layout
+from jitney.kernels.cpu.attention_kernel import attention_kernels
+from jitney.kernels.cpu.layout import AttentionArguments
 from jitney.kernels.cpu.products import GROUP_TOKENS, instruction_set, may_use_amx
-from jitney.kernels.cpu.simd import BF16, F32, I8, WIDE
-from jitney.kernels.cpu.tile_linear import widens
 
 _log = logging.getLogger(__name__)
 
-TAGS: dict[torch.dtype, Any] = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: I8}
-"""By cache type."""
 _PAGE = 4096
 
 
@@ -53,14 +48,9 @@ class CpuAttention:
         matters for int8 only."""
         began = time.perf_counter()
         self.cache_dtype, self.dtype = dtype, model_dtype if dtype == torch.int8 else dtype
-        tag, kept, version = TAGS[self.dtype], TAGS[dtype], source_version()
-        dot = tag
-        if self.dtype == torch.bfloat16 and widens():
-            dot = F32 if dtype == torch.int8 else WIDE
-        self.attend = Kernel(
-            lambda address: attend_body(tag, kept, dot, address) if version else None
-        )
-        self.write = Kernel(lambda address: write_body(tag, kept, address) if version else None)
+        if self.cache_dtype == self.dtype == ahead.DTYPE:
+            ahead.wait_for_compiler()
+        self.attend, self.write = attention_kernels(dtype, self.dtype)
         done = "loaded" if self.attend.was_cached and self.write.was_cached else "compiled"
         seconds = time.perf_counter() - began
         text = "attention kernel for %s, of %s instructions, %s in %.1f s"

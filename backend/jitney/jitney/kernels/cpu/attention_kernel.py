@@ -22,10 +22,13 @@ batch: spans and parts lie on one grid for all, keys that are hidden from a row 
 its sums, and an item computes each row as it would alone.
 """
 
+from typing import Any
+
 import numpy as np
+import torch
 
 from jitney.kernels.cpu.byte_groups import load_part, read_scales, spare_vector, widen_groups
-from jitney.kernels.cpu.compiled import THREADS_OFFSET
+from jitney.kernels.cpu.compiled import THREADS_OFFSET, Kernel, source_version
 from jitney.kernels.cpu.layout import (
     PART_TOKENS,
     SCRATCH_BYTES,
@@ -38,6 +41,7 @@ from jitney.kernels.cpu.layout import (
     read_call,
     read_scratch,
     read_work,
+    write_body,
     write_token,
 )
 from jitney.kernels.cpu.products import (
@@ -52,12 +56,17 @@ from jitney.kernels.cpu.products import (
     score_tile,
     value_tile_narrow,
     value_tile_wide,
+    widens,
 )
 from jitney.kernels.cpu.simd import (
+    BF16,
+    F32,
+    I8,
     LANES,
     LOG2_E,
     ONE,
     UNIT_BYTES,
+    WIDE,
     ZERO,
     copy_element,
     element_bytes,
@@ -83,6 +92,22 @@ from jitney.kernels.cpu.simd import (
     store_f32,
     store_i64,
 )
+
+TAGS: dict[torch.dtype, Any] = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: I8}
+"""By cache type."""
+
+
+def attention_kernels(dtype: torch.dtype, model_dtype: torch.dtype) -> tuple[Kernel, Kernel]:
+    """:func:`attend_body` and ``write_body`` for caches of ``dtype``, compiled or found so."""
+    tag, kept, version = TAGS[model_dtype], TAGS[dtype], source_version()
+    dot = tag
+    if model_dtype == torch.bfloat16 and widens():
+        dot = F32 if dtype == torch.int8 else WIDE
+    return (
+        Kernel(lambda address: attend_body(tag, kept, dot, address) if version else None),
+        Kernel(lambda address: write_body(tag, kept, address) if version else None),
+    )
+
 
 NEGATIVE_INFINITY = np.float32(-np.inf)
 LOWEST = np.float32(-1e30)

@@ -8,7 +8,7 @@ each token. An int8 is a number of bfloat16, so groups are widened exactly.
 import numpy as np
 from numba import types
 
-from jitney.execution.attention import LEAST_SCALE, SCALE_BYTES
+from jitney.execution.byte_cache import LEAST_SCALE, SCALE_BYTES
 from jitney.kernels.cpu.products import GROUP_TOKENS, PREFETCH_GROUPS, VECTOR_BYTES, stack_memory
 from jitney.kernels.cpu.simd import (
     I8,

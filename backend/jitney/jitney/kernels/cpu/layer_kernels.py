@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
-from jitney.kernels.cpu.attention import TAGS
+from jitney.kernels.cpu.attention_kernel import TAGS
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
 from jitney.kernels.cpu.program import LayerProgram

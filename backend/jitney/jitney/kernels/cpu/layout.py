@@ -193,17 +193,40 @@ WORK_BYTES, SCRATCH_BYTES = ctypes.sizeof(Work), ctypes.sizeof(Scratch)
 # --------------------------------------------------------------------------- plan
 
 
-@compile_function
-def cut_works(query_start, context_len, tile, reach, part_tokens, group_tokens):
+def cut_works(
+    query_start: np.ndarray,
+    context_len: np.ndarray,
+    tile: int,
+    reach: int,
+    part_tokens: int,
+    group_tokens: int,
+) -> tuple[np.ndarray, int, int]:
     """Cut a step, whose queries see ``reach`` keys at most, into works.
 
     A row of one token is split by its keys at every multiple of ``part_tokens``, a longer one by
     its tokens into tiles of ``tile`` tokens. Neither looks at any other row. The first two arrays
     are int32. Returns int64 [works, fields of ``Work``], the longest first, the number of parts of
-    all split rows, and the number of these. Done for every step, so it is compiled: that takes a
-    tenth of the time of NumPy's calls.
+    all split rows, and the number of these.
     """
-    most = np.sum(context_len // part_tokens + 2) + query_start[-1] // tile
+    works, parts, split_rows = _cut(
+        query_start, context_len, tile, reach, part_tokens, group_tokens
+    )
+    if len(works) > 1:
+        cost = works[:, 2] * (works[:, 5] - works[:, 4])
+        works = works[np.argsort(-cost, kind="stable")]
+    return works, parts, split_rows
+
+
+@compile_function
+def _cut(query_start, context_len, tile, reach, part_tokens, group_tokens):
+    """See :func:`cut_works`; the works in their rows' order.
+
+    Done for every step, so it is compiled: that takes a tenth of the time of NumPy's calls. To sort
+    here, or to assign a whole row, would cost the first start three seconds of compiling.
+    """
+    most = query_start[-1] // tile
+    for context in context_len:
+        most += context // part_tokens + 2
     works = np.empty((most, WORK_BYTES // 8), np.int64)
     done = parts = split_rows = 0
     for row in range(len(context_len)):
@@ -217,17 +240,17 @@ def cut_works(query_start, context_len, tile, reach, part_tokens, group_tokens):
             tokens, first = end - position, begin // size
             count = (end - 1) // size + 1 - first
             for part in range(count):
-                works[done] = (
+                fields = (
                     row, start + offset, tokens, position, max(begin, (first + part) * size),
                     min((first + part + 1) * size, end), part, count, parts, split_rows,
                 )  # fmt: skip
+                for field, value in enumerate(fields):
+                    works[done, field] = value
                 done += 1
             if count > 1:
                 parts += count
                 split_rows += 1
-    works = works[:done]
-    cost = works[:, 2] * (works[:, 5] - works[:, 4])
-    return works[np.argsort(-cost, kind="mergesort")], parts, split_rows  # a stable order
+    return works[:done], parts, split_rows
 
 
 # --------------------------------------------------------------------------- blocks of the cache

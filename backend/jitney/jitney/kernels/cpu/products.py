@@ -82,6 +82,11 @@ def may_use_amx() -> bool:
     return libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
+def widens() -> bool:
+    """Whether the processor multiplies no bfloat16, so that it has to be widened."""
+    return not may_use_amx() and not host_has("avx512bf16")
+
+
 def instruction_set() -> str:
     """What kernels are made of here: ``amx``, ``avx512`` with what it has of bfloat16 and bytes,
     ``avx2``, or ``vectors`` of another kind."""

@@ -20,15 +20,10 @@ from jitney.kernels.cpu.product_kernel import (
     ProductCall,
     product_body,
 )
-from jitney.kernels.cpu.products import may_use_amx
+from jitney.kernels.cpu.products import may_use_amx, widens
 from jitney.kernels.cpu.rows import ConvertCall, convert_body
 from jitney.kernels.cpu.simd import BF16, F32, I4, I8, LANES, UNIT_BYTES, WIDE, host_has
 from jitney.kernels.fused.layers import Activation
-
-
-def widens() -> bool:
-    """Whether the processor multiplies no bfloat16, so that it has to be widened."""
-    return not may_use_amx() and not host_has("avx512bf16")
 
 
 class Products:
