@@ -7,6 +7,7 @@ is called by one thread at a time; two objects may run at once.
 import logging
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from jitney.execution.byte_cache import SCALE_BYTES
 from jitney.execution.interface import AttentionCall, LayerCache
 from jitney.kernels.cpu import ahead, layout
 from jitney.kernels.cpu.attention_kernel import attention_kernels
+from jitney.kernels.cpu.compiled import Kernel
 from jitney.kernels.cpu.layout import AttentionArguments
 from jitney.kernels.cpu.products import GROUP_TOKENS, instruction_set, may_use_amx
 
@@ -44,23 +46,28 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype = torch.bfloat16) -> None:
-        """Compile, or load from Numba's cache, the kernel for caches of ``dtype``. ``model_dtype``
-        matters for int8 only."""
-        began = time.perf_counter()
+        """For caches of ``dtype``; ``model_dtype`` matters for int8 only."""
         self.cache_dtype, self.dtype = dtype, model_dtype if dtype == torch.int8 else dtype
-        if self.cache_dtype == self.dtype == ahead.DTYPE:
-            ahead.wait_for_compiler()
-        self.attend, self.write = attention_kernels(dtype, self.dtype)
-        done = "loaded" if self.attend.was_cached and self.write.was_cached else "compiled"
-        seconds = time.perf_counter() - began
-        text = "attention kernel for %s, of %s instructions, %s in %.1f s"
-        _log.info(text, dtype, instruction_set(), done, seconds)
         self._tiles = int(self.dtype == torch.bfloat16 and may_use_amx())
         self._scratch = np.empty(0, np.uint8)
         self._areas = np.empty((0, 0), np.int64)
         self._scratch_for = (0, 0, 0, 0)
         self._parts = np.empty(0, np.float32)
         self._parts_done = np.zeros(0, np.int64)
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, Kernel]:
+        """What attends, and what writes: compiled, or loaded from Numba's cache, when first used,
+        which is after all other kernels of a load."""
+        began = time.perf_counter()
+        if self.cache_dtype == self.dtype == ahead.DTYPE:
+            ahead.wait_for_compiler()
+        attend, write = attention_kernels(self.cache_dtype, self.dtype)
+        done = "loaded" if attend.was_cached and write.was_cached else "compiled"
+        seconds = time.perf_counter() - began
+        text = "attention kernel for %s, of %s instructions, %s in %.1f s"
+        _log.info(text, self.cache_dtype, instruction_set(), done, seconds)
+        return attend, write
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write K and V to their slots, then attend, in ``dtype`` with float32 sums."""
@@ -73,7 +80,8 @@ class CpuAttention:
         set_layer(arguments, q, k, v, cache, out.data_ptr())
         sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
         arguments.sinks = 0 if sinks is None else sinks.data_ptr()
-        for kernel, items in ((self.write, ready.write_items), (self.attend, ready.items)):
+        attend, write = self.kernels
+        for kernel, items in ((write, ready.write_items), (attend, ready.items)):
             if items:
                 arguments.counter, arguments.threads, arguments.count = 0, 0, items
                 kernel.run(arguments, min(ready.threads, items))

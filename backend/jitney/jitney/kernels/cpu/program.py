@@ -322,11 +322,11 @@ class LayerProgram:
             attention, norms = layer.self_attn, layer.norms
             form, rotate = attention.form, attention.kernel
             cache, call = self._caches[form.layer], form.call(*form.split(tensors[3]))
-            attend = cache.attend
-            assert isinstance(attend, CpuAttention)
+            assert isinstance(cache.attend, CpuAttention)
+            attend, write = cache.attend.kernels
             arguments = AttentionArguments()
             set_layer(arguments, call.query, call.key, call.value, cache, attended)
-            kind = (attend, cache.keys.shape, replace(form, layer=0, norms=None))
+            kind = (cache.attend, cache.keys.shape, replace(form, layer=0, norms=None))
             kinds.setdefault(kind, (call, cache, []))[2].append(number)
             before = len(calls)
             calls += [
@@ -336,8 +336,8 @@ class LayerProgram:
             ]
             attending = len(calls) - before
             calls += [
-                (attend.write, arguments),
-                (attend.attend, arguments),
+                (write, arguments),
+                (attend, arguments),
                 *place(1, number, attended, middle, hidden),
                 (norm, norms.mlp.kernel.call_for(middle, normed)),
                 *place(2, number, normed, inside, 0),
