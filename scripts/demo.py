@@ -67,7 +67,7 @@ def run(console: Console, live: bool, log_file: Path | None) -> None:
     left_out = demo_models.missing(repository)
     models = [MODEL] if left_out else [MODEL, *demo_models.NEEDS]
     server = TritonServer(repository, models=models, log_file=log_file)
-    note = "Starting the server (the first time, kernels are compiled: up to a minute) …"
+    note = "Starting the server (the first time, kernels are compiled: up to half a minute) …"
     if live:
         with console.status(note):
             server.start()
