@@ -30,7 +30,7 @@ FORKED = """        for block in shared:
 """
 SALTED = """else [b"salt", salt.encode("utf-8", "surrogatepass")]"""
 FULL = "sequence.num_computed // block_size"
-USABLE = "(sequence.num_tokens - 1) // kv.block_size"
+USABLE = "(sequence.num_tokens - 1) // self._block_size"
 
 # name -> (file of core/, what is written there, what is written in its place; …)
 FAULTS: dict[str, tuple[str, ...]] = {
@@ -54,7 +54,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "blocks are cached before they are written": (
         "outcome", FULL, "sequence.num_tokens // block_size",
     ),
-    "a prompt may be all hits": ("plan", USABLE, "sequence.num_tokens // kv.block_size"),
+    "a prompt may be all hits": ("plan", USABLE, "sequence.num_tokens // self._block_size"),
     "the first running sequence is preempted": ("plan", "running[-1]", "running[0]"),
     "one token too many": ("outcome", ">= request.max_output", "> request.max_output"),
     "forks run beyond max_num_seqs": (
@@ -95,6 +95,12 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
     "the aim stays": ("tiers", "self._aim * _EXCEEDED", "self._aim * 1.0"),
     "a tier does not age": ("scheduler", "+= self.live.aging[tier]", "+= 1e6 * tier"),
     "all tiers are ranked alike": ("scheduler", "+= self.live.aging[tier]", "+= 0.0"),
+    "who makes way frees what others hold": (
+        "kv_cache", "given_up[block] == self._refs[block]", "self._refs[block]",
+    ),
+    "who makes way frees hits twice": ("plan", "block not in hits for block", "1 for block"),
+    "a waiting request has no hits": ("plan", "hits = set(self._hits(first))", "hits = set()"),
+    "forks beyond a cap make way for others": ("live", "if caps[tier] < most else", "if 0 else"),
     "nobody makes way": ("plan", "victims.append(one)", "pass"),
     "an old request makes way": ("plan", " or one.rank < first.rank", ""),
     "bulk makes way without a target": ("plan", " or not self._awaited[first.request.tier]", ""),

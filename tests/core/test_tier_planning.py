@@ -264,6 +264,73 @@ def test_bulk_is_preempted_first_and_for_the_blocks_of_a_prompt(overlap: bool) -
 
 
 @OVERLAP
+def test_nobody_makes_way_for_blocks_that_are_cached_hits(overlap: bool) -> None:
+    """Of the ten blocks of its prompt nine are held by one that runs, or cached."""
+    play = Timed({"ttft_ms": 1000}, num_blocks=26, overlap=overlap, watermark=0.0)
+    prompt = [7] * 36
+    first = play.fast(prompt, max_tokens=8)
+    crowd = [play.bulk([key] * 16, max_tokens=8) for key in range(2)]
+    play.step(3)
+    again = play.fast([*prompt, 1, 2, 3], max_tokens=4)
+    play.drain()
+    assert play.scheduler.live.preemptions == 0
+    check_streams(play, first, again, *crowd)
+
+
+@OVERLAP
+@pytest.mark.parametrize("shared", ["with the fast tier", "among one another"])
+def test_who_gives_no_blocks_by_making_way_does_not(shared: str, overlap: bool) -> None:
+    """Blocks that others hold too are free once all of these make way, and not before."""
+    play = Timed({"ttft_ms": 1000}, num_blocks=24, overlap=overlap, watermark=0.0)
+    prompt, among = [7] * 41, shared == "among one another"
+    holder = (play.bulk if among else play.fast)(prompt, max_tokens=20)
+    play.step(3)
+    crowd = [play.bulk([*prompt[:40], key], max_tokens=20) for key in range(3)]
+    play.step(3)
+    before = len(play.scheduler.live.running)
+    fast = play.fast([1] * 60, max_tokens=4)
+    play.step(3)
+    running = len(play.scheduler.live.running)
+    assert (before, running) == (4, 1 if among else 4)
+    assert play.scheduler.live.preemptions == (4 if among else 0)
+    play.drain()
+    check_streams(play, holder, fast, *crowd)
+
+
+@OVERLAP
+def test_who_holds_the_hits_of_a_prompt_gives_no_blocks_for_them(overlap: bool) -> None:
+    play = Timed({"ttft_ms": 1000}, num_blocks=24, overlap=overlap, watermark=0.0)
+    prompt = [7] * 40
+    crowd = [play.fast([3] * 37, max_tokens=3), play.bulk(prompt, max_tokens=3)]
+    play.step(2)
+    fast = play.fast([*prompt, *range(24)], max_tokens=3)
+    play.drain()
+    assert play.scheduler.live.preemptions == 0
+    check_streams(play, fast, *crowd)
+
+
+@OVERLAP
+def test_forks_beyond_their_tiers_cap_give_no_places_by_making_way(overlap: bool) -> None:
+    """The fast request of many forks has too many places even without bulk: it keeps its own."""
+    play = Timed(
+        {"ttft_ms": 1000},
+        {"max_running": 2},
+        max_num_seqs=8,
+        overlap=overlap,
+        max_num_batched_tokens=32,
+    )
+    bulk = play.bulk([5] * 300, n=20, max_tokens=2)
+    play.step(2)
+    many = play.fast([6] * 300, n=12, max_tokens=2)
+    play.step(2)
+    last = play.fast([1, 2], max_tokens=2)
+    play.step(2)
+    assert play.scheduler.live.preemptions == 0
+    play.drain()
+    check_streams(play, bulk, many, last)
+
+
+@OVERLAP
 def test_no_step_is_empty_though_a_target_is_below_the_time_of_any(overlap: bool) -> None:
     """A prompt has its block of the step before a decode that would have to make way for it."""
     play = Timed({"ttft_ms": 6}, num_blocks=24, watermark=0.0, overlap=overlap)

@@ -88,6 +88,18 @@ class KvCache:
             found.append(block)
         return found
 
+    def num_free_but(self, blocks: Iterable[int]) -> int:
+        """Blocks that an allocation may take, none of ``blocks``."""
+        return self.num_free - sum(self._refs[block] == 0 for block in blocks)
+
+    def freed_by(self, table: list[int], given_up: Counter[int]) -> list[int]:
+        """The blocks that nobody would hold any more if ``table`` were given up too: beside the
+        references that ``given_up`` counts, to which it is added."""
+        sources = [self._pending_copies[block] for block in table if block in self._pending_copies]
+        blocks = table + sources  # of a copy that is not made, its source is held no longer
+        given_up.update(blocks)
+        return [block for block in set(blocks) if given_up[block] == self._refs[block]]
+
     def pending_copies(self) -> list[tuple[int, int]]:
         """(source, destination) of all copies that the next step must make before it writes."""
         return [(source, destination) for destination, source in self._pending_copies.items()]

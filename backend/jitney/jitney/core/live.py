@@ -37,7 +37,6 @@ class LiveRequests:
         self.caps = [min(one.max_running or max_running, max_running) for one in tiers]
         self.caps = self.caps or [max_running]
         """The same by tier."""
-        self._capped = [tier for tier, cap in enumerate(self.caps) if cap < max_running]
         self.aging = [0.0, *accumulate(one.aging_s for one in tiers[1:])]
         """Seconds by which a tier's requests rank later."""
         self._shares = [one.share for one in tiers] or [1.0]
@@ -62,13 +61,27 @@ class LiveRequests:
         self.in_flight: list[StepInFlight] = []
         """Steps in flight, the oldest first: one, or two from a plan ahead to the next update."""
 
+    def admitted(self) -> list[int]:
+        """By tier: sequences that run, and the forks that are due of those."""
+        admitted = [0] * len(self.caps)
+        for one in self.running:
+            admitted[one.request.tier] += 1 + one.request.forks_due
+        return admitted
+
+    def places_beside(self, admitted: list[int]) -> int:
+        """Places that so many of each tier leave. This may be below 0, by the forks of one request:
+        these will wait. Those beyond a tier's cap take none."""
+        caps, most = self.caps, self.max_running
+        taken = [
+            min(each, caps[tier]) if caps[tier] < most else each
+            for tier, each in enumerate(admitted)
+        ]
+        return most - sum(taken)
+
     @property
-    def num_admitted(self) -> int:
-        """Sequences that run, and the forks that are due of those. This may exceed ``max_running``,
-        by the forks of one request: these will wait. Those beyond a tier's cap do not count."""
-        due = sum(one.request.forks_due for one in self.running)
-        due += sum(min(self._own_places(tier), 0) for tier in self._capped)
-        return len(self.running) + due
+    def num_places(self) -> int:
+        """How many more sequences may be admitted, see :meth:`places_beside`."""
+        return self.places_beside(self.admitted())
 
     @property
     def num_waiting(self) -> int:
@@ -76,14 +89,10 @@ class LiveRequests:
         return sum(map(len, self.queues))
 
     def places(self, tier: int) -> int:
-        """How many more sequences of a tier may be admitted. Below 0 as ``num_admitted`` says."""
-        places = self.max_running - self.num_admitted
-        return min(places, self._own_places(tier)) if tier in self._capped else places
-
-    def _own_places(self, tier: int) -> int:
-        """How many more the cap of a tier admits."""
-        own = [one.request for one in self.running if one.request.tier == tier]
-        return self.caps[tier] - len(own) - sum(one.forks_due for one in own)
+        """How many more sequences of a tier may be admitted. Below 0 as :meth:`places_beside`."""
+        admitted, cap = self.admitted(), self.caps[tier]
+        places = self.places_beside(admitted)
+        return min(places, cap - admitted[tier]) if cap < self.max_running else places
 
     def is_full(self, tier: int) -> bool:
         """Whether no sequence of a tier may run beside those that do."""

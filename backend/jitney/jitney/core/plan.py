@@ -25,12 +25,13 @@ the next step.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from jitney.config import EngineConfig
 from jitney.core.drafts import Speculation
 from jitney.core.live import LiveRequests
-from jitney.core.request import Sequence, State
+from jitney.core.request import Request, Sequence, State
 from jitney.core.step_in_flight import Counts, StepInFlight
 from jitney.core.tiers import Pace
 from jitney.messages import Batch, Row
@@ -145,7 +146,7 @@ class Planner:
         """Tokens that the prompts of running sequences need, and the first waiting sequence if it
         may run."""
         live = self._live
-        first = self._first_waiting() if live.num_admitted < live.max_running else None
+        first = self._first_waiting() if live.num_places > 0 else None
         wanted = sum(one.prefill_left for one in live.running)
         return wanted if first is None else wanted + first.num_tokens
 
@@ -214,7 +215,7 @@ class Planner:
             count, propose = self._pace.drafts(len(drafts), propose)
             del drafts[count:]
         while (room := len(table) * self._block_size - start) < len(drafts) + propose:
-            spare = live.num_admitted - len(live.running)
+            spare = live.max_running - live.num_places - len(live.running)
             spare += sum(max(1, kv.blocks_for(one.num_tokens) - len(one.table)) for one in after)
             if live.num_waiting or kv.num_free <= spare or not kv.grow(table):
                 del drafts[room:]
@@ -318,19 +319,27 @@ class Planner:
         """Running sequences of lower tiers, the last by rank, to preempt for the first waiting one,
         if its tier has a target for the first token. None if it can do without, or cannot anyway.
         """
-        live, victims = self._live, []
-        places = live.max_running - live.num_admitted
-        blocks = self._kv.num_free - self._kv.blocks_for(first.num_tokens) - self._watermark
+        live, kv = self._live, self._kv
         if not self._preempts or not self._awaited[first.request.tier]:
             return []
+        hits = set(self._hits(first))
+        needed = kv.blocks_for(first.num_tokens) - len(hits)
+        free = kv.num_free_but(hits)
+        given_up, victims = Counter[int](), list[Sequence]()
+        admitted = live.admitted()
+
+        def fits() -> bool:
+            spare = self._watermark if len(victims) < len(live.running) else 0
+            return live.places_beside(admitted) > 0 and free >= needed + spare
+
         for one in reversed(live.running):
-            if (places > 0 and blocks >= 0) or one.rank < first.rank:
+            if fits() or one.rank < first.rank:
                 break
             if one.request.tier > first.request.tier:
                 victims.append(one)
-                places += 1 + one.request.forks_due
-                blocks += len(one.table)
-        return victims if places > 0 and blocks >= 0 else []
+                admitted[one.request.tier] -= 1 + one.request.forks_due
+                free += sum(block not in hits for block in kv.freed_by(one.table, given_up))
+        return victims if fits() else []
 
     def _admit_urgent(self, plan: _Plan, counts: Counts) -> None:
         """Admit the waiting sequences that rank before running ones of lower tiers: their prompts
@@ -344,7 +353,7 @@ class Planner:
             tier, rank = first.request.tier, first.rank
             passes = any(one.request.tier > tier and one.rank > rank for one in live.running)
             size = 1 if self._preempts else min(1 + first.request.forks_due, live.max_running)
-            if not (passes or victims) or size > live.max_running - live.num_admitted:
+            if not (passes or victims) or size > live.num_places:
                 return
             if not self._admit(plan, first, counts, decodes):
                 return
@@ -355,7 +364,7 @@ class Planner:
         live = self._live
         if not live.num_waiting or len(live.running) >= live.max_running:
             return
-        places = live.max_running - live.num_admitted
+        places = live.num_places
         while plan.tokens_left and places > 0:
             sequence = self._first_waiting()
             if sequence is None:
@@ -376,11 +385,7 @@ class Planner:
         reserve = sequence.reserved_blocks + (0 if request.running else request.reserved_blocks)
         if self._live.reserved_blocks + reserve > kv.num_blocks:
             return False
-        hits: list[int] = []
-        reads = self._caching and request.reads_cache
-        if reads:  # at least one token must be computed, to have logits to sample from
-            usable = (sequence.num_tokens - 1) // kv.block_size
-            hits = kv.find(sequence.hash_blocks(usable, kv.block_size))
+        hits = self._hits(sequence)
         num_new = kv.blocks_for(sequence.num_tokens) - len(hits)
         # With nothing running no blocks need stay free, and waiting would never end.
         spare = max(self._watermark, others) if self._live.running else 0
@@ -397,7 +402,18 @@ class Planner:
             size = len(sequence.prompt)
             request.cached_prompt_tokens = min(num_cached, size)
             request.computed_prompt_tokens = size - request.cached_prompt_tokens
-        if reads:
+        if self._reads_cache(request):
             counts.prefix_query_tokens += sequence.num_tokens
             counts.prefix_hit_tokens += num_cached
         return True
+
+    def _reads_cache(self, request: Request) -> bool:
+        return self._caching and request.reads_cache
+
+    def _hits(self, sequence: Sequence) -> list[int]:
+        """The cached blocks that a waiting sequence would begin with."""
+        if not self._reads_cache(sequence.request):
+            return []
+        # At least one token must be computed, to have logits to sample from.
+        usable = (sequence.num_tokens - 1) // self._block_size
+        return self._kv.find(sequence.hash_blocks(usable, self._block_size))
