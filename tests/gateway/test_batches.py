@@ -14,8 +14,6 @@ import typer
 from jitney.errors import UnavailableError
 from jitney.gateway import batch_records, batch_work, batches
 from jitney.gateway.app import make_app
-from jitney.gateway.ask import Description
-from jitney.gateway.backend import Model
 from jitney.gateway.batch_records import BatchRecord, Folder
 from jitney.gateway.batch_work import BatchWork
 from jitney.gateway.refusals import UnknownModelError
@@ -38,11 +36,6 @@ class Checks:
     async def check(self, endpoint: str, model: str) -> None:
         if model in CHECKED:
             raise CHECKED[model]
-
-    async def look(self, model: str) -> Model:
-        tiers = ["fast", "slow", "bulk"] if model == "tiered" else []
-        known = Description(max_model_len=9, max_n=1, sampling_parameters=frozenset(), tiers=tiers)
-        return Model(model, "", {}, known, 0.0)
 
     async def close(self) -> None:
         pass
@@ -129,7 +122,7 @@ def test_each_request_is_in_one_of_two_files(place: Place) -> None:
     assert done["metadata"] == {"night": "1"}
     good, bad = place.lines(done["output_file_id"]), place.lines(done["error_file_id"])
     assert good.keys() == {*"abc"}
-    asked = {"model": "m", "prompt": "b", "priority": 10}
+    asked = {"model": "m", "prompt": "b", "service_tier": "flex"}
     assert good["b"]["response"]["body"]["body"] == asked
     assert bad.keys() == {"refused"}
     assert bad["refused"]["response"]["status_code"] == 400
@@ -140,17 +133,18 @@ def test_each_request_is_in_one_of_two_files(place: Place) -> None:
     assert Api.asked == {"a": 1, "b": 1, "c": 1, "refused": 1}
 
 
-def test_lines_are_of_the_lowest_tier_that_a_key_may_ask_for(place: Place) -> None:
-    id_ = place.make([line("a", "tiered")])
+def test_a_line_is_flex_unless_it_says_so_itself(place: Place) -> None:
+    """No name of a tier is kept: the model may be loaded with others before a line is asked."""
+    named = line("b")
+    named["body"] |= {"service_tier": "priority"}
+    id_ = place.make([line("a"), named])
     place.work.advance(id_)
     place.run_jobs()
     place.work.advance(id_)
     good = place.lines(place.see(id_)["output_file_id"])
-    asked = {"model": "tiered", "prompt": "a", "tier": "bulk"}
-    assert good["a"]["response"]["body"]["body"] == asked
-    model = asyncio.run(Checks().look("tiered"))
-    assert batches.background(model, ["other", "slow", "fast"]) == {"tier": "slow"}
-    assert batches.background(model, ["other"]) == {"priority": 10}
+    asked = {name: good[name]["response"]["body"]["body"] for name in "ab"}
+    assert asked["a"] == {"model": "m", "prompt": "a", "service_tier": "flex"}
+    assert asked["b"] == {"model": "m", "prompt": "b", "service_tier": "priority"}
 
 
 def test_lines_at_fault_are_told(place: Place) -> None:

@@ -23,7 +23,7 @@ from jitney.gateway.wire import (
     WireRecord,
     decode,
 )
-from jitney.sampling_params import NAMES
+from jitney.sampling_params import NAMES, parse_limits
 
 KNOWN = Description(
     max_model_len=100,
@@ -47,7 +47,7 @@ PARAMS: dict[str, Any] = {
 }  # fmt: skip
 COMMON: dict[str, Any] = {
     **PARAMS,
-    "model": "other", "n": 2, "stream": True, "user": "someone",
+    "model": "other", "n": 2, "stream": True, "user": "someone", "service_tier": "flex",
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"},
     "guided_json": SCHEMA, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "g",
 }  # fmt: skip
@@ -55,7 +55,7 @@ ONLY_CHAT: dict[str, Any] = {
     "messages": [{**USER, "content": "ho"}], "max_completion_tokens": 3, "logprobs": True,
     "tools": [TOOL, TOOL], "tool_choice": "none", "chat_template_kwargs": {"a": 1},
     "add_generation_prompt": False, "reasoning_effort": "low", "verbosity": "low",
-    "safety_identifier": "someone", "service_tier": "flex", "prompt_cache_key": "k",
+    "safety_identifier": "someone", "prompt_cache_key": "k",
 }  # fmt: skip
 # Fields whose effect is on the answer (tests/server/test_openai.py, test_answers.py), that go with
 # another one, or whose only value is what is done anyway.
@@ -110,6 +110,30 @@ def test_a_service_tier_is_a_tier_or_a_priority(
     assert params(tier="x", priority=3) == {"tier": "x", "priority": 3}
     with pytest.raises(FieldError, match="service_tier is 'scale', but must be one of auto"):
         params(service_tier="scale")
+
+
+@pytest.mark.parametrize(
+    ("service", "allowed", "tier"),
+    [
+        ("flex", "", "bulk"),
+        ("flex", "tiers=fast,slow", "slow"),
+        ("flex", "tiers=elsewhere", "bulk"),
+        ("priority", "tiers=slow,bulk", "fast"),  # which the model refuses
+    ],
+)
+def test_flex_is_the_lowest_tier_that_a_key_may_ask_for(
+    service: str, allowed: str, tier: str
+) -> None:
+    known = msgspec.structs.replace(KNOWN, tiers=["fast", "slow", "bulk"])
+    limits = parse_limits(allowed)
+    chat = decode(json.dumps(CHAT | {"service_tier": service}).encode(), ChatRequest)
+    text = {"model": "m", "prompt": "a", "service_tier": service}
+    completion = decode(json.dumps(text).encode(), CompletionRequest)
+    for ask in (
+        ask_chat(chat, known, "id", limits),
+        *ask_completions(completion, known, "id", limits),
+    ):
+        assert json.loads(ask.inputs["sampling_parameters"])["tier"] == tier  # type: ignore[arg-type]
 
 
 def test_no_field_is_forgotten() -> None:

@@ -2,7 +2,7 @@
 docs/contract.md. Pure: no network, no tokenizer. What the model cannot do is refused by name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,15 +21,15 @@ from jitney.gateway.wire import (
     TokenizeRequest,
     Tool,
 )
+from jitney.sampling_params import Limits
 
 Tensor = bytes | list[int] | bool
 """Text or JSON, token ids, a flag."""
 Structured = tuple[str, Mapping[str, Any]]
 """The field that asks for it, and the sampling parameter ``structured_outputs``."""
-BACKGROUND = 10
-"""Priority of what waits for clients that wait; lower goes first."""
-_TIERS = {"auto": 0, "default": 0, "flex": BACKGROUND, "priority": -10}
-"""Service tier -> priority, of a model without tiers of its own."""
+_TIERS = {"auto": 0, "default": 0, "flex": 10, "priority": -10}
+"""Service tier -> priority, of a model without tiers of its own; lower goes first."""
+_NO_LIMITS = Limits()
 
 
 class Description(msgspec.Struct):
@@ -57,8 +57,10 @@ class Ask(msgspec.Struct, kw_only=True):
     request_id: str = ""
 
 
-def ask_chat(body: ChatRequest, known: Description, request_id: str) -> Ask:
-    """The request of a chat. Raises FieldError."""
+def ask_chat(
+    body: ChatRequest, known: Description, request_id: str, limits: Limits = _NO_LIMITS
+) -> Ask:
+    """The request of a chat, by a client of these limits. Raises FieldError."""
     params = dict(body.params)
     if body.max_completion_tokens is not None:
         if params.get("max_tokens", body.max_completion_tokens) != body.max_completion_tokens:
@@ -71,7 +73,7 @@ def ask_chat(body: ChatRequest, known: Description, request_id: str) -> Ask:
         raise FieldError("top_logprobs", "top_logprobs goes with logprobs true")
     if body.prompt_cache_key is not None:
         params.setdefault("cache_salt", body.prompt_cache_key)
-    params = _tier(body.service_tier, known.tiers) | params
+    params = _tier(body.service_tier, known.tiers, limits) | params
     prompt = chat_prompt(
         body.messages,
         None if body.tool_choice == "none" else body.tools,
@@ -97,8 +99,10 @@ def ask_chat(body: ChatRequest, known: Description, request_id: str) -> Ask:
     return _ask(body, {"messages": prompt}, params, known, request_id, structured)
 
 
-def _tier(service: str | None, tiers: list[str]) -> dict[str, Any]:
-    """The parameter that a service tier stands for. Raises FieldError for one that is unknown."""
+def _tier(service: str | None, tiers: Sequence[str], limits: Limits) -> dict[str, Any]:
+    """The parameter that a service tier stands for. Raises FieldError for one that is unknown.
+    What the client may not ask for is refused by the model, but ``flex`` is the lowest tier that it
+    may ask for."""
     if service is None or (service in ("auto", "default") and service not in tiers):
         return {}
     if service not in (*_TIERS, *tiers):
@@ -107,7 +111,8 @@ def _tier(service: str | None, tiers: list[str]) -> dict[str, Any]:
         raise FieldError("service_tier", said)
     if not tiers:
         return {"priority": _TIERS[service]}
-    return {"tier": {"flex": tiers[-1], "priority": tiers[0]}.get(service, service)}
+    allowed = [name for name in tiers if name in limits.tiers] or tiers
+    return {"tier": {"flex": allowed[-1], "priority": tiers[0]}.get(service, service)}
 
 
 def formats(body: ChatRequest, known: Description) -> tuple[str | None, str | None]:
@@ -131,9 +136,11 @@ def _detected(chat_template: str, kwargs: bytes) -> tuple[str | None, str | None
     return detect(chat_template, msgspec.json.decode(kwargs))
 
 
-def ask_completions(body: CompletionRequest, known: Description, request_id: str) -> list[Ask]:
-    """A request for each prompt. Raises FieldError."""
-    params = dict(body.params)
+def ask_completions(
+    body: CompletionRequest, known: Description, request_id: str, limits: Limits = _NO_LIMITS
+) -> list[Ask]:
+    """A request for each prompt, by a client of these limits. Raises FieldError."""
+    params = _tier(body.service_tier, known.tiers, limits) | body.params
     if body.logprobs is not None:
         params["logprobs"] = body.logprobs
         if body.echo:

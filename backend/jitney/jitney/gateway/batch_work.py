@@ -41,6 +41,9 @@ other."""
 _ABANDONED_S = 3600.0
 _JOB = {"input_format": "openai", "workers": 0, "retries": 8, "max_errors": "100%"}
 _JOB |= {"part_seconds": 2.0}
+_BACKGROUND = {"service_tier": "flex"}
+"""Of lines that name no service tier, for clients who wait go first. What it is follows from the
+model as it is when a line is asked, and from the limits of the batch's owner then."""
 _OPTIONS = ("--until-empty", "--tries=8", "--backoff=5")
 # The kernel sends SIGTERM (15) to the worker when the thread ends that started it, however it does.
 _WORKER = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from jitney.cli import main; main()"
@@ -50,18 +53,17 @@ _ANSWERED = re.compile(r"(\d{3}) (\{.*\})")
 """The reason of a bad row that the gateway answered, with its JSON: offline/asking.py."""
 
 
-def begin(folder: Folder, batch: BatchRecord, given: Path, sampling: dict[str, Any]) -> None:
+def begin(folder: Folder, batch: BatchRecord, given: Path) -> None:
     """Have the thread run a batch whose lines, in the file ``given``, are good. Until its record is
-    there it is none; it has the lines even if the file is deleted. ``sampling``: of lines that do
-    not name them, for a language model. Raises FileNotFoundError if the file has just been deleted.
-    """
+    there it is none; it has the lines even if the file is deleted. Raises FileNotFoundError if the
+    file has just been deleted."""
     work = folder.work / batch.id
     job: dict[str, Any] = {**_JOB, "model": batch.model}
     job |= {"input": str(work / "input.jsonl"), "output": str(work / "out")}
     if batch.owner:
         job["api_key_file"] = str(folder.key_file(batch.owner))
     if batch.endpoint in GENERATING:
-        job["sampling"] = sampling
+        job["sampling"] = _BACKGROUND
     work.mkdir()
     (work / "input.jsonl").hardlink_to(given)
     write_whole(work / "job.yaml", [msgspec.json.encode(job)])  # JSON is YAML too

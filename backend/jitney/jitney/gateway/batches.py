@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -20,8 +20,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError, show
-from jitney.gateway.ask import BACKGROUND
-from jitney.gateway.backend import Backend, Model
+from jitney.gateway.backend import Backend
 from jitney.gateway.batch_records import (
     OPEN,
     BatchRecord,
@@ -35,7 +34,6 @@ from jitney.gateway.batch_work import begin
 from jitney.gateway.refusals import FieldError, StatusError, as_json, describe
 from jitney.gateway.wire import MAX_BODY_BYTES, WireRecord, decode
 from jitney.offline.job import due_at
-from jitney.sampling_params import parse_limits
 
 MAX_FILE_BYTES = 200 << 20
 MAX_LINES = 50_000
@@ -140,9 +138,7 @@ class Batches:
                 await asyncio.to_thread(self._folder.save, batch)
             else:
                 path = self._folder.files / batch.input_file_id
-                model = await self._backend.look(str(batch.model))
-                sampling = background(model, parse_limits(request.state.limits).tiers)
-                await asyncio.to_thread(begin, self._folder, batch, path, sampling)
+                await asyncio.to_thread(begin, self._folder, batch, path)
         except FileNotFoundError:
             raise StatusError(404, f"{body.input_file_id!r} has just been deleted") from None
         return self._answer(batch)
@@ -240,14 +236,6 @@ class Batches:
         made = msgspec.to_builtins(record)
         del made["owner"]
         return made
-
-
-def background(model: Model, allowed: Sequence[str]) -> dict[str, Any]:
-    """The lowest tier of a model that the client may ask for: others wait, and go first. A model
-    without tiers has priorities."""
-    tiers = model.description.tiers if model.description is not None else []
-    lowest = [name for name in tiers if name in (allowed or tiers)][-1:]
-    return {"tier": lowest[0]} if lowest else {"priority": BACKGROUND}
 
 
 def _faults(batch: BatchRecord, lines: Iterable[bytes]) -> list[dict[str, Any]]:

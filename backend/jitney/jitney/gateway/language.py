@@ -42,7 +42,7 @@ from jitney.gateway.wire import (
     TokenizeRequest,
     WireRecord,
 )
-from jitney.sampling_params import LIMITS_HEADER
+from jitney.sampling_params import LIMITS_HEADER, parse_limits
 from jitney.tracing import HEADERS
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Language:
         """Continue a chat."""
         known = await self._model(request, body.model)
         chat = chat_of(body, known)
-        ask = ask_chat(chat, known, request.state.id)
+        ask = ask_chat(chat, known, request.state.id, parse_limits(request.state.limits))
         most = 1 if chat.parallel_tool_calls is False else None
         parser = partial(Parser, *formats(chat, known), msgspec.to_builtins(chat.tools or []))
         sequences = [Blocks(parser(), most) for _ in range(chat.n or 1)]
@@ -93,7 +93,7 @@ class Language:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continue texts."""
         known = await self._model(request, body.model)
-        asks = ask_completions(body, known, request.state.id)
+        asks = ask_completions(body, known, request.state.id, parse_limits(request.state.limits))
         echoes = [await self._text(ask) if body.echo else "" for ask in asks]
         n = range(body.n or 1)
         sequences = [Blocks(Parser(None, None), echo=echo) for echo in echoes for _ in n]
