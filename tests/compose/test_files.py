@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from jitney.cli import app
+from jitney.errors import ConfigError
+from jitney.gateway.keys import read_keys
 from typer.main import get_command
 
 from tests.compose.engine.tight_models import CROWD_PROMPT, CROWD_TOKENS, TIGHT_OPTIONS
@@ -326,6 +328,9 @@ def test_limits_of_keys_become_a_map_of_the_proxy(tmp_path: Path) -> None:
         "name:" + "k" * 30 + " tiers=a,,b",
         "name:" + "k" * 30 + " min_priority=5",
         "name:" + "k" * 30 + " tiers=,a",
+        "name:" + "k" * 30 + " tiers=a,night/day",
+        "name:" + "k" * 30 + " tiers=nächtlich",
+        "nächtlich:" + "k" * 30,
         "name:" + "k" * 30 + " tiers=a tiers=b",
         "name:" + "k" * 30 + " min_priority=0 tiers=a min_priority=0",
     ],
@@ -337,6 +342,8 @@ def test_a_bad_line_of_keys_is_named_and_not_shown(tmp_path: Path, line: str) ->
     if line:
         assert line.partition(":")[2] not in done.stderr or not line.partition(":")[2]
     assert not (tmp_path / "keys.map").exists()
+    with pytest.raises(ConfigError, match=r"line 2|no key"):  # by the gateway's rule too
+        read_keys(tmp_path / "api_keys")
 
 
 def render_keys(folder: Path, text: str) -> "subprocess.CompletedProcess[str]":

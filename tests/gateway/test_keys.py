@@ -118,6 +118,9 @@ def test_limits_belong_to_an_owner_and_all_his_keys(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"line 3: .*(other limits|tier=bulk)"):
             Keys(file, folder)
     assert keys.limits("alice") == "tiers=bulk min_priority=0"
+    write(file, f"{text}bob:{NEW[1:]}x tiers=bulk,night/day\n")
+    with pytest.raises(ConfigError, match=r"line 3: tiers is 'night/day', but must be of letters"):
+        Keys(file, folder)
     write(file, f"alice:{OLD}\n")
     keys.items()
     assert keys.limits("alice") == ""

@@ -6,6 +6,7 @@ the result as given.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
@@ -17,6 +18,8 @@ from jitney.errors import InvalidArgumentError, nearest
 
 LIMITS_HEADER = "jitney-limits"
 """In it the proxy and the gateway send the server the limits of the API key they have found."""
+_TIER = re.compile(r"[A-Za-z0-9_.-]+")
+"""A name among limits, for the proxy too: deploy/proxy/reload-keys."""
 MAX_JSON_BYTES = 1 << 20
 MAX_JSON_DEPTH = 128
 
@@ -56,7 +59,10 @@ def parse_limits(text: str) -> Limits:
     given = {name: value.split(",") if name == "tiers" else value for name, _, value in words}
     with suppress(msgspec.ValidationError):
         limits = msgspec.convert(given, Limits, strict=False)
-        if len(given) == len(words) and "" not in limits.tiers:
+        if len(given) == len(words):
+            for name in limits.tiers:
+                if not _TIER.fullmatch(name):
+                    raise InvalidArgumentError.of("tiers", name, "of letters, digits and . _ -")
             return limits
     bound = "made of tiers=NAME,… and min_priority=NUMBER, at most 0, each at most once"
     raise InvalidArgumentError.of("limits", text, bound)

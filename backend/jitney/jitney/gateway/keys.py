@@ -13,7 +13,7 @@ from jitney.gateway.batch_records import Folder, write_whole
 from jitney.sampling_params import parse_limits
 
 _LOG = logging.getLogger(__name__)
-_KEY = re.compile(r"([\w.-]+):([\w.~+/=-]{24,})((?:\s+\S+)*)")
+_KEY = re.compile(r"([\w.-]+):([\w.~+/=-]{24,})((?:\s+\S+)*)", re.ASCII)
 Read = tuple[dict[str, str], dict[str, str]]
 """Key -> its owner's name; name -> the limits of its keys, as text."""
 
