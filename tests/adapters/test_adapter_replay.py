@@ -62,6 +62,23 @@ def test_requests_go_on_with_their_adapters(front: Front) -> None:
         assert front.streams[key] == whole[name]
 
 
+def test_what_was_accepted_is_not_refused_though_it_has_no_token_yet(folder: Path) -> None:
+    """After a kill two wait for room where ``max_queued`` is 1: one that had run, and one behind it
+    whose adapter was there."""
+    front = Front(adapters=str(folder), max_adapters=1, max_queued=1, max_num_seqs=1).start()
+    first = submit(front, "law", 40)
+    front.read_until(lambda: front.has(first, 1))
+    tax = submit(front, "tax", 5)
+    runs = submit(front, "law")
+    front.read_until(lambda: first in front.ends and front.has(runs, 1))
+    waits = submit(front, "law", 5)
+    front.kill()
+    front.read_until(lambda: {tax, runs, waits} <= front.ends.keys())
+    for key in (tax, runs, waits):
+        assert isinstance(front.ends[key], Finished), front.ends[key]
+    front.close()
+
+
 def test_an_adapter_that_is_gone_ends_its_request(front: Front, folder: Path) -> None:
     """By one clear error, and no other request."""
     plain, gone = submit(front, None), submit(front, "law")

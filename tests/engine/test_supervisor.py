@@ -280,6 +280,19 @@ def test_the_queue_s_limit_holds_while_the_engine_is_down(make_front: Callable[.
     front.finish(*keys)
 
 
+def test_the_queue_s_limit_holds_in_the_engine_too(make_front: Callable[..., Front]) -> None:
+    front = make_front(max_num_seqs=1, max_queued=1)
+    runs = front.submit(1, max_tokens=300)
+    front.read_until(lambda: front.has(runs, 1))
+    waits, refused = front.submit(2), front.submit(3)
+    front.read_until(lambda: refused in front.ends)
+    said = "the queue is full: 1 requests wait, and at most 1 may (max_queued)"
+    end = front.ends[refused]
+    assert isinstance(end, Failed)
+    assert (end.code, said in end.message) == ("UNAVAILABLE", True)
+    front.finish(runs, waits)
+
+
 def test_an_engine_looks_for_no_garbage_among_what_was_imported() -> None:
     told = "collects while importing: False, now: True, mostly frozen: True"
     with pytest.raises(CheckpointError, match=told):

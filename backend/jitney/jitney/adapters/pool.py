@@ -132,7 +132,7 @@ class Adapters:
         held_up = bool(self._queue) and now - self._since[self._queue[0]] > self._patience
         entry = None if held_up else self._find(name)
         full = len(self._queue) >= self._most_queued
-        if entry is None and full and message.first_token is None:  # a resumed one was accepted
+        if entry is None and full and not message.emitted:  # else it was accepted before
             error = UnavailableError.of_queue(len(self._queue), self._most_queued)
             self._of[key] = _Entry((name, ()), error)
             return True

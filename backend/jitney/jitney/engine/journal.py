@@ -54,12 +54,15 @@ class _Entry:
     """What of it the last engine was computing that died with it in a step."""
     deaths: int = 0
     """Engines that died at the same tokens of it, without a new one since."""
+    was_sent: bool = False
+    """To any engine. What has ended before it was refused counts as accepted."""
     tokens_since_death: int = 0
     samples_since_death: int = 0
 
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
-        far = {"emitted": self.sequences, "first_token": self.first_token}
+        emitted = self.sequences if self.was_sent else []
+        far = {"emitted": emitted, "first_token": self.first_token}
         return [msgspec.structs.replace(self.submit, **far), *self.later]
 
     def end_by_deadline(self, first_token: float, now: float) -> list[Event]:
@@ -183,6 +186,7 @@ class Journal:
         for key in [key for key in self._held if self._alone in (None, key)]:
             del self._held[key]
             messages += self._open[key].messages()
+            self._open[key].was_sent = True
         return messages
 
     def names(self, most: int) -> str:
