@@ -58,7 +58,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "the first running sequence is preempted": ("plan", "running[-1]", "running[0]"),
     "one token too many": ("outcome", ">= request.max_output", "> request.max_output"),
     "forks run beyond max_num_seqs": (
-        "live", "len(running) >= self.max_running", "len(running) >= 1 << 30",
+        "live", "len(self.running) >= self.max_running or", "len(self.running) >= 1 << 30 or",
     ),
     "a prompt counts as one sequence": ("plan", "places -= size", "places -= 1"),
     "forks are promised no place": ("plan", "min(size, live.max_running) > places", "not places"),
@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # The same, noticed by the tests of tiers alone.
 TIER_FAULTS: dict[str, tuple[str, ...]] = {
-    "forks run beyond their tier's cap": ("live", "cap < self.max_running and sum", "0 and sum"),
+    "forks run beyond their tier's cap": ("live", " or of_tier >= self.caps[tier]", ""),
     "a tier's cap is ignored": ("plan", "live.places(tier) >= size", "live.places(tier) > -9"),
     "a full tier holds up the others": ("plan", "and self._finds_place(one)]", "]"),
     "a tier's queue has no limit": ("scheduler", "limits.append(", "limits.copy().append("),
@@ -114,8 +114,8 @@ OUTLOOK_FAULTS: dict[str, tuple[str, ...]] = {
     "an idle engine refuses": ("outlook", " or not (ahead or running)", ""),
     "a request is not late for what waits": ("outlook", "for one in waiting", "for one in ()"),
     "a request is not late for want of a place": ("outlook", "if short > 0 and", "if False and"),
-    "a tier's target is no limit": ("scheduler", "[request.tier].ttft_ms if", " and None if"),
-    "what goes on is refused": ("scheduler", " is not None and not message.emitted", ""),
+    "a tier's target is no limit": ("outlook", "[request.tier].ttft_ms if", " and None if"),
+    "what goes on is refused": ("scheduler", "if not message.emitted", "if True"),
 }
 # The copy comes before the installed package, which an editable installation finds by itself.
 PROGRAM = """

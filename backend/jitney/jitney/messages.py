@@ -166,9 +166,10 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     preempted."""
 
 
-class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Gauges after a step of the engine and counts within it. The front adds the counts up. Rows
-    and tokens count in the step that applied their output, which with overlap is the next one."""
+class StepStats(msgspec.Struct, array_like=True, kw_only=True):
+    """Gauges after a step of the engine and counts within it, at which the scheduler counts. The
+    front adds the counts up. Rows and tokens count in the step that applied their output, which
+    with overlap is the next one."""
 
     waiting: int = 0
     running: int = 0
@@ -185,6 +186,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """0 if no output was applied."""
     prefill_tokens: int = 0
     generated_tokens: int = 0
+    """Without surplus tokens, of sequences that had ended by then."""
     forced_tokens: int = 0
     """Of these, the ones that a grammar forced."""
     draft_rows: int = 0
@@ -194,6 +196,7 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     accepted_tokens: int = 0
     """Of these, the ones that were right."""
     prefix_hit_tokens: int = 0
+    """Found in the prefix cache, of those looked up."""
     prefix_query_tokens: int = 0
     preemptions: int = 0
     out_of_memory: int = 0

@@ -23,38 +23,33 @@ class Needs:
     all n can run at once, of those that can: one that waited shares nothing for certain."""
 
 
-def needs_of(message: Submit, block_size: int, max_model_len: int, max_running: int) -> Needs:
-    """Work out the needs. ``max_output`` is below 1 if the prompt alone fills the context."""
-    size, params = len(message.prompt), message.params
-    max_output = min(params.max_tokens, max_model_len - size)
-    sequence = -(-(size + max_output - 1) // block_size)
-    if max_output == 1:  # it never forks
-        return Needs(max_output, sequence, sequence)
-    shared = size // block_size if params.n <= max_running else 0
-    together = shared + min(params.n, max_running) * (sequence - shared)
-    return Needs(max_output, sequence, together)
-
-
-def check_fits(
-    message: Submit, needs: Needs, config: EngineConfig, *, num_blocks: int, max_model_len: int
-) -> None:
-    """Raise InvalidArgumentError, with the numbers, if an empty cache could not hold the request.
+def needs_of(
+    message: Submit, config: EngineConfig, *, num_blocks: int, max_model_len: int, max_running: int
+) -> Needs:
+    """Work out the needs. Raises InvalidArgumentError, with the numbers, if an empty cache could
+    not hold the request.
 
     With ``eviction: preempt`` one sequence must fit, because the others can wait for it; with
     ``never`` all n must fit together.
     """
-    size, params = len(message.prompt), message.params
-    if needs.max_output < 1:
+    size, params, block_size = len(message.prompt), message.params, config.block_size
+    max_output = min(params.max_tokens, max_model_len - size)
+    if max_output < 1:
         raise InvalidArgumentError(
             f"the prompt has {size:,} tokens, but must leave room for at least one more in a "
             f"context of {max_model_len:,}"
         )
-    together = config.eviction == "never"
-    blocks = needs.request_blocks if together else needs.sequence_blocks
+    sequence = together = -(-(size + max_output - 1) // block_size)
+    if max_output > 1:  # else it never forks
+        shared = size // block_size if params.n <= max_running else 0
+        together = shared + min(params.n, max_running) * (sequence - shared)
+    never = config.eviction == "never"
+    blocks = together if never else sequence
     if blocks > num_blocks:
-        sequences = f" in each of n = {params.n} sequences" if together and params.n > 1 else ""
+        sequences = f" in each of n = {params.n} sequences" if never and params.n > 1 else ""
         raise InvalidArgumentError(
-            f"a prompt of {size:,} tokens with up to {needs.max_output:,} output tokens{sequences} "
-            f"needs {blocks:,} KV blocks of {config.block_size}, but the cache has {num_blocks:,} "
-            f"({num_blocks * config.block_size:,} tokens)"
+            f"a prompt of {size:,} tokens with up to {max_output:,} output tokens{sequences} "
+            f"needs {blocks:,} KV blocks of {block_size}, but the cache has {num_blocks:,} "
+            f"({num_blocks * block_size:,} tokens)"
         )
+    return Needs(max_output, sequence, together)

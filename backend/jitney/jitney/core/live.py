@@ -45,8 +45,8 @@ class LiveRequests:
         """By rank."""
         self.queues: list[LazyHeap[Sequence]] = [LazyHeap() for _ in self.caps]
         """Waiting sequences by tier, by rank."""
-        self.deadlines: LazyHeap[int] = LazyHeap()
-        """Keys, by (deadline, key)."""
+        self.deadlines: LazyHeap[Request] = LazyHeap()
+        """By (deadline, key)."""
         self.num_queued = [0] * len(self.caps)
         """By tier: requests of which nothing was ever admitted."""
         self.reserved_blocks = 0
@@ -96,10 +96,8 @@ class LiveRequests:
 
     def is_full(self, tier: int) -> bool:
         """Whether no sequence of a tier may run beside those that do."""
-        running, cap = self.running, self.caps[tier]
-        if cap < self.max_running and sum(one.request.tier == tier for one in running) >= cap:
-            return True
-        return len(running) >= self.max_running
+        of_tier = sum(one.request.tier == tier for one in self.running)
+        return len(self.running) >= self.max_running or of_tier >= self.caps[tier]
 
     # ------------------------------------------------------------------ order
 
@@ -138,7 +136,7 @@ class LiveRequests:
         self.requests[message.key] = request
         self.num_queued[request.tier] += 1
         if message.deadline is not None:
-            self.deadlines.push((message.deadline, message.key), message.key)
+            self.deadlines.push((message.deadline, message.key), request)
         for sequence in request.sequences:
             if sequence.state is State.WAITING:
                 self.wait(sequence, message.arrival)
@@ -206,9 +204,8 @@ class LiveRequests:
         for sequence in request.sequences:
             if sequence.state is not State.ENDED:
                 self.end(sequence)
-        key = request.message.key
-        del self.requests[key]
-        self.deadlines.discard(key)
+        del self.requests[request.message.key]
+        self.deadlines.discard(request)
         if request.first_scheduled is None:
             self.num_queued[request.tier] -= 1
 
@@ -321,7 +318,7 @@ class LiveRequests:
         assert reserved == self.reserved_blocks <= self.kv.num_blocks, "too much is reserved"
         with_deadline = sum(one.message.deadline is not None for one in self.requests.values())
         assert with_deadline == len(self.deadlines)
-        assert all(key in self.requests for key in self.deadlines.members())
+        assert all(one.message.key in self.requests for one in self.deadlines.members())
         for queue in self.queues:
             queue.check_integrity()
         self.deadlines.check_integrity()

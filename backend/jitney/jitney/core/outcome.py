@@ -8,15 +8,14 @@ from itertools import takewhile
 
 from jitney.core.live import LiveRequests
 from jitney.core.request import Request, Sequence, State
-from jitney.core.step_in_flight import Counts
 from jitney.messages import (
     Event,
     FinishReason,
-    GrammarState,
     Logprob,
     PromptLogprobs,
     Row,
     RowOutput,
+    StepStats,
     Submit,
     Tokens,
 )
@@ -29,7 +28,7 @@ def apply_output(
     result: RowOutput,
     now: float,
     caching: bool,
-    counts: Counts,
+    counts: StepStats,
 ) -> list[Event]:
     """Advance a row's sequence by what was computed. Returns the events, in order.
 
@@ -205,12 +204,8 @@ def _add_token(sequence: Sequence, token: int) -> tuple[FinishReason | None, int
     num_output = len(sequence.output)
     if token in message.stop_ids and num_output > message.params.min_tokens:
         return "stop", token
-    if sequence.grammar is not None and _completes(sequence.grammar, token):
-        return "stop", None
+    if sequence.grammar is not None:
+        sequence.grammar.accept([token])
+        if sequence.grammar.ended:  # nothing may follow it
+            return "stop", None
     return ("length" if num_output >= request.max_output else None), None
-
-
-def _completes(grammar: GrammarState, token: int) -> bool:
-    """Whether the output is complete by ``token``: nothing may follow it."""
-    grammar.accept([token])
-    return grammar.ended

@@ -9,9 +9,9 @@ chunks that are held back for a tier's target. An engine without requests, or th
 little, refuses none: so it never lives by what it once learned.
 """
 
-from collections.abc import Sequence as Many
-
+from jitney.config import TierConfig
 from jitney.core.cost import StepCost, StepShape
+from jitney.core.live import LiveRequests
 from jitney.core.request import Request, Sequence
 from jitney.errors import UnavailableError
 
@@ -23,8 +23,15 @@ _MEMORY = 64  # sequences that the means go back to
 class Outlook:
     """Of one engine."""
 
-    def __init__(self, cost: StepCost, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        cost: StepCost,
+        max_num_batched_tokens: int,
+        live: LiveRequests,
+        tiers: tuple[TierConfig, ...],
+    ) -> None:
         self._cost, self._budget = cost, max_num_batched_tokens
+        self._live, self._tiers = live, tiers
         self._steps = self._ends = 0
         self._output = 0.0  # mean, of a sequence that has ended
         self._computed = 1.0  # mean share of a prompt that no cache had
@@ -41,11 +48,9 @@ class Outlook:
         self._output += weight * (len(sequence.output) - self._output)
         self._computed += weight * (share - self._computed)
 
-    def wait(
-        self, request: Request, ahead: Many[Sequence], running: Many[Sequence], places: int
-    ) -> float:
-        """Seconds until its first token, at least. ``ahead``: what waits and ranks before it;
-        ``places``: for how many sequences there is room now."""
+    def _wait(self, request: Request, ahead: list[Sequence]) -> float:
+        """Seconds until its first token, at least. ``ahead``: what waits and ranks before it."""
+        running, places = self._live.running, self._live.places(request.tier)
         decoding = sum(not one.prefill_left for one in running)
         # Prompts of lower tiers that rank behind it are computed after it.
         tier, rank = request.tier, request.sequences[0].rank
@@ -67,17 +72,23 @@ class Outlook:
             seconds = max(seconds, steps * self._cost.seconds(decode))
         return max(seconds, 0.0)
 
-    def check(
-        self,
-        request: Request,
-        ttft_ms: float | None,
-        ahead: Many[Sequence],
-        running: Many[Sequence],
-        places: int,
-        now: float,
-    ) -> None:
+    def _ahead(self, request: Request) -> list[Sequence]:
+        """What waits and ranks before a new request. Of a lower tier with places of its own, those
+        that find none are not in its way."""
+        live, rank = self._live, request.sequences[0].rank
+        ahead: list[Sequence] = []
+        for tier, queue in enumerate(live.queues):
+            own = [one for one in queue.members() if one.rank < rank]
+            if tier > request.tier and live.caps[tier] < live.max_running:
+                own = own[: max(live.places(tier), 0)]
+            ahead += own
+        return ahead
+
+    def check(self, request: Request, now: float) -> None:
         """Raise UnavailableError if the first token would come after the deadline or in more than
-        ``ttft_ms``, the target of the request's tier."""
+        ``ttft_ms`` of the request's tier."""
+        ttft_ms = self._tiers[request.tier].ttft_ms if self._tiers else None
+        ahead, running = self._ahead(request), self._live.running
         deadline = request.message.deadline
         limits = [] if ttft_ms is None else [(ttft_ms / 1e3, "its tier's ttft_ms")]
         if deadline is not None:
@@ -85,7 +96,7 @@ class Outlook:
         if not limits or self._steps < _LEAST_STEPS or not (ahead or running):
             return
         most, name = min(limits)
-        expected = self.wait(request, ahead, running, places)
+        expected = self._wait(request, ahead)
         if expected > most:
             raise UnavailableError(
                 f"the first token is expected in {expected:.3f} s, but {name} leaves "

@@ -32,9 +32,9 @@ from jitney.config import EngineConfig
 from jitney.core.drafts import Speculation
 from jitney.core.live import LiveRequests
 from jitney.core.request import Request, Sequence, State
-from jitney.core.step_in_flight import Counts, StepInFlight
+from jitney.core.step_in_flight import StepInFlight
 from jitney.core.tiers import Pace
-from jitney.messages import Batch, Row
+from jitney.messages import Batch, Row, StepStats
 
 # A sequence that plans ahead leave out has a row in every second step. That pays for the batch as
 # long as such sequences are few: they lose half of their tokens, the others gain the host's time.
@@ -108,7 +108,7 @@ class Planner:
             for one in live.running
         )
 
-    def make(self, now: float, counts: Counts) -> StepInFlight:
+    def make(self, now: float, counts: StepStats) -> StepInFlight:
         """Plan a step. What it looks up in the prefix cache is added to ``counts``."""
         live = self._live
         kept = self._keep_for_prefill()
@@ -341,7 +341,7 @@ class Planner:
                 free += sum(block not in hits for block in kv.freed_by(one.table, given_up))
         return victims if fits() else []
 
-    def _admit_urgent(self, plan: _Plan, counts: Counts) -> None:
+    def _admit_urgent(self, plan: _Plan, counts: StepStats) -> None:
         """Admit the waiting sequences that rank before running ones of lower tiers: their prompts
         come first, and what is in the way is preempted."""
         live = self._live
@@ -358,7 +358,7 @@ class Planner:
             if not self._admit(plan, first, counts, decodes):
                 return
 
-    def _admit_waiting(self, plan: _Plan, counts: Counts) -> None:
+    def _admit_waiting(self, plan: _Plan, counts: StepStats) -> None:
         """Admit waiting sequences by rank until one does not fit. None is passed over, unless its
         tier is full: small requests would starve a large one."""
         live = self._live
@@ -377,7 +377,7 @@ class Planner:
             places -= size
             self._plan_chunk(plan, sequence, plan.tokens_left)
 
-    def _admit(self, plan: _Plan, sequence: Sequence, counts: Counts, others: int = 0) -> bool:
+    def _admit(self, plan: _Plan, sequence: Sequence, counts: StepStats, others: int = 0) -> bool:
         """Allocate the blocks of all tokens of a waiting sequence, cached ones where there are any,
         and run it. False, and nothing changed, if there are not enough: ``others`` stay free."""
         request, kv = sequence.request, self._kv

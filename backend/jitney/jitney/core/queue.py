@@ -45,10 +45,6 @@ class LazyHeap(Generic[T]):
         """The member pushed first."""
         return next(iter(self._number_of), None)
 
-    def first_rank(self) -> tuple[Any, ...] | None:
-        """The lowest rank."""
-        return self._heap[0][0] if self._heap else None
-
     def discard(self, member: T) -> None:
         """Take ``member`` out, if it is here."""
         if self._number_of.pop(member, None) is None:

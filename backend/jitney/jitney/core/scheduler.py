@@ -22,7 +22,7 @@ from dataclasses import replace
 import msgspec
 
 from jitney.config import EngineConfig
-from jitney.core.admission import check_fits, needs_of
+from jitney.core.admission import needs_of
 from jitney.core.cost import StepCost, StepShape
 from jitney.core.drafts import Speculation
 from jitney.core.kv_cache import KvCache
@@ -31,7 +31,7 @@ from jitney.core.outcome import apply_output, final_event
 from jitney.core.outlook import Outlook
 from jitney.core.plan import Planner
 from jitney.core.request import Request, Sequence, State
-from jitney.core.step_in_flight import Counts, StepInFlight
+from jitney.core.step_in_flight import StepInFlight
 from jitney.core.tiers import Pace
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import (
@@ -40,12 +40,14 @@ from jitney.messages import (
     Cancelled,
     Event,
     Failed,
+    FinishReason,
     Grammar,
     Row,
     StepOutput,
     StepStats,
     Submit,
     TierStats,
+    Tokens,
 )
 
 
@@ -77,7 +79,8 @@ class Scheduler:
         self._planner = Planner(
             config, self.live, max_num_batched_tokens, self.speculation, self._pace
         )
-        self._outlook = Outlook(self.cost, max_num_batched_tokens) if config.refuse_late else None
+        outlook = Outlook(self.cost, max_num_batched_tokens, self.live, tiers)
+        self._outlook = outlook if config.refuse_late else None
         self._now = 0.0
         # By tier: whether the last step had no room for all that waited.
         self._left_waiting = [False] * len(self.live.caps)
@@ -99,12 +102,13 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """The earliest deadline of any live request."""
-        rank = self.live.deadlines.first_rank()
-        return None if rank is None else rank[0]
+        first = self.live.deadlines.first()
+        return None if first is None else first.message.deadline
 
     def stats(self, step_seconds: float = 0.0, out_of_memory: int = 0) -> StepStats:
         """Gauges as of now, and the counts since :meth:`reset_counts`."""
-        return StepStats(
+        return msgspec.structs.replace(
+            self._counts,
             waiting=self.live.num_waiting,
             running=len(self.live.running),
             blocks_total=self.kv.num_blocks,
@@ -114,12 +118,11 @@ class Scheduler:
             preemptions=self.live.preemptions - self._preemptions_before,
             out_of_memory=out_of_memory,
             tiers=[] if self._pace is None else self._tier_stats(self._pace),
-            **msgspec.structs.asdict(self._counts),
         )
 
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""
-        self._counts = Counts()
+        self._counts = StepStats()
         self._preemptions_before = self.live.preemptions
         self.live.overdue = [0] * len(self.live.caps)
         if self._pace is not None:
@@ -151,34 +154,29 @@ class Scheduler:
         sequences go on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
         tier = self.config.tier_of(message.params.tier)
-        max_running = self.live.caps[tier]
-        needs = needs_of(message, self.config.block_size, self.max_model_len, max_running)
+        aged = message.params.priority * self.config.aging_s + message.arrival
+        aged += self.live.aging[tier]
         try:
-            check_fits(
+            needs = needs_of(
                 message,
-                needs,
                 self.config,
                 num_blocks=self.kv.num_blocks,
                 max_model_len=self.max_model_len,
+                max_running=self.live.caps[tier],
             )
+            reserved = 0 if self._preempts else needs.request_blocks
+            request = Request(message, needs.max_output, reserved, aged, grammar, adapter, tier)
             if not message.emitted:
                 self._check_queue(tier)
+                if self._outlook is not None:
+                    self._outlook.check(request, now)
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
-        reserved_blocks = 0 if self._preempts else needs.request_blocks
-        aged = message.params.priority * self.config.aging_s + message.arrival
-        aged += self.live.aging[tier]
-        request = Request(message, needs.max_output, reserved_blocks, aged, grammar, adapter, tier)
         if message.first_token is not None and not self._preempts:
             # Each computes the prompt on its own, so each reserves all of its blocks.
             request.reserved_blocks = 0
             for sequence in request.sequences:
                 sequence.reserved_blocks = needs.sequence_blocks
-        if self._outlook is not None and not message.emitted:
-            try:
-                self._check_in_time(self._outlook, request, now)
-            except UnavailableError as refusal:
-                return [Failed(message.key, refusal.code, str(refusal))]
         self.live.add(request)
         return []
 
@@ -191,9 +189,7 @@ class Scheduler:
         sequence = request.sequences[index]
         if sequence.state is State.ENDED or not sequence.output:
             return []
-        self.live.end(sequence)
-        logprob = sequence.cumulative_logprob
-        events: list[Event] = [final_event(request.message, index, logprob, "stop")]
+        events: list[Event] = [self._end(sequence, "stop")]
         if self._outlook is not None:
             self._outlook.note_end(sequence)
         if not request.live:
@@ -202,37 +198,25 @@ class Scheduler:
 
     def cancel(self, key: int) -> list[Event]:
         """End a request because its client asked. An unknown or ended key is ignored."""
-        request = self.live.requests.get(key)
-        if request is None:
-            return []
-        self.live.close(request)
-        return [Cancelled(key)]
+        return self._close(key, Cancelled(key))
 
     def fail(self, key: int, error: JitneyError) -> list[Event]:
         """End one request by an error. An unknown or ended key is ignored."""
-        request = self.live.requests.get(key)
-        if request is None:
-            return []
-        self.live.close(request)
-        return [Failed(key, error.code, str(error))]
+        return self._close(key, Failed(key, error.code, str(error)))
 
     def expire(self, now: float) -> list[Event]:
         """End the requests whose deadline is reached: with what they have, or, if that is nothing,
         with Failed DEADLINE_EXCEEDED."""
         events: list[Event] = []
-        while (deadline := self.next_deadline) is not None and deadline <= now:
-            key = self.live.deadlines.first()
-            assert key is not None
-            request = self.live.requests[key]
+        while (request := self.live.deadlines.first()) is not None:
+            message = request.message
+            if message.deadline is None or message.deadline > now:
+                break
             if request.first_token is None:
-                events += self.fail(key, _nothing_made(request, deadline))
+                events += self.fail(message.key, _nothing_made(request, message.deadline))
                 continue
-            for sequence in request.sequences:
-                if sequence.state is not State.ENDED:
-                    self.live.end(sequence)
-                    logprob = sequence.cumulative_logprob
-                    message, index = request.message, sequence.index
-                    events.append(final_event(message, index, logprob, "deadline"))
+            unfinished = [one for one in request.sequences if one.state is not State.ENDED]
+            events += [self._end(one, "deadline") for one in unfinished]
             events.append(self.live.finish(request, now))
         return events
 
@@ -316,18 +300,19 @@ class Scheduler:
             live.in_flight.append(StepInFlight(batch))
         return batch
 
-    def _check_in_time(self, outlook: Outlook, request: Request, now: float) -> None:
-        """Raise UnavailableError if its first token is expected too late. Of a lower tier with
-        places of its own, those that find none are not in its way."""
-        live, rank, tiers = self.live, request.sequences[0].rank, self.config.tiers
-        ahead: list[Sequence] = []
-        for tier, queue in enumerate(live.queues):
-            own = [one for one in queue.members() if one.rank < rank]
-            if tier > request.tier and live.caps[tier] < live.max_running:
-                own = own[: max(live.places(tier), 0)]
-            ahead += own
-        ttft_ms = tiers[request.tier].ttft_ms if tiers else None
-        outlook.check(request, ttft_ms, ahead, live.running, live.places(request.tier), now)
+    def _end(self, sequence: Sequence, reason: FinishReason) -> Tokens:
+        """End a sequence for a reason other than a token of its own."""
+        self.live.end(sequence)
+        message, logprob = sequence.request.message, sequence.cumulative_logprob
+        return final_event(message, sequence.index, logprob, reason)
+
+    def _close(self, key: int, event: Cancelled | Failed) -> list[Event]:
+        """End a request by this event, unless it is unknown or has ended."""
+        request = self.live.requests.get(key)
+        if request is None:
+            return []
+        self.live.close(request)
+        return [event]
 
     def _check_queue(self, tier: int) -> None:
         """Raise UnavailableError if the queue is full, lower tiers not counted, or what a tier may

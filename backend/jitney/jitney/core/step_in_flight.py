@@ -7,8 +7,6 @@ allocated again: block tables that are given up meanwhile are freed when it is c
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from jitney.messages import Batch
 
 
@@ -27,22 +25,3 @@ class StepInFlight:
     deferred: list[tuple[list[int], int]] = field(default_factory=list)
     """Deferred frees: tables given up while it is in flight, each with its number of computed
     tokens."""
-
-
-class Counts(msgspec.Struct):
-    """What happened since the counts were last set to zero, by its names in ``StepStats``."""
-
-    batch_sequences: int = 0
-    """Of complete steps; so are the next two."""
-    prefill_tokens: int = 0
-    generated_tokens: int = 0
-    """Without surplus tokens, of sequences that had ended by then."""
-    forced_tokens: int = 0
-    """Of these, the ones that a grammar forced."""
-    draft_rows: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    """Drafts that were right."""
-    prefix_hit_tokens: int = 0
-    """Found in the prefix cache, of those looked up."""
-    prefix_query_tokens: int = 0
