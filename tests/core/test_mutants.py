@@ -60,8 +60,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "forks run beyond max_num_seqs": (
         "live", "len(self.running) >= self.max_running or", "len(self.running) >= 1 << 30 or",
     ),
-    "a prompt counts as one sequence": ("plan", "places -= size", "places -= 1"),
-    "forks are promised no place": ("plan", "min(size, live.max_running) > places", "not places"),
+    "a prompt counts as one sequence": ("plan", "= 1 + sequence.request.forks_due", "= 1"),
+    "forks are promised no place": ("plan", "self._size(sequence) > places", "not places"),
     "forks that wait share blocks": ("admission", " if params.n <= max_running else 0", ""),
     "decodes leave nothing to chunks": ("plan", "return min(most, sum", "return min(0, sum"),
     "a wrong draft is accepted": (
@@ -81,7 +81,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
 # The same, noticed by the tests of tiers alone.
 TIER_FAULTS: dict[str, tuple[str, ...]] = {
     "forks run beyond their tier's cap": ("live", " or of_tier >= self.caps[tier]", ""),
-    "a tier's cap is ignored": ("plan", "live.places(tier) >= size", "live.places(tier) > -9"),
+    "a tier's cap is ignored": ("plan", "live.places(tier) >= self._size(", "9 >= self._size("),
     "a full tier holds up the others": ("plan", "and self._finds_place(one)]", "]"),
     "a tier's queue has no limit": ("scheduler", "limits.append(", "limits.copy().append("),
     "the share of lower tiers is ignored": ("tiers", ".share * (", ".share * 0 * ("),

@@ -46,6 +46,7 @@ class _Plan:
     """A step in the making."""
 
     now: float
+    counts: StepStats
     tokens_left: int
     kept_for_prefill: int
     """Of the tokens that are left, those that no decode may take."""
@@ -113,12 +114,12 @@ class Planner:
         live = self._live
         kept = self._keep_for_prefill()
         of_drafts = 0 if self._speculation is None else self._keep_from_drafts()
-        plan = _Plan(now, self._max_tokens, kept, of_drafts, ahead=bool(live.in_flight))
+        plan = _Plan(now, counts, self._max_tokens, kept, of_drafts, ahead=bool(live.in_flight))
         preemptions = live.preemptions
         if self._pace is not None:
             self._now = now
             live.sort(now)
-            self._admit_urgent(plan, counts)
+            self._admit_urgent(plan)
             self._pace.begin(live.running)
         if self._speculation is not None:
             self._speculation.choose(live.running)
@@ -126,7 +127,7 @@ class Planner:
             if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
                 self._plan_chunk(plan, sequence, plan.tokens_left)
         if live.preemptions == preemptions:  # else blocks are short as it is
-            self._admit_waiting(plan, counts)
+            self._admit_waiting(plan)
         assert plan.tokens_left >= 0, "the step is over its budget"
         # Forks are made with nothing else in flight: that step makes all copies pending now.
         copies = [] if plan.ahead else self._kv.pending_copies()
@@ -308,12 +309,15 @@ class Planner:
         return min(ranked, default=(None, None))[1]
 
     def _finds_place(self, sequence: Sequence) -> bool:
-        """Whether the cap of its tier, if it has one, has a place for a waiting sequence, and with
-        ``eviction: never`` for all of its forks."""
+        """Whether the cap of its tier, if it has one, has the places of a waiting sequence."""
         live, tier = self._live, sequence.request.tier
-        cap = live.caps[tier]
-        size = 1 if self._preempts else min(1 + sequence.request.forks_due, cap)
-        return cap == live.max_running or live.places(tier) >= size
+        return live.caps[tier] == live.max_running or live.places(tier) >= self._size(sequence)
+
+    def _size(self, sequence: Sequence) -> int:
+        """Places that a waiting sequence needs to be admitted: with ``eviction: never`` those of
+        all of its forks that can ever run at once."""
+        request = sequence.request
+        return 1 if self._preempts else min(1 + request.forks_due, self._live.caps[request.tier])
 
     def _in_the_way(self, first: Sequence) -> list[Sequence]:
         """Running sequences of lower tiers, the last by rank, to preempt for the first waiting one,
@@ -341,7 +345,7 @@ class Planner:
                 free += sum(block not in hits for block in kv.freed_by(one.table, given_up))
         return victims if fits() else []
 
-    def _admit_urgent(self, plan: _Plan, counts: StepStats) -> None:
+    def _admit_urgent(self, plan: _Plan) -> None:
         """Admit the waiting sequences that rank before running ones of lower tiers: their prompts
         come first, and what is in the way is preempted."""
         live = self._live
@@ -352,13 +356,12 @@ class Planner:
                 live.preempt(one, plan.now)
             tier, rank = first.request.tier, first.rank
             passes = any(one.request.tier > tier and one.rank > rank for one in live.running)
-            size = 1 if self._preempts else min(1 + first.request.forks_due, live.max_running)
-            if not (passes or victims) or size > live.num_places:
+            if not (passes or victims) or self._size(first) > live.num_places:
                 return
-            if not self._admit(plan, first, counts, decodes):
+            if not self._admit(plan, first, decodes):
                 return
 
-    def _admit_waiting(self, plan: _Plan, counts: StepStats) -> None:
+    def _admit_waiting(self, plan: _Plan) -> None:
         """Admit waiting sequences by rank until one does not fit. None is passed over, unless its
         tier is full: small requests would starve a large one."""
         live = self._live
@@ -367,17 +370,14 @@ class Planner:
         places = live.num_places
         while plan.tokens_left and places > 0:
             sequence = self._first_waiting()
-            if sequence is None:
+            if sequence is None or self._size(sequence) > places:
                 return
-            size = 1 + sequence.request.forks_due
-            if not self._preempts and min(size, live.max_running) > places:
+            if not self._admit(plan, sequence):
                 return
-            if not self._admit(plan, sequence, counts):
-                return
-            places -= size
+            places -= 1 + sequence.request.forks_due
             self._plan_chunk(plan, sequence, plan.tokens_left)
 
-    def _admit(self, plan: _Plan, sequence: Sequence, counts: StepStats, others: int = 0) -> bool:
+    def _admit(self, plan: _Plan, sequence: Sequence, others: int = 0) -> bool:
         """Allocate the blocks of all tokens of a waiting sequence, cached ones where there are any,
         and run it. False, and nothing changed, if there are not enough: ``others`` stay free."""
         request, kv = sequence.request, self._kv
@@ -403,8 +403,8 @@ class Planner:
             request.cached_prompt_tokens = min(num_cached, size)
             request.computed_prompt_tokens = size - request.cached_prompt_tokens
         if self._reads_cache(request):
-            counts.prefix_query_tokens += sequence.num_tokens
-            counts.prefix_hit_tokens += num_cached
+            plan.counts.prefix_query_tokens += sequence.num_tokens
+            plan.counts.prefix_hit_tokens += num_cached
         return True
 
     def _reads_cache(self, request: Request) -> bool:
