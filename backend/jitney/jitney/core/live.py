@@ -39,6 +39,7 @@ class LiveRequests:
         """The same by tier."""
         self.aging = [0.0, *accumulate(one.aging_s for one in tiers[1:])]
         """Seconds by which a tier's requests rank later."""
+        self._now = 0.0
         self._shares = [one.share for one in tiers] or [1.0]
         self.requests: dict[int, Request] = {}
         self.running: list[Sequence] = []
@@ -102,30 +103,32 @@ class LiveRequests:
     # ------------------------------------------------------------------ order
 
     def sort(self, now: float) -> None:
-        """Sort what runs. The first of a lower tier that have aged, within its share of places and
-        of blocks, or one, rank with the first tier; the others behind all tiers above."""
+        """Sort what runs. The first of a lower tier that have aged by now, within its share of
+        places and of blocks, or one, rank with the first tier; the others behind all tiers above.
+        """
+        self._now = now
         count, blocks = [0] * len(self.caps), [0] * len(self.caps)
         for one in self.running:
             tier = one.request.tier
             count[tier] += 1
             blocks[tier] += len(one.table)
-            one.rank = self._rank_with(one, count[tier], blocks[tier], now)
+            one.rank = self._rank_with(one, count[tier], blocks[tier])
         self.running.sort(key=_rank)
 
-    def rank_of_waiting(self, sequence: Sequence, now: float) -> tuple[int, float, int, int]:
-        """The rank that a waiting sequence would have if it ran."""
+    def rank_of_waiting(self, sequence: Sequence) -> tuple[int, float, int, int]:
+        """The rank that a waiting sequence would have had in the last :meth:`sort` if it ran."""
         tables = [len(one.table) for one in self.running if one.request.tier == sequence.rank[0]]
         blocks = sum(tables) + self.kv.blocks_for(sequence.num_tokens)
-        return self._rank_with(sequence, len(tables) + 1, blocks, now)
+        return self._rank_with(sequence, len(tables) + 1, blocks)
 
     def _rank_with(
-        self, sequence: Sequence, count: int, blocks: int, now: float
+        self, sequence: Sequence, count: int, blocks: int
     ) -> tuple[int, float, int, int]:
         """Its rank as the last of so many of its tier, which have so many blocks."""
         tier, (_, aged, key, index) = sequence.request.tier, sequence.rank
         share = self._shares[tier]
         within = count <= share * self.max_running and blocks <= share * self.kv.num_blocks
-        return (0 if aged <= now and (within or count == 1) else tier, aged, key, index)
+        return (0 if aged <= self._now and (within or count == 1) else tier, aged, key, index)
 
     # ------------------------------------------------------------------ requests and sequences
 
@@ -316,9 +319,8 @@ class LiveRequests:
         assert waiting == self.num_waiting, "a sequence waits that is not live"
         assert queued == self.num_queued
         assert reserved == self.reserved_blocks <= self.kv.num_blocks, "too much is reserved"
-        with_deadline = sum(one.message.deadline is not None for one in self.requests.values())
-        assert with_deadline == len(self.deadlines)
-        assert all(one.message.key in self.requests for one in self.deadlines.members())
+        timed = {one for one in self.requests.values() if one.message.deadline is not None}
+        assert timed == set(self.deadlines.members())
         for queue in self.queues:
             queue.check_integrity()
         self.deadlines.check_integrity()

@@ -26,7 +26,7 @@ the next step.
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jitney.config import EngineConfig
 from jitney.core.drafts import Speculation
@@ -45,6 +45,7 @@ _ONE_LEFT_OUT_IN = 4
 class _Plan:
     """A step in the making."""
 
+    step: StepInFlight
     now: float
     counts: StepStats
     tokens_left: int
@@ -53,10 +54,7 @@ class _Plan:
     kept_from_drafts: int
     """The same of drafts."""
     ahead: bool
-    rows: list[Row] = field(default_factory=list)
     num_samples: int = 0
-    completes_first: bool = False
-    leaves_out: bool = False
 
 
 class Planner:
@@ -72,7 +70,6 @@ class Planner:
     ) -> None:
         self._live = live
         self._pace = pace
-        self._now = 0.0
         self._awaited = [one.ttft_ms is not None for one in config.tiers]
         self._speculation = speculation
         self._kv = live.kv
@@ -114,10 +111,10 @@ class Planner:
         live = self._live
         kept = self._keep_for_prefill()
         of_drafts = 0 if self._speculation is None else self._keep_from_drafts()
-        plan = _Plan(now, counts, self._max_tokens, kept, of_drafts, ahead=bool(live.in_flight))
+        step, ahead = StepInFlight(Batch([])), bool(live.in_flight)
+        plan = _Plan(step, now, counts, self._max_tokens, kept, of_drafts, ahead)
         preemptions = live.preemptions
         if self._pace is not None:
-            self._now = now
             live.sort(now)
             self._admit_urgent(plan)
             self._pace.begin(live.running)
@@ -129,10 +126,10 @@ class Planner:
         if live.preemptions == preemptions:  # else blocks are short as it is
             self._admit_waiting(plan)
         assert plan.tokens_left >= 0, "the step is over its budget"
-        # Forks are made with nothing else in flight: that step makes all copies pending now.
-        copies = [] if plan.ahead else self._kv.pending_copies()
-        gap = None if self._pace is None else self._pace.gap
-        return StepInFlight(Batch(plan.rows, copies), plan.completes_first, plan.leaves_out, gap)
+        if not ahead:  # nor are forks made then: this step makes all copies pending now
+            step.batch.copies = self._kv.pending_copies()
+        step.gap = None if self._pace is None else self._pace.gap
+        return step
 
     # ------------------------------------------------------------------ running sequences
 
@@ -268,7 +265,7 @@ class Planner:
         message = request.message
         count = len(token_ids)
         plan.tokens_left -= count
-        plan.rows.append(
+        plan.step.batch.rows.append(
             Row(
                 message.key,
                 sequence.index,
@@ -294,8 +291,8 @@ class Planner:
             plan.num_samples += len(sample) + drafts
             reads = request.reads_output or drafts + propose > 0
             if (len(sample) > 1 or reads) and sequence.num_planned - drafts < sequence.limit:
-                plan.completes_first |= len(sample) > 1
-                plan.leaves_out |= reads
+                plan.step.completes_first |= len(sample) > 1
+                plan.step.leaves_out |= reads
 
     # ------------------------------------------------------------------ waiting sequences
 
@@ -305,7 +302,7 @@ class Planner:
         if self._pace is None:
             return heads[0]
         some = [one for one in heads if one is not None and self._finds_place(one)]
-        ranked = [(self._live.rank_of_waiting(one, self._now), one) for one in some]
+        ranked = [(self._live.rank_of_waiting(one), one) for one in some]
         return min(ranked, default=(None, None))[1]
 
     def _finds_place(self, sequence: Sequence) -> bool:

@@ -99,12 +99,6 @@ class Scheduler:
         depends on the value of a token that this one samples, nor if blocks are short."""
         return self._planner.can_plan_ahead
 
-    @property
-    def next_deadline(self) -> float | None:
-        """The earliest deadline of any live request."""
-        first = self.live.deadlines.first()
-        return None if first is None else first.message.deadline
-
     def stats(self, step_seconds: float = 0.0, out_of_memory: int = 0) -> StepStats:
         """Gauges as of now, and the counts since :meth:`reset_counts`."""
         return msgspec.structs.replace(
