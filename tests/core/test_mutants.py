@@ -58,7 +58,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "the first running sequence is preempted": ("plan", "running[-1]", "running[0]"),
     "one token too many": ("outcome", ">= request.max_output", "> request.max_output"),
     "forks run beyond max_num_seqs": (
-        "live", "len(self.running) >= self.max_running or", "len(self.running) >= 1 << 30 or",
+        "live", ">= self.max_running or of_tier >= self.caps[tier]", ">= 1 << 30",
     ),
     "a prompt counts as one sequence": ("plan", "= 1 + sequence.request.forks_due", "= 1"),
     "forks are promised no place": ("plan", "self._size(sequence) > places", "not places"),
