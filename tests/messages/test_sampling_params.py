@@ -227,8 +227,6 @@ def test_a_model_without_tiers_knows_none_of_an_api_key() -> None:
     "text",
     [
         "tier=bulk",
-        "tiers=",
-        "tiers=a,,b",
         "min_priority=x",
         "tiers=a tiers=b",
         "bulk",
@@ -237,6 +235,12 @@ def test_a_model_without_tiers_knows_none_of_an_api_key() -> None:
 )
 def test_limits_that_cannot_be_read(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=r"limits is .* must be made of tiers="):
+        parse_limits(text)
+
+
+@pytest.mark.parametrize(("text", "name"), [("tiers=", ""), ("tiers=a,,b", ""), ("tiers=ä", "ä")])
+def test_a_tier_that_no_key_can_have_is_named(text: str, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"tiers is '{name}', but must be of letters"):
         parse_limits(text)
 
 
