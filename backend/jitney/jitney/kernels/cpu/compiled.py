@@ -90,11 +90,13 @@ class Kernel:
         self._function = _with_cache(partial(cfunc, signature, **_OPTIONS), body)  # owns the code
         self.address = int(self._function.address)
         self.was_cached: bool = self._function.cache_hits > 0
-        self._run = _team_runner()
+        pointers = ctypes.c_void_p, ctypes.c_void_p
+        kind = ctypes.CFUNCTYPE(None, *pointers, ctypes.c_uint, ctypes.c_uint)
+        self._parallel = kind(function_address("GOMP_parallel"))
 
     def run(self, arguments: ctypes.Structure, threads: int) -> None:
-        """Run on so many of torch's threads, and wait for them."""
-        self._run(self.address, ctypes.addressof(arguments), threads)
+        """Run on so many of torch's threads, without the GIL, and wait for them."""
+        self._parallel(self.address, ctypes.addressof(arguments), threads, 0)
 
 
 def compile_function(function: Callable[..., Any]) -> Any:
@@ -130,15 +132,6 @@ def source_version() -> int:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:7], "little") | 1
-
-
-def _team_runner() -> Callable[[int, int, int], None]:
-    """``run(body, argument, threads)`` calls ``void body(argument)`` on so many of torch's threads
-    and waits for them; without the GIL."""
-    pointers = ctypes.c_void_p, ctypes.c_void_p
-    kind = ctypes.CFUNCTYPE(None, *pointers, ctypes.c_uint, ctypes.c_uint)
-    parallel = kind(function_address("GOMP_parallel"))
-    return lambda body, argument, threads: parallel(body, argument, threads, 0)
 
 
 def function_address(name: str) -> int:

@@ -13,17 +13,18 @@ from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
 from jitney.kernels.cpu.program import LayerProgram
 from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm, rows_body
-from jitney.kernels.cpu.tile_linear import Products, TileLinear, fits_tiles
+from jitney.kernels.cpu.tile_linear import TileLinear, fits_tiles
 from jitney.kernels.fused.layers import (
     ACTIVATIONS,
     Activation,
     AttentionForm,
     EndBranch,
     FusedForward,
-    FusedRMSNorm,
     Misfit,
+    Norm,
     NormForm,
     Places,
+    RowFunction,
     merged_linears,
 )
 
@@ -37,7 +38,7 @@ class CpuLayerKernels:
         self._dtype, self._rows, self._batch_invariant = dtype, rows, batch_invariant
         tag, version = TAGS[dtype], source_version()
         self._kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
-        self._products, self._obstacle = Products(), cache(can_pack)
+        self._obstacle = cache(can_pack)
 
     def norm(self, form: NormForm) -> RowNorm:
         """See :class:`fused.layers.LayerKernels`, here and below."""
@@ -63,7 +64,7 @@ class CpuLayerKernels:
         # oneDNN's float32 is as fast.
         ours = weight.dtype != torch.float32 or self._batch_invariant
         if ours and fits_tiles(weight, activation):
-            return TileLinear(weight, bias, self._products, activation, scale, factors)
+            return TileLinear(weight, bias, activation, scale, factors)
         if scale is not None or self._batch_invariant:
             raise Misfit("there is no product of ours for its dtype, sizes and activation")
         if reason := self._obstacle(weight.dtype):
@@ -78,12 +79,7 @@ class CpuLayerKernels:
     def attention(self, form: AttentionForm) -> CpuHeadAttention:
         return CpuHeadAttention(form, self._dtype, self._kernel)
 
-    def end_branch(
-        self,
-        product: Callable[[Tensor], Tensor],
-        branch_norm: FusedRMSNorm | None,
-        norm: FusedRMSNorm | None,
-    ) -> EndBranch:
+    def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
         add = _sum_of(product, branch_norm)
 
         def end(x: Tensor, residual: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -101,9 +97,7 @@ class CpuLayerKernels:
         return None if model.program is None else LayerProgram.of(model, places)
 
 
-def _sum_of(
-    product: Callable[[Tensor], Tensor], norm: FusedRMSNorm | None
-) -> Callable[[Tensor, Tensor], Tensor]:
+def _sum_of(product: RowFunction, norm: Norm) -> Callable[[Tensor, Tensor], Tensor]:
     """(x, residual) -> residual + norm(product(x)), in the product's epilogue where it has one."""
     if norm is not None:
         kernel = norm.kernel

@@ -26,25 +26,18 @@ from jitney.kernels.cpu.simd import BF16, F32, I4, I8, LANES, UNIT_BYTES, WIDE, 
 from jitney.kernels.fused.layers import Activation
 
 
-class Products:
-    """The kernels of linear layers by their tags, each compiled, or found in Numba's cache, at its
-    first use."""
-
-    def __init__(self) -> None:
-        self.product = lru_cache(typed=True)(_product)  # tags of all types are equal
-        """Of weights of the tag's type."""
-        self.convert = lru_cache(typed=True)(_convert)
-        """Of bfloat16, for products of the tag's type."""
-
-
-def _product(tag: Any) -> Kernel:
+@lru_cache(typed=True)  # tags of all types are equal
+def product_kernel(tag: Any) -> Kernel:
+    """Of weights of the tag's type; compiled, or found in Numba's cache, at its first use."""
     version = source_version()
     if tag is I4:
         return Kernel(lambda address: groups_body(I4, address) if version else None)
     return Kernel(lambda address: product_body(tag, address) if version else None)
 
 
-def _convert(tag: Any) -> Kernel:
+@lru_cache(typed=True)
+def convert_kernel(tag: Any) -> Kernel:
+    """What makes of bfloat16 the rows of products of the tag's type."""
     version = source_version()
     return Kernel(lambda address: convert_body(tag, address) if version else None)
 
@@ -80,7 +73,6 @@ class TileLinear(nn.Module):
         self,
         weight: Tensor,
         bias: Tensor | None,
-        products: Products,
         activation: Activation | None = None,
         scale: Tensor | None = None,
         factors: Tensor | None = None,
@@ -103,8 +95,8 @@ class TileLinear(nn.Module):
             tag, before = (WIDE, F32) if widens() else (BF16, None)
         else:
             tag = before = I4 if nibbles else I8
-        self.kernel = products.product(tag)
-        self._before = None if before is None else products.convert(before)
+        self.kernel = product_kernel(tag)
+        self._before = None if before is None else convert_kernel(before)
         size = 4 if scale is None and widens() else 1 if nibbles else weight.itemsize
         step = 1 if nibbles else STEP_BYTES // weight.itemsize
         stride, self._group = (self.in_features + -self.in_features % step) * size, 0

@@ -124,7 +124,8 @@ class AttentionForm:
         )  # fmt: skip
 
 
-NormKernel = Callable[[Tensor], Tensor]
+RowFunction = Callable[[Tensor], Tensor]
+"""Of each row of [..., width] by itself: a norm's kernel, or a product."""
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
 """(qkv, which it may overwrite, cos and sin [T, R], attention) -> [T, heads, head size]"""
 StepProgram = Callable[[Tensor, Tensor, PagedFunction], Tensor | None]
@@ -148,7 +149,7 @@ EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 class FusedRMSNorm(nn.Module):
     """An RMS norm of its input [..., width]."""
 
-    def __init__(self, form: NormForm, kernel: NormKernel) -> None:
+    def __init__(self, form: NormForm, kernel: RowFunction) -> None:
         super().__init__()
         self.form, self.kernel = form, kernel
 
@@ -157,14 +158,18 @@ class FusedRMSNorm(nn.Module):
         return self.kernel(x)
 
 
+Norm = FusedRMSNorm | None
+"""None where a layer has none."""
+
+
 class LayerNorms(NamedTuple):
     """The norms of a layer: of what goes into a branch, and of what comes out of it before it is
-    added. None where a layer has none."""
+    added."""
 
-    attention: FusedRMSNorm | None
-    attended: FusedRMSNorm | None
-    mlp: FusedRMSNorm | None
-    mixed: FusedRMSNorm | None
+    attention: Norm
+    attended: Norm
+    mlp: Norm
+    mixed: Norm
 
 
 class Part(NamedTuple):
@@ -193,24 +198,17 @@ class LayerKernels(Protocol):
     form that the device does not have.
     """
 
-    def norm(self, form: NormForm) -> NormKernel:
+    def norm(self, form: NormForm) -> RowFunction:
         """The norm of x [..., width]."""
 
-    def linear(
-        self, products: Sequence[nn.Module], activation: Activation | None = None
-    ) -> nn.Module:
+    def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
         """One layer that gives the results of all side by side; with an activation, they are those
         of gate and up, and it gives ``activation(gate(x)) * up(x)``."""
 
     def attention(self, form: AttentionForm) -> AttentionKernel:
         """Norms and rotary embedding of the heads, then attention."""
 
-    def end_branch(
-        self,
-        product: Callable[[Tensor], Tensor],
-        branch_norm: FusedRMSNorm | None,
-        norm: FusedRMSNorm | None,
-    ) -> EndBranch:
+    def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
         """sum = residual + branch_norm(product(x)), of the given rows if there are any, and its
         norm; without ``norm``, the sum twice."""
 
@@ -280,14 +278,14 @@ class FusedDecoderLayer(nn.Module):
         self.self_attn, self.mlp = attention, mlp
         self.norms = norms
         self._kernels, self._attend = kernels, attention.attend
-        self._inner: Callable[[Tensor], Tensor] = nn.Identity().forward
-        self._last: Callable[[Tensor], Tensor] = partial(first_of, mlp)
+        self._inner: RowFunction = nn.Identity().forward
+        self._last: RowFunction = partial(first_of, mlp)
         if isinstance(mlp, FusedMLP):
             self._inner, self._last = mlp.gated.forward, mlp.down
         self._end_attention = kernels.end_branch(attention.output, norms.attended, norms.mlp)
         self._end = self.end_before(None)
 
-    def end_before(self, norm: FusedRMSNorm | None) -> EndBranch:
+    def end_before(self, norm: Norm) -> EndBranch:
         """The end of this layer together with ``norm``, which comes next."""
         return self._kernels.end_branch(self._last, self.norms.mixed, norm)
 

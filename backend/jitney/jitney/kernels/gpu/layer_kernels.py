@@ -1,7 +1,8 @@
 """Fused layers on a GPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,11 @@ from jitney.kernels.fused.layers import (
     AttentionForm,
     EndBranch,
     FusedForward,
-    FusedRMSNorm,
     Misfit,
+    Norm,
     NormForm,
-    NormKernel,
     Places,
+    RowFunction,
     merged_linears,
 )
 from jitney.kernels.gpu.attention import GpuAttention, HeadTransform
@@ -59,26 +60,23 @@ class GpuLayerKernels:
     def __init__(self, *, batch_invariant: bool) -> None:
         self._batch_invariant = batch_invariant
 
-    def norm(self, form: NormForm) -> NormKernel:
+    def norm(self, form: NormForm) -> RowFunction:
         """See :class:`fused.layers.LayerKernels`, here and below."""
         if form.scale.numel() > MOST_WIDTH:
             raise Misfit(f"it is over more than {MOST_WIDTH} values")
         return partial(rms_norm, form=form)
 
-    def linear(
-        self, products: Sequence[nn.Module], activation: Activation | None = None
-    ) -> nn.Module:
+    def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
         product = self._side_by_side(products)
         return product if activation is None else _MergedGate(product, activation)
 
-    def _side_by_side(self, products: Sequence[nn.Module]) -> nn.Module:
-        kinds = {type(each) for each in products}
-        if kinds == {nn.Linear}:
-            together = merged_linears([each for each in products if isinstance(each, nn.Linear)])
+    def _side_by_side(self, products: Sequence[Any]) -> nn.Module:
+        first: nn.Module = products[0]
+        if all(type(each) is nn.Linear for each in products):
+            together = merged_linears(products)
             if self._batch_invariant:
                 return InvariantLinear(together.weight, together.bias)
             return together
-        first = products[0]
         if len(products) == 1:
             return first
         quantized = first.merge(products) if isinstance(first, QuantizedLinear) else None
@@ -87,12 +85,7 @@ class GpuLayerKernels:
     def attention(self, form: AttentionForm) -> "GpuHeadAttention":
         return GpuHeadAttention(form)
 
-    def end_branch(
-        self,
-        product: Callable[[Tensor], Tensor],
-        branch_norm: FusedRMSNorm | None,
-        norm: FusedRMSNorm | None,
-    ) -> EndBranch:
+    def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
         forms = [None if each is None else each.form for each in (branch_norm, norm)]
 
         def end(x: Tensor, residual: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
