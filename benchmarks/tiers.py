@@ -3,6 +3,7 @@
     python -m benchmarks.tiers                                  # about five minutes, on two cores
     python -m benchmarks.tiers --picture docs/pictures/tiers.svg
     python -m benchmarks.tiers --simulate                       # seconds: steps of a linear cost
+    python -m benchmarks.tiers --loads 0.3 0.5 0.7 0.9          # goodput as the highest of these
 
 Requests come at random (Poisson), at ``--load`` of what one engine can serve if all are there at
 once. Of five one is interactive: a prompt of 16 to 64 tokens, 24 to 64 tokens of output, a target
@@ -13,6 +14,9 @@ that is alone. The others are bulk: prompts of 64 to 512 tokens, outputs of 32 t
 engine has a process of its own, and all get the same requests at the same times. An interactive
 request is good if its first token and all its gaps but one in twenty are within the targets; a bulk
 request always is. Bulk throughput is output tokens a second until the last one has ended.
+
+With ``--loads``, goodput is DistServe's (Zhong et al. 2024): the highest rate of requests at which
+nine of ten interactive requests are good.
 """
 
 import argparse
@@ -42,6 +46,7 @@ PROMPTS = {"interactive": (16, 65), "bulk": (64, 513)}
 OUTPUTS = {"interactive": (24, 65), "bulk": (32, 257)}
 INTERACTIVE = 0.2
 MISSED = 0.05  # of the gaps of a good request, at most
+ATTAINED = 0.9  # of the interactive requests, that a load may count
 SIMULATED = StepShape(steps=9e-3, chunked=1e-3, tokens=0.12e-3, samples=0.2e-3, context=0.4e-6)
 
 
@@ -320,33 +325,51 @@ def figures_of(served: list[Served], ttft: float, gap: float) -> Figures:
     )
 
 
-def measure(
-    machine: Machine | SimulatedMachine, load: float, seconds: float, ttft: float
-) -> tuple[dict[str, Figures], float]:
-    """Run the three ways. Their figures, and the target for a gap in seconds."""
-    alone = [Asked(0.0, "interactive", 40, 100)]
-    (served,) = machine.serve(Job(alone))
+class Scale(Struct):
+    """What a machine can do, in seconds and requests a second."""
+
+    gap: float
+    """Target between two tokens: twice that of a request that is alone."""
+    capacity: float
+
+
+def find_scale(machine: Machine | SimulatedMachine) -> Scale:
+    """Serve one request alone, and many at once."""
+    (served,) = machine.serve(Job([Asked(0.0, "interactive", 40, 100)]))
     step = float(np.median(served[0].gaps))
     (served,) = machine.serve(Job(requests_at(np.inf, 1.0)))
-    ends = sorted(one.tokens_at[-1] for one in served)
-    capacity = 48 / ends[47]
-    gap = 2 * step
-    print(
-        f"A step of one request: {1e3 * step:.1f} ms; capacity: {capacity:.2f} requests/s.\n",
-        flush=True,
-    )
-    asked = requests_at(load * capacity, seconds)
+    capacity = 48 / sorted(one.tokens_at[-1] for one in served)[47]
+    print(f"A step of one request: {1e3 * step:.1f} ms; capacity: {capacity:.2f} requests/s.\n")
+    return Scale(2 * step, capacity)
+
+
+def measure(
+    machine: Machine | SimulatedMachine, scale: Scale, load: float, seconds: float, ttft: float
+) -> dict[str, Figures]:
+    """Run the three ways."""
+    asked = requests_at(load * scale.capacity, seconds)
     kinds = [[one for one in asked if one.tier == tier] for tier in PROMPTS]
     figures = {}
     for way in WAYS:
         jobs = [Job(asked)]
         if way == "tiers":
-            jobs = [Job(asked, (ttft, gap))]
+            jobs = [Job(asked, (ttft, scale.gap))]
         elif way == "two engines":
             jobs = [Job(kind) for kind in kinds]
         served = [one for answer in machine.serve(*jobs) for one in answer]
-        figures[way] = figures_of(served, ttft, gap)
-    return figures, gap
+        figures[way] = figures_of(served, ttft, scale.gap)
+    return figures
+
+
+def show_loads(of_loads: dict[float, dict[str, Figures]]) -> None:
+    """Print the share of good interactive requests by load, and the highest load that counts."""
+    print("| interactive good | " + " | ".join(f"{load:g}" for load in of_loads) + " | goodput |")
+    print("|---|" + "---:|" * (len(of_loads) + 1))
+    for way in WAYS:
+        good = {load: figures[way].good for load, figures in of_loads.items()}
+        highest = max((load for load, share in good.items() if share >= ATTAINED), default=None)
+        shares = " | ".join(f"{share:.0%}" for share in good.values())
+        print(f"| {way} | {shares} | {'none' if highest is None else f'{highest:g}'} |")
 
 
 def show(figures: dict[str, Figures], gap: float) -> None:
@@ -395,6 +418,7 @@ def main() -> int:
     )
     parser.add_argument("--model", help="a checkpoint; else m100 is made")
     parser.add_argument("--load", type=float, default=0.9, help="of capacity")
+    parser.add_argument("--loads", type=float, nargs="+", help="several, in place of --load")
     parser.add_argument("--seconds", type=float, default=60.0, help="in which requests come")
     parser.add_argument("--ttft-ms", type=float, default=300.0, help="target of interactive ones")
     parser.add_argument("--simulate", action="store_true")
@@ -409,11 +433,18 @@ def main() -> int:
         machine: Machine | SimulatedMachine = SimulatedMachine()
         if not arguments.simulate:
             machine = Machine(arguments.model or str(MODELS["m100"](Path(folder) / "m100")))
-        figures, gap = measure(machine, arguments.load, arguments.seconds, arguments.ttft_ms / 1e3)
+        scale, ttft = find_scale(machine), arguments.ttft_ms / 1e3
+        of_loads = {
+            load: measure(machine, scale, load, arguments.seconds, ttft)
+            for load in arguments.loads or [arguments.load]
+        }
         machine.close()
-    show(figures, gap)
+    figures = of_loads[max(of_loads)]
+    show(figures, scale.gap)
+    if arguments.loads:
+        show_loads(of_loads)
     if arguments.picture:
-        draw(figures, gap, arguments.picture)
+        draw(figures, scale.gap, arguments.picture)
     return 0
 
 
