@@ -12,7 +12,7 @@ from tests.kernels.gpu.noise import DEVICE, TOLERANCE, noise
 pytest.importorskip("triton")
 
 from jitney.kernels.fused.layers import NormForm
-from jitney.kernels.gpu.norm import LayerNorm, add_norm, gate, norm_in_place, rms_norm
+from jitney.kernels.gpu.norm import add_norm, gate, layer_norm, norm_in_place, norm_rows
 
 WIDTHS = (1, 7, 64, 80, 257, 4096)
 
@@ -34,7 +34,7 @@ def error(got: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (5, 80), (130, 64)])
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype) -> None:
     x, norm = noise(0, rows, width, dtype=dtype), make_norm(1, width)
-    got = rms_norm(x, norm)
+    got = norm_rows(x, norm)
     assert got.dtype == dtype
     assert error(got, right_norm(x, norm)) < TOLERANCE[dtype]
 
@@ -75,7 +75,7 @@ def test_indices_may_lie_apart() -> None:
     x, norm = noise(0, 7, 64), make_norm(1, 64)
     indices = torch.arange(7, device=DEVICE)[::2]
     out, _ = add_norm(x, norm=norm, indices=indices)
-    assert torch.equal(out, rms_norm(x, norm)[::2])
+    assert torch.equal(out, norm_rows(x, norm)[::2])
 
 
 def test_in_place() -> None:
@@ -96,7 +96,7 @@ def test_layer_norm(width: int, bias: bool) -> None:
         if bias:
             original.bias.copy_(noise(2, width))
     x = noise(0, 2, 3, width) + 5.0
-    got = LayerNorm(original)(x)
+    got = layer_norm(original)(x)
     right = original.double()(x.double()).detach()
     assert float((got.double() - right).norm()) <= 1e-5 * float(right.norm()) + 1e-5
 

@@ -30,7 +30,7 @@ from jitney.kernels.fused.layers import (
     FusedDecoderLayer,
     FusedForward,
     FusedMLP,
-    FusedRMSNorm,
+    FusedNorm,
     LayerKernels,
     LayerNorms,
     Misfit,
@@ -241,7 +241,7 @@ class _Fuser:
             raise Misfit("its inner model has other parts")
         layers = list(module.model.layers)
         norm, embed, old = inner["norm"], inner["embed_tokens"], module.lm_head
-        if not isinstance(norm, FusedRMSNorm) or not all(x in self._angles for x in layers):
+        if not isinstance(norm, FusedNorm) or not all(x in self._angles for x in layers):
             raise Misfit("not all of its parts are fused")
         right = run_trial(module)
         keys = [(self._angles[x].rotary, x.self_attn.half_rotary) for x in layers]
@@ -259,16 +259,16 @@ class _Fuser:
             self.report.added_bytes += old.weight.nbytes
         return fused
 
-    def norm(self, norm: Any) -> FusedRMSNorm:
+    def norm(self, norm: Any) -> FusedNorm:
         """An RMS norm. It multiplies by its weight or by 1 + weight: what it gives tells."""
         epsilon = vars(norm).get("variance_epsilon", vars(norm).get("eps"))
         if not isinstance(epsilon, float):
             raise Misfit("it has no epsilon")
         weight = norm.weight.detach().float()
 
-        def build(scale: Tensor) -> FusedRMSNorm:
+        def build(scale: Tensor) -> FusedNorm:
             form = NormForm(scale.contiguous(), epsilon)
-            fused = FusedRMSNorm(form, self._kernels.norm(form))
+            fused = FusedNorm(form, self._kernels.norm(form))
             self._checker.check(norm, fused, scale.numel(), NORM_SCALES, {})
             return fused
 

@@ -77,11 +77,13 @@ def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
 @dataclass(frozen=True)
 class NormForm:
     """An RMS norm: x / sqrt(mean(x²) + epsilon) * scale over the last dimension (Zhang and Sennrich
-    2019)."""
+    2019); with a bias a layer norm: that of x - mean(x), plus the bias."""
 
     scale: Tensor
     """float32, contiguous; the weight, or 1 + the weight."""
     epsilon: float
+    bias: Tensor | None = None
+    """As ``scale``; for a GPU's kernel alone."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,8 @@ EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(input of a branch's last product, residual, rows) -> (the sum's norm, the sum)"""
 
 
-class FusedRMSNorm(nn.Module):
-    """An RMS norm of its input [..., width]."""
+class FusedNorm(nn.Module):
+    """A norm of its input [..., width]."""
 
     def __init__(self, form: NormForm, kernel: RowFunction) -> None:
         super().__init__()
@@ -158,7 +160,7 @@ class FusedRMSNorm(nn.Module):
         return self.kernel(x)
 
 
-Norm = FusedRMSNorm | None
+Norm = FusedNorm | None
 """None where a layer has none."""
 
 
@@ -339,7 +341,7 @@ class FusedForward:
         layers: Sequence[FusedDecoderLayer],
         tables: Sequence[Tensor],
         kinds: Sequence[int],
-        norm: FusedRMSNorm,
+        norm: FusedNorm,
         head: nn.Module,
         softcap: float | None,
         kernels: LayerKernels,

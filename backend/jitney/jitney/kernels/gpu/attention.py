@@ -80,10 +80,13 @@ class GpuAttention:
         self, num_rows: int, num_tokens: int, max_query_len: int, max_context_len: int
     ) -> LaunchPlan:
         """The plan of a step of at most these lengths. Asks nothing of the device."""
-        # Where bits must not change, neither may the kernel.
-        only_decodes = max_query_len == 1 and num_rows == num_tokens and not self.batch_invariant
+        if self.batch_invariant:  # another kernel, or parts to join, would change bits
+            return LaunchPlan(False, 1, self.tiles.mixed)
+        only_decodes = max_query_len == 1 and num_rows == num_tokens
         tiles = self.tiles.decodes if only_decodes else self.tiles.mixed
-        return LaunchPlan(only_decodes, self._parts(num_rows, max_context_len, tiles), tiles)
+        most = min(_MOST_PARTS, triton.cdiv(max_context_len, tiles.least_part))
+        enough = round(tiles.programs / (num_rows * self._shape[1]))
+        return LaunchPlan(only_decodes, max(1, min(most, enough)), tiles)
 
     def __call__(
         self,
@@ -113,14 +116,6 @@ class GpuAttention:
         assert (cache_heads, block_size) == (kv_heads, meta.block_size)
         assert padded >= head_size
         assert meta.last_block < blocks
-
-    def _parts(self, rows: int, context: int, tiles: Tiles) -> int:
-        """Most parts of a row."""
-        if self.batch_invariant:  # joining them would change bits
-            return 1
-        most = min(_MOST_PARTS, triton.cdiv(context, tiles.least_part))
-        enough = round(tiles.programs / (rows * self._shape[1]))
-        return max(1, min(most, enough))
 
     def _write(
         self,

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jitney.config import EngineConfig
+from jitney.errors import ConfigError
 from jitney.execution.interface import PagedFunction, PagedStep
-from jitney.execution.quantized import QuantizedLinear
-from jitney.kernels.fused.fuse import FuseReport, fuse
+from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
+from jitney.kernels.fused.fuse import FuseReport, fuse, swap_children
 from jitney.kernels.fused.invariant import check_invariant
 from jitney.kernels.fused.layers import (
     Activation,
@@ -26,8 +27,7 @@ from jitney.kernels.fused.layers import (
     merged_linears,
 )
 from jitney.kernels.gpu.attention import GpuAttention, HeadTransform
-from jitney.kernels.gpu.invariant import make_invariant
-from jitney.kernels.gpu.norm import MOST_WIDTH, add_norm, gate, norm_in_place, rms_norm
+from jitney.kernels.gpu.norm import MOST_WIDTH, add_norm, gate, layer_norm, norm_in_place, norm_rows
 from jitney.kernels.gpu.products import InvariantLinear
 
 
@@ -35,7 +35,7 @@ def fuse_for_gpu(module: PreTrainedModel, config: EngineConfig, length: int) -> 
     """See :func:`fused.fuse.fuse`. Run once, after loading and quantization.
 
     With option ``batch_invariant``, products and norms that depend on the batch are replaced as
-    well, whatever could be fused (``invariant``). Raises ConfigError if that cannot be.
+    well, whatever could be fused. Raises ConfigError if that cannot be.
     """
     for each in module.modules():
         if isinstance(each, PreTrainedModel):
@@ -47,11 +47,33 @@ def fuse_for_gpu(module: PreTrainedModel, config: EngineConfig, length: int) -> 
         kernels = GpuLayerKernels(batch_invariant=config.batch_invariant)
         report = fuse(module, kernels, length, norms_alone=not config.fuse)
     if config.batch_invariant:
-        make_invariant(module, config, report)
+        _make_invariant(module, config, report)
         check_invariant(module, report.forward)
     if module.device.type == "cuda":
         torch.cuda.empty_cache()  # unmerged weights have left gaps that nothing else fits into
     return report
+
+
+def _make_invariant(module: PreTrainedModel, config: EngineConfig, report: FuseReport) -> None:
+    """Replace linear layers and layer norms by kernels with fixed tiles. What is left is for
+    ``fused.invariant`` to judge.
+
+    Raises ConfigError if weights are quantized: their products are not ours to choose.
+    """
+    if config.quantization != "none" or any(
+        isinstance(each, QuantizedLinear) for each in module.modules()
+    ):
+        raise ConfigError(
+            "option batch_invariant is true, but the products of quantized weights depend on the "
+            "batch: set it to false, or quantization to 'none' with a checkpoint that is not "
+            "quantized"
+        )
+
+    def product(linear: Any) -> InvariantLinear:
+        return InvariantLinear(weight_of(linear), linear.bias)
+
+    swap_children(module, "product", is_linear, product, report)
+    swap_children(module, "layer norm", lambda x: type(x) is nn.LayerNorm, layer_norm, report)
 
 
 class GpuLayerKernels:
@@ -64,7 +86,7 @@ class GpuLayerKernels:
         """See :class:`fused.layers.LayerKernels`, here and below."""
         if form.scale.numel() > MOST_WIDTH:
             raise Misfit(f"it is over more than {MOST_WIDTH} values")
-        return partial(rms_norm, form=form)
+        return partial(norm_rows, form=form)
 
     def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
         product = self._side_by_side(products)
@@ -151,7 +173,7 @@ class GpuHeadAttention:
             if isinstance(cache.attend, GpuAttention):
                 return cache.attend(form.call(query, key, value), cache, paged.meta, transform)
         if norms is not None:
-            query, key = rms_norm(query, norms[0]), rms_norm(key, norms[1])
+            query, key = norm_rows(query, norms[0]), norm_rows(key, norms[1])
         return paged(form.call(rotate(query, cos, sin), rotate(key, cos, sin), value))
 
 

@@ -5,43 +5,36 @@ are float32, in an order that the width alone decides. Tensors are [T, width] un
 rows that may lie apart. Results are new tensors.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from jitney.kernels.fused.layers import Activation, NormForm
+from jitney.kernels.fused.layers import Activation, FusedNorm, Misfit, NormForm
 
 MOST_WIDTH = 16384
 """Values of the widest row: one program holds it in its registers."""
 _GATE_BLOCK = 1024
 
 
-def rms_norm(x: Tensor, form: NormForm) -> Tensor:
+def norm_rows(x: Tensor, form: NormForm) -> Tensor:
     """x is [..., width]."""
-    return add_norm(_rows(x), norm=form)[0].view(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return add_norm(rows, norm=form)[0].view(x.shape)
 
 
-class LayerNorm(nn.Module):
-    """What ``nn.LayerNorm`` over one dimension gives, in a kernel that takes each row alone."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __init__(self, norm: nn.LayerNorm) -> None:
-        super().__init__()
-        weight = torch.ones(norm.normalized_shape) if norm.weight is None else norm.weight.detach()
-        bias = torch.zeros_like(weight) if norm.bias is None else norm.bias.detach()
-        self.register_buffer("weight", weight.float().contiguous(), persistent=False)
-        self.register_buffer("bias", bias.float().contiguous(), persistent=False)
-        self.epsilon = norm.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x is [..., width]."""
-        rows = _rows(x)
-        out = rows.new_empty(rows.shape)
-        _launch(out, rows, rows, norm=NormForm(self.weight, self.epsilon), bias=self.bias)
-        return out.view(x.shape)
+def layer_norm(norm: nn.LayerNorm) -> FusedNorm:
+    """The same norm, in a kernel that takes each row alone. Raises Misfit for one that is too wide,
+    or over several dimensions."""
+    if len(norm.normalized_shape) != 1 or norm.normalized_shape[0] > MOST_WIDTH:
+        raise Misfit(f"it is not over one dimension of at most {MOST_WIDTH}")
+    weight = torch.ones(norm.normalized_shape) if norm.weight is None else norm.weight.detach()
+    bias = torch.zeros_like(weight) if norm.bias is None else norm.bias.detach()
+    form = NormForm(weight.float().contiguous(), norm.eps, bias.float().contiguous())
+    return FusedNorm(form, partial(norm_rows, form=form))
 
 
 def add_norm(
@@ -79,7 +72,6 @@ def _launch(
     *,
     branch_norm: NormForm | None = None,
     norm: NormForm | None = None,
-    bias: Tensor | None = None,
     indices: Tensor | None = None,
 ) -> None:
     rows, width = out.shape
@@ -87,8 +79,8 @@ def _launch(
     assert residual is None or residual.stride(1) == 1
     assert width <= MOST_WIDTH
     block = triton.next_power_of_2(width)
-    branch_scale, branch_epsilon = _scale_and_epsilon(branch_norm)
-    scale, epsilon = _scale_and_epsilon(norm)
+    branch_scale, branch_epsilon, _ = _parts(branch_norm)
+    scale, epsilon, bias = _parts(norm)
     add_norm_kernel[(rows,)](
         out, sums, branch, residual, None if indices is None else indices.contiguous(),
         branch_scale, scale, bias,
@@ -97,8 +89,8 @@ def _launch(
     )  # fmt: skip
 
 
-def _scale_and_epsilon(norm: NormForm | None) -> tuple[Tensor | None, float]:
-    return (None, 0.0) if norm is None else (norm.scale, norm.epsilon)
+def _parts(norm: NormForm | None) -> tuple[Tensor | None, float, Tensor | None]:
+    return (None, 0.0, None) if norm is None else (norm.scale, norm.epsilon, norm.bias)
 
 
 def gate(x: Tensor, activation: Activation) -> Tensor:
@@ -114,12 +106,6 @@ def gate(x: Tensor, activation: Activation) -> Tensor:
 def warps(block: int) -> int:
     """For one program per row: 16 values a thread, so that a thread has several loads under way."""
     return max(1, min(16, block // 512))
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[..., width] as rows whose values lie side by side."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 @triton.jit

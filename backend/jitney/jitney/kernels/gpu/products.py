@@ -1,7 +1,7 @@
 """Linear layers whose result for a row is bitwise the same whatever rows there are beside it.
 
 cuBLAS chooses tiles, and how the sum is split, by the number of rows. Here both are fixed by the
-shape and dtype of the weight alone. Put in the place of linear layers by ``invariant``.
+shape and dtype of the weight alone. Put in the place of linear layers by ``layer_kernels``.
 """
 
 from typing import NamedTuple
