@@ -47,9 +47,7 @@ class Int4Linear(QuantizedLinear):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> "Int4Linear":
         """Quantize a weight [out_features, in_features]; the layer computes in its dtype."""
-        size = group_size(weight.shape[1])
-        assert size is not None, "such layers are not chosen"
-        values = weight.detach().float().unflatten(1, (-1, size))
+        values = weight.detach().float().unflatten(1, (-1, group_size(weight.shape[1])))
         low, high = values.aminmax(dim=2, keepdim=True)
         middle, reach = (low + high) / 2, (high - low) / 2 * _SHARE
         q = _nearest(values, 2 * reach / _MOST, middle - reach)
@@ -102,13 +100,11 @@ def _nearest(values: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return ((values - least) / scale.clamp_min(_LEAST)).round().clamp(0, _MOST)
 
 
-def group_size(in_features: int) -> int | None:
-    """Inputs that share a scale; None if no size of :data:`GROUPS` divides them."""
-    return next((size for size in GROUPS if in_features % size == 0), None)
+def group_size(in_features: int) -> int:
+    """Inputs that share a scale, of a whole number of groups of the smallest size."""
+    return next(size for size in GROUPS if in_features % size == 0)
 
 
 def packed_bytes(out_features: int, in_features: int) -> int:
     """What such a layer's weight takes."""
-    size = group_size(in_features)
-    assert size is not None, "such layers are not chosen"
-    return out_features * (in_features // 2 + in_features // size * 4)
+    return out_features * (in_features // 2 + in_features // group_size(in_features) * 4)

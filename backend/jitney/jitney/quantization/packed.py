@@ -45,7 +45,7 @@ def make_linear(
         scale = scale.float().reshape(1, -1).expand(1, len(weight))
         zero = stored.get("weight_zero_point")
         if weight.dtype == torch.int8 and (zero is None or not zero.any()):
-            return Int8Linear(weight, scale.contiguous(), bias, dtype)
+            return Int8Linear(weight, scale, bias, dtype)
         whole = weight.float() - (0 if zero is None else zero.float().reshape(-1, 1))
         return _eight_bits(whole * scale.t(), bias, dtype)
     if "weight_packed" in stored:
@@ -63,9 +63,7 @@ def make_linear(
         )
     shifted = q.float() - zero if groups == 1 and index is None else None
     if shifted is not None and q.max() >= 16 and shifted.min() >= -128 and shifted.max() <= 127:
-        return Int8Linear(
-            shifted.to(torch.int8).contiguous(), scale.float().t().contiguous(), bias, dtype
-        )
+        return Int8Linear(shifted.to(torch.int8).contiguous(), scale.float().t(), bias, dtype)
     if index is None and q.max() < 16 and (size in GROUPS or size % GROUPS[0] == 0):
         steps = scale.bfloat16().float()
         factors = torch.stack((steps, -steps * zero)).bfloat16()

@@ -25,7 +25,7 @@ from jitney.execution.weights import count_bytes, missing_package, stream
 from jitney.quantization import torchao
 from jitney.quantization.e4m3 import ALIGNMENT
 from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
-from jitney.quantization.four_bits import GROUPS, Int4Linear, group_size, packed_bytes
+from jitney.quantization.four_bits import GROUPS, Int4Linear, packed_bytes
 from jitney.quantization.torchao import TorchaoLinear
 
 _log = logging.getLogger(__name__)
@@ -168,6 +168,6 @@ def _why_not(
         return "a router"
     if out_features % ALIGNMENT or in_features % ALIGNMENT:
         return f"{in_features} by {out_features} is not in steps of {ALIGNMENT}"
-    if kind == "int4" and group_size(in_features) is None:
+    if kind == "int4" and in_features % GROUPS[-1]:
         return f"{in_features} inputs are not in groups of {GROUPS[-1]}"
     return None

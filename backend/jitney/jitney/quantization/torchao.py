@@ -68,7 +68,6 @@ def packed_bytes(
     if kind == "int8":
         return out_features * (in_features + 5)  # a scale of 4 bytes and a zero point of one
     size = group_size(in_features)
-    assert size is not None, "such layers are not chosen"
     rows = -(-out_features // _TILE) * _TILE
     columns = -(-in_features // _DEPTH) * _DEPTH
     return rows * columns // 2 + rows * (columns // size) * 2 * dtype.itemsize
@@ -80,8 +79,8 @@ def _recipe(kind: Kind, in_features: int, device: torch.device) -> Any:
 
     if kind == "int8":
         return Int8WeightOnlyConfig(set_inductor_config=False)
-    size = group_size(in_features)
-    assert size is not None, "such layers are not chosen"
     return Int4WeightOnlyConfig(
-        group_size=size, set_inductor_config=False, int4_packing_format="tile_packed_to_4d"
+        group_size=group_size(in_features),
+        set_inductor_config=False,
+        int4_packing_format="tile_packed_to_4d",
     )
