@@ -277,16 +277,10 @@ def pack_value(tag, source, head, padded, group, lane):
     size = element_bytes(tag)
     pairs = UNIT_BYTES // size
     target = group + (lane // pairs) * padded * UNIT_BYTES + (lane % pairs) * size
-    copy_vector(tag, source, head, padded, target, UNIT_BYTES)
-
-
-@inner
-def copy_vector(tag, source, head, padded, target, step):
-    """One token's vector to every ``step`` bytes; zeros beyond the head."""
     for d in range(head):
-        copy_element(tag, source + d * element_bytes(tag), target + d * step)
+        copy_element(tag, source + d * size, target + d * UNIT_BYTES)
     for d in range(head, padded):
-        store_one(tag, target + d * step, ZERO)
+        store_one(tag, target + d * UNIT_BYTES, ZERO)
 
 
 @inner

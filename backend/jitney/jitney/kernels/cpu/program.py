@@ -51,7 +51,7 @@ _LEAST_TOKENS = 64
 
 # Of each kernel's arguments, in units of 8 bytes.
 _WIDTH = 64
-"""Whole cache lines."""
+"""Whole cache lines; the last unit is the address of the kernel's body."""
 _HEAD, _COUNT = slice(3), 2
 """Two counters, and the number of rows or of items."""
 _OUT = ProductCall.out.offset // 8  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ class ProgramCall(ctypes.Structure):
     count: int
     """Of kernels."""
     kernels: int
-    """Address of int64 [count, 2]: addresses of a body and of its arguments."""
+    """Address of int64 [count, _WIDTH]: their arguments."""
     team_size: int
     """Address of int omp_get_num_threads(void)."""
     give_way: int
@@ -121,7 +121,8 @@ def run_body(arguments):
     call = read_program(arguments)
     team = call_int(call.team_size)
     for i in range(call.count):
-        call_body(load_i64(call.kernels + 16 * i), load_i64(call.kernels + 16 * i + 8))
+        each = call.kernels + 8 * _WIDTH * i
+        call_body(load_i64(each + 8 * (_WIDTH - 1)), each)
         wait_for_all(arguments, (i + 1) * team, call.give_way)
 
 
@@ -170,8 +171,6 @@ class _Memory:
     """Of those, what writes K and V and what attends: [layers, 2, _WIDTH]."""
     rounded: Tensor
     """Rows of another form before a product."""
-    kernels: np.ndarray
-    """int64 [kernels, 2]: addresses of body and arguments."""
     kinds: list[tuple[AttentionCall, LayerCache, Any]]
     """One layer's, and the indices of all layers whose attention takes the same of a step."""
     adapted: _Adapted | None
@@ -314,7 +313,7 @@ class LayerProgram:
         )
         rounded = torch.empty(tokens * most, dtype=torch.uint8)
         spare = rounded.data_ptr()
-        norm, calls, attending = self._norm.kernel, list[tuple[Kernel, ctypes.Structure]](), 0
+        norm, calls = self._norm.kernel, list[tuple[Kernel, ctypes.Structure]]()
         room = self._room_for_adapters(tokens)
         place = partial(self._product, spare=spare, room=room)
         kinds: dict[object, tuple[AttentionCall, LayerCache, list[int]]] = {}
@@ -328,14 +327,10 @@ class LayerProgram:
             set_layer(arguments, call.query, call.key, call.value, cache, attended)
             kind = (cache.attend, cache.keys.shape, replace(form, layer=0, norms=None))
             kinds.setdefault(kind, (call, cache, []))[2].append(number)
-            before = len(calls)
             calls += [
                 (norm, norms.attention.kernel.call_for(hidden, normed)),
                 *place(0, number, normed, qkv, 0),
                 (rotate.kernel, rotate.call_for(tensors[3], cos, sin, positions)),
-            ]
-            attending = len(calls) - before
-            calls += [
                 (write, arguments),
                 (attend, arguments),
                 *place(1, number, attended, middle, hidden),
@@ -348,29 +343,29 @@ class LayerProgram:
         if isinstance(self._head, TileLinear):
             calls += self._head.calls(normed, 0, 0, spare)
         table = np.zeros((len(calls), _WIDTH), np.int64)
-        kernels = np.zeros((len(calls), 2), np.int64)
-        for number, (kernel, each) in enumerate(calls):
-            kernels[number] = kernel.address, table[number].ctypes.data
-            ctypes.memmove(table[number].ctypes.data, ctypes.addressof(each), ctypes.sizeof(each))
+        for row, (kernel, each) in zip(table, calls, strict=True):
+            ctypes.memmove(row.ctypes.data, ctypes.addressof(each), ctypes.sizeof(each))
+            row[-1] = kernel.address
         by_layer = table[:of_layers].reshape(len(self._layers), -1, _WIDTH)
         of_kinds: list[tuple[AttentionCall, LayerCache, Any]] = list(kinds.values())
         if len(of_kinds) == 1:
             of_kinds = [(*of_kinds[0][:2], slice(None))]  # which numpy writes faster than a list
-        self._call.count, self._call.kernels = len(calls), kernels.ctypes.data
+        self._call.count, self._call.kernels = len(calls), table.ctypes.data
+        records = [type(each) for _, each in calls]
+        attending = records.index(AttentionArguments)
         attended_by = by_layer[:, attending : attending + 2]
         adapted = None
         if room is not None:
             shrinks = [i for i, (kernel, _) in enumerate(calls) if kernel is self._shrink]
-            ends = [i for i, (_, each) in enumerate(calls) if isinstance(each, ProductCall)]
+            ends = [i for i, kind in enumerate(records) if kind is ProductCall]
             of_places = [
                 (by_layer[:, i], by_layer[:, i + 1], by_layer[:, end], other)
                 for i, end, other in zip(shrinks, ends, (0, hidden, 0, middle), strict=False)
             ]
             adapted = _Adapted(*room, of_places)
         return _Memory(
-            tokens, tensors, indices, table, of_layers, attended_by, rounded, kernels, of_kinds,
-            adapted,
-        )  # fmt: skip
+            tokens, tensors, indices, table, of_layers, attended_by, rounded, of_kinds, adapted
+        )
 
     def _room_for_adapters(self, tokens: int) -> tuple[list[Tensor], np.ndarray] | None:
         """See :class:`_Adapted`. None: the program has none."""
