@@ -29,7 +29,8 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+CosSin = tuple[Tensor, Tensor]
+Rotary = Callable[[Tensor, Tensor], CosSin]
 """A model's rotary module: (anything of its dtype and device, positions [1, T]) -> cos, sin."""
 _MOST_TABLE_BYTES = 256 << 20
 
@@ -38,7 +39,7 @@ class Misfit(Exception):
     """A candidate lacks something, or computes something else. The text says what."""
 
 
-def whole_rotary(made: tuple[Tensor, Tensor], half: bool) -> tuple[Tensor, Tensor]:
+def whole_rotary(made: CosSin, half: bool) -> CosSin:
     """cos and sin [T, R], a column for each rotated value, of what a model's rotary module gives:
     [1, T, R], or ``half`` as wide."""
     cos, sin = made[0][0], made[1][0]
@@ -256,7 +257,7 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: CosSin,
         *args: object,
         paged: PagedFunction,
         **unused: object,
@@ -265,7 +266,7 @@ class FusedAttention(nn.Module):
         angles = whole_rotary(position_embeddings, self.half_rotary)
         return self.output(self.attend(hidden_states[0], angles, paged)).unsqueeze(0), None
 
-    def attend(self, x: Tensor, angles: tuple[Tensor, Tensor], paged: PagedFunction) -> Tensor:
+    def attend(self, x: Tensor, angles: CosSin, paged: PagedFunction) -> Tensor:
         """All but the output product; cos and sin are [T, R]."""
         return self.kernel(self._qkv(x), *angles, paged).reshape(x.shape[0], -1)
 
@@ -295,7 +296,7 @@ class FusedDecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: CosSin,
         paged: PagedFunction,
         **unused: object,
     ) -> Tensor:
@@ -304,20 +305,15 @@ class FusedDecoderLayer(nn.Module):
         hidden = hidden_states[0]
         norm = self.norms.attention
         x = hidden if norm is None else norm(hidden)
-        return self.run(x, hidden, angles, paged, self._end)[1].unsqueeze(0)
+        return self._end(*self.run(x, hidden, angles, paged), None)[1].unsqueeze(0)
 
     def run(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        angles: tuple[Tensor, Tensor],
-        paged: PagedFunction,
-        end: EndBranch,
-        rows: Tensor | None = None,
+        self, x: Tensor, residual: Tensor, angles: CosSin, paged: PagedFunction
     ) -> tuple[Tensor, Tensor]:
-        """From the input of attention to what ``end`` gives of ``rows``."""
+        """From the input of attention to the input of the layer's last product, and the residual
+        behind attention."""
         x, residual = self._end_attention(self._attend(x, angles, paged), residual, None)
-        return end(self._inner(x), residual, rows)
+        return self._inner(x), residual
 
 
 def first_of(mlp: Callable[[Tensor], Any], x: Tensor) -> Tensor:
@@ -327,6 +323,7 @@ def first_of(mlp: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     return out.view(x.shape)
 
 
+@dataclass(eq=False)
 class FusedForward:
     """A step of a causal model whose layers are all fused, without what transformers does around
     them for caches, masks and outputs that are not wanted here.
@@ -335,29 +332,26 @@ class FusedForward:
     whose logits are asked for go through the last norm and the head.
     """
 
-    def __init__(
-        self,
-        embed: nn.Module,
-        layers: Sequence[FusedDecoderLayer],
-        tables: Sequence[Tensor],
-        kinds: Sequence[int],
-        norm: FusedNorm,
-        head: nn.Module,
-        softcap: float | None,
-        kernels: LayerKernels,
-    ) -> None:
-        """``tables`` are those of :func:`rotary_table`, ``kinds`` the index of each layer's in
-        them, ``softcap`` is that of the logits."""
-        self.embed, self.layers, self.norm, self.head = embed, layers, norm, head
-        self.tables, self.kinds, self._softcap = tables, kinds, softcap
-        self.kernels = kernels
-        self._first_norm = layers[0].norms.attention
-        norms = [*(layer.norms.attention for layer in layers[1:]), norm]
+    embed: nn.Module
+    layers: Sequence[FusedDecoderLayer]
+    tables: Sequence[Tensor]
+    """Those of :func:`rotary_table`."""
+    kinds: Sequence[int]
+    """Of each layer: the index of its table."""
+    norm: FusedNorm
+    head: nn.Module
+    softcap: float | None
+    """That of the logits."""
+    kernels: LayerKernels
+
+    def __post_init__(self) -> None:
+        self._first_norm = self.layers[0].norms.attention
+        norms = [*(layer.norms.attention for layer in self.layers[1:]), self.norm]
         self._layers = [
             (layer.run, kind, layer.end_before(following))
-            for layer, kind, following in zip(layers, kinds, norms, strict=True)
+            for layer, kind, following in zip(self.layers, self.kinds, norms, strict=True)
         ]
-        self.program = kernels.program(self)
+        self.program = self.kernels.program(self)
 
     @torch.inference_mode()
     def __call__(
@@ -373,15 +367,16 @@ class FusedForward:
                 residual = residual + hidden.added
             x = residual if self._first_norm is None else self._first_norm(residual)
             for run, index, end in self._layers[:-1]:
-                x, residual = run(x, residual, angles[index], paged, end)
+                x, residual = end(*run(x, residual, angles[index], paged), None)
             run, index, end = self._layers[-1]
-            x = run(x, residual, angles[index], paged, end, rows if hidden is None else None)[0]
+            inner = run(x, residual, angles[index], paged)
+            x, _ = end(*inner, rows if hidden is None else None)
             if hidden is not None:
                 hidden.kept, x = x, x[rows]
             logits = self.head(x)
         return self.cap(logits)
 
-    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def angles(self, positions: Tensor) -> list[CosSin]:
         """cos and sin [T, R] by each of the tables."""
         # Side by side for each token: where sin begins does not depend on how many there are, so
         # the kernel that reads it is the same for every step.
@@ -390,6 +385,6 @@ class FusedForward:
 
     def cap(self, logits: Tensor) -> Tensor:
         """Softly, if the model does."""
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits

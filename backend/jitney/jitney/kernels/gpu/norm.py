@@ -44,37 +44,22 @@ def add_norm(
     branch_norm: NormForm | None = None,
     norm: NormForm | None = None,
     indices: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(sum), sum) where sum is ``branch_norm(branch) + residual``.
 
     Without ``norm`` the first is the sum, too; without ``residual`` the sum is the branch, which
     ``norm`` is then applied to. With ``indices``, int64 [S], only those rows are computed, in that
-    order. The sum is rounded to the dtype of its parts before it is normed.
+    order. The sum is rounded to the dtype of its parts before it is normed. ``out`` is where the
+    norm is written, a new tensor if it is not given.
     """
     assert residual is not None or (norm is not None and branch_norm is None)
-    shape = (branch.shape[0] if indices is None else indices.shape[0], branch.shape[1])
-    sums = branch if residual is None else branch.new_empty(shape)
-    out = sums if norm is None else branch.new_empty(shape)
-    _launch(out, sums, branch, residual, branch_norm=branch_norm, norm=norm, indices=indices)
-    return out, sums
-
-
-def norm_in_place(x: Tensor, norm: NormForm) -> None:
-    """Norm each row of x [T, width], which may be a part of the columns of a larger tensor."""
-    _launch(x, x, x, norm=norm)
-
-
-def _launch(
-    out: Tensor,
-    sums: Tensor,
-    branch: Tensor,
-    residual: Tensor | None = None,
-    *,
-    branch_norm: NormForm | None = None,
-    norm: NormForm | None = None,
-    indices: Tensor | None = None,
-) -> None:
-    rows, width = out.shape
+    rows, width = branch.shape[0] if indices is None else indices.shape[0], branch.shape[1]
+    sums = branch if residual is None else branch.new_empty((rows, width))
+    if norm is None:
+        out = sums
+    elif out is None:
+        out = branch.new_empty((rows, width))
     assert branch.stride(1) == 1
     assert residual is None or residual.stride(1) == 1
     assert width <= MOST_WIDTH
@@ -87,6 +72,12 @@ def _launch(
         out.stride(0), branch.stride(0), 0 if residual is None else residual.stride(0),
         branch_epsilon, epsilon, WIDTH=width, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
+    return out, sums
+
+
+def norm_in_place(x: Tensor, norm: NormForm) -> None:
+    """Norm each row of x [T, width], which may be a part of the columns of a larger tensor."""
+    add_norm(x, norm=norm, out=x)
 
 
 def _parts(norm: NormForm | None) -> tuple[Tensor | None, float, Tensor | None]:
