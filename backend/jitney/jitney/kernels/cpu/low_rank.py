@@ -181,16 +181,15 @@ def pack(factors: Mapping[str, Factors], layers: Sequence[Places]) -> PackedAdap
     """Factors in bfloat16, by path, for the places of each decoder layer."""
     table = np.zeros((len(layers), PLACES, PLACE_FIELDS), np.int64)
     table[:, :, _SEGMENTS + _STEP :: _FIELDS] = 1
-    memory, used = list[Tensor](), set[int]()
+    memory = list[Tensor]()
     for layer, places in enumerate(layers):
         for place, parts in enumerate(places):
-            given = [part for part in parts if part.path in factors]
-            if given:
-                used.add(place)
+            if any(part.path in factors for part in parts):
                 gated = place == _GATED
                 memory += _pack_place(table[layer, place], parts, factors, gated=gated)
-    columns = int(table[:, :, _A_COLUMNS].max(initial=0))
-    return PackedAdapter(table, table.ctypes.data, frozenset(used), columns, memory)
+    columns = table[:, :, _A_COLUMNS]
+    used = frozenset(np.flatnonzero(columns.any(0)).tolist())
+    return PackedAdapter(table, table.ctypes.data, used, int(columns.max(initial=0)), memory)
 
 
 def _pack_place(
