@@ -12,7 +12,8 @@ model never repeat: what it shows is the cost.
 
 With --demo the draft model is the demo model, of 5 M parameters, and the model is the demo model
 with layers behind its own, 30 M parameters in all, that change its output a little (--noise): a
-stand-in for a pair that was trained together. Prompts are 200 tokens of the standard library.
+stand-in for a pair that was trained together. Prompts are 200 tokens of the standard library; and
+there is W1 with the lengths of its prompts and outputs, and text of the library in it.
 With --pair the models are FOLDER/target and FOLDER/draft, as scripts/train_demo_model.py --pair
 makes them, and FOLDER/head, if it is there, a head that scripts/train_eagle_head.py has trained;
 "repeats" are prompts of 64 tokens of the library, three times.
@@ -22,10 +23,13 @@ Figures are output tokens a second; the ratio is the median of the rounds'. On a
 """
 
 import argparse
+import ast
 import inspect
 import itertools
 import statistics
+import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +74,21 @@ def python_code(streams: int, length: int = 200, times: int = 1) -> Workload:
     prompts = [ids[2000 : 2000 + length] * times for ids in sources]
     name = "code" if times == 1 else "repeats"
     return Workload(f"{name}/{streams}", prompts, [192] * streams, "output")
+
+
+def mixed_code(requests: int) -> Workload:
+    """The first requests of W1 by their lengths, with text of the standard library in them."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(PYLM)
+    modules = (argparse, inspect, statistics, tempfile, ast, subprocess, tarfile)
+    ids = [id for each in modules for id in tokenizer(inspect.getsource(each)).input_ids]
+    like = w1().head(requests)
+    lengths = [len(prompt) for prompt in like.prompts]
+    begins = itertools.accumulate(lengths, initial=0)
+    prompts = [ids[begin : begin + length] for begin, length in zip(begins, lengths, strict=False)]
+    assert [len(prompt) for prompt in prompts] == lengths, "the modules are too short"
+    return Workload(f"{like.name} of code", prompts, like.output_lengths, "output")
 
 
 def deepen(folder: Path, layers: int, noise: float) -> Path:
@@ -172,6 +191,9 @@ def main() -> int:
             repeated = [python_code(streams, 64, 3) for streams in STREAMS]
             workloads += [(each.name, each, 0.0) for each in repeated]
         workloads += [(f"{each.name}, sampled", each, 0.7) for each in code]
+        if arguments.requests:
+            mixed = mixed_code(arguments.requests)
+            workloads += [(mixed.name, mixed, 0.0), (f"{mixed.name}, sampled", mixed, 1.0)]
         first = code[0]
     else:
         size = arguments.vocab_size

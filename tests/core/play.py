@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from jitney.config import make_config
+from jitney.core.drafts import Prices
 from jitney.engine.engine import Engine
 from jitney.messages import (
     Batch,
@@ -98,7 +99,8 @@ class Play:
             self.runner.foresee = self.prophet.foresee
         else:
             speculation.drafter = self.prophet
-        speculation._bar = lambda some: (0.0, 0.0, 0.0)  # type: ignore[method-assign]
+        speculation._prices = lambda some: Prices(0.0)  # type: ignore[method-assign]
+        speculation._compared = 99  # enough
 
     def step(self, times: int = 1) -> StepReport | None:
         """Some steps, every invariant checked after each. The last one's report."""

@@ -3,9 +3,9 @@
 import pytest
 from jitney.config import SpeculationConfig, make_config
 from jitney.core.cost import StepCost, StepShape
-from jitney.core.drafts import Speculation
+from jitney.core.drafts import Prices, Speculation
 from jitney.core.request import Drafting, Request, Sequence
-from jitney.messages import Submit, Tokens
+from jitney.messages import RowOutput, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
 from tests.core.play import Play, check_streams, overlapped
@@ -106,7 +106,7 @@ def test_drafts_preempt_nobody(count: int, drafter: dict, num_blocks: int, gramm
     grammar forces several tokens of others too."""
     options = {"num_blocks": num_blocks, "max_num_seqs": 6, "watermark": 0.0}
     plays = [drafting(Play, 0.0, drafter, **options) for _ in range(2)]
-    plays[1].scheduler.speculation._bar = lambda some: (1.0, 0.0, 0.0)
+    plays[1].scheduler.speculation._prices = lambda some: Prices(1.0)
     for one in plays:
         keys = []
         for key in range(count):
@@ -128,7 +128,7 @@ def test_drafts_preempt_nobody(count: int, drafter: dict, num_blocks: int, gramm
 def test_drafts_leave_prompts_their_tokens(priority: int) -> None:
     """Of one that waits, then runs, at either rank: every step is what it would be without."""
     plays = [drafting(Play, 0.0, {"max_drafts": 16}, max_num_batched_tokens=16) for _ in range(2)]
-    plays[1].scheduler.speculation._bar = lambda some: (1.0, 0.0, 0.0)
+    plays[1].scheduler.speculation._prices = lambda some: Prices(1.0)
     for one in plays:
         one.submit([1, 2, 3], max_tokens=30)
         one.step(3)
@@ -188,24 +188,69 @@ def test_a_model_proposes_for_the_next_step() -> None:
     assert made == [(0, 0), (0, 4), (4, 4), (4, 4), (4, 1), (0, 0)]
 
 
+def asked(speculation: Speculation, running: list[Sequence]) -> list[int]:
+    """How many tokens a draft model is to propose for each."""
+    speculation.choose(running)
+    return [speculation.drafts_of(one)[1] for one in running]
+
+
+def of_acceptance(*chances: float) -> list[Sequence]:
+    """Sequences whose drafts were right so often."""
+    running = [sequence_of([1] * 60, [1, 2]) for _ in chances]
+    for one, chance in zip(running, chances, strict=True):
+        one.drafting = Drafting(chance)
+    return running
+
+
 def test_a_model_that_was_wrong_is_asked_now_and_then() -> None:
+    """For one of the sequences: the one of which it has the least to read."""
     speculation = Speculation(SpeculationConfig(**MODEL), StepCost())
-    sequence = sequence_of([1] * 62, [1, 2])
-    sequence.drafting = Drafting(0.01)
-    wanted = []
-    for token in range(66):
-        speculation.choose([sequence])
-        wanted.append(speculation.drafts_of(sequence)[1])
-        sequence.output.append(token)
-        sequence.num_tokens += 1
-    assert wanted == [1, *[0] * 63, 1, 0]
+    running = of_acceptance(0.01, 0.01)
+    running[1].drafting.read = 9
+    steps = [asked(speculation, running) for _ in range(130)]
+    assert [step for step, wanted in enumerate(steps) if wanted != [0, 0]] == [63, 127]
+    assert steps[63] == steps[127] == [0, 1]
+
+
+def test_one_sequence_asks_while_little_is_known() -> None:
+    speculation = Speculation(SpeculationConfig(**MODEL), StepCost())
+    running = of_acceptance(0.9, 0.9, 0.9)
+    running[1].drafting.read = 9
+    assert asked(speculation, running) == [0, 6, 0]
+    speculation._compared = 16
+    assert asked(speculation, running) == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("prices", "chances", "wanted"),
+    [
+        (Prices(0.2), [0.9, 0.5], [8, 2]),
+        (Prices(0.2, of_proposed=0.2), [0.9, 0.5], [8, 1]),
+        (Prices(0.2, of_pass=0.5), [0.9, 0.5], [3, 2]),
+        (Prices(0.2, of_pass=0.5), [0.9] * 4, [8] * 4),
+        (Prices(0.2, of_pass=0.5), [0.6], [0]),
+        (Prices(0.2, least=2.0), [0.9], [8]),
+        (Prices(0.2, least=5.0), [0.9], [0]),
+        (Prices(0.2, of_caught=0.2), [0.9], [8]),
+        (Prices(0.2, of_caught=0.7), [0.9], [0]),
+    ],
+    ids=str,
+)
+def test_a_model_is_asked_where_that_pays(
+    prices: Prices, chances: list[float], wanted: list[int]
+) -> None:
+    """Passes are for all that want them; and what it would read first is paid for until the end."""
+    speculation = Speculation(SpeculationConfig(**MODEL), StepCost())
+    speculation._prices = lambda some: prices
+    speculation._compared = 16
+    assert asked(speculation, of_acceptance(*chances)) == wanted
 
 
 # ---------------------------------------------------------------------- the n-gram drafter
 
 
 def follow(speculation: Speculation, sequence: Sequence) -> Drafting:
-    speculation._bar = lambda some: (0.9, 0.0, 0.0)
+    speculation._prices = lambda some: Prices(0.9)
     speculation.choose([sequence])
     return sequence.drafting
 
@@ -273,6 +318,17 @@ def test_the_cost_of_a_step_is_learned() -> None:
     shape = StepShape(1.0, 0.0, 20.0, 20.0, 60.0)
     assert cost.seconds(shape) == pytest.approx(40e-3, rel=0.05)
     assert StepCost().seconds(shape) == 0.0
+
+
+def test_what_a_draft_model_did_is_part_of_a_step() -> None:
+    one = drafting(Play, 1.0, MODEL)
+    one.submit([1, 2, 3], max_tokens=18)
+    one.drain()
+    batch = max(one.batches, key=lambda batch: batch.num_tokens)
+    outputs = [RowOutput([1], proposal=[2, 3], caught=7), RowOutput([1], proposal=[4], caught=2)]
+    assert StepShape.of(batch, outputs)[:5] == StepShape.of(batch)[:5]
+    assert StepShape.of(batch, outputs)[5:] == (2.0, 3.0, 9.0)
+    assert StepShape.of(batch)[5:] == (0.0, 0.0, 0.0)
 
 
 def test_a_step_that_was_held_up_moves_little() -> None:

@@ -1,12 +1,12 @@
 """A loader for :class:`EngineProcess`: the real one, of an engine that computes every draft,
 whether it pays or not."""
 
-from jitney.core.drafts import Speculation
+from jitney.core.drafts import Prices, Speculation
 from jitney.engine.assemble import prepare
 from jitney.engine.process import Load
 
 
 def loader() -> Load:
     """For the nursery."""
-    Speculation._bar = lambda self, some: (0.0, 0.0, 0.0)  # type: ignore[method-assign]
+    Speculation._prices = lambda self, some: Prices(0.0)  # type: ignore[method-assign]
     return prepare()

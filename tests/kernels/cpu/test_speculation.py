@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 from jitney.config import EngineConfig, make_config
+from jitney.core.drafts import Prices
 from jitney.engine.assemble import grammar_compiler, load_runner
 from jitney.engine.engine import Engine
 from jitney.errors import ConfigError
@@ -64,7 +65,8 @@ class Run:
     def __init__(self, config, runner, compiler, asked, streams=None, eager=False) -> None:
         engine = Engine(config, runner, clock=lambda: 0.0, compile_grammar=compiler)
         if streams is not None or eager:
-            engine.scheduler.speculation._bar = lambda some: (0.0, 0.0, 0.0)
+            engine.scheduler.speculation._prices = lambda some: Prices(0.0)
+            engine.scheduler.speculation._compared = 99
         if streams is not None:
             chance = random.Random(3)
             engine.scheduler.speculation.drafter = drafter = Prophet(lambda: chance.random() < 0.8)
@@ -185,9 +187,9 @@ def test_a_head(tmp_path, more: dict[str, object]) -> None:
     off = Run(config, runner, compiled.__getitem__, asked)
     follow, proposals = runner._draft.follow, []
 
-    def watch(rows, ids, meta, outputs) -> None:
-        follow(rows, ids, meta, outputs)
-        for row, output in zip(rows, outputs(), strict=True):
+    def watch(batch, ids, meta, outputs) -> None:
+        follow(batch, ids, meta, outputs)
+        for row, output in zip(batch.rows, outputs(), strict=True):
             if output.proposal:
                 first = newest(row, output)
                 known = first.prompt + first.output

@@ -7,9 +7,10 @@ error is at most 1, moves little. What no step has told apart, such as tokens an
 are decodes, shares the seconds. No clock here: whoever has one passes the seconds in.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jitney.messages import Batch
+from jitney.messages import Batch, RowOutput
 
 _NOISE, _DRIFT = 1e-2, 1e-5  # variances: of the relative error, of a weight from step to step
 
@@ -26,17 +27,25 @@ class StepShape(NamedTuple):
     """Tokens of all contexts."""
     passes: float = 0.0
     """Of a draft model that proposes."""
+    proposed: float = 0.0
+    """Tokens that it proposes."""
+    caught: float = 0.0
+    """Tokens that it computes before."""
 
     @classmethod
-    def of(cls, batch: Batch) -> "StepShape":
-        """Of a step as it was planned."""
+    def of(cls, batch: Batch, outputs: Sequence[RowOutput] = ()) -> "StepShape":
+        """Of a step; without the outputs of its rows, what the model alone computes."""
         rows, tokens = batch.rows, batch.num_tokens
         samples, context = sum(row.num_samples for row in rows), sum(row.end for row in rows)
-        passes = max((row.propose for row in rows), default=0)
-        return cls(1.0, float(tokens > len(rows)), tokens, samples, context, passes)
+        proposed = [len(each.proposal) for each in outputs]
+        passes, caught = max(proposed, default=0), sum(each.caught for each in outputs)
+        chunked = float(tokens > len(rows))
+        return cls(1.0, chunked, tokens, samples, context, passes, sum(proposed), caught)
 
 
-_UNITS = StepShape(1.0, 1.0, 100.0, 100.0, 10_000.0, 10.0)  # in which weights are of one size
+_UNITS = StepShape(
+    1.0, 1.0, 100.0, 100.0, 10_000.0, 10.0, 100.0, 1000.0
+)  # in which weights are of one size
 
 
 class StepCost:

@@ -8,12 +8,16 @@ without drafts would have made: ``outcome`` keeps them as far as the drafts are 
 A draft is taken if the probability that it is accepted, times the value of a token, exceeds what it
 adds to the step. The value of a token is the time of a step without drafts, by row; seconds are
 ``cost``'s. The probability is the sequence's own: proposals are compared with what was sampled,
-those too that no step computed. So a full batch takes none, and finds out at no cost when that
-changes.
+those too that no step computed. So a full batch takes none, and with n-grams finds out at no cost
+when that changes.
+
+A draft model is asked for as many tokens as would be taken, if what they gain until the sequence
+ends exceeds what the model has to read of it before. While little is known, one sequence alone asks
+it; and where none gains by it, one of them every so many steps.
 """
 
 from itertools import takewhile
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jitney.config import SpeculationConfig
 from jitney.core.cost import StepCost, StepShape
@@ -22,7 +26,8 @@ from jitney.core.request import Drafting, Sequence
 _OLD, _OLD_OF_ALL = 0.9, 0.99  # shares of the averages that a further comparison leaves
 _SURE = 0.98  # no sequence's acceptance is more than that
 _LEAST_BAR, _UNMEASURED_BAR = 0.05, 0.5
-_TRIED_EVERY = 64  # tokens
+_TRIED_EVERY = 64  # steps
+_LITTLE_KNOWN = 16  # comparisons
 _INDEXED_AT_ONCE = 1024  # tokens: a millisecond
 
 
@@ -73,6 +78,21 @@ class ModelDrafter:
         return sequence.proposed[:most]
 
 
+class Prices(NamedTuple):
+    """What drafts cost, in tokens: as the share of a token's value."""
+
+    bar: float
+    """A draft. As no draft is worth more than its probability, that must exceed it."""
+    least: float = 0.0
+    """That any row has drafts: all of a step together must gain as much."""
+    of_pass: float = 0.0
+    """A pass of the draft model."""
+    of_proposed: float = 0.0
+    """Each token that the pass proposes."""
+    of_caught: float = 0.0
+    """A token that it reads before."""
+
+
 class Speculation:
     """Chooses the drafts of each step. Part of the planner."""
 
@@ -84,28 +104,54 @@ class Speculation:
         self._most = config.max_drafts
         self._cost = cost
         self._acceptance = 0.5  # of all sequences: what new ones begin with
+        self._compared = 0
+        self._steps_without = 0  # since the runner was asked
 
     def choose(self, running: list[Sequence]) -> None:
         """Decide how many drafts each of these sequences may take."""
         some = [one for one in running if one.output and one.num_planned < one.limit]
-        bar, least, of_pass = self._bar(some)
-        gain, followed = 0.0, []
+        prices = self._prices(some)
+        gain, followed = 0.0, list[tuple[Sequence, Drafting]]()
         for sequence in some:
             drafting = sequence.drafting = sequence.drafting or Drafting(self._acceptance)
             drafting.taken = drafting.wanted = 0
-            if bar >= 1.0:
+            if prices.bar >= 1.0:
                 continue
             if drafting.made_at != sequence.num_tokens:
                 self._follow(sequence, drafting)
-            followed.append(drafting)
-            drafting.taken, more = _worth(drafting.acceptance, bar, len(drafting.proposal))
-            gain += more
-            if self.asks:  # for one now and then, to find out, if none pays
-                drafting.wanted, _ = _worth(drafting.acceptance, bar + of_pass, self._most)
-                drafting.wanted = drafting.wanted or int(sequence.num_tokens % _TRIED_EVERY == 0)
-        if gain < least:
-            for drafting in followed:
+            followed.append((sequence, drafting))
+            found = _worth(drafting.acceptance, prices.bar, len(drafting.proposal))
+            drafting.taken, gain = found[0], gain + found[1]
+        if gain < prices.least:
+            for _, drafting in followed:
                 drafting.taken = 0
+        if self.asks and followed:
+            self._ask(followed, prices)
+
+    def _ask(self, some: list[tuple[Sequence, Drafting]], prices: Prices) -> None:
+        """Decide how many tokens a draft model is to propose for each."""
+        bar = prices.bar + prices.of_proposed
+        for sequence, drafting in some:
+            left, unread = sequence.limit - sequence.num_tokens, sequence.num_tokens - drafting.read
+            wanted, gain = _worth(drafting.acceptance, bar, self._most)
+            if gain * left / (1 + wanted) >= prices.of_caught * unread:
+                drafting.wanted = wanted
+        passes, total = 0, -prices.least
+        while chances := [each.acceptance for _, each in some if each.wanted > passes]:
+            gain = sum(chance ** (passes + 1) - bar for chance in chances) - prices.of_pass
+            if gain < 0.0:
+                break
+            passes, total = passes + 1, total + gain
+        passes = passes if total >= 0.0 else 0
+        for _, drafting in some:
+            drafting.wanted = min(drafting.wanted, passes)
+        self._steps_without = 0 if passes else self._steps_without + 1
+        tries = self._steps_without == _TRIED_EVERY
+        if tries or (passes and self._compared < _LITTLE_KNOWN):
+            _, one = min(some, key=lambda each: each[0].num_tokens - each[1].read)
+            for _, drafting in some:
+                drafting.wanted = max(passes, 1) if drafting is one else 0
+            self._steps_without = 0
 
     def drafts_of(self, sequence: Sequence) -> tuple[list[int], int]:
         """What the sequence may compute behind its next token, the last one known: nothing from the
@@ -129,17 +175,20 @@ class Speculation:
         drafting = sequence.drafting
         return drafting is not None and (drafting.taken > 1 or drafting.wanted > 0)
 
-    def _bar(self, some: list[Sequence]) -> tuple[float, float, float]:
-        """The probability that a draft must exceed; the least gain, in tokens, of all drafts of a
-        step together; the probability that pays for a sequence's part in a draft model's pass."""
+    def _prices(self, some: list[Sequence]) -> Prices:
         rows, weights = len(some), self._cost.weights
         context = sum(one.num_planned for one in some)
         seconds = self._cost.seconds(StepShape(1.0, 0.0, rows, rows, context))
         if weights is None or seconds <= 0.0:
-            return _UNMEASURED_BAR, 0.0, 0.0
+            return Prices(_UNMEASURED_BAR)
         value = seconds / max(rows, 1)
-        bar = max((weights.tokens + weights.samples) / value, _LEAST_BAR)
-        return bar, weights.chunked / value, weights.passes / seconds
+        return Prices(
+            max((weights.tokens + weights.samples) / value, _LEAST_BAR),
+            weights.chunked / value,
+            max(weights.passes, 0.0) / value,
+            max(weights.proposed, 0.0) / value,
+            max(weights.caught, 0.0) / value,
+        )
 
     def _follow(self, sequence: Sequence, drafting: Drafting) -> None:
         """Compare the last proposal with what was sampled since, and propose again."""
@@ -148,11 +197,15 @@ class Speculation:
             hit = float(drafted == token)
             average = _OLD * drafting.acceptance + (1 - _OLD) * hit
             drafting.acceptance = min(average, _SURE)
-            self._acceptance = _OLD_OF_ALL * self._acceptance + (1 - _OLD_OF_ALL) * hit
+            self._compared += 1
+            share = max(1 / (1 + self._compared), 1 - _OLD_OF_ALL)
+            self._acceptance += share * (hit - self._acceptance)
             if not hit:
                 break
         drafting.proposal = self.drafter.propose(sequence, self._most)
         drafting.made_at = sequence.num_tokens
+        if self.asks and drafting.proposal:
+            drafting.read = sequence.num_tokens
 
 
 def _worth(acceptance: float, bar: float, most: int) -> tuple[int, float]:

@@ -242,7 +242,7 @@ class Scheduler:
         if self._outlook is not None:
             self._outlook.note_step(seconds)
         if self.speculation or self._pace or self._outlook:
-            self.cost.add(StepShape.of(batch), seconds)
+            self.cost.add(StepShape.of(batch, output.rows), seconds)
         if self._pace is not None:
             self._pace.complete(step.gap, now)
         events: list[Event] = []

@@ -20,7 +20,7 @@ from jitney.execution.draft import behind, newest
 from jitney.execution.interface import HiddenStates, LayerCache, LoadedModel, PagedStep
 from jitney.execution.machine import to_device
 from jitney.execution.sampler import sample
-from jitney.messages import Row, RowOutput
+from jitney.messages import Batch, Row, RowOutput
 
 WEIGHT = "hidden.weight"
 
@@ -53,15 +53,16 @@ class EagleHead:
 
     def follow(
         self,
-        rows: list[Row],
+        batch: Batch,
         ids: Tensor,
         meta: AttentionMetadata,
         outputs: Callable[[], list[RowOutput]],
     ) -> None:
-        """See :class:`draft.Follower`. The first proposals are made where K and V are."""
+        """See :class:`draft.Follower`. Each step's K and V are computed, as they are of the model's
+        hidden states; the first proposals come with them."""
         behind_ids, asked, indices = ids.roll(-1), list[tuple[Row, RowOutput]](), []
         begin = 0
-        for row, output in zip(rows, outputs(), strict=True):
+        for row, output in zip(batch.rows, outputs(), strict=True):
             if output.token_ids:
                 first = newest(row, output)
                 index = begin + first.start - 1 - row.start

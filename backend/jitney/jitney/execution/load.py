@@ -98,8 +98,8 @@ def load_runner(
         else accelerator.runner(model, caches[:own], info)
     )
     if draft is not None:
-        runner.use_draft_model(_follower(config, model, draft, caches[own:]))
-    runner.warm_up(_first_steps(info))
+        runner.use_draft_model(_follower(config, model, draft, caches[own:], budget))
+    runner.warm_up(_first_steps(info, int(draft is not None)))
     _log_loaded(model, info, ledger, begin)
     return runner
 
@@ -124,13 +124,17 @@ def _load_draft(
 
 
 def _follower(
-    config: EngineConfig, model: LoadedModel, draft: LoadedModel, caches: list[LayerCache]
+    config: EngineConfig,
+    model: LoadedModel,
+    draft: LoadedModel,
+    caches: list[LayerCache],
+    most_tokens: int,
 ) -> Follower:
     """What proposes. Raises ConfigError if it is a head, but not of this model or not for a CPU."""
     assert config.speculation is not None
     assert config.speculation.model is not None
     if config.speculation.drafter == "draft_model":
-        return DraftModel(draft, caches, config.block_size)
+        return DraftModel(draft, caches, config.block_size, most_tokens)
     if model.device.type != "cpu":
         raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
     weight = read_weight(config.speculation.model, model)
@@ -395,16 +399,18 @@ def _cache_dtype(config: EngineConfig, model: LoadedModel) -> torch.dtype:
     return machine.resolve_dtype(config.kv_cache_dtype, model.dtype, model.device, "kv_cache_dtype")
 
 
-def _first_steps(info: ModelInfo) -> list[Batch]:
-    """A chunk of a prompt and a decode. What they write into blocks is overwritten before it is
-    ever read."""
-    slots = info.num_blocks * info.block_size
-    count = min(16, info.max_num_batched_tokens, info.max_model_len - 1, slots - 1)
+def _first_steps(info: ModelInfo, propose: int) -> list[Batch]:
+    """A chunk of a prompt, and a decode for which a draft model is to ``propose`` so many tokens.
+    What they write into blocks is overwritten before it is ever read."""
+    slots, more = info.num_blocks * info.block_size, 1 + propose
+    count = max(min(16, info.max_num_batched_tokens, info.max_model_len - more, slots - more), 0)
     greedy = SamplingParams(temperature=0.0, seed=0)
-    table = list(range(math.ceil((count + 1) / info.block_size)))
+    table = list(range(math.ceil((count + more) / info.block_size)))
     prompt = [0] * (count + 1)
     steps = ((0, count), (count, 1)) if count else ((0, 1),)
-    return [Batch([probe.probe_row(prompt, start, n, table, greedy)]) for start, n in steps]
+    rows = [probe.probe_row(prompt, start, n, table, greedy) for start, n in steps]
+    rows[-1].propose = propose
+    return [Batch([row]) for row in rows]
 
 
 def _log_loaded(model: LoadedModel, info: ModelInfo, ledger: memory.Ledger, begin: float) -> None:

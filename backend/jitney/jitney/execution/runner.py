@@ -120,7 +120,7 @@ class TorchRunner:
         enter_device(self._device)
         with torch.inference_mode():
             try:
-                return self._launch(list(batch.rows), batch.copies)
+                return self._launch(batch)
             except BaseException as error:
                 self.recover()
                 if isinstance(error, torch.OutOfMemoryError):
@@ -172,8 +172,9 @@ class TorchRunner:
 
     # ------------------------------------------------------------------ a step
 
-    def _launch(self, rows: list[Row], copies: list[tuple[int, int]]) -> PendingStep:
-        self._copy_blocks(copies)
+    def _launch(self, batch: Batch) -> PendingStep:
+        rows = list(batch.rows)
+        self._copy_blocks(batch.copies)
         if not rows:
             return PendingStep([], [], {}, self.recover)
         meta = build_metadata(rows, self.info.block_size, self._device, self._tables)
@@ -186,7 +187,7 @@ class TorchRunner:
             self._sampled = torch.cat([each.token_ids for each in samples]) if samples else None
         step = PendingStep(rows, samples, prompt, self.recover)
         if self._draft is not None:
-            self._draft.follow(rows, ids, meta, step.outputs)
+            self._draft.follow(batch, ids, meta, step.outputs)
         return step
 
     def _take_carried(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> None:

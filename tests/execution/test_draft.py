@@ -1,0 +1,159 @@
+"""A draft model computes what it is asked for and no more, and proposes what it would alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from jitney.config import make_config
+from jitney.engine.assemble import load_runner
+from jitney.messages import Batch, Row
+from jitney.sampling_params import SamplingParams
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import VOCAB_SIZE, make_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+class Served:
+    """A runner with a draft model, its passes counted; blocks of 4."""
+
+    def __init__(self, folder, budget: int) -> None:
+        target = make_checkpoint(folder / "m", "llama")
+        self.draft = str(make_checkpoint(folder / "draft", "qwen3"))
+        self.runner = load_runner(make_config({
+            "model": str(target), "device": "cpu", "dtype": "float32", "block_size": 4,
+            "kv_cache_bytes": 1 << 20, "max_num_seqs": 4, "max_num_batched_tokens": budget,
+            "speculation": {"drafter": "draft_model", "model": self.draft},
+        }))  # fmt: skip
+        self.passes: list[int] = []
+        model = self.runner._draft._model
+        forward = model.forward
+
+        def count(ids, *rest):
+            self.passes.append(len(ids))
+            return forward(ids, *rest)
+
+        self.runner._draft._model = replace(model, forward=count)
+
+    def run(self, *rows: Row, copies: tuple[tuple[int, int], ...] = ()) -> list[list[int]]:
+        """The proposals of a step; its passes of the draft model are in ``passes``."""
+        self.passes.clear()
+        self.outputs = self.runner.execute(Batch(list(rows), list(copies))).rows
+        return [output.proposal for output in self.outputs]
+
+    @torch.inference_mode()
+    def alone(self, known: list[int], count: int) -> list[int]:
+        """What the draft model makes behind these tokens, by transformers."""
+        model = AutoModelForCausalLM.from_pretrained(self.draft)
+        made: list[int] = []
+        while len(made) < count:
+            made.append(int(model(torch.tensor([known + made])).logits[0, -1].argmax()))
+        return made
+
+
+def row(tokens: list[int], start: int, table: list[int], propose: int = 0, drafts: int = 0) -> Row:
+    """Of greedy decoding without a prompt to speak of: ``tokens`` are all that is known, drafts
+    included."""
+    known = len(tokens) - drafts
+    return Row(
+        key=table[-1], index=0, token_ids=tokens[start:], start=start, block_table=table,
+        sample=(0,), params=GREEDY, prompt=tokens[:3], output=tokens[3:known],
+        stop_ids=frozenset(), bad_words_ids=[], drafts=drafts, propose=propose,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def served(tmp_path) -> Served:
+    return Served(tmp_path, 64)
+
+
+def some_tokens(count: int, seed: int = 0) -> list[int]:
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB_SIZE, (count,), generator=drawn).tolist()
+
+
+def test_it_computes_nothing_before_it_is_asked(served: Served) -> None:
+    known, table = some_tokens(10), [1, 2, 3, 4, 5]
+    served.run(row(known, 0, table))
+    assert served.passes == []
+    known += served.outputs[0].token_ids
+    assert served.run(row(known, 10, table, 3)) == [served.alone(known + new(served), 3)]
+    assert (served.passes, served.outputs[0].caught) == ([12, 1, 1], 12)
+    known += served.outputs[0].token_ids
+    assert served.run(row(known, 11, table, 2)) == [served.alone(known + new(served), 2)]
+    assert served.passes == [2, 1], "the token of this step and the one that it made"
+
+
+def new(served: Served) -> list[int]:
+    return served.outputs[0].token_ids
+
+
+def test_right_drafts_are_read_wrong_ones_are_not(served: Served) -> None:
+    known, table = some_tokens(9), [1, 2, 3, 4, 5]
+    made = list(known)
+    for start in (0, 9, 10):
+        served.run(row(made, start, [6, 7, 8, 9, 10]))
+        made += new(served)
+    served.run(row(known, 0, table, 1))
+    wrong = (made[11] + 1) % VOCAB_SIZE
+    served.run(row([*made[:11], wrong, wrong], 9, table, 2, drafts=3))
+    assert new(served)[:2] == made[10:], "one draft of three is right"
+    assert served.outputs[0].proposal == served.alone(made, 2)
+    assert served.passes == [3, 1]
+
+
+def test_a_long_text_takes_several_steps(tmp_path) -> None:
+    served, known, table = Served(tmp_path, 8), some_tokens(20), [1, 2, 3, 4, 5, 6, 7]
+    for start in range(0, 20, 8):
+        served.run(row(known[: start + 8], start, table))
+    for size, proposed in (8, 0), (8, 0), (8, 2):
+        known += served.outputs[0].token_ids
+        served.run(row(known, len(known) - 1, table, 2))
+        assert (served.passes[0], len(served.outputs[0].proposal)) == (size, proposed)
+    assert served.outputs[0].proposal == served.alone(known + new(served), 2)
+
+
+def test_blocks_in_common_are_read_once(served: Served) -> None:
+    """By another sequence of the same prefix, in the same step as well; and where blocks are
+    copied, what was read of them is read."""
+    prefix, tables = some_tokens(8), ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8])
+    first, second = prefix + some_tokens(1, 1), prefix + some_tokens(2, 2)
+    served.run(row(first, 0, tables[0]))
+    served.run(row(second, 8, tables[1]))
+    first += served.outputs[0].token_ids  # of the second: any token will do
+    served.run(row(first, 9, tables[0], 2), row([*second, 7], 10, tables[1], 2))
+    assert served.passes[0] == 11 + 4
+    made = [each.token_ids for each in served.outputs]
+    assert served.outputs[0].proposal == served.alone(first + made[0], 2)
+    assert served.outputs[1].proposal == served.alone([*second, 7, *made[1]], 2)
+    forked = [*first, 11]
+    served.run(row(forked, 10, tables[2], 2), copies=((3, 7),))
+    assert served.passes == [2, 1]
+    assert served.outputs[0].proposal == served.alone(forked + new(served), 2)
+
+
+def test_a_block_in_other_use_is_read_again(served: Served) -> None:
+    table = [1, 2, 3, 4]
+    served.run(row(some_tokens(7), 0, table, 2))
+    other = some_tokens(6, 3)
+    served.run(row(other, 0, table))
+    other += new(served)
+    served.run(row(other, 6, table, 2))
+    assert served.passes == [8, 1]
+    assert served.outputs[0].proposal == served.alone(other + new(served), 2)
+
+
+def test_nothing_counts_as_read_after_a_fault(served: Served) -> None:
+    known, table, model = some_tokens(6), [1, 2, 3, 4], served.runner._draft._model
+
+    def fail(*given):
+        raise RuntimeError("out of order")
+
+    served.runner._draft._model = replace(model, forward=fail)
+    with pytest.raises(RuntimeError, match="out of order"):
+        served.run(row(known, 0, table, 2))
+    served.runner._draft._model = model
+    served.run(row(known, 0, table, 2))
+    assert served.passes == [7, 1]
+    assert served.outputs[0].proposal == served.alone(known + new(served), 2)
