@@ -74,7 +74,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
     "drafts take blocks that others need": ("plan", "kv.num_free <= spare or ", ""),
     "a draft may end the sequence": ("drafts", "id not in stop_ids", "True"),
-    "drafts go beyond the end": ("drafts", "sequence.limit - sequence.num_tokens", "99"),
+    "drafts go beyond the end": ("drafts", "taken, sequence.limit", "taken, 99 + sequence.limit"),
     "drafts take the budget of others": ("plan", "- len(after), 0)", ", 0)"),
     "the budget is ignored": ("plan", "min(end - start, most)", "end - start"),
 }  # fmt: skip
