@@ -39,7 +39,7 @@ def test_factors_carry_the_scale(tmp_path: Path, config: dict[str, Any], scale: 
     _, factors = read_adapter(write(tmp_path / "a", config, {}), SITES, 8)
     (pair,) = factors.values()
     assert torch.equal(pair.a, torch.ones(2, 8))
-    assert torch.allclose(pair.b, torch.full((6, 2), scale))
+    assert torch.allclose(pair.b, torch.full((2, 6), scale))
 
 
 def test_the_version_tells_files_apart(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_sum_and_factors_are_of_the_same_bytes(
     (pair,) = factors.values()
     assert version == before
     assert torch.equal(pair.a, torch.ones(2, 8))
-    assert torch.equal(pair.b, torch.full((6, 2), 1.5))
+    assert torch.equal(pair.b, torch.full((2, 6), 1.5))
     assert reads == [CONFIG, WEIGHTS]
 
 

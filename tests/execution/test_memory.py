@@ -57,11 +57,14 @@ def test_adapters_have_their_share() -> None:
     with pytest.raises(ConfigError, match="for a step and adapters"):
         plan(adapters=5 * GIB, kv_cache_bytes=3 * GIB)
     sites = {"q": Site(100, 50), "v": Site(100, 20)}
-    model = SimpleNamespace(sites=sites, dtype=torch.bfloat16, pack=None)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    model = SimpleNamespace(sites=sites, dtype=torch.bfloat16, pack=None, device=cpu)
     config = make_config({"model": "m", "max_adapters": 3, "max_adapter_rank": 8})
     assert most_adapters(config, model) == 3 * 8 * 270 * 2
     model.pack = dict  # which pads each rank to a whole 16
     assert most_adapters(config, model) == 3 * (8 + 16) * 270 * 2
+    model.device = gpu  # whose kernels read the factors themselves
+    assert most_adapters(config, model) == 3 * 8 * 270 * 2
 
 
 def test_explicit_bytes() -> None:

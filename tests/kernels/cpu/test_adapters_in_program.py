@@ -40,7 +40,7 @@ def make_adapters(model: LoadedModel, scale: float = 0.2) -> list[LowRank | None
         for path, (inputs, outputs) in model.sites.items():
             if not targets or path.endswith(targets):
                 a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
-                b = scale * torch.randn(outputs, rank, generator=generator)
+                b = scale * torch.randn(rank, outputs, generator=generator)
                 factors[path] = Factors(a.bfloat16(), b.bfloat16())
         return LowRank(f"{rank}{targets}", factors, model.pack(factors))
 

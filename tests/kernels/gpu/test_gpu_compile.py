@@ -15,7 +15,7 @@ import pathlib, subprocess, sys, tempfile
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from jitney.kernels.gpu import norm, products
+from jitney.kernels.gpu import low_rank, norm, products
 
 assert not triton.knobs.runtime.interpret
 TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -23,6 +23,7 @@ TYPES = dict(
     indices="*i64", branch_scale="*fp32", scale="*fp32", bias="*fp32",
     branch_epsilon="fp32", epsilon="fp32",
     out_stride="i32", branch_stride="i32", residual_stride="i32", stride="i32", rows="i32",
+    work="*i64", number="i32", tiles="i32", inputs="i32",
 )
 chip, kind = int(sys.argv[1]), sys.argv[2]
 dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
@@ -39,7 +40,8 @@ def build(kernel, constants, **options):
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(names)
-            if name not in constants and (types[name][0] == "*" or name.endswith("stride"))
+            if name not in constants
+            and (types[name][0] == "*" or name.endswith(("stride", "inputs")))
         },
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
@@ -73,6 +75,13 @@ for outputs, inputs in ((28672, 4096), (4096, 14336), (160, 100)):
     )
     units = "HGMMA" if chip == 90 else "HMMA"
     assert (units in code) == (kind != "fp32"), "float32 keeps all its bits"
+tile = dict(ROWS=low_rank.ROWS, RANKS=low_rank.RANKS)
+code = build(low_rank.shrink_kernel, dict(DEPTH=128, **tile), num_warps=4, num_stages=4)
+assert "LDGSTS.E.BYPASS.128" in code, "not 16 bytes at a time"
+assert ("HMMA" in code) == (kind != "fp32"), "float32 keeps all its bits"
+constants = dict(COLUMNS=128, EVEN=True, **tile)
+code = build(low_rank.expand_kernel, constants, num_warps=4, num_stages=2)
+assert "LDG.E.128" in code and "STG.E.128" in code, "not 16 bytes at a time"
 """
 
 

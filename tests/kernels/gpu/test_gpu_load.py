@@ -1,5 +1,6 @@
 """Options and memory of the GPU's runner while it loads, its kernels interpreted."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from jitney.engine.assemble import load_model, load_runner
 from jitney.errors import ConfigError
 from jitney.execution import load
 from jitney.execution import runner as runner_module
+from jitney.execution.low_rank import find_sites
 from jitney.execution.memory import make_layer_caches
 from jitney.messages import Batch, Tokens
 from msgspec.structs import replace
@@ -110,7 +112,8 @@ def test_options_that_have_no_meaning_here(
         load_runner(options(path, attention=attention, **given))
 
 
-def test_the_largest_steps_are_measured(path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_largest_steps_are_measured(path: Path, monkeypatch, adapted: bool) -> None:
     """What a GPU measures while loading runs over a cache of one block, whatever the lengths; a
     GPU's counters are stood in for."""
     config = options(path, max_num_seqs=2, max_num_batched_tokens=12, cuda_graph_sizes=None)
@@ -135,6 +138,8 @@ def test_the_largest_steps_are_measured(path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(runner_module.TorchRunner, "launch", spy)
     model = load_model(config)
+    if adapted:
+        model = dataclasses.replace(model, sites=find_sites(model.module))
     attention = for_layers("gpu", model.layers, model.dtype, model.device)
     caches = make_layer_caches(model.layers, attention, 4, model.dtype, model.device, 1)
     found = measure_module.measure_steps(model, caches, info, config)
@@ -143,4 +148,6 @@ def test_the_largest_steps_are_measured(path: Path, monkeypatch) -> None:
     assert max(batch.num_tokens for batch in seen) == 12
     assert max(row.end for batch in seen for row in batch.rows) == 9
     assert {len(batch.rows) for batch in seen} == {2}
+    largest = [row.adapter for batch in seen[1:] for row in batch.rows]
+    assert {each is not None for each in largest} == {adapted}
     runner.close()

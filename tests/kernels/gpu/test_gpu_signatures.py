@@ -1,6 +1,7 @@
 """No kernel of attention, norms or products is compiled while requests are served: what a first
-prompt and a first decode have compiled does for every later step. The interpreter's launches are
-recorded, not run, and their arguments told apart as the compiler of compute capability 9.0 does."""
+prompt and a first decode have compiled does for every later step; so does what a first adapter has.
+The interpreter's launches are recorded, not run, and their arguments told apart as the compiler of
+compute capability 9.0 does."""
 
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 pytest.importorskip("triton")
 from jitney.execution.attention import AttentionMetadata, cache_shape
 from jitney.execution.interface import AttentionCall, LayerCache
+from jitney.execution.low_rank import Factors, LowRank, Part, Span
 from jitney.kernels.fused.layers import NormForm, rotary_table
 from jitney.kernels.gpu.attention import GpuAttention, HeadTransform
+from jitney.kernels.gpu.low_rank import GroupedProducts
 from jitney.kernels.gpu.norm import add_norm, gate
 from jitney.kernels.gpu.products import InvariantLinear
 from triton.backends.compiler import GPUTarget
@@ -112,4 +115,40 @@ def test_nothing_is_compiled_after_a_prompt_and_a_decode(
         for more in (0, 1, 2, 15, 16, 64):
             for context in (more + 1, 256, 511, 513, 1024, 4096):
                 made.step(rows, rows + more, context)
+    assert compiled == first
+
+
+def test_adapters_of_other_ranks_compile_nothing(compiled: set[tuple[str, str]]) -> None:
+    """A layer's first step with an adapter has compiled all: for its shape, and for every other
+    layer of it."""
+    qkv = [
+        [Part(f"{n}{name}", *at) for name, *at in (("q", 0, 512), ("k", 512, 640), ("v", 640, 768))]
+        for n in range(18)
+    ]
+    down = [[Part(f"{n}down", 0, 256)] for n in range(18)]
+    products = GroupedProducts([layer for pair in zip(qkv, down, strict=True) for layer in pair])
+
+    def adapter(rank: int) -> LowRank:
+        factors = {
+            path: Factors(torch.zeros(rank, 256), torch.zeros(rank, last - first))
+            for parts in (*qkv, *down)
+            for path, first, last in parts
+        }
+        return LowRank("", factors, products.pack(factors))
+
+    def step(layer: int, *spans: Span) -> None:
+        add = products.begin(spans)
+        for parts in (qkv[layer], down[layer]):
+            x = torch.zeros(spans[-1].last + 3, 256)
+            add(parts, x, x.new_zeros(len(x), parts[-1].last))
+
+    adapters = [adapter(rank) for rank in (1, 3, 8, 16, 17, 64, 256)]
+    step(0, Span(0, 1, adapters[0]))
+    first = set(compiled)
+    assert {name for name, _ in first} == {"shrink_kernel", "expand_kernel"}
+    for layer in range(18):
+        for tokens in (1, 2, 16, 33):
+            for n, each in enumerate(adapters):
+                other = Span(tokens, tokens + n, adapters[layer % 7])
+                step(layer, Span(0, tokens, each), *([other] if n else []))
     assert compiled == first

@@ -136,7 +136,7 @@ def _factors(
             raise InvalidArgumentError(f"{path}.lora_{kind}.weight must hold {bound}")
     alpha = _pattern(config.get("alpha_pattern"), path, config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return Factors(pair["A"].float(), pair["B"].float() * scale)
+    return Factors(pair["A"].float(), (pair["B"].float() * scale).T.contiguous())
 
 
 def _pattern(pattern: Mapping[str, float] | None, path: str, default: float) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
-from jitney.execution.low_rank import Hooks, Pack, Site
+from jitney.execution.low_rank import BeginProducts, Hooks, Pack, Site, plain_products
 
 NAME = "jitney"
 
@@ -190,15 +190,21 @@ def paged_attention(
 
 
 def forward(
-    module: PreTrainedModel, ids: Tensor, positions: Tensor, rows: Tensor, paged: PagedFunction
+    module: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    paged: PagedFunction,
+    begin: BeginProducts = plain_products,
 ) -> Tensor:
     """Run T flattened tokens and return logits [len(rows), vocabulary] of the chosen ones.
 
-    ids and positions are int64 [T], rows int64 indices into them, at least one.
+    ids and positions are int64 [T], rows int64 indices into them, at least one. ``begin`` has what
+    adapters add.
     """
     adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
     hidden = paged.hidden if isinstance(paged, PagedStep) else None
-    with torch.inference_mode(), Hooks(module, adapted), _hidden_states(module, hidden):
+    with torch.inference_mode(), Hooks(module, adapted, begin), _hidden_states(module, hidden):
         output = module(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),

@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al. 2021), as a step computes with them: ``y += (x A^T) B^T``.
 
 The tokens of a step are spans, each of one adapter; whoever computes the step adds each span's own
-product, of the adapter's own rank. Here that is plain torch; kernels may have another form.
+product, of the adapter's own rank. Here that is plain torch; kernels have other forms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,22 @@ class Factors(NamedTuple):
     a: Tensor
     """[rank, inputs]"""
     b: Tensor
-    """[outputs, rank], multiplied by the adapter's scale."""
+    """B^T [rank, outputs], multiplied by the adapter's scale."""
+
+
+class Part(NamedTuple):
+    """A linear layer, perhaps as part of one that gives the results of several side by side."""
+
+    path: str
+    first: int
+    """Index of its first output among those of the whole."""
+    last: int
 
 
 Pack = Callable[[Mapping[str, Factors]], Any]
+AddProducts = Callable[[Sequence[Part], Tensor, Tensor], None]
+"""(parts of a layer, its x [T, inputs], out [T, outputs]): adds to ``out``, in place, what the
+adapters of a step give."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +63,10 @@ class Span(NamedTuple):
     first: int
     last: int
     adapter: LowRank
+
+
+BeginProducts = Callable[[Sequence[Span]], AddProducts]
+"""Called once for a step that has spans."""
 
 
 def spans_of(rows: Sequence[Row]) -> list[Span]:
@@ -86,21 +102,34 @@ def find_sites(module: nn.Module) -> dict[str, Site]:
     return found
 
 
-def add_products(spans: Sequence[Span], path: str, x: Tensor, out: Tensor) -> None:
-    """Add to ``out`` [T, outputs], in place, what adapters give for ``x`` [T, inputs]."""
-    for first, last, adapter in spans:
-        factors = adapter.factors.get(path)
-        if factors is not None:
-            out[first:last] += (x[first:last] @ factors.a.T) @ factors.b.T
+def idle_factors(sites: Mapping[str, Site], rank: int) -> dict[str, Factors]:
+    """Those of an adapter of a ``rank`` on every layer that adds nothing."""
+    return {
+        path: Factors(torch.zeros(rank, site.inputs), torch.zeros(rank, site.outputs))
+        for path, site in sites.items()
+    }
+
+
+def plain_products(spans: Sequence[Span]) -> AddProducts:
+    """Those of a step with these spans: one after the other."""
+
+    def add(parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
+        for path, begin, end in parts:
+            for first, last, adapter in spans:
+                factors = adapter.factors.get(path)
+                if factors is not None:
+                    out[first:last, begin:end] += (x[first:last] @ factors.a.T) @ factors.b
+
+    return add
 
 
 class Hooks:
     """For a while, the linear layers of a module add what the adapters of a step give."""
 
-    def __init__(self, module: nn.Module, spans: Sequence[Span]) -> None:
+    def __init__(self, module: nn.Module, spans: Sequence[Span], begin: BeginProducts) -> None:
         paths = {path for span in spans for path in span.adapter.factors}
         self._layers = [(path, module.get_submodule(path)) for path in sorted(paths)]
-        self._spans = spans
+        self._add = begin(spans) if spans else None
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
@@ -114,7 +143,9 @@ class Hooks:
     def _hook(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
         def add(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
             total = out.reshape(-1, out.shape[-1]).clone()
-            add_products(self._spans, path, given[0].reshape(-1, given[0].shape[-1]), total)
+            assert self._add is not None
+            x = given[0].reshape(-1, given[0].shape[-1])
+            self._add([Part(path, 0, total.shape[1])], x, total)
             return total.view(out.shape)
 
         return add

@@ -23,7 +23,7 @@ _GPU_SHARE = 0.9
 # Of what is free, left beside a cache of derived size: an engine that takes this one's place asks
 # for the same size, and may find a little less.
 _SPARE = 1 / 64
-_PACKED_RANKS = 16  # kernels pad an adapter's rank to whole such
+_PACKED_RANKS = 16  # a CPU's kernels read copies, their rank padded to whole such
 
 
 class StepMemory(NamedTuple):
@@ -125,7 +125,8 @@ def plan_memory(
 def most_adapters(config: EngineConfig, model: LoadedModel) -> int:
     """Bytes of as many adapters as may be in memory, each as large as it may be."""
     rank = config.max_adapter_rank
-    packed = 0 if model.pack is None else math.ceil(rank / _PACKED_RANKS) * _PACKED_RANKS
+    copied = model.pack is not None and model.device.type == "cpu"
+    packed = math.ceil(rank / _PACKED_RANKS) * _PACKED_RANKS if copied else 0
     return config.max_adapters * adapter_bytes(model.sites, rank + packed, model.dtype)
 
 

@@ -18,7 +18,7 @@ from jitney.execution.attention import AttentionMetadata, BlockTables, build_met
 from jitney.execution.draft import Follower
 from jitney.execution.interface import HiddenStates, LayerCache, LoadedModel, PagedStep
 from jitney.execution.logits_processors import needs_processing
-from jitney.execution.low_rank import Factors, LowRank, Site
+from jitney.execution.low_rank import Factors, LowRank, Site, idle_factors
 from jitney.execution.machine import enter_device, synchronize, to_device
 from jitney.execution.sampler import Sampled, Samples, prompt_logprobs, sample
 from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput
@@ -143,9 +143,16 @@ class TorchRunner:
         return self._model.forward(ids, meta.positions, indices, step)
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
-        """Compute first steps, so that kernels are compiled and memory is touched."""
+        """Compute first steps, and again with an adapter if there may be any, so that kernels are
+        compiled and memory is touched."""
         for batch in batches:
             self.execute(batch)
+        if self.sites:
+            adapter = self.make_adapter("", idle_factors(self.sites, 1))
+            for batch in batches:
+                for row in batch.rows:
+                    row.adapter = adapter
+                self.execute(batch)
 
     @property
     def sites(self) -> Mapping[str, Site]:

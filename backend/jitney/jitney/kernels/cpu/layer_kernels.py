@@ -17,6 +17,7 @@ from jitney.kernels.cpu.tile_linear import TileLinear, fits_tiles
 from jitney.kernels.fused.layers import (
     ACTIVATIONS,
     Activation,
+    AdaptedKernels,
     AttentionForm,
     EndBranch,
     FusedForward,
@@ -93,8 +94,9 @@ class CpuLayerKernels:
     def program(self, model: FusedForward) -> LayerProgram | None:
         return LayerProgram.of(model)
 
-    def adapted(self, model: FusedForward, places: Sequence[Places]) -> LayerProgram | None:
-        return None if model.program is None else LayerProgram.of(model, places)
+    def adapted(self, model: FusedForward, places: Sequence[Places]) -> AdaptedKernels:
+        program = None if model.program is None else LayerProgram.of(model, places)
+        return AdaptedKernels(pack=program.pack if program else None, program=program)
 
 
 def _sum_of(product: RowFunction, norm: Norm) -> Callable[[Tensor, Tensor], Tensor]:

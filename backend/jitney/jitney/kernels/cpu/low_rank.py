@@ -17,7 +17,7 @@ from numba import types
 from torch import Tensor
 from torch.nn import functional
 
-from jitney.execution.low_rank import Factors, Span
+from jitney.execution.low_rank import Factors, Part, Span
 from jitney.kernels.cpu.compiled import Call, reader, record
 from jitney.kernels.cpu.products import MAX_ROWS, VECTOR_BYTES, make_tile, stack_memory
 from jitney.kernels.cpu.simd import (
@@ -34,7 +34,7 @@ from jitney.kernels.cpu.simd import (
     store_as,
     store_i64,
 )
-from jitney.kernels.fused.layers import Part, Places
+from jitney.kernels.fused.layers import Places
 
 SPAN_TOKENS = MAX_ROWS
 PARTS = 4
@@ -201,7 +201,7 @@ def _pack_place(
     for number, (path, first, last) in enumerate(parts):
         if path not in factors:
             continue
-        a, b = factors[path]
+        a, b = factors[path].a, factors[path].b.T
         if gated and len(parts) == 1:
             b = b.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
         more = -len(a) % LANES

@@ -5,19 +5,18 @@ before the rotary embedding, the residual sum or the activation. Steps without a
 model's usual way.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jitney.execution.interface import PagedFunction, PagedStep
-from jitney.execution.low_rank import Site, Span, add_products
+from jitney.execution.low_rank import AddProducts, Part, Site
 from jitney.kernels.fused.layers import (
     FusedDecoderLayer,
     FusedForward,
     FusedMLP,
-    Part,
     Places,
     first_of,
 )
@@ -54,7 +53,7 @@ class AdaptedForward:
         paths = {part.path for place in self._places for parts in place for part in parts}
         self.sites = {path: site for path, site in sites.items() if path in paths}
         """Those that adapters may change: not inside of an MLP that is called as it is."""
-        self.program = model.kernels.adapted(model, self._places)
+        self._begin, self.pack, self.program = model.kernels.adapted(model, self._places)
 
     @torch.inference_mode()
     def __call__(
@@ -68,9 +67,9 @@ class AdaptedForward:
         if logits is not None:
             return model.cap(logits)
         residual: Tensor = model.embed(ids)
-        angles = model.angles(positions)
+        angles, add = model.angles(positions), self._begin(paged.meta.adapted)
         for layer, kind, places in zip(model.layers, model.kinds, self._places, strict=True):
-            residual = _run(layer, residual, angles[kind], paged, places)
+            residual = _run(layer, residual, angles[kind], paged, places, add)
         if paged.hidden is not None:
             paged.hidden.kept = model.norm(residual)
         return model.cap(model.head(model.norm(residual[rows])))
@@ -82,30 +81,28 @@ def _run(
     angles: tuple[Tensor, Tensor],
     paged: PagedStep,
     places: Places,
+    add: AddProducts,
 ) -> Tensor:
     """The residual [T, hidden size] behind a layer."""
     attention, mlp, norms = layer.self_attn, layer.mlp, layer.norms
-    spans = paged.meta.adapted
     x = residual if norms.attention is None else norms.attention(residual)
-    qkv = _added(spans, places.qkv, x, attention.qkv(x))
+    qkv = attention.qkv(x)
+    add(places.qkv, x, qkv)
     x = attention.kernel(qkv, *angles, paged).reshape(len(x), -1)
-    out = _added(spans, places.output, x, attention.output(x))
+    out = attention.output(x)
+    add(places.output, x, out)
     residual = residual + (out if norms.attended is None else norms.attended(out))
     x = residual if norms.mlp is None else norms.mlp(residual)
     if isinstance(mlp, FusedMLP):
         gated: Any = mlp.gated
         if places.gated:
             more = x.new_zeros(len(x), places.gated[-1].last)
-            x = gated.plus(x, _added(spans, places.gated, x, more))
+            add(places.gated, x, more)
+            x = gated.plus(x, more)
         else:
             x = gated(x)
-        out = _added(spans, places.down, x, mlp.down(x))
+        out = mlp.down(x)
+        add(places.down, x, out)
     else:
         out = first_of(mlp, x)
     return residual + (out if norms.mixed is None else norms.mixed(out))
-
-
-def _added(spans: Sequence[Span], parts: Sequence[Part], x: Tensor, out: Tensor) -> Tensor:
-    for path, first, last in parts:
-        add_products(spans, path, x, out[:, first:last])
-    return out

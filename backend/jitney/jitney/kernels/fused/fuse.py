@@ -167,9 +167,8 @@ class FuseReport:
         if not model.sites:
             return replace(faster, forward=self.forward, fused=True)
         adapted = AdaptedForward(self.forward, model.sites)
-        if adapted.program is not None:
-            faster = replace(faster, pack=adapted.program.pack)
-        return replace(faster, forward=adapted, fused=True, sites=adapted.sites)
+        made = replace(faster, forward=adapted, fused=True, sites=adapted.sites)
+        return replace(made, pack=adapted.pack)
 
 
 def fuse(

@@ -8,7 +8,7 @@ the device, so a CUDA graph can capture all of it.
 Tensors are [T, width] inside, and [1, T, width] where transformers calls.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.interface import AttentionCall, PagedFunction, PagedStep
-from jitney.execution.low_rank import Factors
+from jitney.execution.low_rank import BeginProducts, Pack, Part, plain_products
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -135,14 +135,15 @@ StepProgram = Callable[[Tensor, Tensor, PagedFunction], Tensor | None]
 """(ids [T], rows, attention) -> the logits of ``rows``, or None if it cannot run the step"""
 
 
-class AdaptedProgram(Protocol):
-    """A step with adapters as one native call."""
+class AdaptedKernels(NamedTuple):
+    """What steps with adapters are computed with."""
 
-    def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor | None:
-        """See :data:`StepProgram`."""
-
-    def pack(self, factors: Mapping[str, Factors]) -> Any:
-        """``LowRank.packed`` of an adapter."""
+    begin: BeginProducts = plain_products
+    """Where they run module by module."""
+    pack: Pack | None = None
+    """Makes ``LowRank.packed``, if the others need it."""
+    program: StepProgram | None = None
+    """All layers as one native call."""
 
 
 EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -173,15 +174,6 @@ class LayerNorms(NamedTuple):
     attended: Norm
     mlp: Norm
     mixed: Norm
-
-
-class Part(NamedTuple):
-    """A linear layer as part of a fused one."""
-
-    path: str
-    first: int
-    """Index of its first output among those of the fused layer."""
-    last: int
 
 
 class Places(NamedTuple):
@@ -218,8 +210,8 @@ class LayerKernels(Protocol):
     def program(self, model: "FusedForward") -> StepProgram | None:
         """All layers as one native call, where the device can do that for this model."""
 
-    def adapted(self, model: "FusedForward", places: Sequence[Places]) -> AdaptedProgram | None:
-        """The same with adapters, which change these places of each layer."""
+    def adapted(self, model: "FusedForward", places: Sequence[Places]) -> AdaptedKernels:
+        """For adapters that change these places of each layer."""
 
 
 class FusedMLP(nn.Module):

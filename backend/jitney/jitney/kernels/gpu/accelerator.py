@@ -6,6 +6,8 @@ interpreted on a CPU, the same path runs without graphs and without a measuremen
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,8 +24,10 @@ from jitney.execution.interface import (
     LayerCache,
     LoadedModel,
     PagedStep,
+    forward,
     paged_attention,
 )
+from jitney.execution.low_rank import Part
 from jitney.execution.memory import StepMemory
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.gpu.graphs import DecodeGraphs, capture_on, padded_sizes
@@ -86,8 +90,15 @@ class GpuAccelerator:
             compile_module(model.module)
             return model
         from jitney.kernels.gpu.layer_kernels import fuse_for_gpu
+        from jitney.kernels.gpu.low_rank import GroupedProducts
 
-        return fuse_for_gpu(model.module, self._config, model.max_model_len).applied(model)
+        faster = fuse_for_gpu(model.module, self._config, model.max_model_len).applied(model)
+        if faster.fused or not faster.sites:
+            return faster
+        layers = [[Part(path, 0, site.outputs)] for path, site in faster.sites.items()]
+        products = GroupedProducts(layers)
+        step = partial(forward, faster.module, begin=products.begin)
+        return replace(faster, forward=step, pack=products.pack)
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
         """Those of a float8 cache: the checkpoint's, or found by a run over some tokens."""
@@ -122,11 +133,11 @@ class GpuAccelerator:
         if self._capture is None:
             return TorchRunner(model, caches, info)
 
-        def forward(ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
+        def run(ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
             return model.forward(ids, meta.positions, indices, PagedStep(caches, meta))
 
         sizes = padded_sizes(self._config, info)
-        graphs = DecodeGraphs(forward, sizes, self._capture, info, model.device)
+        graphs = DecodeGraphs(run, sizes, self._capture, info, model.device)
         if self._config.cuda_graphs == "load":
             graphs.capture_all()
         return TorchRunner(model, caches, info, graphs)

@@ -16,6 +16,7 @@ from jitney.kernels.fused.fuse import FuseReport, fuse, swap_children
 from jitney.kernels.fused.invariant import check_invariant
 from jitney.kernels.fused.layers import (
     Activation,
+    AdaptedKernels,
     AttentionForm,
     EndBranch,
     FusedForward,
@@ -27,6 +28,7 @@ from jitney.kernels.fused.layers import (
     merged_linears,
 )
 from jitney.kernels.gpu.attention import GpuAttention, HeadTransform
+from jitney.kernels.gpu.low_rank import GroupedProducts
 from jitney.kernels.gpu.norm import MOST_WIDTH, add_norm, gate, layer_norm, norm_in_place, norm_rows
 from jitney.kernels.gpu.products import InvariantLinear
 
@@ -118,8 +120,9 @@ class GpuLayerKernels:
     def program(self, model: FusedForward) -> None:
         """CUDA graphs do this."""
 
-    def adapted(self, model: FusedForward, places: Sequence[Places]) -> None:
-        """There is none."""
+    def adapted(self, model: FusedForward, places: Sequence[Places]) -> AdaptedKernels:
+        products = GroupedProducts([parts for place in places for parts in place])
+        return AdaptedKernels(products.begin, products.pack)
 
 
 class _SideBySide(nn.Module):

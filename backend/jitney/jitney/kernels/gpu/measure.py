@@ -11,6 +11,7 @@ import torch
 
 from jitney.config import EngineConfig
 from jitney.execution.interface import LayerCache, LoadedModel
+from jitney.execution.low_rank import idle_factors
 from jitney.execution.memory import StepMemory
 from jitney.execution.probe import probe_row
 from jitney.execution.runner import TorchRunner
@@ -28,15 +29,19 @@ def measure_steps(
     model: LoadedModel, caches: list[LayerCache], info: ModelInfo, config: EngineConfig
 ) -> StepMemory:
     """Measure on a CUDA device. ``caches`` have one block, and so says ``info``."""
+    runner, adapter = TorchRunner(model, caches, info), None
+    if model.sites:
+        adapter = runner.make_adapter("", idle_factors(model.sites, config.max_adapter_rank))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(model.device)
-    runner = TorchRunner(model, caches, info)
     torch.cuda.reset_peak_memory_stats(model.device)
     rows = min(config.max_num_seqs, info.max_num_batched_tokens)
     greedy = SamplingParams(temperature=0.0, seed=0)
     runner.execute(Batch(decode_rows(info, rows, greedy)))
     decode = torch.cuda.max_memory_reserved(model.device) - before
     for batch in largest_batches(info, config):
+        for row in batch.rows:
+            row.adapter = adapter
         runner.execute(batch)
     # Reserved, not allocated: gaps between tensors count.
     activations = torch.cuda.max_memory_reserved(model.device) - before
