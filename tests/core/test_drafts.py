@@ -231,6 +231,7 @@ def test_one_sequence_asks_while_little_is_known() -> None:
         (Prices(0.2, of_pass=0.5), [0.6], [0]),
         (Prices(0.2, least=2.0), [0.9], [8]),
         (Prices(0.2, least=5.0), [0.9], [0]),
+        (Prices(0.2, of_asking=5.0), [0.9], [0]),
         (Prices(0.2, of_caught=0.2), [0.9], [8]),
         (Prices(0.2, of_caught=0.7), [0.9], [0]),
     ],
@@ -327,8 +328,8 @@ def test_what_a_draft_model_did_is_part_of_a_step() -> None:
     batch = max(one.batches, key=lambda batch: batch.num_tokens)
     outputs = [RowOutput([1], proposal=[2, 3], caught=7), RowOutput([1], proposal=[4], caught=2)]
     assert StepShape.of(batch, outputs)[:5] == StepShape.of(batch)[:5]
-    assert StepShape.of(batch, outputs)[5:] == (2.0, 3.0, 9.0)
-    assert StepShape.of(batch)[5:] == (0.0, 0.0, 0.0)
+    assert StepShape.of(batch, outputs)[5:] == (2.0, 3.0, 9.0, 1.0)
+    assert StepShape.of(batch)[5:] == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_step_that_was_held_up_moves_little() -> None:

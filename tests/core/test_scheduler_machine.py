@@ -162,7 +162,7 @@ class Traffic(RuleBasedStateMachine):
                 speculation.drafter = self.prophet
             speculation._prices = lambda some: Prices(chance.choice([0.0, 0.0, 1.0]))
         cost = self.engine.scheduler.cost  # a millisecond for each step, token and sample
-        cost._first, cost._found = 1e-3, [1.0, 0.0, 100.0, 100.0, 0.0, 0.0, 0.0, 0.0]
+        cost._first, cost._found = 1e-3, [1.0, 0.0, 100.0, 100.0, 0.0, 0.0, 0.0, 0.0, 0.0]
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()
         self.raise_once: str | None = None

@@ -31,6 +31,8 @@ class StepShape(NamedTuple):
     """Tokens that it proposes."""
     caught: float = 0.0
     """Tokens that it computes before."""
+    asked: float = 0.0
+    """1 if it computes any."""
 
     @classmethod
     def of(cls, batch: Batch, outputs: Sequence[RowOutput] = ()) -> "StepShape":
@@ -39,12 +41,12 @@ class StepShape(NamedTuple):
         samples, context = sum(row.num_samples for row in rows), sum(row.end for row in rows)
         proposed = [len(each.proposal) for each in outputs]
         passes, caught = max(proposed, default=0), sum(each.caught for each in outputs)
-        chunked = float(tokens > len(rows))
-        return cls(1.0, chunked, tokens, samples, context, passes, sum(proposed), caught)
+        of_model = (passes, sum(proposed), caught, float(caught + passes > 0))
+        return cls(1.0, float(tokens > len(rows)), tokens, samples, context, *of_model)
 
 
 _UNITS = StepShape(
-    1.0, 1.0, 100.0, 100.0, 10_000.0, 10.0, 100.0, 1000.0
+    1.0, 1.0, 100.0, 100.0, 10_000.0, 10.0, 100.0, 1000.0, 1.0
 )  # in which weights are of one size
 
 

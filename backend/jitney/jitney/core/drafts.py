@@ -28,6 +28,9 @@ _SURE = 0.98  # no sequence's acceptance is more than that
 _LEAST_BAR, _UNMEASURED_BAR = 0.05, 0.5
 _TRIED_EVERY = 64  # steps
 _LITTLE_KNOWN = 16  # comparisons
+# Drafts gain so much more than they cost, or are left out: acceptances are averages of few, the
+# best of which are chosen, and steps are not as linear as what is learned of them.
+_MARGIN = 2.0
 _INDEXED_AT_ONCE = 1024  # tokens: a millisecond
 
 
@@ -91,6 +94,8 @@ class Prices(NamedTuple):
     """Each token that the pass proposes."""
     of_caught: float = 0.0
     """A token that it reads before."""
+    of_asking: float = 0.0
+    """That it is asked at all in a step."""
 
 
 class Speculation:
@@ -136,7 +141,7 @@ class Speculation:
             wanted, gain = _worth(drafting.acceptance, bar, self._most)
             if gain * left / (1 + wanted) >= prices.of_caught * unread:
                 drafting.wanted = wanted
-        passes, total = 0, -prices.least
+        passes, total = 0, -prices.least - prices.of_asking
         while chances := [each.acceptance for _, each in some if each.wanted > passes]:
             gain = sum(chance ** (passes + 1) - bar for chance in chances) - prices.of_pass
             if gain < 0.0:
@@ -179,15 +184,16 @@ class Speculation:
         rows, weights = len(some), self._cost.weights
         context = sum(one.num_planned for one in some)
         seconds = self._cost.seconds(StepShape(1.0, 0.0, rows, rows, context))
-        if weights is None or seconds <= 0.0:
+        if weights is None or seconds <= 0.0 or not some:
             return Prices(_UNMEASURED_BAR)
-        value = seconds / max(rows, 1)
+        value = seconds / rows / _MARGIN
         return Prices(
             max((weights.tokens + weights.samples) / value, _LEAST_BAR),
             weights.chunked / value,
             max(weights.passes, 0.0) / value,
             max(weights.proposed, 0.0) / value,
             max(weights.caught, 0.0) / value,
+            max(weights.asked, 0.0) / value,
         )
 
     def _follow(self, sequence: Sequence, drafting: Drafting) -> None:
