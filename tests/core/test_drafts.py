@@ -191,7 +191,10 @@ def test_a_model_proposes_for_the_next_step() -> None:
 def asked(speculation: Speculation, running: list[Sequence]) -> list[int]:
     """How many tokens a draft model is to propose for each."""
     speculation.choose(running)
-    return [speculation.drafts_of(one)[1] for one in running]
+    wanted = [speculation.drafts_of(one)[1] for one in running]
+    if any(wanted):
+        speculation.note_asked()
+    return wanted
 
 
 def of_acceptance(*chances: float) -> list[Sequence]:
@@ -210,6 +213,26 @@ def test_a_model_that_was_wrong_is_asked_now_and_then() -> None:
     steps = [asked(speculation, running) for _ in range(130)]
     assert [step for step, wanted in enumerate(steps) if wanted != [0, 0]] == [63, 127]
     assert steps[63] == steps[127] == [0, 1]
+
+
+def test_a_try_that_found_no_row_is_made_in_the_next_step() -> None:
+    """As where a plan ahead leaves the sequence out."""
+    speculation = Speculation(SpeculationConfig(**MODEL), StepCost())
+    running = of_acceptance(0.01)
+    for _ in range(66):
+        speculation.choose(running)
+    assert speculation.drafts_of(running[0])[1] == 1
+    assert asked(speculation, running) == [1]
+    assert asked(speculation, running) == [0]
+
+
+def test_who_computes_a_prompt_or_ends_is_not_asked() -> None:
+    speculation = Speculation(SpeculationConfig(**MODEL), StepCost())
+    speculation._compared = 16
+    running = of_acceptance(0.9, 0.9, 0.9)
+    running[1].prefill_end = running[1].num_planned + 1
+    running[2].limit = running[2].num_tokens + 1
+    assert asked(speculation, running) == [6, 0, 0]
 
 
 def test_one_sequence_asks_while_little_is_known() -> None:

@@ -388,7 +388,8 @@ class RowOutput:
     """What a draft model expects behind the last good sample: as many as ``Row.propose``, or fewer.
     """
     caught: int = 0
-    """Tokens that a draft model computed before: those it had not yet, the sampled one included."""
+    """Tokens that a draft model computed before: all from the first one that it had not, or that
+    the model has written since; the sampled one included."""
     error: JitneyError | None = None
     """Why this row alone could not be served, e.g. because its logits are not finite. It ends the
     request."""

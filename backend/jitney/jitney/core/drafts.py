@@ -130,8 +130,14 @@ class Speculation:
         if gain < prices.least:
             for _, drafting in followed:
                 drafting.taken = 0
-        if self.asks and followed:
-            self._ask(followed, prices)
+        can_ask = [
+            (sequence, drafting)
+            for sequence, drafting in followed
+            if sequence.num_planned >= sequence.prefill_end
+            and sequence.limit > sequence.num_tokens + 1
+        ]
+        if self.asks and can_ask:
+            self._ask(can_ask, prices)
 
     def _ask(self, some: list[tuple[Sequence, Drafting]], prices: Prices) -> None:
         """Decide how many tokens a draft model is to propose for each."""
@@ -151,12 +157,15 @@ class Speculation:
         for _, drafting in some:
             drafting.wanted = min(drafting.wanted, passes)
         self._steps_without = 0 if passes else self._steps_without + 1
-        tries = self._steps_without == _TRIED_EVERY
+        tries = self._steps_without >= _TRIED_EVERY
         if tries or (passes and self._compared < _LITTLE_KNOWN):
             _, one = min(some, key=lambda each: each[0].num_tokens - each[1].read)
             for _, drafting in some:
                 drafting.wanted = max(passes, 1) if drafting is one else 0
-            self._steps_without = 0
+
+    def note_asked(self) -> None:
+        """A row of the step asks the runner: it is not tried again for a while."""
+        self._steps_without = 0
 
     def drafts_of(self, sequence: Sequence) -> tuple[list[int], int]:
         """What the sequence may compute behind its next token, the last one known: nothing from the

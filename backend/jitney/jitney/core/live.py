@@ -180,6 +180,8 @@ class LiveRequests:
             self._leave_running(sequence)
         self._give_up_table(sequence)
         sequence.num_computed = sequence.num_planned = sequence.num_cached_blocks = 0
+        if sequence.drafting is not None:
+            sequence.drafting.read = 0
         sequence.request.preempted.append(now)
         self.preemptions += 1
         self.wait(sequence, now)

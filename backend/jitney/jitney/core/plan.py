@@ -218,6 +218,8 @@ class Planner:
             if live.num_waiting or kv.num_free <= spare or not kv.grow(table):
                 del drafts[room:]
                 propose = min(propose, room - len(drafts))
+        if propose:
+            self._speculation.note_asked()
         return drafts, propose
 
     def _make_room(self, plan: _Plan, sequence: Sequence, end: int) -> bool:

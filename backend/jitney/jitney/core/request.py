@@ -139,7 +139,7 @@ class Drafting:
     wanted: int = 0
     """How many tokens a draft model is to propose in that step for the next one."""
     read: int = 0
-    """How many of its tokens the draft model had computed when it last proposed."""
+    """How many of its tokens the draft model has computed, more or less: it reads some twice."""
     places: dict[int, int] = field(default_factory=dict)
     """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
     indexed: int = 0

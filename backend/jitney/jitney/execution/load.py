@@ -409,7 +409,7 @@ def _first_steps(info: ModelInfo, propose: int) -> list[Batch]:
     prompt = [0] * (count + 1)
     steps = ((0, count), (count, 1)) if count else ((0, 1),)
     rows = [probe.probe_row(prompt, start, n, table, greedy) for start, n in steps]
-    rows[-1].propose = propose
+    rows[-1].propose = min(propose, count)
     return [Batch([row]) for row in rows]
 
 

@@ -102,7 +102,7 @@ class TorchRunner:
         self._hidden: HiddenStates | None = None
 
     def use_draft_model(self, draft: Follower) -> None:
-        """Have it compute whatever is computed from now on, and propose what rows ask for."""
+        """Have it follow whatever is computed from now on, and propose what rows ask for."""
         self._draft, self._hidden = draft, draft.reads
         self._caches = self._caches + draft.caches
 

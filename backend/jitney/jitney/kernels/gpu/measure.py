@@ -45,6 +45,8 @@ def measure_steps(
         runner.execute(batch)
     # Reserved, not allocated: gaps between tensors count.
     activations = torch.cuda.max_memory_reserved(model.device) - before
+    adapter = None  # its memory is counted elsewhere
+    del batch, row
     runner.close()
     sizes = padded_sizes(config, info)
     # Captured in any order, a larger graph may not fit into what the smaller ones left.
