@@ -100,7 +100,6 @@ class Play:
         else:
             speculation.drafter = self.prophet
         speculation._prices = lambda some: Prices(0.0)  # type: ignore[method-assign]
-        speculation._compared = 99  # enough
 
     def step(self, times: int = 1) -> StepReport | None:
         """Some steps, every invariant checked after each. The last one's report."""

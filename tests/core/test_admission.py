@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from jitney.core.queue import LazyHeap
 from jitney.messages import Failed, Finished
 
 from tests.core.play import Play
@@ -250,45 +249,3 @@ def test_the_cost_of_a_step_does_not_depend_on_the_queue(shortage: str) -> None:
         return lines
 
     assert lines_of_a_step(10) == lines_of_a_step(3000)
-
-
-def test_leaving_the_middle_of_the_queue_leaves_no_trace() -> None:
-    heap: LazyHeap[int] = LazyHeap()
-    for number in range(1000):
-        heap.push((number * 7919 % 1000,), number)
-    for number in range(0, 1000, 2):
-        heap.discard(number)
-        heap.check_integrity()
-    heap.discard(0)  # gone already
-    assert len(heap) == 500
-    left = []
-    while (first := heap.first()) is not None:
-        left.append(first)
-        heap.discard(first)
-    assert left == sorted(range(1, 1000, 2), key=lambda number: number * 7919 % 1000)
-
-
-def test_a_member_that_left_the_middle_and_comes_back_has_one_entry() -> None:
-    heap: LazyHeap[str] = LazyHeap()
-    for number, member in enumerate("abc"):
-        heap.push((number,), member)
-    heap.discard("b")
-    heap.push((1,), "b")  # its rank of before, whose entry is still there
-    heap.check_integrity()
-    heap.discard("a")
-    assert heap.first() == "b"
-    heap.discard("b")
-    assert heap.first() == "c"
-    heap.check_integrity()
-
-
-def test_members_of_equal_rank_leave_in_the_order_in_which_they_came() -> None:
-    heap: LazyHeap[object] = LazyHeap()
-    members = [object() for _ in range(9)]  # which cannot be compared
-    for member in members:
-        heap.push((7,), member)
-    left = []
-    while (first := heap.first()) is not None:
-        left.append(first)
-        heap.discard(first)
-    assert left == members

@@ -52,14 +52,21 @@ class Served:
         return made
 
 
-def row(tokens: list[int], start: int, table: list[int], propose: int = 0, drafts: int = 0) -> Row:
+def row(
+    tokens: list[int],
+    start: int,
+    table: list[int],
+    propose: int = 0,
+    drafts: int = 0,
+    most_read: int = 64,
+) -> Row:
     """Of greedy decoding without a prompt to speak of: ``tokens`` are all that is known, drafts
     included."""
     known = len(tokens) - drafts
     return Row(
         key=table[-1], index=0, token_ids=tokens[start:], start=start, block_table=table,
         sample=(0,), params=GREEDY, prompt=tokens[:3], output=tokens[3:known],
-        stop_ids=frozenset(), bad_words_ids=[], drafts=drafts, propose=propose,
+        stop_ids=frozenset(), bad_words_ids=[], drafts=drafts, propose=propose, most_read=most_read,
     )  # fmt: skip
 
 
@@ -79,10 +86,10 @@ def test_it_computes_nothing_before_it_is_asked(served: Served) -> None:
     assert served.passes == []
     known += served.outputs[0].token_ids
     assert served.run(row(known, 10, table, 3)) == [served.alone(known + new(served), 3)]
-    assert (served.passes, served.outputs[0].caught) == ([12, 1, 1], 12)
+    assert (served.passes, served.outputs[0].read) == ([12, 1, 1], 12)
     known += served.outputs[0].token_ids
     assert served.run(row(known, 11, table, 2)) == [served.alone(known + new(served), 2)]
-    assert served.passes == [2, 1], "the token of this step and the one that it made"
+    assert served.passes == [1, 1], "what this step made: its own token was read before"
 
 
 def new(served: Served) -> list[int]:
@@ -100,23 +107,26 @@ def test_right_drafts_are_read_wrong_ones_are_not(served: Served) -> None:
     served.run(row([*made[:11], wrong, wrong], 9, table, 2, drafts=3))
     assert new(served)[:2] == made[10:], "one draft of three is right"
     assert served.outputs[0].proposal == served.alone(made, 2)
-    assert served.passes == [3, 1]
+    assert served.passes == [2, 1]
 
 
 def test_a_long_text_takes_several_steps(tmp_path) -> None:
     served, known, table = Served(tmp_path, 8), some_tokens(20), [1, 2, 3, 4, 5, 6, 7]
     for start in range(0, 20, 8):
         served.run(row(known[: start + 8], start, table))
+    unread = []
     for size, proposed in (8, 0), (8, 0), (8, 2):
         known += served.outputs[0].token_ids
-        served.run(row(known, len(known) - 1, table, 2))
+        served.run(row(known, len(known) - 1, table, 2, most_read=8))
         assert (served.passes[0], len(served.outputs[0].proposal)) == (size, proposed)
+        unread.append(served.outputs[0].unread)
+    assert unread == [14, 7, 0], "one more token each time"
     assert served.outputs[0].proposal == served.alone(known + new(served), 2)
 
 
 def test_blocks_in_common_are_read_once(served: Served) -> None:
-    """By another sequence of the same prefix, in the same step as well; and where blocks are
-    copied, what was read of them is read."""
+    """By another sequence of the same prefix, in the same step as well; a block that is copied, as
+    it goes on by another token, is read again."""
     prefix, tables = some_tokens(8), ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8])
     first, second = prefix + some_tokens(1, 1), prefix + some_tokens(2, 2)
     served.run(row(first, 0, tables[0]))
@@ -129,7 +139,7 @@ def test_blocks_in_common_are_read_once(served: Served) -> None:
     assert served.outputs[1].proposal == served.alone([*second, 7, *made[1]], 2)
     forked = [*first, 11]
     served.run(row(forked, 10, tables[2], 2), copies=((3, 7),))
-    assert served.passes == [2, 1]
+    assert served.passes == [4, 1]
     assert served.outputs[0].proposal == served.alone(forked + new(served), 2)
 
 

@@ -346,6 +346,8 @@ class Row:
     propose: int = 0
     """How many tokens a draft model is to propose behind the last good sample. The block table has
     slots for so many more."""
+    most_read: int = 0
+    """How many tokens it may compute before; while any are left, it proposes nothing."""
     adapter: Adapter | None = None
 
     @property
@@ -387,9 +389,11 @@ class RowOutput:
     proposal: list[int] = field(default_factory=list)
     """What a draft model expects behind the last good sample: as many as ``Row.propose``, or fewer.
     """
-    caught: int = 0
-    """Tokens that a draft model computed before: all from the first one that it had not, or that
-    the model has written since; the sampled one included."""
+    read: int = 0
+    """Tokens that a draft model computed before: from the first one that it had not, or that the
+    model has written since; the sampled one included."""
+    unread: int = 0
+    """Those that are left, because ``Row.most_read`` was less."""
     error: JitneyError | None = None
     """Why this row alone could not be served, e.g. because its logits are not finite. It ends the
     request."""

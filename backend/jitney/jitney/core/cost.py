@@ -4,19 +4,24 @@ Seconds are modelled as a sum over a step's shape. The weights minimize the squa
 error: recursive least squares, as a Kalman filter whose weights drift. So old steps count less, but
 what no step tells for a while stays as it was known; and a step that something else held up, whose
 error is at most 1, moves little. What no step has told apart, such as tokens and samples while all
-are decodes, shares the seconds. No clock here: whoever has one passes the seconds in.
+are decodes, shares the seconds. What drafts and a draft model add is learned from the steps that
+have any, and all else from the others: so what a step would take without them stays what such steps
+took. No clock here: whoever has one passes the seconds in.
 """
 
 from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
 
 from jitney.messages import Batch, RowOutput
+
+Vector = Sequence[float]
 
 _NOISE, _DRIFT = 1e-2, 1e-5  # variances: of the relative error, of a weight from step to step
 
 
 class StepShape(NamedTuple):
-    """What a step's seconds depend on."""
+    """What a step's seconds depend on. Tokens, samples and context without drafts."""
 
     steps: float = 1.0
     chunked: float = 0.0
@@ -25,67 +30,84 @@ class StepShape(NamedTuple):
     samples: float = 0.0
     context: float = 0.0
     """Tokens of all contexts."""
+    drafted: float = 0.0
+    """Rows with drafts."""
+    drafts: float = 0.0
+    asked: float = 0.0
+    """Rows for which a draft model computes any token."""
     passes: float = 0.0
     """Of a draft model that proposes."""
-    proposed: float = 0.0
-    """Tokens that it proposes."""
-    caught: float = 0.0
+    read: float = 0.0
     """Tokens that it computes before."""
-    asked: float = 0.0
-    """1 if it computes any."""
 
     @classmethod
     def of(cls, batch: Batch, outputs: Sequence[RowOutput] = ()) -> "StepShape":
         """Of a step; without the outputs of its rows, what the model alone computes."""
-        rows, tokens = batch.rows, batch.num_tokens
-        samples, context = sum(row.num_samples for row in rows), sum(row.end for row in rows)
-        proposed = [len(each.proposal) for each in outputs]
-        passes, caught = max(proposed, default=0), sum(each.caught for each in outputs)
-        of_model = (passes, sum(proposed), caught, float(caught + passes > 0))
-        return cls(1.0, float(tokens > len(rows)), tokens, samples, context, *of_model)
+        rows, drafts = batch.rows, sum(row.drafts for row in batch.rows)
+        tokens, context = batch.num_tokens - drafts, sum(row.end for row in rows) - drafts
+        samples = sum(len(row.sample) for row in rows)
+        plain = (1.0, float(tokens > len(rows)), tokens, samples, context)
+        asked, read = sum(one.read > 0 for one in outputs), sum(one.read for one in outputs)
+        passes = max((len(one.proposal) for one in outputs), default=0)
+        return cls(*plain, sum(row.drafts > 0 for row in rows), drafts, asked, passes, read)
 
 
-_UNITS = StepShape(
-    1.0, 1.0, 100.0, 100.0, 10_000.0, 10.0, 100.0, 1000.0, 1.0
-)  # in which weights are of one size
+_PLAIN = 5
+"""Of the fields, the first: those of steps without drafts."""
+# In which weights are of one size, or should be told apart: what a draft model has read tells more
+# of a step's seconds than how many rows asked it.
+_UNITS = StepShape(1.0, 1.0, 100.0, 100.0, 10_000.0, 10.0, 100.0, 10.0, 5.0, 100.0)
 
 
 class StepCost:
     """Learns from one engine's steps."""
 
     def __init__(self) -> None:
-        size = len(_UNITS)
-        self._variance = [[float(i == j) for j in range(size)] for i in range(size)]
-        self._found = [0.0] * size  # in units of the first step's seconds
-        self._first: float | None = None
-
-    @property
-    def weights(self) -> StepShape | None:
+        self._plain, self._drafting = _Filter(_UNITS[:_PLAIN]), _Filter(_UNITS[_PLAIN:])
+        self.weights: StepShape | None = None
         """Seconds for one of each; None before any step has been measured."""
-        if self._first is None:
-            return None
-        pairs = zip(self._found, _UNITS, strict=True)
-        return StepShape(*(self._first * value / unit for value, unit in pairs))
 
     def add(self, shape: StepShape, seconds: float) -> None:
         """A step was measured. One of no time at all, by a clock that stands still, is none."""
         if seconds <= 0.0:
             return
-        self._first = self._first or seconds
-        x = [self._first / seconds * a / unit for a, unit in zip(shape, _UNITS, strict=True)]
-        spread = [_dot(row, x) for row in self._variance]
-        total, error = _NOISE + _dot(spread, x), 1.0 - _dot(self._found, x)
-        for i, row in enumerate(self._variance):
-            gain = spread[i] / total
-            self._found[i] += gain * error
-            for j, each in enumerate(spread):
-                row[j] -= gain * each
-            row[i] += _DRIFT
+        plain, drafting = shape[:_PLAIN], shape[_PLAIN:]
+        if not any(drafting):
+            self._plain.add(plain, seconds, seconds)
+        else:
+            self._drafting.add(drafting, seconds, seconds - _dot(self._plain.weights, plain))
+        self.weights = StepShape(*self._plain.weights, *self._drafting.weights)
 
     def seconds(self, shape: StepShape) -> float:
         """What a step of this shape should take. 0 before any has been measured."""
         return 0.0 if self.weights is None else _dot(self.weights, shape)
 
 
-def _dot(a: list[float] | StepShape, b: list[float] | StepShape) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
+class _Filter:
+    """Some of the weights."""
+
+    def __init__(self, units: Vector) -> None:
+        size = len(units)
+        self.weights = [0.0] * size
+        self._units = units
+        self._unit: float | None = None  # the first step's seconds
+        self._variance = [[float(i == j) for j in range(size)] for i in range(size)]
+
+    def add(self, shape: Vector, step: float, seconds: float) -> None:
+        """So much of a ``step`` is theirs, both in seconds."""
+        self._unit = self._unit or step
+        scale = [self._unit / unit for unit in self._units]
+        x = [a * each / step for a, each in zip(shape, scale, strict=True)]
+        error = (seconds - _dot(self.weights, shape)) / step
+        spread = [_dot(row, x) for row in self._variance]
+        total = _NOISE + _dot(spread, x)
+        for i, row in enumerate(self._variance):
+            gain = spread[i] / total
+            self.weights[i] += scale[i] * gain * error
+            for j, each in enumerate(spread):
+                row[j] -= gain * each
+            row[i] += _DRIFT
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return sum(map(mul, a, b))

@@ -7,31 +7,37 @@ without drafts would have made: ``outcome`` keeps them as far as the drafts are 
 
 A draft is taken if the probability that it is accepted, times the value of a token, exceeds what it
 adds to the step. The value of a token is the time of a step without drafts, by row; seconds are
-``cost``'s. The probability is the sequence's own: proposals are compared with what was sampled,
-those too that no step computed. So a full batch takes none, and with n-grams finds out at no cost
-when that changes.
+``cost``'s. The probability is the sequence's own, as far as it is known, and that of all sequences
+where it is not: proposals are compared with what was sampled, those too that no step computed. So a
+full batch takes none, and with n-grams finds out at no cost when that changes.
 
 A draft model is asked for as many tokens as would be taken, if what they gain until the sequence
-ends exceeds what the model has to read of it before. While little is known, one sequence alone asks
-it; and where none gains by it, one of them every so many steps.
+ends exceeds what the model has to read of it before. Of sequences that it has not read at all, one
+a step is: so little is read before it shows whether drafts are right. Where asking gains nothing,
+one sequence asks for a token now and then, for at most a small share of the time.
 """
 
 from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from jitney.config import SpeculationConfig
 from jitney.core.cost import StepCost, StepShape
 from jitney.core.request import Drafting, Sequence
 
-_OLD, _OLD_OF_ALL = 0.9, 0.99  # shares of the averages that a further comparison leaves
+_MEMORY, _MEMORY_OF_ALL = 20, 16  # comparisons that averages go back to
+_PRIOR = 8.0  # comparisons that the average of all sequences counts for in that of one
 _SURE = 0.98  # no sequence's acceptance is more than that
 _LEAST_BAR, _UNMEASURED_BAR = 0.05, 0.5
-_TRIED_EVERY = 64  # steps
-_LITTLE_KNOWN = 16  # comparisons
-# Drafts gain so much more than they cost, or are left out: acceptances are averages of few, the
-# best of which are chosen, and steps are not as linear as what is learned of them.
-_MARGIN = 2.0
+_RESTS_EVERY = 64  # steps: two are without drafts, to know what these would take
+_TRIED = 4  # tokens, in a try
+_TRIES = 0.03  # share of the time for tries of a draft model that does not pay
+# Drafts gain so much more than they cost, or are left out: the best of many averages are chosen,
+# and steps are not as linear as what is learned of them.
+_MARGIN = 1.4
 _INDEXED_AT_ONCE = 1024  # tokens: a millisecond
+
+_unread = attrgetter("unread")
 
 
 class Drafter(Protocol):
@@ -86,16 +92,26 @@ class Prices(NamedTuple):
 
     bar: float
     """A draft. As no draft is worth more than its probability, that must exceed it."""
-    least: float = 0.0
-    """That any row has drafts: all of a step together must gain as much."""
-    of_pass: float = 0.0
-    """A pass of the draft model."""
-    of_proposed: float = 0.0
-    """Each token that the pass proposes."""
-    of_caught: float = 0.0
-    """A token that it reads before."""
+    of_row: float = 0.0
+    """That a row has drafts."""
     of_asking: float = 0.0
-    """That it is asked at all in a step."""
+    """That a row asks a draft model."""
+    of_pass: float = 0.0
+    """A pass of it, for all rows that ask."""
+    of_read: float = 0.0
+    """A token that it reads before."""
+
+
+class _Asking(NamedTuple):
+    """A sequence that may ask the draft model in this step."""
+
+    drafting: Drafting
+    chance: float
+    """Of a draft to be right if those before it are."""
+    left: int
+    """Tokens that it may still make."""
+    unread: int
+    """Tokens that the draft model has not read."""
 
 
 class Speculation:
@@ -108,72 +124,73 @@ class Speculation:
         self.drafter: Drafter = ModelDrafter() if self.asks else ngrams
         self._most = config.max_drafts
         self._cost = cost
-        self._acceptance = 0.5  # of all sequences: what new ones begin with
+        self._acceptance = 0.5  # of all sequences
         self._compared = 0
-        self._steps_without = 0  # since the runner was asked
+        self._for_tries = 0.0  # tokens that a try may cost
+        self._steps = 0
 
     def choose(self, running: list[Sequence]) -> None:
         """Decide how many drafts each of these sequences may take."""
         some = [one for one in running if one.output and one.num_planned < one.limit]
         prices = self._prices(some)
-        gain, followed = 0.0, list[tuple[Sequence, Drafting]]()
+        some_ask: list[_Asking] = []
         for sequence in some:
-            drafting = sequence.drafting = sequence.drafting or Drafting(self._acceptance)
+            drafting = sequence.drafting = sequence.drafting or Drafting()
             drafting.taken = drafting.wanted = 0
             if prices.bar >= 1.0:
                 continue
             if drafting.made_at != sequence.num_tokens:
                 self._follow(sequence, drafting)
-            followed.append((sequence, drafting))
-            found = _worth(drafting.acceptance, prices.bar, len(drafting.proposal))
-            drafting.taken, gain = found[0], gain + found[1]
-        if gain < prices.least:
-            for _, drafting in followed:
-                drafting.taken = 0
-        can_ask = [
-            (sequence, drafting)
-            for sequence, drafting in followed
-            if sequence.num_planned >= sequence.prefill_end
-            and sequence.limit > sequence.num_tokens + 1
-        ]
-        if self.asks and can_ask:
-            self._ask(can_ask, prices)
+            chance = self._chance(drafting)
+            count, gain = _worth(chance, prices.bar, len(drafting.proposal))
+            drafting.taken = count if gain >= prices.of_row else 0
+            left = sequence.limit - sequence.num_tokens
+            if self.asks and left > 1 and sequence.num_planned >= sequence.prefill_end:
+                some_ask.append(
+                    _Asking(drafting, chance, left, sequence.num_tokens - drafting.read)
+                )
+        if some_ask:
+            self._ask(some_ask, prices)
 
-    def _ask(self, some: list[tuple[Sequence, Drafting]], prices: Prices) -> None:
+    def _ask(self, some: list[_Asking], prices: Prices) -> None:
         """Decide how many tokens a draft model is to propose for each."""
-        bar = prices.bar + prices.of_proposed
-        for sequence, drafting in some:
-            left, unread = sequence.limit - sequence.num_tokens, sequence.num_tokens - drafting.read
-            wanted, gain = _worth(drafting.acceptance, bar, self._most)
-            if gain * left / (1 + wanted) >= prices.of_caught * unread:
-                drafting.wanted = wanted
-        passes, total = 0, -prices.least - prices.of_asking
-        while chances := [each.acceptance for _, each in some if each.wanted > passes]:
-            gain = sum(chance ** (passes + 1) - bar for chance in chances) - prices.of_pass
+        of_row, of_rows = prices.of_row + prices.of_asking, 0.0
+        for one in some:
+            wanted, gain = _worth(one.chance, prices.bar, self._most)
+            if wanted and (gain - of_row) * one.left / (1 + wanted) >= prices.of_read * one.unread:
+                one.drafting.wanted, of_rows = wanted, of_rows + of_row
+        passes, total = 0, -of_rows
+        while chances := [one.chance for one in some if one.drafting.wanted > passes]:
+            gain = sum(each ** (passes + 1) - prices.bar for each in chances) - prices.of_pass
             if gain < 0.0:
                 break
             passes, total = passes + 1, total + gain
         passes = passes if total >= 0.0 else 0
-        for _, drafting in some:
-            drafting.wanted = min(drafting.wanted, passes)
-        self._steps_without = 0 if passes else self._steps_without + 1
-        tries = self._steps_without >= _TRIED_EVERY
-        if tries or (passes and self._compared < _LITTLE_KNOWN):
-            _, one = min(some, key=lambda each: each[0].num_tokens - each[1].read)
-            for _, drafting in some:
-                drafting.wanted = max(passes, 1) if drafting is one else 0
+        new = [one for one in some if one.drafting.wanted and not one.drafting.read]
+        for one in sorted(new, key=_unread)[1:]:
+            one.drafting.wanted = 0
+        for one in some:
+            one.drafting.wanted = min(one.drafting.wanted, passes)
+        if passes:
+            return
+        self._for_tries += _TRIES * len(some) ** 0.5
+        least = min(some, key=_unread)
+        cost = of_row + prices.of_read * least.unread + _TRIED * (prices.of_pass + prices.bar)
+        if cost <= self._for_tries:
+            least.drafting.wanted = min(_TRIED, self._most)
 
     def note_asked(self) -> None:
-        """A row of the step asks the runner: it is not tried again for a while."""
-        self._steps_without = 0
+        """A row of the step asks the runner: what was saved for a try is spent."""
+        self._for_tries = 0.0
 
-    def drafts_of(self, sequence: Sequence) -> tuple[list[int], int]:
+    def drafts_of(self, sequence: Sequence) -> tuple[list[int], int, int]:
         """What the sequence may compute behind its next token, the last one known: nothing from the
         first token on that ends it, or that its grammar forbids or is complete by; nothing beyond
-        its last token. And how many tokens a draft model is to propose."""
+        its last token. How many tokens a draft model is to propose; and how many it may have to
+        read before."""
         drafting = sequence.drafting
         if drafting is None:
-            return [], 0
+            return [], 0, 0
         most = min(drafting.taken, sequence.limit - sequence.num_tokens)
         stop_ids = sequence.request.message.stop_ids
         drafts = list(takewhile(lambda id: id not in stop_ids, drafting.proposal[:most]))
@@ -181,7 +198,8 @@ class Speculation:
             drafts = drafts[: sequence.grammar.num_allowed(drafts)]
             while drafts and sequence.grammar.after(drafts).ended:
                 del drafts[-1]
-        return drafts, drafting.wanted
+        unread = sequence.num_tokens + len(drafts) + 1 - drafting.read
+        return drafts, drafting.wanted, unread
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a sequence whose next token is still being sampled is to wait for it, because its
@@ -195,37 +213,40 @@ class Speculation:
         seconds = self._cost.seconds(StepShape(1.0, 0.0, rows, rows, context))
         if weights is None or seconds <= 0.0 or not some:
             return Prices(_UNMEASURED_BAR)
+        self._steps += 1
+        if self._steps % _RESTS_EVERY <= 1:  # the first has no asking, and so the second no drafts
+            return Prices(1.0)
+        of_row, of_asking = max(weights.drafted, 0.0), max(weights.asked, 0.0)
+        of_pass, of_read = max(weights.passes, 0.0), max(weights.read, 0.0)
         value = seconds / rows / _MARGIN
-        return Prices(
-            max((weights.tokens + weights.samples) / value, _LEAST_BAR),
-            weights.chunked / value,
-            max(weights.passes, 0.0) / value,
-            max(weights.proposed, 0.0) / value,
-            max(weights.caught, 0.0) / value,
-            max(weights.asked, 0.0) / value,
-        )
+        found = (each / value for each in (weights.drafts, of_row, of_asking, of_pass, of_read))
+        bar, *others = found
+        return Prices(max(bar, _LEAST_BAR), *others)
+
+    def _chance(self, drafting: Drafting) -> float:
+        """The probability that a draft of a sequence is right if those before it are."""
+        known = drafting.right + _PRIOR * self._acceptance
+        return min(known / (drafting.compared + _PRIOR), _SURE)
 
     def _follow(self, sequence: Sequence, drafting: Drafting) -> None:
         """Compare the last proposal with what was sampled since, and propose again."""
         made = sequence.output[drafting.made_at - len(sequence.prompt) :]
         for drafted, token in zip(drafting.proposal, made, strict=False):
-            hit = float(drafted == token)
-            average = _OLD * drafting.acceptance + (1 - _OLD) * hit
-            drafting.acceptance = min(average, _SURE)
-            self._compared += 1
-            share = max(1 / (1 + self._compared), 1 - _OLD_OF_ALL)
-            self._acceptance += share * (hit - self._acceptance)
+            hit, kept = float(drafted == token), 1 - 1 / _MEMORY
+            drafting.right = kept * drafting.right + hit
+            drafting.compared = kept * drafting.compared + 1.0
+            self._compared = min(self._compared + 1, _MEMORY_OF_ALL)
+            self._acceptance += (hit - self._acceptance) / (1 + self._compared)
             if not hit:
                 break
         drafting.proposal = self.drafter.propose(sequence, self._most)
         drafting.made_at = sequence.num_tokens
-        if self.asks and drafting.proposal:
-            drafting.read = sequence.num_tokens
 
 
-def _worth(acceptance: float, bar: float, most: int) -> tuple[int, float]:
-    """How many drafts in a row are right with more than this probability, and by how much more."""
-    count, gain, chance = 0, 0.0, acceptance
-    while count < most and chance > bar:
-        count, gain, chance = count + 1, gain + chance - bar, chance * acceptance
+def _worth(chance: float, bar: float, most: int) -> tuple[int, float]:
+    """How many drafts in a row are right with more than this probability, and by how much more:
+    each is right with probability ``chance`` if those before it are."""
+    count, gain, right = 0, 0.0, chance
+    while count < most and right > bar:
+        count, gain, right = count + 1, gain + right - bar, right * chance
     return count, gain

@@ -19,7 +19,6 @@ from operator import attrgetter
 
 from jitney.config import TierConfig
 from jitney.core.kv_cache import KvCache
-from jitney.core.queue import LazyHeap
 from jitney.core.request import Request, Sequence, State
 from jitney.core.step_in_flight import StepInFlight
 from jitney.messages import Batch, Finished, Row
@@ -44,10 +43,10 @@ class LiveRequests:
         self.requests: dict[int, Request] = {}
         self.running: list[Sequence] = []
         """By rank."""
-        self.queues: list[LazyHeap[Sequence]] = [LazyHeap() for _ in self.caps]
+        self.queues: list[list[Sequence]] = [[] for _ in self.caps]
         """Waiting sequences by tier, by rank."""
-        self.deadlines: LazyHeap[Request] = LazyHeap()
-        """By (deadline, key)."""
+        self.deadlines: list[tuple[float, int]] = []
+        """Deadlines and keys, the earliest first."""
         self.num_queued = [0] * len(self.caps)
         """By tier: requests of which nothing was ever admitted."""
         self.reserved_blocks = 0
@@ -139,7 +138,7 @@ class LiveRequests:
         self.requests[message.key] = request
         self.num_queued[request.tier] += 1
         if message.deadline is not None:
-            self.deadlines.push((message.deadline, message.key), request)
+            insort(self.deadlines, (message.deadline, message.key))
         for sequence in request.sequences:
             if sequence.state is State.WAITING:
                 self.wait(sequence, message.arrival)
@@ -157,7 +156,7 @@ class LiveRequests:
         """Run ``sequence`` on ``table``, whose first ``num_computed`` tokens are written and whose
         full blocks among these have been offered to the prefix cache."""
         assert sequence.state is State.WAITING
-        self.queues[sequence.request.tier].discard(sequence)
+        _remove(self.queues[sequence.request.tier], sequence)
         sequence.table = table
         sequence.num_computed = sequence.num_planned = num_computed
         sequence.num_cached_blocks = num_computed // self.kv.block_size
@@ -190,7 +189,7 @@ class LiveRequests:
         """Put a sequence without blocks into the queue: its state until it is admitted."""
         sequence.state, sequence.waiting_since = State.WAITING, since
         sequence.rank = (sequence.request.tier, *sequence.rank[1:])
-        self.queues[sequence.request.tier].push(sequence.rank, sequence)
+        insort(self.queues[sequence.request.tier], sequence, key=_rank)
 
     def end(self, sequence: Sequence) -> None:
         """A live sequence leaves its queue and frees its blocks."""
@@ -198,7 +197,7 @@ class LiveRequests:
         if sequence.state is State.RUNNING:
             self._leave_running(sequence)
         else:
-            self.queues[sequence.request.tier].discard(sequence)
+            _remove(self.queues[sequence.request.tier], sequence)
         self._give_up_table(sequence)
         sequence.state = State.ENDED
         sequence.grammar = None
@@ -209,8 +208,10 @@ class LiveRequests:
         for sequence in request.sequences:
             if sequence.state is not State.ENDED:
                 self.end(sequence)
-        del self.requests[request.message.key]
-        self.deadlines.discard(request)
+        key, deadline = request.message.key, request.message.deadline
+        del self.requests[key]
+        if deadline is not None:
+            del self.deadlines[bisect_left(self.deadlines, (deadline, key))]
         if request.first_scheduled is None:
             self.num_queued[request.tier] -= 1
 
@@ -227,8 +228,7 @@ class LiveRequests:
         del sequence.table[kept:]
 
     def _leave_running(self, sequence: Sequence) -> None:
-        position = bisect_left(self.running, sequence.rank, key=_rank)
-        assert self.running.pop(position) is sequence
+        _remove(self.running, sequence)
         request = sequence.request
         request.running -= 1
         if not request.running:
@@ -296,7 +296,7 @@ class LiveRequests:
         flight and blocks. The blocks, of which there may be many, are checked in slices."""
         admitted: list[Sequence] = []
         queued = [0] * len(self.caps)
-        reserved = waiting = 0
+        reserved, waiting = 0, list[Sequence]()
         for key, request in self.requests.items():
             assert request.message.key == key
             states = [sequence.state for sequence in request.sequences]
@@ -304,13 +304,13 @@ class LiveRequests:
             assert request.live == due + sum(state is not State.ENDED for state in states)
             assert request.live > 0, f"request {key} has ended but is still here"
             assert due == 0 or request.first_token is None, f"request {key} did not fork"
-            waiting += states.count(State.WAITING)
             queued[request.tier] += request.first_scheduled is None
             assert request.running == states.count(State.RUNNING)
             reserved += request.reserved_blocks if request.running else 0
             for sequence in request.sequences:
                 self._check_sequence(sequence)
             admitted += [one for one in request.sequences if one.state is State.RUNNING]
+            waiting += [one for one in request.sequences if one.state is State.WAITING]
         reserved += sum(one.reserved_blocks for one in admitted)
         assert sorted(admitted, key=_rank) == self.running, "running is out of order or incomplete"
         assert len(self.running) <= self.max_running, "more sequences run than may"
@@ -318,14 +318,14 @@ class LiveRequests:
         assert all(by_tier[tier] <= cap for tier, cap in enumerate(self.caps)), (
             "a tier has too many"
         )
-        assert waiting == self.num_waiting, "a sequence waits that is not live"
+        for tier, queue in enumerate(self.queues):
+            own = [one for one in waiting if one.request.tier == tier]
+            assert sorted(own, key=_rank) == queue, "a queue is out of order or incomplete"
         assert queued == self.num_queued
         assert reserved == self.reserved_blocks <= self.kv.num_blocks, "too much is reserved"
-        timed = {one for one in self.requests.values() if one.message.deadline is not None}
-        assert timed == set(self.deadlines.members())
-        for queue in self.queues:
-            queue.check_integrity()
-        self.deadlines.check_integrity()
+        messages = [request.message for request in self.requests.values()]
+        timed = [(one.deadline, one.key) for one in messages if one.deadline is not None]
+        assert sorted(timed) == self.deadlines, "a deadline is missing, or of nobody"
         self._check_steps_in_flight()
         tables = [(one.table, one.num_computed) for one in self.running]
         yield from self.kv.integrity_checks(
@@ -362,8 +362,6 @@ class LiveRequests:
     def _check_sequence(self, sequence: Sequence) -> None:
         size, capacity = sequence.num_tokens, len(sequence.table) * self.kv.block_size
         assert size == len(sequence.prompt) + len(sequence.output)
-        waits = sequence in self.queues[sequence.request.tier]
-        assert waits == (sequence.state is State.WAITING)
         if sequence.state is State.RUNNING:
             planned = sequence.num_planned
             assert sequence.num_computed < size, "nothing is left to compute"
@@ -376,3 +374,10 @@ class LiveRequests:
             assert sequence.num_computed == sequence.num_planned == 0, (
                 "a sequence without blocks has nothing computed"
             )
+
+
+def _remove(ranked: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a list by rank, if it is there: a new fork is in none."""
+    position = bisect_left(ranked, sequence.rank, key=_rank)
+    if ranked[position : position + 1] == [sequence]:
+        del ranked[position]

@@ -47,8 +47,8 @@ def apply_output(
         # It stands behind samples: where a grammar forced other tokens, it means nothing.
         follows = event.ids == result.token_ids[: 1 + accepted]
         sequence.proposed = result.proposal if follows else []
-        if sequence.drafting is not None:
-            sequence.drafting.read += result.caught
+        if row.propose and sequence.drafting is not None:
+            sequence.drafting.read = row.end - row.drafts + accepted + 1 - result.unread
         counts.draft_rows += row.drafts > 0
         counts.draft_tokens += row.drafts
         counts.accepted_tokens += accepted

@@ -9,6 +9,9 @@ chunks that are held back for a tier's target. An engine without requests, or th
 little, refuses none: so it never lives by what it once learned.
 """
 
+from bisect import bisect_left
+from operator import attrgetter
+
 from jitney.config import TierConfig
 from jitney.core.cost import StepCost, StepShape
 from jitney.core.live import LiveRequests
@@ -78,7 +81,7 @@ class Outlook:
         live, rank = self._live, request.sequences[0].rank
         ahead: list[Sequence] = []
         for tier, queue in enumerate(live.queues):
-            own = [one for one in queue.members() if one.rank < rank]
+            own = queue[: bisect_left(queue, rank, key=attrgetter("rank"))]
             if tier > request.tier and live.caps[tier] < live.max_running:
                 own = own[: max(live.places(tier), 0)]
             ahead += own

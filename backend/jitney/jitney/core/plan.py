@@ -53,6 +53,8 @@ class _Plan:
     """Of the tokens that are left, those that no decode may take."""
     kept_from_drafts: int
     """The same of drafts."""
+    reads_left: int
+    """Tokens that a draft model may still read."""
     ahead: bool
     num_samples: int = 0
 
@@ -112,7 +114,8 @@ class Planner:
         kept = self._keep_for_prefill()
         of_drafts = 0 if self._speculation is None else self._keep_from_drafts()
         step, ahead = StepInFlight(Batch([])), bool(live.in_flight)
-        plan = _Plan(step, now, counts, self._max_tokens, kept, of_drafts, ahead)
+        most = self._max_tokens
+        plan = _Plan(step, now, counts, most, kept, of_drafts, most, ahead)
         preemptions = live.preemptions
         if self._pace is not None:
             live.sort(now)
@@ -180,9 +183,9 @@ class Planner:
                     room = len(sequence.table) * block_size - start
                     self._plan_chunk(plan, sequence, min(most, room))
                 elif left == 1:
-                    drafts, propose = self._take_drafts(plan, sequence, running[position:])
+                    drafts, *asked = self._take_drafts(plan, sequence, running[position:])
                     tokens, sample = [sequence.output[-1], *drafts], (sequence.index,)
-                    self._add_row(plan, sequence, tokens, sample, None, len(drafts), propose)
+                    self._add_row(plan, sequence, tokens, sample, None, len(drafts), *asked)
                 else:  # that token is pending
                     self._add_row(plan, sequence, [0], (sequence.index,), sequence.sample_index)
         return others
@@ -196,31 +199,36 @@ class Planner:
 
     def _take_drafts(
         self, plan: _Plan, sequence: Sequence, after: list[Sequence]
-    ) -> tuple[list[int], int]:
-        """The drafts of a decode, and how many more a model is to propose, as far as they find
-        room: a token of the budget is left to every sequence that comes ``after``, and prompts
-        keep theirs; a block is left to every fork that is due and to each of those sequences, and
-        what else its known tokens need. While any sequence waits, they take no blocks."""
+    ) -> tuple[list[int], int, int]:
+        """The drafts of a decode, how many more a model is to propose, and how many tokens it may
+        read before, as far as they find room: a token of the budget is left to every sequence that
+        comes ``after``, and prompts keep theirs; a block is left to every fork that is due and to
+        each of those sequences, and what else its known tokens need. While any sequence waits, they
+        take no blocks."""
         limited = self._pace is not None and self._pace.limits(sequence)
         if self._speculation is None or limited:
-            return [], 0
-        drafts, propose = self._speculation.drafts_of(sequence)
+            return [], 0, 0
+        drafts, propose, read = self._speculation.drafts_of(sequence)
         del drafts[max(plan.tokens_left - 1 - plan.kept_from_drafts - len(after), 0) :]
         kv, live, table = self._kv, self._live, sequence.table
         start = sequence.num_planned + 1
         propose = min(propose, sequence.limit - start - len(drafts))
+        read = min(read, plan.reads_left) if propose else 0
         if self._pace is not None:
-            count, propose = self._pace.drafts(len(drafts), propose)
+            count, propose, read = self._pace.drafts(len(drafts), propose, read)
             del drafts[count:]
+        propose = propose if read else 0
         while (room := len(table) * self._block_size - start) < len(drafts) + propose:
             spare = live.max_running - live.num_places - len(live.running)
             spare += sum(max(1, kv.blocks_for(one.num_tokens) - len(one.table)) for one in after)
             if live.num_waiting or kv.num_free <= spare or not kv.grow(table):
                 del drafts[room:]
                 propose = min(propose, room - len(drafts))
-        if propose:
-            self._speculation.note_asked()
-        return drafts, propose
+        if not propose:
+            return drafts, 0, 0
+        plan.reads_left -= read
+        self._speculation.note_asked()
+        return drafts, propose, read
 
     def _make_room(self, plan: _Plan, sequence: Sequence, end: int) -> bool:
         """Allocate blocks for the positions below ``end`` of ``sequence``, one at most in a plan
@@ -262,6 +270,7 @@ class Planner:
         carried: int | None,
         drafts: int = 0,
         propose: int = 0,
+        most_read: int = 0,
     ) -> None:
         request = sequence.request
         message = request.message
@@ -284,6 +293,7 @@ class Planner:
                 sequence.grammar,
                 drafts,
                 propose,
+                most_read,
                 request.adapter,
             )
         )
@@ -300,7 +310,7 @@ class Planner:
 
     def _first_waiting(self) -> Sequence | None:
         """The one to admit next: the first by rank, of those tiers that have a place for theirs."""
-        heads = [queue.first() for queue in self._live.queues]
+        heads = [queue[0] if queue else None for queue in self._live.queues]
         if self._pace is None:
             return heads[0]
         some = [one for one in heads if one is not None and self._finds_place(one)]

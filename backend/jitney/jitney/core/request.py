@@ -129,8 +129,10 @@ def _takes_forced(message: Submit) -> bool:
 class Drafting:
     """What ``drafts`` knows of one sequence."""
 
-    acceptance: float
-    """Probability that a draft is right if those before it are."""
+    compared: float = 0.0
+    """Proposed tokens that were compared with sampled ones, the latest ones counted most."""
+    right: float = 0.0
+    """Those that were right."""
     proposal: list[int] = field(default_factory=list)
     """Behind the first ``made_at`` tokens."""
     made_at: int = 0
@@ -139,7 +141,7 @@ class Drafting:
     wanted: int = 0
     """How many tokens a draft model is to propose in that step for the next one."""
     read: int = 0
-    """How many of its tokens the draft model has computed, more or less: it reads some twice."""
+    """How many of its tokens the draft model had computed when it was asked last."""
     places: dict[int, int] = field(default_factory=dict)
     """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
     indexed: int = 0

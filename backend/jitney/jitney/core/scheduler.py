@@ -18,6 +18,7 @@ Whatever ends a sequence then, its rows in flight are *surplus*: their results a
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 
 import msgspec
 
@@ -202,12 +203,11 @@ class Scheduler:
         """End the requests whose deadline is reached: with what they have, or, if that is nothing,
         with Failed DEADLINE_EXCEEDED."""
         events: list[Event] = []
-        while (request := self.live.deadlines.first()) is not None:
-            message = request.message
-            if message.deadline is None or message.deadline > now:
-                break
+        while self.live.deadlines and self.live.deadlines[0][0] <= now:
+            deadline, key = self.live.deadlines[0]
+            request = self.live.requests[key]
             if request.first_token is None:
-                events += self.fail(message.key, _nothing_made(request, message.deadline))
+                events += self.fail(key, _nothing_made(request, deadline))
                 continue
             unfinished = [one for one in request.sequences if one.state is not State.ENDED]
             events += [self._end(one, "deadline") for one in unfinished]
@@ -327,8 +327,7 @@ class Scheduler:
         live, running = self.live, Counter(one.request.tier for one in self.live.running)
         stats = []
         for tier, queue in enumerate(live.queues):
-            oldest = queue.oldest()
-            since = self._now if oldest is None else oldest.waiting_since
+            since = min(map(attrgetter("waiting_since"), queue), default=self._now)
             stats.append(
                 TierStats(
                     waiting=len(queue),

@@ -93,21 +93,26 @@ class Pace:
         if self.limits(sequence):
             self._take(sequence.request.tier, self._of_decode(sequence))
 
-    def drafts(self, count: int, propose: int) -> tuple[int, int]:
-        """Take the seconds of so many drafts of a decode, and of a draft model's passes for it.
-        Returns how many of both the step has room for, beside the shares of lower tiers."""
-        weights, found = self._weights, []
+    def drafts(self, count: int, propose: int, read: int) -> tuple[int, int, int]:
+        """Take the seconds of so many drafts of a decode, of a draft model's passes that propose
+        for it, and of what it reads before. Returns how many of each the step has room for, beside
+        the shares of lower tiers."""
+        weights, found = self._weights, list[int]()
         further = max(propose - self._passes, 0)
-        each_draft = weights.tokens + weights.samples
-        for most, each in ((count, each_draft), (further, weights.passes)):
-            left = self._limit - self._taken - sum(map(self._share, self._lower))
-            found.append(max(int(left / each), 0) if each and left < each * most else most)
-            self._taken += each * found[-1]
-        if found[0] and not self._chunked:
-            self._taken, self._chunked = self._taken + weights.chunked, True
-        propose += found[1] - further
+        prices = (
+            (count, weights.drafts, weights.drafted),
+            (read, weights.read, weights.asked),
+            (further, weights.passes, 0.0),
+        )
+        for most, each, fixed in prices:
+            fixed *= most > 0
+            left = self._limit - self._taken - sum(map(self._share, self._lower)) - fixed
+            most = max(int(left / each), 0) if each and left < each * most else most
+            self._taken += each * most + fixed * (most > 0)
+            found.append(most)
+        propose += found[2] - further
         self._passes = max(self._passes, propose)
-        return found[0], propose
+        return found[0], propose, found[1]
 
     def chunk(self, sequence: Sequence, most: int) -> int:
         """Plan a chunk of ``most`` tokens, or of as many as the step has room for."""

@@ -344,11 +344,17 @@ class Engine:
 
     def _step_overlapped(self, runner: OverlappingRunner, now: float) -> list[Event]:
         """Schedule and launch a step, then wait for the one before it and update: that one runs
-        while this one is scheduled. What cannot be scheduled ahead waits for the update first."""
+        while this one is scheduled. What cannot be scheduled ahead waits for the update first. Nor
+        does anything overlap with a step that asks a draft model: its launch ends with it, and each
+        step's time is to be its own."""
         events: list[Event] = []
         if not self.scheduler.can_plan_ahead:
             events += self._complete_oldest()
         batch = self.scheduler.schedule(now)
+        if self._in_flight and _asks(batch):  # planned again, when all is known that it may use
+            self.scheduler.revert(batch)
+            events += self._complete_oldest()
+            batch = self.scheduler.schedule(now)
         if not batch.rows:
             return events + self._complete_oldest() if self._in_flight else events
         began = self._clock()
@@ -361,7 +367,8 @@ class Engine:
         if not self._in_flight:
             self._busy_since = began
         self._in_flight.append((batch, launched))
-        return events + self._complete_oldest() if len(self._in_flight) == 2 else events
+        over = _asks(batch) or len(self._in_flight) == 2
+        return events + self._complete_oldest() if over else events
 
     def _complete_oldest(self) -> list[Event]:
         """Wait for the oldest step in flight and update. If it failed, the later one, which took
@@ -463,3 +470,7 @@ class Engine:
             max_model_len=info.max_model_len,
             max_num_batched_tokens=info.max_num_batched_tokens,
         )
+
+
+def _asks(batch: Batch) -> bool:
+    return any(row.propose for row in batch.rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
-from jitney.execution.draft import Follower
+from jitney.execution.draft import DraftModel
 from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
 from jitney.execution.low_rank import Factors, LowRank, Site
 from jitney.execution.memory import StepMemory
@@ -32,7 +32,7 @@ class DeviceRunner(Protocol):
     def execute(self, batch: Batch) -> StepOutput:
         """Compute one step."""
 
-    def use_draft_model(self, draft: Follower) -> None:
+    def use_draft_model(self, draft: DraftModel) -> None:
         """Have a draft model or a head propose what rows ask for."""
 
     def warm_up(self, batches: Sequence[Batch]) -> None:

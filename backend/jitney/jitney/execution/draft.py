@@ -4,127 +4,134 @@ Its K and V stand under the same block numbers as the model's, in caches of its 
 nothing before a row asks for a proposal: then what it has not yet of that row's tokens, and further
 passes for the proposal. So it costs what is asked of it, and what blocks have in common is computed
 once. Part of the runner.
+
+A head (``eagle``) is one that reads, at each position, the model's hidden state there and the token
+behind it. So its entries are one fewer than the tokens that are known.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 from torch import Tensor
 
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
+from jitney.execution.eagle import HeadInputs
 from jitney.execution.interface import HiddenStates, LayerCache, LoadedModel, PagedStep
 from jitney.execution.machine import to_device
 from jitney.execution.sampler import sample
 from jitney.messages import Batch, Row, RowOutput
 
-
-class Follower(Protocol):
-    """What learns of each step that the model computes, and proposes tokens."""
-
-    caches: list[LayerCache]
-    reads: HiddenStates | None
-    """Where the model is to keep its hidden states."""
-
-    def follow(
-        self,
-        batch: Batch,
-        ids: Tensor,
-        meta: AttentionMetadata,
-        outputs: Callable[[], list[RowOutput]],
-    ) -> None:
-        """A step was launched, ids [T]: set the proposals of the rows that ask for one, and how
-        many tokens were computed before. ``outputs`` waits for the step."""
+_Asked = list[tuple[Row, RowOutput]]
 
 
 class DraftModel:
     """Owns the module and its caches."""
 
     def __init__(
-        self, model: LoadedModel, caches: list[LayerCache], block_size: int, most_tokens: int
+        self,
+        model: LoadedModel,
+        caches: list[LayerCache],
+        block_size: int,
+        head: HeadInputs | None = None,
     ) -> None:
-        """It computes at most ``most_tokens`` in one pass; what is left of a row is for the next
-        step that asks."""
+        """``head``: it is one, and this gives it the model's hidden states."""
         self.caches = caches
-        self.reads: HiddenStates | None = None
         self._model = model
         self._block_size = block_size
-        self._most_tokens = most_tokens
+        self._head = head
         self._tables = BlockTables()
         self._filled = [0] * caches[0].keys.shape[0]
         """By block: its leading slots whose K and V are of the tokens that the model's are of."""
 
+    @property
+    def reads(self) -> HiddenStates | None:
+        """Where the model is to keep its hidden states."""
+        return None if self._head is None else self._head.states
+
     def follow(
-        self,
-        batch: Batch,
-        ids: Tensor,
-        meta: AttentionMetadata,
-        outputs: Callable[[], list[RowOutput]],
+        self, batch: Batch, meta: AttentionMetadata, outputs: Callable[[], list[RowOutput]]
     ) -> None:
-        """See :class:`Follower`."""
+        """A step was launched: set the proposals of the rows that ask for one, and how many tokens
+        were read before. ``outputs`` waits for the step."""
         self._take_over(batch)
+        if self._head is not None:
+            self._head.keep(batch.copies, meta)
         if not any(row.propose for row in batch.rows):  # else the host must know the samples
             return
-        asked, left = list[tuple[Row, RowOutput]](), self._most_tokens
+        asked: _Asked = []
         for row, output in zip(batch.rows, outputs(), strict=True):
-            if row.propose and output.token_ids and left:
-                known = self._catch_up(newest(row, output), left)
-                output.caught = len(known.token_ids)
-                left -= output.caught
-                asked.append((known, output))
+            if row.propose and output.token_ids:
+                known = self._unread(newest(row, output))
+                output.read = min(len(known.token_ids), row.most_read)
+                output.unread = len(known.token_ids) - output.read
+                if output.read:
+                    del known.token_ids[output.read :]
+                    self._fill(known)
+                    asked.append((known, output))
+        states = None
         try:
             while asked:
-                asked = self._propose(asked)
+                asked, states = self._propose(asked, states)
         except BaseException:
             self._filled = [0] * len(self._filled)
             raise
 
-    def _propose(self, asked: list[tuple[Row, RowOutput]]) -> list[tuple[Row, RowOutput]]:
+    def _propose(self, asked: _Asked, states: Tensor | None) -> tuple[_Asked, Tensor | None]:
         """Compute these rows, and add a token to the proposals of those that end with their last
-        known one. Returns the rows of these tokens, where more are wanted."""
+        known one. ``states`` [T, hidden size] are those that a head has predicted for them. Returns
+        the rows of these tokens, where more are wanted, and the states for them."""
         rows, device = [row for row, _ in asked], self._model.device
         meta = build_metadata(rows, self._block_size, device, self._tables)
         ids = to_device([token for row in rows for token in row.token_ids], device)
-        ready = [i for i, row in enumerate(rows) if row.end == len(row.prompt) + len(row.output)]
+        known = [len(row.prompt) + len(row.output) - (self._head is not None) for row in rows]
+        ready = [i for i, row in enumerate(rows) if row.end == known[i]]
         indices = meta.query_start[1:][to_device(ready or [0], device)].long() - 1
-        step = PagedStep(self.caches, meta)
+        hidden = None
+        if self._head is not None:
+            hidden = self._head.enter(self._head.of(meta) if states is None else states)
+        step = PagedStep(self.caches, meta, hidden)
         logits = self._model.forward(ids, meta.positions, indices, step)
-        further = []
+        further, goes_on = list[tuple[Row, RowOutput]](), []
         # By the same numbers as the model's: from like distributions they choose alike.
         made = sample(logits, [(rows[i], rows[i].sample[0]) for i in ready]).wait() if ready else []
-        for i, each in zip(ready, made, strict=True):
+        for i, each, index in zip(ready, made, indices.tolist(), strict=False):
             row, output = asked[i]
             if each.error is None:
                 output.proposal.append(each.token_id)
                 if len(output.proposal) < row.propose:
                     further.append((behind(row, each.token_id), output))
-        return further
+                    goes_on.append(index)
+        kept = None if hidden is None else hidden.kept
+        return further, None if kept is None else kept[to_device(goes_on, device)]
 
     def _take_over(self, batch: Batch) -> None:
-        """Blocks were copied; and what the model has written, the draft model has not."""
-        sources = [self._filled[source] for source, _ in batch.copies]
-        for (_, destination), count in zip(batch.copies, sources, strict=True):
-            self._filled[destination] = count
+        """Of a block that was copied, or begun anew, nothing is computed: a copy goes on by another
+        token. In others the model has written tokens that were read before, or behind those."""
+        for _, destination in batch.copies:
+            self._filled[destination] = 0
+        size = self._block_size
         for row in batch.rows:
-            first, offset = divmod(row.start, self._block_size)
-            for block in row.block_table[first : (row.end - 1) // self._block_size + 1]:
-                self._filled[block] = min(self._filled[block], offset)
-                offset = 0
+            for block in row.block_table[-(-row.start // size) : -(-row.end // size)]:
+                self._filled[block] = 0
 
-    def _catch_up(self, row: Row, most: int) -> Row:
-        """The row of all tokens, up to its own, that are not computed, or of the first ``most``.
-        From now on they count as computed, for further rows of the same pass too."""
-        size, table, start = self._block_size, row.block_table, row.start
+    def _unread(self, row: Row) -> Row:
+        """The row of all tokens, up to its own, that are not computed."""
+        size, table, shift = self._block_size, row.block_table, int(self._head is not None)
+        start = row.start - shift
         for number in range(start // size + 1):
             if self._filled[table[number]] < size:
                 start = min(number * size + self._filled[table[number]], start)
                 break
-        tokens = (row.prompt + row.output)[start : min(row.end, start + most)]
-        end = start + len(tokens)
-        for number in range(start // size, (end - 1) // size + 1):
-            self._filled[table[number]] = min(end - number * size, size)
-        return replace(row, token_ids=tokens, start=start)
+        return replace(
+            row, token_ids=(row.prompt + row.output)[start + shift : row.end], start=start
+        )
+
+    def _fill(self, row: Row) -> None:
+        """From now on its tokens count as computed, for further rows of the same pass too."""
+        size = self._block_size
+        for number in range(row.start // size, (row.end - 1) // size + 1):
+            self._filled[row.block_table[number]] = min(row.end - number * size, size)
 
 
 def newest(row: Row, output: RowOutput) -> Row:

@@ -1,26 +1,22 @@
-"""A head that proposes tokens from the model's own hidden states (Li et al. 2024, EAGLE).
+"""A head proposes tokens from the model's own hidden states (Li et al. 2024, EAGLE).
 
 It is a checkpoint of few layers, of the model's vocabulary and hidden size, and a matrix beside it.
 At position p it takes the model's hidden state there, times the matrix, plus its own embedding of
 the token at p + 1, and predicts the hidden state there, and so the token at p + 2. From then on it
-is fed with what it has predicted. Its K and V stand under the same block numbers as the model's: of
-a full block that another sequence finds, the last entry may be for another token behind it, which
-costs a proposal at most. Part of the runner.
+is fed with what it has predicted.
+
+So it is a draft model whose inputs are kept for it: one hidden state for each slot of the KV cache,
+because it reads them only once a row asks. Of a full block that another sequence finds, the last
+entry may be for another token behind it, which costs a proposal at most. Part of the runner.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-
+import torch
 from torch import Tensor
 
 from jitney.errors import ConfigError
-from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
+from jitney.execution.attention import AttentionMetadata
 from jitney.execution.checkpoint import resolve_model
-from jitney.execution.draft import behind, newest
-from jitney.execution.interface import HiddenStates, LayerCache, LoadedModel, PagedStep
-from jitney.execution.machine import to_device
-from jitney.execution.sampler import sample
-from jitney.messages import Batch, Row, RowOutput
+from jitney.execution.interface import HiddenStates, LoadedModel
 
 WEIGHT = "hidden.weight"
 
@@ -38,64 +34,29 @@ def read_weight(name: str, target: LoadedModel) -> Tensor:
     return found.to(target.device, target.dtype)
 
 
-class EagleHead:
-    """Owns the module and its caches."""
+class HeadInputs:
+    """Owns the model's hidden states, by slot."""
 
-    def __init__(
-        self, model: LoadedModel, weight: Tensor, caches: list[LayerCache], block_size: int
-    ) -> None:
-        self.caches = caches
-        self._hidden = HiddenStates()
-        self.reads: HiddenStates | None = self._hidden
-        self._model, self._weight = model, weight
-        self._block_size = block_size
-        self._tables = BlockTables()
+    def __init__(self, weight: Tensor, num_blocks: int, block_size: int) -> None:
+        self.states = HiddenStates()
+        """Where the model puts those of the step that it computes."""
+        self._weight = weight
+        self._kept = torch.zeros(
+            (num_blocks, block_size, len(weight)), dtype=weight.dtype, device=weight.device
+        )
 
-    def follow(
-        self,
-        batch: Batch,
-        ids: Tensor,
-        meta: AttentionMetadata,
-        outputs: Callable[[], list[RowOutput]],
-    ) -> None:
-        """See :class:`draft.Follower`. Each step's K and V are computed, as they are of the model's
-        hidden states; the first proposals come with them."""
-        behind_ids, asked, indices = ids.roll(-1), list[tuple[Row, RowOutput]](), []
-        begin = 0
-        for row, output in zip(batch.rows, outputs(), strict=True):
-            if output.token_ids:
-                first = newest(row, output)
-                index = begin + first.start - 1 - row.start
-                behind_ids[index] = first.token_ids[0]
-                if row.propose:
-                    asked.append((first, output))
-                    indices.append(index)
-            elif row.end < len(row.prompt):
-                behind_ids[begin + len(row.token_ids) - 1] = row.prompt[row.end]
-            begin += len(row.token_ids)
-        hidden = self._hidden.kept
-        assert hidden is not None, "the model keeps its hidden states"
-        while True:
-            meta = replace(meta, plans={}, adapted=[])  # those are the model's
-            chosen = to_device(indices or [0], ids.device)
-            step = HiddenStates(hidden @ self._weight.T)
-            paged = PagedStep(self.caches, meta, step)
-            logits = self._model.forward(behind_ids, meta.positions, chosen, paged)
-            if not asked:
-                return
-            made = sample(logits, [(row, row.sample[0]) for row, _ in asked]).wait()
-            further, indices = [], []
-            for (row, output), each, index in zip(asked, made, chosen.tolist(), strict=True):
-                if each.error is None:
-                    output.proposal.append(each.token_id)
-                    if len(output.proposal) < row.propose:
-                        further.append((behind(row, each.token_id), output))
-                        indices.append(index)
-            if not further:
-                return
-            assert step.kept is not None
-            asked, hidden = further, step.kept[to_device(indices, ids.device)]
-            indices = list(range(len(asked)))
-            places = [replace(row, start=row.start - 1) for row, _ in asked]
-            meta = build_metadata(places, self._block_size, self._model.device, self._tables)
-            behind_ids = to_device([row.token_ids[0] for row, _ in asked], ids.device)
+    def keep(self, copies: list[tuple[int, int]], meta: AttentionMetadata) -> None:
+        """A step was launched: take its states, after its copies."""
+        if copies:
+            sources, destinations = zip(*copies, strict=True)
+            self._kept[list(destinations)] = self._kept[list(sources)]
+        assert self.states.kept is not None, "the model keeps its hidden states"
+        self._kept.flatten(0, 1)[meta.slot_mapping] = self.states.kept
+
+    def of(self, meta: AttentionMetadata) -> Tensor:
+        """The states [T, hidden size] at the slots of a pass."""
+        return self._kept.flatten(0, 1)[meta.slot_mapping]
+
+    def enter(self, states: Tensor) -> HiddenStates:
+        """What a pass adds to its embeddings, and keeps."""
+        return HiddenStates(states @ self._weight.T)

@@ -22,9 +22,9 @@ from jitney.errors import CheckpointError, ConfigError, LoadError
 from jitney.execution import interface, machine, memory, probe, support
 from jitney.execution.accelerator import Accelerator, DeviceRunner, select_attention
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_model
-from jitney.execution.draft import DraftModel, Follower
-from jitney.execution.eagle import EagleHead, read_weight
-from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec, LoadedModel
+from jitney.execution.draft import DraftModel
+from jitney.execution.eagle import HeadInputs, read_weight
+from jitney.execution.interface import AttentionFunction, LayerSpec, LoadedModel
 from jitney.execution.low_rank import find_sites
 from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat, coarse_layers
 from jitney.execution.runner import TorchRunner
@@ -62,6 +62,7 @@ def load_runner(
     info = _describe(config, model, attention, budget)
     rows = min(budget, config.max_num_seqs)
     draft, own = _load_draft(config, model, accelerator, quantizer, rows), len(model.layers)
+    weight = _head_weight(config, model)
     if draft is not None:
         attention += select_attention(config, draft, dtype, accelerator)
     layers = model.layers + (draft.layers if draft is not None else [])
@@ -77,11 +78,12 @@ def load_runner(
         steps = accelerator.step_memory(model, make_caches(1)[:own], info)
     _check_sites(model)
     steps = steps or memory.estimate_steps(model, budget, config.most_samples)
+    kept = 0 if weight is None else config.block_size * weight[0].nbytes
     weights = model.weight_bytes + (draft.weight_bytes if draft is not None else 0)
     both = replace(model, layers=layers, weight_bytes=weights)
     adapters = memory.most_adapters(config, model)
     available = machine.available_memory(model.device)
-    ledger = memory.plan_memory(config, both, dtype, steps, available, adapters)
+    ledger = memory.plan_memory(config, both, dtype, steps, available, adapters, kept)
     try:
         caches = make_caches(ledger.num_blocks)
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:  # the allocators'
@@ -98,7 +100,9 @@ def load_runner(
         else accelerator.runner(model, caches[:own], info)
     )
     if draft is not None:
-        runner.use_draft_model(_follower(config, model, draft, caches[own:], budget))
+        size = config.block_size
+        head = None if weight is None else HeadInputs(weight, ledger.num_blocks, size)
+        runner.use_draft_model(DraftModel(draft, caches[own:], size, head))
     runner.warm_up(_first_steps(info, int(draft is not None)))
     _log_loaded(model, info, ledger, begin)
     return runner
@@ -123,22 +127,16 @@ def _load_draft(
     return draft if accelerator is None else _speed_up(own, draft, accelerator, rows)
 
 
-def _follower(
-    config: EngineConfig,
-    model: LoadedModel,
-    draft: LoadedModel,
-    caches: list[LayerCache],
-    most_tokens: int,
-) -> Follower:
-    """What proposes. Raises ConfigError if it is a head, but not of this model or not for a CPU."""
-    assert config.speculation is not None
-    assert config.speculation.model is not None
-    if config.speculation.drafter == "draft_model":
-        return DraftModel(draft, caches, config.block_size, most_tokens)
+def _head_weight(config: EngineConfig, model: LoadedModel) -> torch.Tensor | None:
+    """The matrix of the head that option ``speculation`` names, if it names one. Raises ConfigError
+    if it is not of this model, or not for a CPU."""
+    speculation = config.speculation
+    if speculation is None or speculation.drafter != "eagle":
+        return None
     if model.device.type != "cpu":
         raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
-    weight = read_weight(config.speculation.model, model)
-    return EagleHead(draft, weight, caches, config.block_size)
+    assert speculation.model is not None
+    return read_weight(speculation.model, model)
 
 
 def _of_draft(
@@ -293,7 +291,8 @@ def weigh(config: EngineConfig, quantizer: Quantizer) -> Footprint:
         if speculation.model is not None:
             own = _of_draft(config, speculation.model, dtype, model.max_model_len)
             draft = weigh(own, quantizer)
-            of_draft = draft.weights, draft.block
+            states = speculation.drafter == "eagle" and hf_config.hidden_size * dtype.itemsize
+            of_draft = draft.weights, draft.block + config.block_size * states
     return Footprint(
         max_model_len=model.max_model_len,
         dtype=str(dtype).removeprefix("torch."),
@@ -409,7 +408,7 @@ def _first_steps(info: ModelInfo, propose: int) -> list[Batch]:
     prompt = [0] * (count + 1)
     steps = ((0, count), (count, 1)) if count else ((0, 1),)
     rows = [probe.probe_row(prompt, start, n, table, greedy) for start, n in steps]
-    rows[-1].propose = min(propose, count)
+    rows[-1].propose, rows[-1].most_read = min(propose, count), count + more
     return [Batch([row]) for row in rows]
 
 

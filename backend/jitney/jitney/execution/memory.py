@@ -71,15 +71,16 @@ def plan_memory(
     steps: StepMemory,
     available: int,
     adapters: int = 0,
+    states: int = 0,
 ) -> Ledger:
     """Size the cache. ``dtype`` is the cache's; ``available`` what is free once the weights are in;
-    ``adapters`` what they may take of it.
+    ``adapters`` what they may take of it; ``states`` what a block has beside K and V.
 
     An explicit size is taken as it is; a default never exceeds what ``max_num_seqs`` sequences of
     full length can use. Raises ConfigError naming the option if it is more than there is, or not
     enough for one block.
     """
-    per_block = block_bytes(model.layers, config.block_size, dtype)
+    per_block = block_bytes(model.layers, config.block_size, dtype) + states
     step, uses = sum(steps) + adapters, "a step and adapters" if adapters else "a step"
     room = max(0, available - step)
     spared = max(0, room - int(available * _SPARE))

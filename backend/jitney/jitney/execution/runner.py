@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jitney.errors import DeviceLostError, JitneyError
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
-from jitney.execution.draft import Follower
+from jitney.execution.draft import DraftModel
 from jitney.execution.interface import HiddenStates, LayerCache, LoadedModel, PagedStep
 from jitney.execution.logits_processors import needs_processing
 from jitney.execution.low_rank import Factors, LowRank, Site, idle_factors
@@ -98,10 +98,10 @@ class TorchRunner:
         self._forward = forward or self.forward
         self._most_logits = max(1, _LOGITS_FLOATS // info.vocab_size)
         self._sampled: Tensor | None = None  # tokens of the step launched last
-        self._draft: Follower | None = None
+        self._draft: DraftModel | None = None
         self._hidden: HiddenStates | None = None
 
-    def use_draft_model(self, draft: Follower) -> None:
+    def use_draft_model(self, draft: DraftModel) -> None:
         """Have it follow whatever is computed from now on, and propose what rows ask for."""
         self._draft, self._hidden = draft, draft.reads
         self._caches = self._caches + draft.caches
@@ -194,7 +194,7 @@ class TorchRunner:
             self._sampled = torch.cat([each.token_ids for each in samples]) if samples else None
         step = PendingStep(rows, samples, prompt, self.recover)
         if self._draft is not None:
-            self._draft.follow(batch, ids, meta, step.outputs)
+            self._draft.follow(batch, meta, step.outputs)
         return step
 
     def _take_carried(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> None:
