@@ -245,6 +245,7 @@ class FakeRunner:
         self._device = device
         self.foresee: Callable[[Row, int], list[int]] = lambda row, made: []
         """What a draft model proposes for a row, behind so many tokens of output."""
+        self._read: dict[tuple[int, int], int] = {}  # tokens of a sequence that it has read
 
     # ------------------------------------------------------------------ one step
 
@@ -283,8 +284,14 @@ class FakeRunner:
         drafts = row.token_ids[known:]
         while accepted < row.drafts and drafts[accepted] == output.token_ids[accepted]:
             accepted += 1
-        made = row.end - row.drafts - len(row.prompt) + accepted + 1
-        output.proposal = self.foresee(row, made)[: row.propose]
+        size, place = row.end - row.drafts + accepted + 1, (row.key, row.index)
+        unread = size - self._read.get(place, 0)
+        self._check(row.most_read > 0, "it may read nothing")
+        output.read = min(unread, row.most_read)
+        output.unread = unread - output.read
+        self._read[place] = size - output.unread
+        if not output.unread:
+            output.proposal = self.foresee(row, size - len(row.prompt))[: row.propose]
 
     def _check(self, holds: bool, otherwise: str) -> None:
         if not holds:

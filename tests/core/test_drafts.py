@@ -188,6 +188,25 @@ def test_a_model_proposes_for_the_next_step() -> None:
     assert made == [(0, 0), (0, 4), (4, 4), (4, 4), (4, 1), (0, 0)]
 
 
+def test_nothing_overlaps_with_a_step_that_asks() -> None:
+    """It is planned when all is known, and launched with nothing in flight; others overlap."""
+    some = drafting(overlapped, 0.5, MODEL)
+    launch, seen = some.runner.launch, []
+
+    def note(batch):
+        seen.append((any(row.propose for row in batch.rows), len(some.runner.in_flight)))
+        return launch(batch)
+
+    some.runner.launch = note
+    keys = [some.submit([1, 2, 3, key], max_tokens=40) for key in range(2)]
+    keys += [some.submit([4, key], max_tokens=40, temperature=0.0) for key in range(6)]
+    some.scheduler.speculation._prices = lambda some: Prices(0.0 if len(some) < 4 else 1.0)
+    some.drain()
+    check_streams(some, *keys)
+    assert {(True, 0), (False, 1)} <= set(seen)
+    assert (True, 1) not in seen
+
+
 def with_model(prices: Prices | None = None) -> Speculation:
     """A draft model's, at prices that are given or not known yet."""
     speculation = Speculation(SpeculationConfig(**MODEL), StepCost())

@@ -15,15 +15,19 @@ from jitney.messages import Batch, Cancel, Failed, StepOutput
 
 from tests.core.play import Play, check_streams
 
-COST = StepShape(steps=10e-3, chunked=1e-3, tokens=0.4e-3, samples=0.4e-3, context=1e-6)
+COST = StepShape(
+    steps=10e-3, chunked=1e-3, tokens=0.4e-3, samples=0.4e-3, context=1e-6,
+    drafted=0.5e-3, drafts=0.8e-3, asked=0.5e-3, passes=0.5e-3, read=0.1e-3,
+)  # fmt: skip
 TARGET = 22  # ms: a step of one sequence takes 11
 FAST = {"name": "fast", "gap_ms": TARGET}
 BULK = {"name": "bulk", "share": 0.1, "aging_s": 5.0}
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 
 
-def seconds_of(batch: Batch) -> float:
-    return sum(a * b for a, b in zip(COST, StepShape.of(batch), strict=True))
+def seconds_of(batch: Batch, output: StepOutput | None = None) -> float:
+    shape = StepShape.of(batch, () if output is None else output.rows)
+    return sum(a * b for a, b in zip(COST, shape, strict=True))
 
 
 class Timed(Play):
@@ -34,6 +38,7 @@ class Timed(Play):
         options = {"tiers": tiers, "num_blocks": 512, "block_size": 4, **options}
         super().__init__(**options)
         self.times: dict[int, list[float]] = {}
+        self.taken: list[float] = []
         wait_for = self.runner.wait_for
         self.runner.wait_for = lambda step: self._after(step.batch, wait_for(step))
         if self.scheduler.config.tiers:
@@ -45,13 +50,22 @@ class Timed(Play):
             rows, chunk = chance.randrange(1, 40), chance.choice([0, 0, 30, 200])
             context = chance.randrange(10_000)
             shape = StepShape(1.0, float(chunk > 0), rows + chunk, rows, context)
-            self.scheduler.cost.add(shape, sum(a * b for a, b in zip(cost, shape, strict=True)))
+            self._learn(cost, shape)
+            drafted, asked = chance.randrange(8), chance.randrange(8)
+            drafts, passes = drafted * chance.randrange(8), (asked > 0) * chance.randrange(8)
+            read = asked * chance.randrange(20)
+            added = {"drafted": drafted, "drafts": drafts, "asked": asked, "passes": passes}
+            self._learn(cost, shape._replace(**added, read=read))
+
+    def _learn(self, cost: StepShape, shape: StepShape) -> None:
+        self.scheduler.cost.add(shape, sum(a * b for a, b in zip(cost, shape, strict=True)))
 
     def _note_execute(self, batch: Batch) -> StepOutput:
         return self._after(batch, super()._note_execute(batch))
 
     def _after(self, batch: Batch, output: StepOutput) -> StepOutput:
-        self.now += seconds_of(batch)
+        self.taken.append(seconds_of(batch, output))
+        self.now += self.taken[-1]
         return output
 
     def _take(self, event: Any) -> None:
@@ -531,6 +545,27 @@ def test_drafts_of_the_fast_tier_stop_at_its_target(overlap: bool) -> None:
     assert all(play.bulk_rows(batch) for batch in steps)
     play.drain()
     check_streams(play, *fast, *crowd)
+
+
+@OVERLAP
+def test_what_a_draft_model_reads_stops_at_the_target(overlap: bool) -> None:
+    """Prompts that take twice the target to read are read in parts, and then drafts come of it."""
+    model = {"drafter": "draft_model", "model": "m", "max_drafts": 4}
+    play = Timed(overlap=overlap, speculation=model, num_blocks=1024)
+    play.draft(1.0)
+    crowd = [play.bulk([key], max_tokens=60) for key in range(12)]
+    fast = play.fast([1] * 400, max_tokens=80)
+    while fast not in play.order:
+        play.step()
+    begin = len(play.taken) + overlap
+    while fast not in play.ends:
+        play.step()
+    assert max(play.taken[begin:-1]) <= TARGET * 1.01e-3
+    rows = [row for batch in play.batches for row in batch.rows if row.key == fast]
+    assert sum(0 < row.most_read < 200 for row in rows) > 4, "in parts"
+    assert sum(row.drafts for row in rows) > 40
+    play.drain()
+    check_streams(play, fast, *crowd)
 
 
 def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None:

@@ -17,6 +17,7 @@ a step is: so little is read before it shows whether drafts are right. Where ask
 one sequence asks for a token now and then, for at most a small share of the time.
 """
 
+from collections.abc import Callable
 from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -129,15 +130,18 @@ class Speculation:
         self._for_tries = 0.0  # tokens that a try may cost
         self._steps = 0
 
-    def choose(self, running: list[Sequence]) -> None:
-        """Decide how many drafts each of these sequences may take."""
+    def choose(
+        self, running: list[Sequence], limited: Callable[[Sequence], bool] = lambda one: False
+    ) -> None:
+        """Decide how many drafts each of these sequences may take; those that are ``limited`` have
+        none."""
         some = [one for one in running if one.output and one.num_planned < one.limit]
         prices = self._prices(some)
         some_ask: list[_Asking] = []
         for sequence in some:
             drafting = sequence.drafting = sequence.drafting or Drafting()
             drafting.taken = drafting.wanted = 0
-            if prices.bar >= 1.0:
+            if prices.bar >= 1.0 or limited(sequence):
                 continue
             if drafting.made_at != sequence.num_tokens:
                 self._follow(sequence, drafting)

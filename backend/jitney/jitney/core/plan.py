@@ -122,7 +122,8 @@ class Planner:
             self._admit_urgent(plan)
             self._pace.begin(live.running)
         if self._speculation is not None:
-            self._speculation.choose(live.running)
+            limits = () if self._pace is None else (self._pace.limits,)
+            self._speculation.choose(live.running, *limits)
         for sequence in self._plan_decodes(plan):
             if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
                 self._plan_chunk(plan, sequence, plan.tokens_left)
@@ -205,8 +206,7 @@ class Planner:
         comes ``after``, and prompts keep theirs; a block is left to every fork that is due and to
         each of those sequences, and what else its known tokens need. While any sequence waits, they
         take no blocks."""
-        limited = self._pace is not None and self._pace.limits(sequence)
-        if self._speculation is None or limited:
+        if self._speculation is None:
             return [], 0, 0
         drafts, propose, read = self._speculation.drafts_of(sequence)
         del drafts[max(plan.tokens_left - 1 - plan.kept_from_drafts - len(after), 0) :]

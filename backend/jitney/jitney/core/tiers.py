@@ -101,8 +101,8 @@ class Pace:
         further = max(propose - self._passes, 0)
         prices = (
             (count, weights.drafts, weights.drafted),
-            (read, weights.read, weights.asked),
             (further, weights.passes, 0.0),
+            (read, weights.read, weights.asked),
         )
         for most, each, fixed in prices:
             fixed *= most > 0
@@ -110,9 +110,9 @@ class Pace:
             most = max(int(left / each), 0) if each and left < each * most else most
             self._taken += each * most + fixed * (most > 0)
             found.append(most)
-        propose += found[2] - further
+        propose += found[1] - further
         self._passes = max(self._passes, propose)
-        return found[0], propose, found[1]
+        return found[0], propose, found[2]
 
     def chunk(self, sequence: Sequence, most: int) -> int:
         """Plan a chunk of ``most`` tokens, or of as many as the step has room for."""
