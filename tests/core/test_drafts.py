@@ -5,7 +5,7 @@ from jitney.config import SpeculationConfig, make_config
 from jitney.core.cost import StepCost, StepShape
 from jitney.core.drafts import Prices, Speculation
 from jitney.core.request import Drafting, Request, Sequence
-from jitney.messages import RowOutput, Submit, Tokens
+from jitney.messages import Batch, Row, RowOutput, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
 from tests.core.play import Play, check_streams, overlapped
@@ -207,6 +207,18 @@ def test_nothing_overlaps_with_a_step_that_asks() -> None:
     assert (True, 1) not in seen
 
 
+@PLAYS
+def test_a_try_is_made_beside_others(play: type[Play]) -> None:
+    """With overlap it is planned twice: a plan that is dropped spends nothing."""
+    some = drafting(play, 0.0, MODEL, num_blocks=2000)
+    keys = [some.submit([1, 2, 3, key], max_tokens=120) for key in range(4)]
+    some.scheduler.speculation._prices = lambda some: Prices(0.5)
+    some.drain()
+    check_streams(some, *keys)
+    asked = [any(row.propose for row in batch.rows) for batch in some.batches]
+    assert sum(asked) == 3, "4 tokens at 0.5 cost 34 times 0.03 times the root of 4"
+
+
 def with_model(prices: Prices | None = None) -> Speculation:
     """A draft model's, at prices that are given or not known yet."""
     speculation = Speculation(SpeculationConfig(**MODEL), StepCost())
@@ -219,8 +231,8 @@ def asked(speculation: Speculation, running: list[Sequence]) -> list[int]:
     """How many tokens a draft model is to propose for each."""
     speculation.choose(running)
     wanted = [speculation.drafts_of(one)[1] for one in running]
-    if any(wanted):
-        speculation.note_asked()
+    rows = [Row(0, 0, [1], 0, [], (0,), None, [], [], [], [], propose=each) for each in wanted]
+    speculation.note_step(Batch(rows))
     return wanted
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 from jitney.config import SpeculationConfig
 from jitney.core.cost import StepCost, StepShape
 from jitney.core.request import Drafting, Sequence
+from jitney.messages import Batch
 
 _MEMORY, _MEMORY_OF_ALL = 20, 16  # comparisons that averages go back to
 _PRIOR = 8.0  # comparisons that the average of all sequences counts for in that of one
@@ -183,9 +184,10 @@ class Speculation:
         if cost <= self._for_tries:
             least.drafting.wanted = min(_TRIED, self._most)
 
-    def note_asked(self) -> None:
-        """A row of the step asks the runner: what was saved for a try is spent."""
-        self._for_tries = 0.0
+    def note_step(self, batch: Batch) -> None:
+        """A step is complete. If any row of it asked, what was saved for a try is spent."""
+        if any(row.propose for row in batch.rows):
+            self._for_tries = 0.0
 
     def drafts_of(self, sequence: Sequence) -> tuple[list[int], int, int]:
         """What the sequence may compute behind its next token, the last one known: nothing from the

@@ -227,7 +227,6 @@ class Planner:
         if not propose:
             return drafts, 0, 0
         plan.reads_left -= read
-        self._speculation.note_asked()
         return drafts, propose, read
 
     def _make_room(self, plan: _Plan, sequence: Sequence, end: int) -> bool:

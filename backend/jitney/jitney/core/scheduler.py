@@ -241,6 +241,8 @@ class Scheduler:
         step = live.complete(batch)
         if self._outlook is not None:
             self._outlook.note_step(seconds)
+        if self.speculation is not None:
+            self.speculation.note_step(batch)
         if self.speculation or self._pace or self._outlook:
             self.cost.add(StepShape.of(batch, output.rows), seconds)
         if self._pace is not None:
