@@ -3,7 +3,7 @@
 import pytest
 from jitney.config import SpeculationConfig, make_config
 from jitney.core.cost import StepCost, StepShape
-from jitney.core.drafts import Prices, Speculation
+from jitney.core.drafts import NO_DRAFTS, Prices, Speculation
 from jitney.core.request import Drafting, Request, Sequence
 from jitney.messages import Batch, Row, RowOutput, Submit, Tokens
 from jitney.sampling_params import SamplingParams
@@ -106,7 +106,7 @@ def test_drafts_preempt_nobody(count: int, drafter: dict, num_blocks: int, gramm
     grammar forces several tokens of others too."""
     options = {"num_blocks": num_blocks, "max_num_seqs": 6, "watermark": 0.0}
     plays = [drafting(Play, 0.0, drafter, **options) for _ in range(2)]
-    plays[1].scheduler.speculation._prices = lambda some: Prices(1.0)
+    plays[1].scheduler.speculation._prices = lambda some: NO_DRAFTS
     for one in plays:
         keys = []
         for key in range(count):
@@ -128,7 +128,7 @@ def test_drafts_preempt_nobody(count: int, drafter: dict, num_blocks: int, gramm
 def test_drafts_leave_prompts_their_tokens(priority: int) -> None:
     """Of one that waits, then runs, at either rank: every step is what it would be without."""
     plays = [drafting(Play, 0.0, {"max_drafts": 16}, max_num_batched_tokens=16) for _ in range(2)]
-    plays[1].scheduler.speculation._prices = lambda some: Prices(1.0)
+    plays[1].scheduler.speculation._prices = lambda some: NO_DRAFTS
     for one in plays:
         one.submit([1, 2, 3], max_tokens=30)
         one.step(3)
@@ -200,7 +200,7 @@ def test_nothing_overlaps_with_a_step_that_asks() -> None:
     some.runner.launch = note
     keys = [some.submit([1, 2, 3, key], max_tokens=40) for key in range(2)]
     keys += [some.submit([4, key], max_tokens=40, temperature=0.0) for key in range(6)]
-    some.scheduler.speculation._prices = lambda some: Prices(0.0 if len(some) < 4 else 1.0)
+    some.scheduler.speculation._prices = lambda some: Prices(0.0) if len(some) < 4 else NO_DRAFTS
     some.drain()
     check_streams(some, *keys)
     assert {(True, 0), (False, 1)} <= set(seen)
@@ -330,8 +330,8 @@ def test_what_is_not_known_of_a_sequence_is_taken_from_all() -> None:
         assert (own > speculation._chance(Drafting())) == (token == 1)
 
 
-def test_two_steps_in_64_are_without_drafts() -> None:
-    """So that what they take stays known."""
+def test_one_step_in_64_is_without_drafts() -> None:
+    """So that what it takes stays known."""
     speculation = Speculation(SpeculationConfig(), learned(10e-3, 1e-3, 0.5e-3))
     running = [sequence_of([1, 2, 3, 1], [2, 3, 1])]
     running[0].drafting = Drafting(compared=1e4, right=9e3)
@@ -340,7 +340,35 @@ def test_two_steps_in_64_are_without_drafts() -> None:
         speculation.choose(running)
         taken.append(len(speculation.drafts_of(running[0])[0]))
     rests = [step for step, count in enumerate(taken, 1) if not count]
-    assert rests == [1, 64, 65, 128, 129]
+    assert rests == [1, 65, 129]
+
+
+def test_before_a_rest_nothing_is_asked_for() -> None:
+    speculation = Speculation(SpeculationConfig(**MODEL), learned(10e-3, 1e-3, 0.5e-3))
+    wanted = [asked(speculation, of_acceptance(0.9))[0] for _ in range(130)]
+    assert [step for step, count in enumerate(wanted, 1) if not count] == [1, 64, 65, 128, 129]
+
+
+@pytest.mark.parametrize("times", [4, 20])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_first_step_that_was_held_up_does_not_end_drafts(rows: int, times: int) -> None:
+    cost = learned(10e-3, 0.1e-3, 0.1e-3)
+    speculation = Speculation(SpeculationConfig(), cost)
+    running = [sequence_of([1, 2, 3, 1], [2, 3, 1]) for _ in range(rows)]
+    drafted, held_up = [], times
+    for step in range(1500):
+        for one in running:
+            one.drafting = Drafting(compared=1e4, right=9e3)
+        speculation.choose(running)
+        counts = [len(speculation.drafts_of(one)[0]) for one in running]
+        some = [Row(0, 0, [1], 0, [], (0,), None, [], [], [], [], drafts=each) for each in counts]
+        speculation.note_step(Batch(some))
+        shape = StepShape(1.0, 0.0, rows, rows, 60.0, sum(map(bool, counts)), sum(counts))
+        seconds = 10e-3 + 0.2e-3 * (rows + sum(counts))
+        cost.add(shape, seconds * (held_up if sum(counts) else 1))
+        held_up = 1 if sum(counts) else held_up
+        drafted += [step] * (sum(counts) == 8 * rows)
+    assert len(drafted) > 500
 
 
 # ---------------------------------------------------------------------- the n-gram drafter

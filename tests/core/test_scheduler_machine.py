@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from jitney.adapters.pool import Adapters
 from jitney.config import make_config
-from jitney.core.drafts import Prices
+from jitney.core.drafts import NO_DRAFTS, Prices
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.engine.engine import Engine
 from jitney.execution.low_rank import LowRank
@@ -160,7 +160,7 @@ class Traffic(RuleBasedStateMachine):
         if (speculation := self.engine.scheduler.speculation) is not None:
             if not asks:
                 speculation.drafter = self.prophet
-            speculation._prices = lambda some: Prices(chance.choice([0.0, 0.0, 1.0]))
+            speculation._prices = lambda some: chance.choice([Prices(0.0), Prices(0.0), NO_DRAFTS])
         cost = self.engine.scheduler.cost  # a millisecond for each step, token and sample
         cost._first, cost._found = 1e-3, [1.0, 0.0, 100.0, 100.0, 0.0, 0.0, 0.0, 0.0, 0.0]
         self.requests: dict[int, Expected] = {}

@@ -568,6 +568,21 @@ def test_what_a_draft_model_reads_stops_at_the_target(overlap: bool) -> None:
     check_streams(play, fast, *crowd)
 
 
+def test_a_draft_model_is_not_asked_for_what_would_never_end() -> None:
+    """Where the target leaves it a token or two a step, as many as the sequence grows by."""
+    model = {"drafter": "draft_model", "model": "m", "max_drafts": 4}
+    for gap_ms in (12.5, 13.0, 13.5, 14.0):
+        play = Timed(speculation=model, num_blocks=1024, fast={"gap_ms": gap_ms})
+        play.draft(1.0)
+        key = play.fast([1] * 200, max_tokens=300)
+        play.bulk([2], max_tokens=400)
+        play.drain()
+        check_streams(play, key)
+        rows = [row for batch in play.batches for row in batch.rows if row.key == key]
+        assert sum(row.most_read for row in rows) < 1500
+        assert all(row.most_read >= 4 for row in rows if row.propose and not row.drafts)
+
+
 def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None:
     """Where steps take longer than planned by chance, by 15 % in the mean, half again at most."""
     tiers = make_config({"model": "m", "tiers": [FAST, BULK]}).tiers

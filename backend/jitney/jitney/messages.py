@@ -390,8 +390,8 @@ class RowOutput:
     """What a draft model expects behind the last good sample: as many as ``Row.propose``, or fewer.
     """
     read: int = 0
-    """Tokens that a draft model computed before: from the first one that it had not, or that the
-    model has written since; the sampled one included."""
+    """Tokens that a draft model computed before: from the first one that it had not; the sampled
+    one included."""
     unread: int = 0
     """Those that are left, because ``Row.most_read`` was less."""
     error: JitneyError | None = None

@@ -10,7 +10,9 @@ from jitney.core.drafts import Prices
 from jitney.engine.assemble import grammar_compiler, load_runner
 from jitney.engine.engine import Engine
 from jitney.errors import ConfigError
+from jitney.execution import draft
 from jitney.execution.draft import newest
+from jitney.execution.sampler import sample
 from jitney.messages import Emitted, Finished, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 from jitney.text.tokenizer import read_tokenizer
@@ -174,8 +176,16 @@ def make_head(folder, target) -> str:
 
 
 @pytest.mark.parametrize("more", [{}, {"fuse": False, "batch_invariant": False}], ids=str)
-def test_a_head(tmp_path, more: dict[str, object]) -> None:
-    """The same bits; and what it proposes is what transformers makes of the same two modules."""
+def test_a_head(tmp_path, monkeypatch, more: dict[str, object]) -> None:
+    """The same bits; and what it proposes is what transformers makes of the same two modules, drawn
+    by the numbers that the model will draw with."""
+    positions: set[int] = set()
+
+    def note(logits, pairs):
+        positions.update(row.end - len(row.prompt + row.output) for row, _ in pairs)
+        return sample(logits, pairs)
+
+    monkeypatch.setattr(draft, "sample", note)
     target = make_checkpoint(tmp_path / "m", "llama", tokenizer=True)
     head = make_head(tmp_path / "head", target)
     speculation = {"drafter": "eagle", "model": head, "max_drafts": 3}
@@ -197,6 +207,7 @@ def test_a_head(tmp_path, more: dict[str, object]) -> None:
     runner._draft.follow = watch
     on = Run(speculates, runner, compiled.__getitem__, asked, eager=True)
     assert on.drafted > 300
+    assert positions == {0}, "drawn as for another position"
     if not more:
         assert on.bits == off.bits
     kinds = [(each[0].temperature, each[0].presence_penalty) for each in proposals]

@@ -6,7 +6,8 @@ what no step tells for a while stays as it was known; and a step that something 
 error is at most 1, moves little. What no step has told apart, such as tokens and samples while all
 are decodes, shares the seconds. What drafts and a draft model add is learned from the steps that
 have any, and all else from the others: so what a step would take without them stays what such steps
-took. No clock here: whoever has one passes the seconds in.
+took. While no step has drafts, what they add fades: else a first one that something held up would be
+the last. No clock here: whoever has one passes the seconds in.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from jitney.messages import Batch, RowOutput
 Vector = Sequence[float]
 
 _NOISE, _DRIFT = 1e-2, 1e-5  # variances: of the relative error, of a weight from step to step
+_FADING = 1 / 200  # share of the weights of drafts that a step without them takes away
 
 
 class StepShape(NamedTuple):
@@ -74,6 +76,7 @@ class StepCost:
         plain, drafting = shape[:_PLAIN], shape[_PLAIN:]
         if not any(drafting):
             self._plain.add(plain, seconds, seconds)
+            self._drafting.fade()
         else:
             self._drafting.add(drafting, seconds, seconds - _dot(self._plain.weights, plain))
         self.weights = StepShape(*self._plain.weights, *self._drafting.weights)
@@ -107,6 +110,12 @@ class _Filter:
             for j, each in enumerate(spread):
                 row[j] -= gain * each
             row[i] += _DRIFT
+
+    def fade(self) -> None:
+        """A step told nothing of them."""
+        for i, row in enumerate(self._variance):
+            self.weights[i] *= 1 - _FADING
+            row[i] = min(row[i] + 10 * _DRIFT, 1.0)
 
 
 def _dot(a: Vector, b: Vector) -> float:

@@ -14,9 +14,10 @@ full batch takes none, and with n-grams finds out at no cost when that changes.
 A draft model is asked for as many tokens as would be taken, if what they gain until the sequence
 ends exceeds what the model has to read of it before. Of sequences that it has not read at all, one
 a step is: so little is read before it shows whether drafts are right. Where asking gains nothing,
-one sequence asks for a token now and then, for at most a small share of the time.
+one sequence asks for a few tokens now and then, for at most a small share of the time.
 """
 
+import math
 from collections.abc import Callable
 from itertools import takewhile
 from operator import attrgetter
@@ -31,7 +32,7 @@ _MEMORY, _MEMORY_OF_ALL = 20, 16  # comparisons that averages go back to
 _PRIOR = 8.0  # comparisons that the average of all sequences counts for in that of one
 _SURE = 0.98  # no sequence's acceptance is more than that
 _LEAST_BAR, _UNMEASURED_BAR = 0.05, 0.5
-_RESTS_EVERY = 64  # steps: two are without drafts, to know what these would take
+_RESTS_EVERY = 64  # steps: one is without drafts, to know what that takes
 _TRIED = 4  # tokens, in a try
 _TRIES = 0.03  # share of the time for tries of a draft model that does not pay
 # Drafts gain so much more than they cost, or are left out: the best of many averages are chosen,
@@ -104,6 +105,9 @@ class Prices(NamedTuple):
     """A token that it reads before."""
 
 
+NO_DRAFTS = Prices(1.0, of_row=math.inf, of_asking=math.inf)
+
+
 class _Asking(NamedTuple):
     """A sequence that may ask the draft model in this step."""
 
@@ -142,7 +146,7 @@ class Speculation:
         for sequence in some:
             drafting = sequence.drafting = sequence.drafting or Drafting()
             drafting.taken = drafting.wanted = 0
-            if prices.bar >= 1.0 or limited(sequence):
+            if limited(sequence):
                 continue
             if drafting.made_at != sequence.num_tokens:
                 self._follow(sequence, drafting)
@@ -178,9 +182,9 @@ class Speculation:
             one.drafting.wanted = min(one.drafting.wanted, passes)
         if passes:
             return
-        self._for_tries += _TRIES * len(some) ** 0.5
         least = min(some, key=_unread)
         cost = of_row + prices.of_read * least.unread + _TRIED * (prices.of_pass + prices.bar)
+        self._for_tries += _TRIES * len(some) ** 0.5
         if cost <= self._for_tries:
             least.drafting.wanted = min(_TRIED, self._most)
 
@@ -204,7 +208,8 @@ class Speculation:
             drafts = drafts[: sequence.grammar.num_allowed(drafts)]
             while drafts and sequence.grammar.after(drafts).ended:
                 del drafts[-1]
-        unread = sequence.num_tokens + len(drafts) + 1 - drafting.read
+        # The sampled token, and what is read again of a block that this step begins.
+        unread = sequence.num_tokens + len(drafts) + 2 - drafting.read
         return drafts, drafting.wanted, unread
 
     def waits(self, sequence: Sequence) -> bool:
@@ -220,14 +225,15 @@ class Speculation:
         if weights is None or seconds <= 0.0 or not some:
             return Prices(_UNMEASURED_BAR)
         self._steps += 1
-        if self._steps % _RESTS_EVERY <= 1:  # the first has no asking, and so the second no drafts
-            return Prices(1.0)
+        phase = self._steps % _RESTS_EVERY
+        if phase == 1:
+            return NO_DRAFTS
         of_row, of_asking = max(weights.drafted, 0.0), max(weights.asked, 0.0)
+        of_asking = of_asking if phase else math.inf  # the next step is to be without drafts
         of_pass, of_read = max(weights.passes, 0.0), max(weights.read, 0.0)
         value = seconds / rows / _MARGIN
-        found = (each / value for each in (weights.drafts, of_row, of_asking, of_pass, of_read))
-        bar, *others = found
-        return Prices(max(bar, _LEAST_BAR), *others)
+        others = (each / value for each in (of_row, of_asking, of_pass, of_read))
+        return Prices(max(weights.drafts / value, _LEAST_BAR), *others)
 
     def _chance(self, drafting: Drafting) -> float:
         """The probability that a draft of a sequence is right if those before it are."""

@@ -228,7 +228,8 @@ class LiveRequests:
         del sequence.table[kept:]
 
     def _leave_running(self, sequence: Sequence) -> None:
-        _remove(self.running, sequence)
+        found = _remove(self.running, sequence)
+        assert found, "a running sequence is not where its rank says"
         request = sequence.request
         request.running -= 1
         if not request.running:
@@ -376,8 +377,9 @@ class LiveRequests:
             )
 
 
-def _remove(ranked: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a list by rank, if it is there: a new fork is in none."""
+def _remove(ranked: list[Sequence], sequence: Sequence) -> bool:
+    """Take a sequence out of a list by rank, if it is there: a new fork is in no queue."""
     position = bisect_left(ranked, sequence.rank, key=_rank)
-    if ranked[position : position + 1] == [sequence]:
-        del ranked[position]
+    found = ranked[position : position + 1] == [sequence]
+    del ranked[position : position + found]
+    return found

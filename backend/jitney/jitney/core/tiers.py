@@ -97,22 +97,26 @@ class Pace:
         """Take the seconds of so many drafts of a decode, of a draft model's passes that propose
         for it, and of what it reads before. Returns how many of each the step has room for, beside
         the shares of lower tiers."""
-        weights, found = self._weights, list[int]()
+        weights = self._weights
+        count = self._fit(count, weights.drafts, weights.drafted)
+        self._taken += weights.drafts * count + weights.drafted * (count > 0)
         further = max(propose - self._passes, 0)
-        prices = (
-            (count, weights.drafts, weights.drafted),
-            (further, weights.passes, 0.0),
-            (read, weights.read, weights.asked),
-        )
-        for most, each, fixed in prices:
-            fixed *= most > 0
-            left = self._limit - self._taken - sum(map(self._share, self._lower)) - fixed
-            most = max(int(left / each), 0) if each and left < each * most else most
-            self._taken += each * most + fixed * (most > 0)
-            found.append(most)
-        propose += found[1] - further
+        passes = self._fit(further, weights.passes, 0.0)
+        fixed = weights.passes * passes + weights.asked
+        fits = self._fit(read, weights.read, fixed)
+        if propose == further - passes or fits < min(read, self._block_size):
+            return count, 0, 0  # to read less than that would never come to an end
+        propose -= further - passes
         self._passes = max(self._passes, propose)
-        return found[0], propose, found[2]
+        self._taken += weights.read * fits + fixed
+        return count, propose, fits
+
+    def _fit(self, most: int, each: float, fixed: float) -> int:
+        """How many of ``most`` the step has room for, beside the shares of lower tiers."""
+        left = self._limit - self._taken - sum(map(self._share, self._lower)) - fixed
+        if left < 0.0:
+            return 0
+        return int(left / each) if each and left < each * most else most
 
     def chunk(self, sequence: Sequence, most: int) -> int:
         """Plan a chunk of ``most`` tokens, or of as many as the step has room for."""

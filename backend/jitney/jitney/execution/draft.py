@@ -40,6 +40,8 @@ class DraftModel:
         self._model = model
         self._block_size = block_size
         self._head = head
+        self._shift = int(head is not None)
+        """Entries are so many fewer than the tokens that are known."""
         self._tables = BlockTables()
         self._filled = [0] * caches[0].keys.shape[0]
         """By block: its leading slots whose K and V are of the tokens that the model's are of."""
@@ -84,7 +86,7 @@ class DraftModel:
         rows, device = [row for row, _ in asked], self._model.device
         meta = build_metadata(rows, self._block_size, device, self._tables)
         ids = to_device([token for row in rows for token in row.token_ids], device)
-        known = [len(row.prompt) + len(row.output) - (self._head is not None) for row in rows]
+        known = [len(row.prompt) + len(row.output) - self._shift for row in rows]
         ready = [i for i, row in enumerate(rows) if row.end == known[i]]
         indices = meta.query_start[1:][to_device(ready or [0], device)].long() - 1
         hidden = None
@@ -94,7 +96,8 @@ class DraftModel:
         logits = self._model.forward(ids, meta.positions, indices, step)
         further, goes_on = list[tuple[Row, RowOutput]](), []
         # By the same numbers as the model's: from like distributions they choose alike.
-        made = sample(logits, [(rows[i], rows[i].sample[0]) for i in ready]).wait() if ready else []
+        drawn = [replace(rows[i], start=rows[i].start + self._shift) for i in ready]
+        made = sample(logits, [(row, row.sample[0]) for row in drawn]).wait() if ready else []
         for i, each, index in zip(ready, made, indices.tolist(), strict=False):
             row, output = asked[i]
             if each.error is None:
@@ -107,7 +110,8 @@ class DraftModel:
 
     def _take_over(self, batch: Batch) -> None:
         """Of a block that was copied, or begun anew, nothing is computed: a copy goes on by another
-        token. In others the model has written tokens that were read before, or behind those."""
+        token. Elsewhere a row goes on behind what is filled, or with the token that was read there.
+        """
         for _, destination in batch.copies:
             self._filled[destination] = 0
         size = self._block_size
@@ -117,7 +121,7 @@ class DraftModel:
 
     def _unread(self, row: Row) -> Row:
         """The row of all tokens, up to its own, that are not computed."""
-        size, table, shift = self._block_size, row.block_table, int(self._head is not None)
+        size, table, shift = self._block_size, row.block_table, self._shift
         start = row.start - shift
         for number in range(start // size + 1):
             if self._filled[table[number]] < size:
