@@ -6,8 +6,8 @@ what no step tells for a while stays as it was known; and a step that something 
 error is at most 1, moves little. What no step has told apart, such as tokens and samples while all
 are decodes, shares the seconds. What drafts and a draft model add is learned from the steps that
 have any, and all else from the others: so what a step would take without them stays what such steps
-took. While no step has drafts, what they add fades: else a first one that something held up would be
-the last. No clock here: whoever has one passes the seconds in.
+took. While no step has drafts, what these add fades: else a first one that something held up would
+be the last. No clock here: whoever has one passes the seconds in.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from jitney.messages import Batch, RowOutput
 Vector = Sequence[float]
 
 _NOISE, _DRIFT = 1e-2, 1e-5  # variances: of the relative error, of a weight from step to step
-_FADING = 1 / 200  # share of the weights of drafts that a step without them takes away
+_FADING = 1 / 400  # share of the weights of drafts that a step without them takes away
 
 
 class StepShape(NamedTuple):
@@ -54,8 +54,8 @@ class StepShape(NamedTuple):
         return cls(*plain, sum(row.drafts > 0 for row in rows), drafts, asked, passes, read)
 
 
-_PLAIN = 5
-"""Of the fields, the first: those of steps without drafts."""
+_PLAIN, _DRAFTS = 5, 2
+"""Of the fields, the first: those of steps without drafts; and the next ones, of drafts alone."""
 # In which weights are of one size, or should be told apart: what a draft model has read tells more
 # of a step's seconds than how many rows asked it.
 _UNITS = StepShape(1.0, 1.0, 100.0, 100.0, 10_000.0, 10.0, 100.0, 10.0, 5.0, 100.0)
@@ -76,7 +76,7 @@ class StepCost:
         plain, drafting = shape[:_PLAIN], shape[_PLAIN:]
         if not any(drafting):
             self._plain.add(plain, seconds, seconds)
-            self._drafting.fade()
+            self._drafting.fade(_DRAFTS)
         else:
             self._drafting.add(drafting, seconds, seconds - _dot(self._plain.weights, plain))
         self.weights = StepShape(*self._plain.weights, *self._drafting.weights)
@@ -111,11 +111,11 @@ class _Filter:
                 row[j] -= gain * each
             row[i] += _DRIFT
 
-    def fade(self) -> None:
-        """A step told nothing of them."""
-        for i, row in enumerate(self._variance):
+    def fade(self, count: int) -> None:
+        """A step told nothing of the first so many."""
+        for i in range(count):
             self.weights[i] *= 1 - _FADING
-            row[i] = min(row[i] + 10 * _DRIFT, 1.0)
+            self._variance[i][i] = min(self._variance[i][i] + 10 * _DRIFT, 1.0)
 
 
 def _dot(a: Vector, b: Vector) -> float:
