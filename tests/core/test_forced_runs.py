@@ -1,7 +1,7 @@
 """Tokens that a grammar forces: appended unsampled, computed in one step, reported at once."""
 
 import pytest
-from jitney.messages import Tokens
+from jitney.messages import Finish, Tokens
 
 from tests.core.play import Play, check_streams, overlapped
 from tests.fake_runner import solo_stream
@@ -143,3 +143,19 @@ def test_a_run_waits_for_no_prefill() -> None:
     assert not play.got(long)[0]
     play.drain()
     check_streams(play, first, long)
+
+
+def test_who_makes_way_for_itself_is_admitted_in_the_same_step() -> None:
+    """A fork that runs alone needs one block more than there are while its copy is pending."""
+    preempted = 0
+    for tail in range(30):
+        play = Play(num_blocks=3, block_size=4, watermark=0.0)
+        play.submit([3, 1, 4, 1, 5, tail], n=2, max_tokens=4, grammar="2,3:9:2")
+        while play.engine.has_work and not play.scheduler.kv.pending_copies():
+            play.step()
+        play.engine.send(Finish(0, 0))
+        play.step()
+        play.drain()
+        assert play.got(0)[1] == play.run_alone(0)[1]
+        preempted += play.scheduler.live.preemptions
+    assert preempted > 0

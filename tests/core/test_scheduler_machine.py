@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from jitney.adapters.pool import Adapters
 from jitney.config import make_config
+from jitney.core.cost import StepShape
 from jitney.core.drafts import NO_DRAFTS, Prices
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.engine.engine import Engine
@@ -162,7 +163,7 @@ class Traffic(RuleBasedStateMachine):
                 speculation.drafter = self.prophet
             speculation._prices = lambda some: chance.choice([Prices(0.0), Prices(0.0), NO_DRAFTS])
         cost = self.engine.scheduler.cost  # a millisecond for each step, token and sample
-        cost._first, cost._found = 1e-3, [1.0, 0.0, 100.0, 100.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+        cost.weights = StepShape(1e-3, 0.0, 1e-3, 1e-3, drafts=2e-3, passes=1e-3, read=1e-3)
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()
         self.raise_once: str | None = None

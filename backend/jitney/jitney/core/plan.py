@@ -127,7 +127,8 @@ class Planner:
         for sequence in self._plan_decodes(plan):
             if sequence.state is State.RUNNING:  # a decode may have preempted it meanwhile
                 self._plan_chunk(plan, sequence, plan.tokens_left)
-        if live.preemptions == preemptions:  # else blocks are short as it is
+        # Where blocks are short as it is nobody is admitted, unless it was the only one that ran.
+        if live.preemptions == preemptions or not live.running:
             self._admit_waiting(plan)
         assert plan.tokens_left >= 0, "the step is over its budget"
         if not ahead:  # nor are forks made then: this step makes all copies pending now
