@@ -284,6 +284,30 @@ def test_who_computes_a_prompt_or_ends_is_not_asked() -> None:
     assert asked(with_model(), running) == [6, 0, 0]
 
 
+def test_who_has_forced_tokens_to_compute_keeps_nobody_from_asking() -> None:
+    running = of_acceptance(0.9, 0.9, read=0)
+    running[0] = sequence_of([1] * 30, [1, 2, 3])
+    running[0].num_planned -= 2
+    assert asked(with_model(), running) == [0, 6]
+
+
+def test_a_try_that_raises_is_over() -> None:
+    """The next one waits as long as after any other."""
+    raised = []
+
+    def fault(batch, written: bool) -> None:
+        if written and any(row.propose for row in batch.rows):
+            raised.append(len(one.batches))
+            raise RuntimeError("no memory")
+
+    one = drafting(Play, 0.0, MODEL, num_blocks=2000, faults=fault)
+    key = one.submit([1, 2, 3], max_tokens=300)
+    one.scheduler.speculation._prices = lambda some: Prices(0.5)
+    one.drain()
+    check_streams(one, key)
+    assert 2 < len(raised) < 6
+
+
 def test_one_sequence_a_step_is_new_to_the_model() -> None:
     speculation, running = with_model(), of_acceptance(0.9, 0.9, 0.9, read=0)
     running[1] = sequence_of([1] * 30, [1])

@@ -154,7 +154,8 @@ class Speculation:
             count, gain = _worth(chance, prices.bar, len(drafting.proposal))
             drafting.taken = count if gain >= prices.of_row else 0
             left = sequence.limit - sequence.num_tokens
-            if self.asks and left > 1 and sequence.num_planned >= sequence.prefill_end:
+            decodes = sequence.num_planned >= max(sequence.prefill_end, sequence.num_tokens - 1)
+            if self.asks and left > 1 and decodes:
                 some_ask.append(
                     _Asking(drafting, chance, left, sequence.num_tokens - drafting.read)
                 )

@@ -278,6 +278,8 @@ class Scheduler:
         those of the reverted ``rows`` whose sequences still live, with every pending copy."""
         live = self.live
         assert not live.in_flight
+        if self.speculation is not None:  # a try that failed is over, too
+            self.speculation.note_step(Batch(rows))
         again: list[Row] = []
         for row in rows:
             sequence = live.sequence_of(row)

@@ -116,6 +116,11 @@ class DraftModel:
             self._filled[destination] = 0
         size = self._block_size
         for row in batch.rows:
+            if row.grammar is not None:  # it may have forced another token than was sampled
+                first, offset = divmod(row.start, size)
+                self._filled[row.block_table[first]] = min(
+                    self._filled[row.block_table[first]], offset
+                )
             for block in row.block_table[-(-row.start // size) : -(-row.end // size)]:
                 self._filled[block] = 0
 
