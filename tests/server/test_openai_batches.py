@@ -83,8 +83,9 @@ def read(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
 def test_a_batch_outlives_its_gateway(gateways: Gateways, server: TritonServer) -> None:
     """It is killed once some lines are done, and others under way."""
     client = gateways.start()
+    long = [line(f"long-{i}", 3000) for i in range(16)]  # seconds more than the two of LONG
     short = [line(f"short-{i}", 5) for i in range(20)]
-    id_ = make(client, [*LONG, *short, line("bad", 5, temperature=-1)])
+    id_ = make(client, [*long, *short, line("bad", 5, temperature=-1)])
 
     def completed() -> int:
         counts = client.batches.retrieve(id_).request_counts
@@ -92,17 +93,17 @@ def test_a_batch_outlives_its_gateway(gateways: Gateways, server: TritonServer) 
 
     wait_until(completed, TIMEOUT_S)
     assert client.batches.retrieve(id_).status == "in_progress"
-    assert completed() < 22
+    assert completed() < 36
     gateways.stop(signal.SIGKILL)
     client = gateways.start()
     wait_until(lambda: client.batches.retrieve(id_).status == "completed", TIMEOUT_S)
     (batch,) = client.batches.list(limit=10)
     assert batch.request_counts is not None
-    assert batch.request_counts.model_dump() == {"total": 23, "completed": 22, "failed": 1}
+    assert batch.request_counts.model_dump() == {"total": 37, "completed": 36, "failed": 1}
     assert batch.output_file_id is not None
     text = client.files.content(batch.output_file_id).text
     made = [json.loads(line) for line in text.splitlines()]
-    wanted = [one["custom_id"] for one in [*LONG, *short]]
+    wanted = [one["custom_id"] for one in [*long, *short]]
     assert Counter(one["custom_id"] for one in made) == Counter(wanted)
     answer = next(one for one in made if one["custom_id"] == "short-3")["response"]["body"]
     params = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
