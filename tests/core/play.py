@@ -158,6 +158,17 @@ class Play:
             self.ends[event.key] = event
 
 
+MODEL = {"drafter": "draft_model", "model": "m"}
+
+
+def drafting(play: type[Play], chance: float = 1.0, drafter: dict | None = None, **options) -> Play:
+    """Every proposal is computed. ``drafter``: MODEL has the runner make them."""
+    speculation = {"max_drafts": 4, **(drafter or {})}
+    made = play(**{"speculation": speculation, "block_size": 2, **options})
+    made.draft(chance)
+    return made
+
+
 def overlapped(**options) -> Play:
     return Play(overlap=True, **options)
 

@@ -167,3 +167,39 @@ def test_nothing_counts_as_read_after_a_fault(served: Served) -> None:
     served.run(row(known, 0, table, 2))
     assert served.passes == [7, 1]
     assert served.outputs[0].proposal == served.alone(known + new(served), 2)
+
+
+class AnyText:
+    """A grammar that allows everything."""
+
+    error = None
+
+    def mask(self) -> bytes:
+        return b"\xff" * (-(-VOCAB_SIZE // 32) * 4)
+
+    def after(self, token_ids: list[int]) -> "AnyText":
+        return self
+
+
+@pytest.mark.parametrize("forced", ["instead of the sample", "as the wrong draft", "as two drafts"])
+def test_what_a_grammar_forced_is_read(served: Served, forced: str) -> None:
+    """Though another token was sampled there, and read."""
+    known, table, grammar = some_tokens(9), [1, 2, 3, 4, 5, 6], AnyText()
+    served.run(row(known, 0, table))
+    sampled = new(served)[0]
+    other = (sampled + 1) % VOCAB_SIZE
+    if forced == "instead of the sample":
+        served.run(replace(row(known, 8, table, 2), grammar=grammar))
+        known += [other]
+    elif forced == "as the wrong draft":
+        served.run(replace(row([*known, other], 8, table, 2, drafts=1), grammar=grammar))
+        known += [other, 5]
+    else:
+        served.run(row([*known, sampled], 8, [7, 8, 9, 10, 11, 12], drafts=1))
+        second = new(served)[1]
+        drafted = [*known, sampled, second]
+        served.run(replace(row(drafted, 8, table, 2, drafts=2), grammar=grammar))
+        known += [sampled, (second + 1) % VOCAB_SIZE]
+    begin = len(known) - 1 if forced != "as the wrong draft" else 10
+    served.run(replace(row(known, begin, table, 2), grammar=grammar))
+    assert served.outputs[0].proposal == served.alone(known + new(served), 2)

@@ -240,6 +240,12 @@ def test_a_draft_model_is_no_head(tmp_path) -> None:
         load(tmp_path / "m", speculation={"drafter": "eagle", "model": str(draft)})
 
 
+def test_a_head_of_another_hidden_size_is_refused(tmp_path) -> None:
+    head = make_checkpoint(tmp_path / "head", "llama", tokenizer=True, hidden_size=96)
+    with pytest.raises(ConfigError, match=r"but must be a head of hidden size [0-9]+, not 96"):
+        load(tmp_path / "m", speculation={"drafter": "eagle", "model": str(head)})
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path) -> None:
     draft = make_checkpoint(tmp_path / "draft", "llama")
     speculation = {"drafter": "draft_model", "model": str(draft)}

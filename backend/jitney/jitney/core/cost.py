@@ -115,7 +115,7 @@ class _Filter:
         """A step told nothing of the first so many."""
         for i in range(count):
             self.weights[i] *= 1 - _FADING
-            self._variance[i][i] = min(self._variance[i][i] + 10 * _DRIFT, 1.0)
+            self._variance[i][i] += 10 * _DRIFT
 
 
 def _dot(a: Vector, b: Vector) -> float:

@@ -32,6 +32,7 @@ _MEMORY, _MEMORY_OF_ALL = 20, 16  # comparisons that averages go back to
 _PRIOR = 8.0  # comparisons that the average of all sequences counts for in that of one
 _SURE = 0.98  # no sequence's acceptance is more than that
 _LEAST_BAR, _UNMEASURED_BAR = 0.05, 0.5
+_REFUSED = 16  # steps
 _RESTS_EVERY = 64  # steps: one is without drafts, to know what that takes
 _TRIED = 4  # tokens, in a try
 _TRIES = 0.03  # share of the time for tries of a draft model that does not pay
@@ -146,6 +147,7 @@ class Speculation:
         for sequence in some:
             drafting = sequence.drafting = sequence.drafting or Drafting()
             drafting.taken = drafting.wanted = 0
+            drafting.refused = max(drafting.refused - 1, 0)
             if limited(sequence):
                 continue
             if drafting.made_at != sequence.num_tokens:
@@ -209,15 +211,22 @@ class Speculation:
             drafts = drafts[: sequence.grammar.num_allowed(drafts)]
             while drafts and sequence.grammar.after(drafts).ended:
                 del drafts[-1]
-        # The sampled token, and what is read again of a block that this step begins.
-        unread = sequence.num_tokens + len(drafts) + 2 - drafting.read
+        # The sampled one, and two that may be read again: where a block begins, and with a grammar.
+        unread = sequence.num_tokens + len(drafts) + 3 - drafting.read
         return drafts, drafting.wanted, unread
 
     def waits(self, sequence: Sequence) -> bool:
         """Whether a sequence whose next token is still being sampled is to wait for it, because its
         drafts are worth more than a step."""
         drafting = sequence.drafting
-        return drafting is not None and (drafting.taken > 1 or drafting.wanted > 0)
+        if drafting is None or drafting.refused:
+            return False
+        return drafting.taken > 1 or drafting.wanted > 0
+
+    def note_refused(self, sequence: Sequence) -> None:
+        """A step had no room for what was chosen: for a while it does not wait for such a step."""
+        if sequence.drafting is not None and self.waits(sequence):
+            sequence.drafting.refused = _REFUSED
 
     def _prices(self, some: list[Sequence]) -> Prices:
         rows, weights = len(some), self._cost.weights

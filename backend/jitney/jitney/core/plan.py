@@ -185,7 +185,7 @@ class Planner:
                     room = len(sequence.table) * block_size - start
                     self._plan_chunk(plan, sequence, min(most, room))
                 elif left == 1:
-                    drafts, *asked = self._take_drafts(plan, sequence, running[position:])
+                    drafts, *asked = self._take_drafts(plan, sequence, position)
                     tokens, sample = [sequence.output[-1], *drafts], (sequence.index,)
                     self._add_row(plan, sequence, tokens, sample, None, len(drafts), *asked)
                 else:  # that token is pending
@@ -200,16 +200,19 @@ class Planner:
         return self._speculation is not None and self._speculation.waits(sequence)
 
     def _take_drafts(
-        self, plan: _Plan, sequence: Sequence, after: list[Sequence]
+        self, plan: _Plan, sequence: Sequence, position: int
     ) -> tuple[list[int], int, int]:
         """The drafts of a decode, how many more a model is to propose, and how many tokens it may
-        read before, as far as they find room: a token of the budget is left to every sequence that
-        comes ``after``, and prompts keep theirs; a block is left to every fork that is due and to
-        each of those sequences, and what else its known tokens need. While any sequence waits, they
-        take no blocks."""
+        read before, as far as they find room: a token of the budget is left to every running
+        sequence from ``position`` on, and prompts keep theirs; a block is left to every fork that
+        is due and to each of those sequences, and what else its known tokens need. While any
+        sequence waits, they take no blocks."""
         if self._speculation is None:
             return [], 0, 0
         drafts, propose, read = self._speculation.drafts_of(sequence)
+        if not drafts and not propose:
+            return [], 0, 0
+        after = self._live.running[position:]
         del drafts[max(plan.tokens_left - 1 - plan.kept_from_drafts - len(after), 0) :]
         kv, live, table = self._kv, self._live, sequence.table
         start = sequence.num_planned + 1
@@ -225,6 +228,8 @@ class Planner:
             if live.num_waiting or kv.num_free <= spare or not kv.grow(table):
                 del drafts[room:]
                 propose = min(propose, room - len(drafts))
+        if not drafts and not propose:
+            self._speculation.note_refused(sequence)
         if not propose:
             return drafts, 0, 0
         plan.reads_left -= read

@@ -140,6 +140,8 @@ class Drafting:
     """Of the proposal, how many the step that is being planned may compute."""
     wanted: int = 0
     """How many tokens a draft model is to propose in that step for the next one."""
+    refused: int = 0
+    """For so many steps it does not wait for a token that is pending."""
     read: int = 0
     """How many of its tokens the draft model had computed when it was asked last."""
     places: dict[int, int] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from jitney.core.request import Sequence
 
 _EXCEEDED, _MET, _LEAST_AIM = 0.95, 1.0005, 0.5
 _STEPS_TO_FIRST = 3
+_LEAST_READ = 16  # tokens: to read no more than a sequence grows by would never come to an end
 
 
 class Pace:
@@ -104,8 +105,8 @@ class Pace:
         passes = self._fit(further, weights.passes, 0.0)
         fixed = weights.passes * passes + weights.asked
         fits = self._fit(read, weights.read, fixed)
-        if propose == further - passes or fits < min(read, self._block_size):
-            return count, 0, 0  # to read less than that would never come to an end
+        if propose == further - passes or fits < min(read, _LEAST_READ):
+            return count, 0, 0
         propose -= further - passes
         self._passes = max(self._passes, propose)
         self._taken += weights.read * fits + fixed

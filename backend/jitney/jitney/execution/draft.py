@@ -36,7 +36,7 @@ class DraftModel:
         head: HeadInputs | None = None,
     ) -> None:
         """``head``: it is one, and this gives it the model's hidden states."""
-        self.caches = caches
+        self._caches = caches
         self._model = model
         self._block_size = block_size
         self._head = head
@@ -69,7 +69,9 @@ class DraftModel:
                 output.unread = len(known.token_ids) - output.read
                 if output.read:
                     del known.token_ids[output.read :]
-                    self._fill(known)
+                    # In the place of the newest token, a grammar may force another one.
+                    forced = row.grammar is not None and not output.unread
+                    self._fill(known, known.end - forced)
                     asked.append((known, output))
         states = None
         try:
@@ -92,7 +94,7 @@ class DraftModel:
         hidden = None
         if self._head is not None:
             hidden = self._head.enter(self._head.of(meta) if states is None else states)
-        step = PagedStep(self.caches, meta, hidden)
+        step = PagedStep(self._caches, meta, hidden)
         logits = self._model.forward(ids, meta.positions, indices, step)
         further, goes_on = list[tuple[Row, RowOutput]](), []
         # By the same numbers as the model's: from like distributions they choose alike.
@@ -116,11 +118,10 @@ class DraftModel:
             self._filled[destination] = 0
         size = self._block_size
         for row in batch.rows:
-            if row.grammar is not None:  # it may have forced another token than was sampled
-                first, offset = divmod(row.start, size)
-                self._filled[row.block_table[first]] = min(
-                    self._filled[row.block_table[first]], offset
-                )
+            if row.grammar is not None:  # it may have forced what was not sampled
+                number, offset = divmod(max(row.start - self._shift, 0), size)
+                block = row.block_table[number]
+                self._filled[block] = min(self._filled[block], offset)
             for block in row.block_table[-(-row.start // size) : -(-row.end // size)]:
                 self._filled[block] = 0
 
@@ -132,15 +133,15 @@ class DraftModel:
             if self._filled[table[number]] < size:
                 start = min(number * size + self._filled[table[number]], start)
                 break
-        return replace(
-            row, token_ids=(row.prompt + row.output)[start + shift : row.end], start=start
-        )
+        tokens = (row.prompt + row.output)[start + shift : row.end]
+        return replace(row, token_ids=tokens, start=start)
 
-    def _fill(self, row: Row) -> None:
-        """From now on its tokens count as computed, for further rows of the same pass too."""
+    def _fill(self, row: Row, end: int) -> None:
+        """From now on its tokens below ``end`` count as computed, for further rows of the same pass
+        too."""
         size = self._block_size
-        for number in range(row.start // size, (row.end - 1) // size + 1):
-            self._filled[row.block_table[number]] = min(row.end - number * size, size)
+        for number in range(row.start // size, (end - 1) // size + 1):
+            self._filled[row.block_table[number]] = min(end - number * size, size)
 
 
 def newest(row: Row, output: RowOutput) -> Row:

@@ -62,7 +62,7 @@ def load_runner(
     info = _describe(config, model, attention, budget)
     rows = min(budget, config.max_num_seqs)
     draft, own = _load_draft(config, model, accelerator, quantizer, rows), len(model.layers)
-    weight = _head_weight(config, model)
+    weight = None if draft is None else _head_weight(config, model, draft)
     if draft is not None:
         attention += select_attention(config, draft, dtype, accelerator)
     layers = model.layers + (draft.layers if draft is not None else [])
@@ -80,13 +80,17 @@ def load_runner(
     steps = steps or memory.estimate_steps(model, budget, config.most_samples)
     kept = 0 if weight is None else config.block_size * weight[0].nbytes
     weights = model.weight_bytes + (draft.weight_bytes if draft is not None else 0)
+    weights += 0 if weight is None else weight.nbytes
     both = replace(model, layers=layers, weight_bytes=weights)
     adapters = memory.most_adapters(config, model)
     available = machine.available_memory(model.device)
     ledger = memory.plan_memory(config, both, dtype, steps, available, adapters, kept)
     try:
         caches = make_caches(ledger.num_blocks)
-    except (torch.OutOfMemoryError, MemoryError, OSError) as error:  # the allocators'
+        size, head = config.block_size, None
+        if weight is not None:
+            head = HeadInputs(weight, ledger.num_blocks, size)
+    except (RuntimeError, MemoryError, OSError) as error:  # the allocators'
         raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
     if scales is not None:
         caches[:own] = [
@@ -100,8 +104,6 @@ def load_runner(
         else accelerator.runner(model, caches[:own], info)
     )
     if draft is not None:
-        size = config.block_size
-        head = None if weight is None else HeadInputs(weight, ledger.num_blocks, size)
         runner.use_draft_model(DraftModel(draft, caches[own:], size, head))
     runner.warm_up(_first_steps(info, int(draft is not None)))
     _log_loaded(model, info, ledger, begin)
@@ -116,9 +118,11 @@ def _load_draft(
     rows: int,
 ) -> LoadedModel | None:
     """The draft model that option ``speculation`` names, in the model's dtype, with its context. It
-    is quantized if the model is. Raises ConfigError if its vocabulary is another."""
+    is quantized if the model is. Raises ConfigError if its vocabulary is another, or for a head
+    that would not run on a CPU."""
     if config.speculation is None or config.speculation.model is None:
         return None
+    _refuse_head(config, model.device)
     own = _of_draft(config, config.speculation.model, model.dtype, model.max_model_len)
     draft = load_model(own, quantizer)
     if draft.vocab_size != model.vocab_size:
@@ -127,16 +131,26 @@ def _load_draft(
     return draft if accelerator is None else _speed_up(own, draft, accelerator, rows)
 
 
-def _head_weight(config: EngineConfig, model: LoadedModel) -> torch.Tensor | None:
-    """The matrix of the head that option ``speculation`` names, if it names one. Raises ConfigError
-    if it is not of this model, or not for a CPU."""
+def _head_weight(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel
+) -> torch.Tensor | None:
+    """The matrix of the head that option ``speculation`` names; None if that is a draft model.
+    Raises ConfigError if it is not of this model."""
     speculation = config.speculation
-    if speculation is None or speculation.drafter != "eagle":
-        return None
-    if model.device.type != "cpu":
-        raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
+    assert speculation is not None
     assert speculation.model is not None
+    if speculation.drafter != "eagle":
+        return None
+    size, own = model.config.hidden_size, draft.config.hidden_size
+    if own != size:
+        bound = f"a head of hidden size {size:,}, not {own:,}"
+        raise ConfigError.of("speculation.model", speculation.model, bound)
     return read_weight(speculation.model, model)
+
+
+def _refuse_head(config: EngineConfig, device: torch.device) -> None:
+    if config.speculation and config.speculation.drafter == "eagle" and device.type != "cpu":
+        raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
 
 
 def _of_draft(
@@ -247,6 +261,7 @@ def weigh(config: EngineConfig, quantizer: Quantizer) -> Footprint:
         refuse_gpu_options(config, "batch_invariant")
     elif config.kv_cache_dtype == "int8":
         raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
+    _refuse_head(config, device)
     checkpoint, hf_config, dtype = judge(config, device)
     weights = quantizer(checkpoint, config, dtype, device)
     interface.register()

@@ -104,7 +104,6 @@ class TorchRunner:
     def use_draft_model(self, draft: DraftModel) -> None:
         """Have it follow whatever is computed from now on, and propose what rows ask for."""
         self._draft, self._hidden = draft, draft.reads
-        self._caches = self._caches + draft.caches
 
     def execute(self, batch: Batch) -> StepOutput:
         """Compute one step: copy blocks, write the new K and V, sample.
@@ -138,8 +137,7 @@ class TorchRunner:
 
     def forward(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
         """A :data:`Forward`: the model's own."""
-        caches = self._caches[: len(self._model.layers)]
-        step = PagedStep(caches, meta, self._hidden)
+        step = PagedStep(self._caches, meta, self._hidden)
         return self._model.forward(ids, meta.positions, indices, step)
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
