@@ -100,7 +100,9 @@ def make_page(metrics: Any, of_jobs: Any, of_gateway: str) -> str:
     requests = f"Requests by how they ended, in the label `outcome`: {outcomes}"
     causes = ", ".join(f"`{cause}`" for cause in metrics.CAUSES)
     restarts = f"Engines that died, by cause, in the label `cause`: {causes}"
-    counters = {**metrics.COUNTERS, metrics.REQUESTS: requests, metrics.RESTARTS: restarts}
+    drafts = {name: f"{text}, by `drafter`" for name, text in metrics.DRAFT_COUNTERS.items()}
+    counters = metrics.COUNTERS | drafts
+    counters |= {metrics.REQUESTS: requests, metrics.RESTARTS: restarts}
     buckets = {
         name: f"{text}. Bounds: {', '.join(f'{bound:g}' for bound in bounds)}"
         for name, (text, bounds) in metrics.HISTOGRAMS.items()

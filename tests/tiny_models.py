@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 160
@@ -214,3 +215,13 @@ def _fan_in(name: str, parameter: torch.Tensor, model: torch.nn.Module) -> int:
     if type(owner).__name__ in ("Conv1D", "GptOssExperts"):
         return parameter.shape[-2]
     return parameter.shape[-1]
+
+
+def make_head(folder: Path, target: str | Path) -> str:
+    """A head of random weights for the checkpoint in ``target``."""
+    path = make_checkpoint(folder, "llama", tokenizer=True, num_hidden_layers=1)
+    size = transformers.AutoConfig.from_pretrained(target).hidden_size
+    drawn = torch.Generator().manual_seed(1)
+    weight = torch.randn(size, size, generator=drawn) / size**0.5
+    save_file({"hidden.weight": weight}, path / "hidden.safetensors")
+    return str(path)

@@ -29,7 +29,7 @@ from jitney.messages import (
 from jitney.sampling_params import SamplingParams
 
 from tests.adapters.adapter_files import write_adapter
-from tests.tiny_models import EOS_ID, make_checkpoint
+from tests.tiny_models import EOS_ID, make_checkpoint, make_head
 
 pytest.importorskip("numba")
 
@@ -232,13 +232,16 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
-def test_a_thousand_requests(house: House, drafter: str) -> None:
-    """The draft model is the model itself: right without adapters, wrong with them."""
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle"])
+def test_a_thousand_requests(house: House, drafter: str, tmp_path: Path) -> None:
+    """The draft model is the model itself: right without adapters, wrong with them. The head is of
+    random weights."""
     speculation: dict[str, object] = {"drafter": drafter, "max_drafts": 4}
     blocks = 40 * 4096
     if drafter == "draft_model":
         speculation["model"], blocks = house.config.model, 2 * blocks
+    elif drafter == "eagle":
+        speculation["model"], blocks = make_head(tmp_path, house.config.model), 2 * blocks
     options = msgspec.structs.asdict(house.config)
     config = make_config({**options, "speculation": speculation, "kv_cache_bytes": blocks})
     served, right = serve_and_kill(config, house.asked), house.right

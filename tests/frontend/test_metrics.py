@@ -132,6 +132,16 @@ def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
     assert value(pb, "jitney_request_seconds_sum") == 2.0
 
 
+def test_drafts_count_by_their_drafter(pb: Any) -> None:
+    metrics = module.Metrics(LABELS, INFO, drafter="eagle")
+    step = StepStats(blocks_total=8, draft_rows=2, draft_tokens=7, accepted_tokens=3)
+    metrics.step(step)
+    metrics.step(step)
+    metrics.close()
+    for name, count in zip(module.DRAFT_COUNTERS, (4, 14, 6), strict=True):
+        assert value(pb, name, drafter="eagle") == count
+
+
 def test_requests_count_by_tier_where_there_are_any(pb: Any) -> None:
     metrics = module.Metrics(LABELS, INFO, ["fast", "bulk"])
     for tier, seconds in (("fast", 0.01), ("bulk", 3.0), ("bulk", 4.0)):

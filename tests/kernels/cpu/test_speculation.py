@@ -16,11 +16,11 @@ from jitney.execution.sampler import sample
 from jitney.messages import Emitted, Finished, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 from jitney.text.tokenizer import read_tokenizer
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.fake_runner import Prophet
-from tests.tiny_models import VOCAB_SIZE, make_checkpoint
+from tests.tiny_models import VOCAB_SIZE, make_checkpoint, make_head
 
 pytest.importorskip("numba")
 
@@ -163,16 +163,6 @@ def test_a_draft_model(tmp_path, name: str) -> None:
     some = Run(speculates, runner, compiled.__getitem__, plain, eager=True)
     assert (some.accepted > 0.9 * some.drafted) == (name == "llama")
     runner.close()
-
-
-def make_head(folder, target) -> str:
-    """A head of random weights for the checkpoint in ``target``."""
-    path = make_checkpoint(folder, "llama", tokenizer=True, num_hidden_layers=1)
-    size = AutoConfig.from_pretrained(target).hidden_size
-    drawn = torch.Generator().manual_seed(1)
-    weight = torch.randn(size, size, generator=drawn) / size**0.5
-    save_file({"hidden.weight": weight}, path / "hidden.safetensors")
-    return str(path)
 
 
 @pytest.mark.parametrize("more", [{}, {"fuse": False, "batch_invariant": False}], ids=str)

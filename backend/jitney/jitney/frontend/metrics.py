@@ -49,9 +49,6 @@ COUNTERS = {
     "jitney_prompt_tokens_total": "Prompt tokens of requests, also of those that find a full queue",
     "jitney_generated_tokens_total": "Tokens generated, also those after a stop string",
     "jitney_structured_output_forced_tokens_total": "Of these, tokens that a grammar forced",
-    "jitney_draft_rows_total": "Times that a sequence computed drafts (option `speculation`)",
-    "jitney_draft_tokens_total": "Drafts computed",
-    "jitney_accepted_draft_tokens_total": "Of these, drafts that became output",
     "jitney_computed_prompt_tokens_total": "Prompt tokens computed, also again after a preemption",
     "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
@@ -66,6 +63,12 @@ COUNTERS = {
     "jitney_thread_errors_total": "Exceptions in threads of the front; the server's log has them",
     "jitney_send_failures_total": "Responses that failed although their client was there",
 }
+DRAFT_COUNTERS = {
+    "jitney_draft_rows_total": "With option `speculation`, times that a sequence computed drafts",
+    "jitney_draft_tokens_total": "Drafts computed",
+    "jitney_accepted_draft_tokens_total": "Of these, drafts that became output",
+}
+"""With the label ``drafter``."""
 TIER_GAUGES = {
     "jitney_tier_waiting_sequences": "Sequences that wait",
     "jitney_tier_running_sequences": "Sequences that run",
@@ -116,12 +119,18 @@ class Metrics:
     """Adds up and flushes. All methods may be called from any thread."""
 
     def __init__(
-        self, labels: Mapping[str, str], info: ModelInfo, tiers: Sequence[str] = ()
+        self,
+        labels: Mapping[str, str],
+        info: ModelInfo,
+        tiers: Sequence[str] = (),
+        drafter: str = "",
     ) -> None:
         """``labels`` go on every metric, the names of ``tiers`` on those of requests, which without
-        any have no such label. A server without metrics is fine: nothing is sent then."""
+        any have no such label. Without ``drafter`` there are no metrics of drafts. A server without
+        metrics is fine: nothing is sent then."""
         self._lock = threading.Lock()
         self._tiers = tuple(tiers)
+        self._drafter = drafter
         self._labels = dict(labels)
         self._block_size = info.block_size
         self.stats = StepStats(blocks_total=info.num_blocks)
@@ -136,10 +145,10 @@ class Metrics:
             _LOG.info("the server takes no metrics: %s", error)
             self._metrics.clear()
 
-    def count(self, name: str, amount: float = 1, tier: str = "") -> None:
-        """Add to one of ``COUNTERS``, or of ``TIER_COUNTERS``."""
+    def count(self, name: str, amount: float = 1, label: str = "") -> None:
+        """Add to one of ``COUNTERS``, or, by its tier or drafter, of the other counters."""
         with self._lock:
-            self._totals[_key(name, tier)] += amount
+            self._totals[_key(name, label)] += amount
 
     def failed(self, error: JitneyError, tier: str = "") -> None:
         """Count a request that ended with ``error``; without a tier if that was not known yet."""
@@ -189,9 +198,9 @@ class Metrics:
         self.count("jitney_generated_tokens_total", stats.generated_tokens)
         self.count("jitney_structured_output_forced_tokens_total", stats.forced_tokens)
         if stats.draft_rows:
-            self.count("jitney_draft_rows_total", stats.draft_rows)
-            self.count("jitney_draft_tokens_total", stats.draft_tokens)
-            self.count("jitney_accepted_draft_tokens_total", stats.accepted_tokens)
+            drafts = (stats.draft_rows, stats.draft_tokens, stats.accepted_tokens)
+            for name, amount in zip(DRAFT_COUNTERS, drafts, strict=True):
+                self.count(name, amount, self._drafter)
         self.count("jitney_computed_prompt_tokens_total", stats.prefill_tokens)
         self.count("jitney_prefix_query_tokens_total", stats.prefix_query_tokens)
         self.count("jitney_prefix_hit_tokens_total", stats.prefix_hit_tokens)
@@ -244,6 +253,8 @@ class Metrics:
             self._add(name, text, counts=False)
         for name, text in COUNTERS.items():
             self._add(name, text)
+        for name, text in DRAFT_COUNTERS.items() if self._drafter else ():
+            self._add(name, text, "drafter", [self._drafter])
         if self._tiers:
             for name, text in TIER_GAUGES.items():
                 self._add(name, text, counts=False, tiers=self._tiers)

@@ -78,7 +78,8 @@ class Service:
         self._counting = threading.Lock()
         # By tier: requests whose prompt is not encoded yet; changed under the lock.
         self._encoding = [0] * max(len(config.tiers), 1)
-        self._metrics = Metrics(labels, info, [one.name for one in config.tiers])
+        drafter = "" if config.speculation is None else config.speculation.drafter
+        self._metrics = Metrics(labels, info, [one.name for one in config.tiers], drafter)
         # On a CPU a response costs the engine's cores as much as a token or two.
         send_share = config.send_share or (0.2 if info.device == "cpu" else 1.0)
         self._tracing = tracing
