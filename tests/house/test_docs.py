@@ -31,6 +31,18 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_tests_that_together_names_are_there() -> None:
+    table = (ROOT / "docs" / "together.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| \w \| (.+?) \| ", table, re.M)
+    assert len(named) >= 8
+    for cell in named:
+        file, _, first = re.findall(r"`(.+?)(::)(\w+)`", cell)[0]
+        others = re.findall(r"and `(\w+)`", cell)
+        source = (ROOT / file).read_text(encoding="utf-8")
+        for name in (first, *others):
+            assert re.search(rf"^(?:def|class) {name}\b", source, re.M), f"{file}: {name}"
+
+
 def test_make_help_lists_every_target() -> None:
     text = subprocess.run(
         ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True
