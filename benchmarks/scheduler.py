@@ -48,7 +48,7 @@ def make_scheduler(running: int, waiting: int, steps: int) -> Scheduler:
     params = SamplingParams(max_tokens=10 * steps, seed=0)
     for key in range(running + waiting):
         prompt = [key] * (PROMPT_TOKENS + key % BLOCK_SIZE)
-        refused = scheduler.submit(Submit(key=key, prompt=prompt, params=params, arrival=key), key)
+        refused = scheduler.submit(Submit(key=key, prompt=prompt, params=params, arrival=key))
         assert not refused
     while True:
         batch = scheduler.schedule(0.0)
@@ -88,7 +88,7 @@ def measure_forks(requests: int = 256, n: int = 128, steps: int = 200) -> tuple[
     params = SamplingParams(n=n, max_tokens=16, seed=0)
     for key in range(requests):
         prompt = [key] * (PROMPT_TOKENS + key % BLOCK_SIZE)
-        scheduler.submit(Submit(key=key, prompt=prompt, params=params, arrival=key), 0.0)
+        scheduler.submit(Submit(key=key, prompt=prompt, params=params, arrival=key))
     planned = taken = 0.0
     for _ in range(steps):
         started = time.thread_time()

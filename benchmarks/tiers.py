@@ -106,7 +106,7 @@ class Simulated:
     def send(self, message: Message) -> None:
         """A request arrives."""
         assert isinstance(message, Submit)
-        self.scheduler.submit(message, self.now)
+        self.scheduler.submit(message)
 
     def step(self) -> "Simulated | None":
         """Make a step: its events are there afterwards. None if there is nothing to do."""

@@ -1,9 +1,12 @@
 """Admission and the queue: what is refused, with which words, and what is admitted."""
 
 import sys
+from typing import Any
 
 import pytest
-from jitney.messages import Failed, Finished
+from jitney.errors import InternalError
+from jitney.messages import Cancelled, Emitted, Failed, Finished, Submit
+from jitney.sampling_params import SamplingParams
 
 from tests.core.play import Play
 
@@ -216,6 +219,68 @@ def test_a_deadline_of_a_running_request_ends_it_with_what_it_has() -> None:
     assert isinstance(play.ends[key], Finished)
     assert [len(stream) for stream in play.got(key)] == [4, 4]
     assert play.scheduler.kv.num_used == 0
+
+
+def held(play: Play, key: int, **options: Any) -> Submit:
+    params = SamplingParams(seed=key, max_tokens=2)
+    return Submit(key=key, prompt=[1, 2], params=params, arrival=play.now, **options)
+
+
+def test_a_held_request_counts_as_queued_until_it_ends() -> None:
+    play = Play(max_num_seqs=1, max_queued=2)
+    scheduler = play.scheduler
+    assert [scheduler.hold(held(play, key)) for key in range(3)] == [[], [], []]
+    assert scheduler.stats().queued == 3
+    assert not scheduler.has_work
+    (full,) = scheduler.hold(held(play, 3))
+    assert isinstance(full, Failed)
+    assert full.code == "UNAVAILABLE"
+    (refused,) = scheduler.submit(held(play, 4))
+    assert isinstance(refused, Failed)
+    assert scheduler.submit(held(play, 0)) == []
+    assert scheduler.stats().queued == 3
+    assert scheduler.cancel(1) == [Cancelled(1)]
+    (failed,) = scheduler.fail(2, InternalError("no adapter"))
+    assert isinstance(failed, Failed)
+    assert scheduler.fail(2, InternalError("no adapter")) == []
+    assert scheduler.stats().queued == 1
+
+
+def test_a_held_request_is_refused_if_it_never_fits() -> None:
+    play = Play(num_blocks=4, block_size=4)
+    params = SamplingParams(seed=0, max_tokens=2)
+    beyond = Submit(key=0, prompt=[1] * 17, params=params, arrival=0.0)
+    (event,) = play.scheduler.hold(beyond)
+    assert isinstance(event, Failed)
+    assert event.code == "INVALID_ARGUMENT"
+
+
+def test_a_held_request_ends_at_its_deadline() -> None:
+    play = Play()
+    scheduler = play.scheduler
+    assert scheduler.next_deadline is None
+    scheduler.hold(held(play, 0, deadline=2.0))
+    scheduler.submit(held(play, 1, deadline=3.0))
+    assert scheduler.next_deadline == 2.0
+    assert scheduler.expire(1.9) == []
+    (event,) = scheduler.expire(2.0)
+    assert isinstance(event, Failed)
+    assert event.code == "DEADLINE_EXCEEDED"
+    assert "2.000 s after arrival" in event.message
+    assert "in the queue" in event.message
+    assert scheduler.next_deadline == 3.0
+
+
+def test_a_resumed_request_is_not_asked_whether_the_queue_is_full() -> None:
+    play = Play(max_num_seqs=1, max_queued=1)
+    scheduler = play.scheduler
+    for key in range(2):
+        assert scheduler.submit(held(play, key)) == []
+    emitted = {"emitted": [Emitted([1])], "first_token": 0.0}
+    assert scheduler.hold(held(play, 2, **emitted)) == []
+    assert scheduler.submit(held(play, 3, **emitted)) == []
+    (refused,) = scheduler.submit(held(play, 4))
+    assert isinstance(refused, Failed)
 
 
 @pytest.mark.parametrize("shortage", ["rows", "blocks"])

@@ -76,6 +76,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a draft may end the sequence": ("drafts", "id not in stop_ids", "True"),
     "drafts go beyond the end": ("drafts", "taken, sequence.limit", "taken, 99 + sequence.limit"),
     "drafts take the budget of others": ("plan", "- len(after), 0)", ", 0)"),
+    "what goes on is refused": ("scheduler", "if message.emitted:", "if False:"),
+    "a held request does not count": ("scheduler", "[live + held for", "[live for"),
     "the budget is ignored": ("plan", "min(end - start, most)", "end - start"),
 }  # fmt: skip
 # The same, noticed by the tests of tiers alone.
@@ -109,14 +111,6 @@ TIER_FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "no bulk request is overdue": ("live", "self.overdue[tier] +=", "self.overdue[0] +="),
 }  # fmt: skip
-OUTLOOK_FAULTS: dict[str, tuple[str, ...]] = {
-    "who has learned nothing refuses": ("outlook", "self._steps < _LEAST_STEPS or ", ""),
-    "an idle engine refuses": ("outlook", " or not (ahead or running)", ""),
-    "a request is not late for what waits": ("outlook", "for one in waiting", "for one in ()"),
-    "a request is not late for want of a place": ("outlook", "if short > 0 and", "if False and"),
-    "a tier's target is no limit": ("outlook", "[request.tier].ttft_ms if", " and None if"),
-    "what goes on is refused": ("scheduler", "if not message.emitted", "if True"),
-}
 # The copy comes before the installed package, which an editable installation finds by itself.
 PROGRAM = """
 import sys
@@ -129,15 +123,14 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [*FAULTS, *TIER_FAULTS, *OUTLOOK_FAULTS])
+@pytest.mark.parametrize("fault", [*FAULTS, *TIER_FAULTS])
 def test_a_fault_is_noticed(tmp_path: Path, fault: str) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "backend/jitney/jitney", tmp_path / "jitney", ignore=ignored)
-    name, *changes = (FAULTS | TIER_FAULTS | OUTLOOK_FAULTS)[fault]
+    name, *changes = (FAULTS | TIER_FAULTS)[fault]
     names = {each.stem.removeprefix("test_") for each in Path(__file__).parent.glob("test_*.py")}
     runs = [[*FIRST, *sorted(names - {*FIRST, LAST})], [LAST]]
     runs = [["tier_planning"]] if fault in TIER_FAULTS else runs
-    runs = [["outlook"]] if fault in OUTLOOK_FAULTS else runs
     path = tmp_path / "jitney" / "core" / f"{name}.py"
     text = path.read_text(encoding="utf-8")
     for old, new in zip(changes[::2], changes[1::2], strict=True):

@@ -52,7 +52,7 @@ def drive(
     while waiting or scheduler.has_work:
         now = float(driven.steps)
         while waiting and waiting[0].key * stagger <= driven.steps:
-            driven.events += scheduler.submit(waiting.pop(0), now)
+            driven.events += scheduler.submit(waiting.pop(0))
         scheduler.reset_counts()
         batch = scheduler.schedule(now)
         if batch.rows:

@@ -154,3 +154,8 @@ def test_defaults_pass_their_own_checks() -> None:
 def test_every_option_can_be_described() -> None:
     for field in msgspec.structs.fields(EngineConfig):
         assert describe_type(EngineConfig, field.encode_name)
+
+
+def test_a_removed_option_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert make_config({"model": "m", "refuse_late": True}) == make_config({"model": "m"})
+    assert "option refuse_late was removed and is ignored" in caplog.text

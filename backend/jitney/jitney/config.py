@@ -5,6 +5,7 @@ Options that depend on the device or the checkpoint are ``None`` here and are de
 by whoever knows both (the runner); everything else is final after :func:`load_config`.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from msgspec import Meta, inspect
 
 from jitney.errors import ConfigError, nearest
 
+_log = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
 Quantization = Literal["none", "fp8", "int8", "int4"]
 ToolFormat = Literal[
@@ -156,9 +158,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds of waiting that raise a request by one priority level, so that none starves."""
     min_priority: Annotated[int, Meta(ge=-1000, le=0)] = -1000
     """Most urgent ``priority`` that a request may ask for. 0: none before those that name none."""
-    refuse_late: bool = False
-    """Refuse a request as UNAVAILABLE if its first token is expected after its deadline or after
-    ``ttft_ms`` of its tier, as steps and the queue before it tell."""
     tiers: tuple[TierConfig, ...] = ()
     """Kinds of requests, the most urgent first, with targets and limits of their own: a list of
     objects, see [tiers](tiers.md)."""
@@ -229,6 +228,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return max(len(names) - 1, 0) if name is None else names.index(name)
 
 
+REMOVED_OPTIONS: dict[str, str] = {
+    "refuse_late": "a request whose deadline passes before its first token ends then",
+}
+"""Options that are taken and ignored for one version, with a warning when the model is loaded.
+Name -> what to know instead."""
+
 # What transformers' apply_chat_template takes for itself: a client may neither send a template of
 # its own nor change how one is applied.
 _NOT_TEMPLATE_PARAMETERS = frozenset({
@@ -284,6 +289,7 @@ def from_text(key: str, text: str) -> object:
 
 def make_config(options: dict[str, object]) -> EngineConfig:
     """Check ``options`` and make the struct. Raises ConfigError as :func:`load_config` does."""
+    options = _without_removed(options)
     if isinstance(given := options.get("speculation"), dict):
         options = options | {"speculation": _make_speculation(given)}
     if isinstance(given := options.get("tiers"), (list, tuple)):
@@ -308,6 +314,13 @@ def make_config(options: dict[str, object]) -> EngineConfig:
     _check_gpu_options(config)
     _check_tiers(config)
     return config
+
+
+def _without_removed(options: dict[str, object]) -> dict[str, object]:
+    """The options but for those of :data:`REMOVED_OPTIONS`, each of which is warned of."""
+    for name in REMOVED_OPTIONS.keys() & options.keys():
+        _log.warning("option %s was removed and is ignored: %s", name, REMOVED_OPTIONS[name])
+    return {name: value for name, value in options.items() if name not in REMOVED_OPTIONS}
 
 
 def _make_speculation(given: dict[str, object]) -> SpeculationConfig:

@@ -68,6 +68,12 @@ class DeadlineExceededError(JitneyError):
 
     code = "DEADLINE_EXCEEDED"
 
+    @classmethod
+    def of_request(cls, arrival: float, deadline: float, state: str) -> Self:
+        """``state``: where the request was then, such as "the request was still in the queue"."""
+        after = f"{deadline - arrival:.3f} s after arrival"
+        return cls(f"the deadline, {after}, passed before the first token: {state}")
+
 
 class CancelledError(JitneyError):
     """The client cancelled or disconnected."""

@@ -174,6 +174,9 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     waiting: int = 0
     running: int = 0
     """Sequences."""
+    queued: int = 0
+    """Requests of which nothing was ever admitted, those that wait for a grammar or an adapter
+    included: what ``max_queued`` limits."""
     blocks_total: int = 0
     blocks_used: int = 0
     """Referenced by a live sequence."""

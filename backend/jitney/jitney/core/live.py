@@ -18,6 +18,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 from jitney.config import TierConfig
+from jitney.core.deadlines import Deadlines
 from jitney.core.kv_cache import KvCache
 from jitney.core.request import Request, Sequence, State
 from jitney.core.step_in_flight import StepInFlight
@@ -45,8 +46,7 @@ class LiveRequests:
         """By rank."""
         self.queues: list[list[Sequence]] = [[] for _ in self.caps]
         """Waiting sequences by tier, by rank."""
-        self.deadlines: list[tuple[float, int]] = []
-        """Deadlines and keys, the earliest first."""
+        self.deadlines = Deadlines()
         self.num_queued = [0] * len(self.caps)
         """By tier: requests of which nothing was ever admitted."""
         self.reserved_blocks = 0
@@ -137,8 +137,7 @@ class LiveRequests:
         assert message.key not in self.requests, "a key was used twice"
         self.requests[message.key] = request
         self.num_queued[request.tier] += 1
-        if message.deadline is not None:
-            insort(self.deadlines, (message.deadline, message.key))
+        self.deadlines.add(message)
         for sequence in request.sequences:
             if sequence.state is State.WAITING:
                 self.wait(sequence, message.arrival)
@@ -208,10 +207,8 @@ class LiveRequests:
         for sequence in request.sequences:
             if sequence.state is not State.ENDED:
                 self.end(sequence)
-        key, deadline = request.message.key, request.message.deadline
-        del self.requests[key]
-        if deadline is not None:
-            del self.deadlines[bisect_left(self.deadlines, (deadline, key))]
+        del self.requests[request.message.key]
+        self.deadlines.remove(request.message)
         if request.first_scheduled is None:
             self.num_queued[request.tier] -= 1
 
@@ -326,7 +323,7 @@ class LiveRequests:
         assert reserved == self.reserved_blocks <= self.kv.num_blocks, "too much is reserved"
         messages = [request.message for request in self.requests.values()]
         timed = [(one.deadline, one.key) for one in messages if one.deadline is not None]
-        assert sorted(timed) == self.deadlines, "a deadline is missing, or of nobody"
+        assert sorted(timed) == self.deadlines.entries, "a deadline is missing, or of nobody"
         self._check_steps_in_flight()
         tables = [(one.table, one.num_computed) for one in self.running]
         yield from self.kv.integrity_checks(

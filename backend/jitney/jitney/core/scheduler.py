@@ -23,13 +23,13 @@ from operator import attrgetter
 import msgspec
 
 from jitney.config import EngineConfig
-from jitney.core.admission import needs_of
+from jitney.core.admission import Needs, needs_of
 from jitney.core.cost import StepCost, StepShape
 from jitney.core.drafts import Speculation
 from jitney.core.kv_cache import KvCache
+from jitney.core.held import HeldRequests
 from jitney.core.live import LiveRequests
 from jitney.core.outcome import apply_output, final_event
-from jitney.core.outlook import Outlook
 from jitney.core.plan import Planner
 from jitney.core.request import Request, Sequence, State
 from jitney.core.step_in_flight import StepInFlight
@@ -72,16 +72,14 @@ class Scheduler:
         self.live = LiveRequests(self.kv, max_running, config.tiers)
         self._preempts = config.eviction == "preempt"
         self.cost = StepCost()
-        """Learned where anything asks for it: ``speculation``, ``tiers`` or
-        ``refuse_late``."""
+        """Learned where anything asks for it: ``speculation`` or ``tiers``."""
         options, tiers = config.speculation, config.tiers
         self.speculation = None if options is None else Speculation(options, self.cost)
         self._pace = Pace(tiers, self.cost, config.block_size) if tiers else None
         self._planner = Planner(
             config, self.live, max_num_batched_tokens, self.speculation, self._pace
         )
-        outlook = Outlook(self.cost, max_num_batched_tokens, self.live, tiers)
-        self._outlook = outlook if config.refuse_late else None
+        self._held = HeldRequests(len(self.live.caps))
         self._now = 0.0
         # By tier: whether the last step had no room for all that waited.
         self._left_waiting = [False] * len(self.live.caps)
@@ -95,6 +93,12 @@ class Scheduler:
         return bool(self.live.requests)
 
     @property
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of an open request, held ones included: :meth:`expire` ends it."""
+        earliest = [self.live.deadlines.earliest, self._held.deadlines.earliest]
+        return min((each for each in earliest if each is not None), default=None)
+
+    @property
     def can_plan_ahead(self) -> bool:
         """Whether :meth:`schedule` may be called while a step is in flight: not if the next step
         depends on the value of a token that this one samples, nor if blocks are short."""
@@ -106,6 +110,7 @@ class Scheduler:
             self._counts,
             waiting=self.live.num_waiting,
             running=len(self.live.running),
+            queued=sum(self._num_queued()),
             blocks_total=self.kv.num_blocks,
             blocks_used=self.kv.num_used,
             blocks_cached=self.kv.num_cached,
@@ -136,37 +141,43 @@ class Scheduler:
 
     # ------------------------------------------------------------------ messages
 
+    def hold(self, message: Submit) -> list[Event]:
+        """Accept a request that must wait for a resource, or refuse it as :meth:`submit` does. It
+        counts as queued until it is submitted, or ends: by :meth:`cancel`, :meth:`fail` or
+        :meth:`expire`."""
+        tier = self.config.tier_of(message.params.tier)
+        try:
+            self._needs_of(message, tier)
+            self._check_queue(message, tier)
+        except (InvalidArgumentError, UnavailableError) as refusal:
+            return [Failed(message.key, refusal.code, str(refusal))]
+        self._held.add(message, tier)
+        return []
+
     def submit(
         self,
         message: Submit,
-        now: float,
         grammar: Grammar | None = None,
         adapter: Adapter | None = None,
     ) -> list[Event]:
         """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
-        could not hold it, Failed UNAVAILABLE if the queue is full or, with ``refuse_late``, its
-        first token would be late. A resumed one was accepted before, so neither is asked; its
-        sequences go on like preempted ones."""
+        could not hold it, Failed UNAVAILABLE if the queue is full. A held request, or one that is
+        resumed, was accepted before: the queue may be full. The sequences of a resumed request go
+        on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
         tier = self.config.tier_of(message.params.tier)
         aged = message.params.priority * self.config.aging_s + message.arrival
         aged += self.live.aging[tier]
         try:
-            needs = needs_of(
-                message,
-                self.config,
-                num_blocks=self.kv.num_blocks,
-                max_model_len=self.max_model_len,
-                max_running=self.live.caps[tier],
-            )
-            reserved = 0 if self._preempts else needs.request_blocks
-            request = Request(message, needs.max_output, reserved, aged, grammar, adapter, tier)
-            if not message.emitted:
-                self._check_queue(tier)
-                if self._outlook is not None:
-                    self._outlook.check(request, now)
+            needs = self._needs_of(message, tier)
+            if message.key in self._held:
+                self._held.remove(message.key)
+            else:
+                self._check_queue(message, tier)
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
+        reserved = 0 if self._preempts else needs.request_blocks
+        request = Request(message, needs.max_output, reserved, aged, grammar, adapter, tier)
         if message.first_token is not None and not self._preempts:
             # Each computes the prompt on its own, so each reserves all of its blocks.
             request.reserved_blocks = 0
@@ -185,8 +196,6 @@ class Scheduler:
         if sequence.state is State.ENDED or not sequence.output:
             return []
         events: list[Event] = [self._end(sequence, "stop")]
-        if self._outlook is not None:
-            self._outlook.note_end(sequence)
         if not request.live:
             events.append(self.live.finish(request, now))
         return events
@@ -203,11 +212,16 @@ class Scheduler:
         """End the requests whose deadline is reached: with what they have, or, if that is nothing,
         with Failed DEADLINE_EXCEEDED."""
         events: list[Event] = []
-        while self.live.deadlines and self.live.deadlines[0][0] <= now:
-            deadline, key = self.live.deadlines[0]
+        for key in self._held.deadlines.reached(now):
+            message = self._held.remove(key)
+            events.append(_nothing_made(message, "in the queue"))
+        for key in self.live.deadlines.reached(now):
             request = self.live.requests[key]
             if request.first_token is None:
-                events += self.fail(key, _nothing_made(request, deadline))
+                queued = request.first_scheduled is None
+                self.live.close(request)
+                state = "in the queue" if queued else "at work on its prompt"
+                events.append(_nothing_made(request.message, state))
                 continue
             unfinished = [one for one in request.sequences if one.state is not State.ENDED]
             events += [self._end(one, "deadline") for one in unfinished]
@@ -239,11 +253,9 @@ class Scheduler:
         forks. ``seconds`` is how long the device took; 0 if that was not measured."""
         live, counts, caching = self.live, self._counts, self.config.prefix_caching
         step = live.complete(batch)
-        if self._outlook is not None:
-            self._outlook.note_step(seconds)
         if self.speculation is not None:
             self.speculation.note_step(batch)
-        if self.speculation or self._pace or self._outlook:
+        if self.speculation or self._pace:
             self.cost.add(StepShape.of(batch, output.rows), seconds)
         if self._pace is not None:
             self._pace.complete(step.gap, now)
@@ -262,8 +274,6 @@ class Scheduler:
                 events += self.fail(row.key, error)
                 continue
             events += apply_output(live, sequence, row, result, now, caching, counts)
-            if self._outlook is not None and sequence.state is State.ENDED:
-                self._outlook.note_end(sequence)
         counts.batch_sequences += len(batch.rows)
         return events
 
@@ -306,21 +316,42 @@ class Scheduler:
 
     def _close(self, key: int, event: Cancelled | Failed) -> list[Event]:
         """End a request by this event, unless it is unknown or has ended."""
+        if key in self._held:
+            self._held.remove(key)
+            return [event]
         request = self.live.requests.get(key)
         if request is None:
             return []
         self.live.close(request)
         return [event]
 
-    def _check_queue(self, tier: int) -> None:
+    def _needs_of(self, message: Submit, tier: int) -> Needs:
+        return needs_of(
+            message,
+            self.config,
+            num_blocks=self.kv.num_blocks,
+            max_model_len=self.max_model_len,
+            max_running=self.live.caps[tier],
+        )
+
+    def _num_queued(self) -> list[int]:
+        """By tier: requests of which nothing was ever admitted, held ones included."""
+        pairs = zip(self.live.num_queued, self._held.num_queued, strict=True)
+        return [live + held for live, held in pairs]
+
+    def _check_queue(self, message: Submit, tier: int) -> None:
         """Raise UnavailableError if the queue is full, lower tiers not counted, or what a tier may
         have of it. Requests that the next steps will admit do not count as waiting; if the last
-        step left some of the tier waiting, the next may admit none."""
+        step left some of the tier waiting, the next may admit none. A resumed request was accepted
+        before."""
+        if message.emitted:
+            return
         live, tiers = self.live, self.config.tiers
         held_up = self._left_waiting[tier] and live.queues[tier]
-        limits = [(sum(live.num_queued[: tier + 1]), self.config.max_queued)]
+        queued = self._num_queued()
+        limits = [(sum(queued[: tier + 1]), self.config.max_queued)]
         if tiers and (most := tiers[tier].max_queued) is not None:
-            limits.append((live.num_queued[tier], most))
+            limits.append((queued[tier], most))
         for waiting, most in limits:
             if not held_up and waiting >= most:
                 waiting -= max(live.places(tier), 0)
@@ -344,9 +375,9 @@ class Scheduler:
         return stats
 
 
-def _nothing_made(request: Request, deadline: float) -> DeadlineExceededError:
-    where = "in the queue" if request.first_scheduled is None else "at work on its prompt"
-    return DeadlineExceededError(
-        f"the deadline, {deadline - request.message.arrival:.3f} s after arrival, passed before "
-        f"the first token: the request was still {where}"
-    )
+def _nothing_made(message: Submit, where: str) -> Failed:
+    """The end of a request that has no token at its deadline."""
+    assert message.deadline is not None
+    state = f"the request was still {where}"
+    error = DeadlineExceededError.of_request(message.arrival, message.deadline, state)
+    return Failed(message.key, error.code, str(error))

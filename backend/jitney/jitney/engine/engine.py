@@ -325,7 +325,7 @@ class Engine:
         events: list[Event] = []
         for message in messages:
             if isinstance(message, Submit):
-                events += self._submit(message, now)
+                events += self._submit(message)
             elif isinstance(message, Finish):
                 events += self.scheduler.finish(message.key, message.index, now)
             else:
@@ -333,14 +333,14 @@ class Engine:
                 events += self.scheduler.cancel(message.key)
         return events
 
-    def _submit(self, message: Submit, now: float) -> list[Event]:
+    def _submit(self, message: Submit) -> list[Event]:
         try:
             with self._woken:
                 grammar = self._grammars.take(message)
                 adapter = None if self._adapters is None else self._adapters.take(message)
         except JitneyError as error:
             return [Failed(message.key, error.code, str(error))]
-        return self.scheduler.submit(message, now, grammar, adapter)
+        return self.scheduler.submit(message, grammar, adapter)
 
     def _step_overlapped(self, runner: OverlappingRunner, now: float) -> list[Event]:
         """Schedule and launch a step, then wait for the one before it and update: that one runs

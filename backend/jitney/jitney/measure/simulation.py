@@ -63,7 +63,7 @@ def simulate(config: EngineConfig, lengths: Lengths, limits: Limits, at_first: i
             emitted=[Emitted([0] * made)] if made else [],
             first_token=now if made else None,
         )
-        refused = scheduler.submit(message, now)
+        refused = scheduler.submit(message)
         assert not refused, "lengths beyond the context or the cache are cut before"
 
     begun = chance.choice(total, min(at_first, streams), p=lengths.output / lengths.output.sum())
