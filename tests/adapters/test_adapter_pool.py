@@ -73,15 +73,15 @@ class House:
         self.waited = 0.0
         self.resident = 0
         self.adapters: list[list[str | None]] = []  # by step and row
-        execute = self.runner.execute
+        launch = self.runner.launch
 
         def note(batch):
             self.adapters.append(
                 [row.adapter.version if row.adapter else None for row in batch.rows]
             )
-            return execute(batch)
+            return launch(batch)
 
-        self.runner.execute = note
+        self.runner.launch = note
 
     def submit(self, name: str | None, prompt: list[int] | None = None, **more: Any) -> int:
         key = len(self.submits)

@@ -54,8 +54,7 @@ class Play:
         self.order: list[int] = []  # keys, as they first got a token
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         self.batches: list[Batch] = []
-        self._execute, self._launch = self.runner.execute, self.runner.launch
-        self.runner.execute = self._note_execute  # type: ignore[method-assign]
+        self._launch = self.runner.launch
         self.runner.launch = self._note_launch  # type: ignore[method-assign]
 
     def submit(
@@ -133,10 +132,6 @@ class Play:
     def rows(self, which: int = -1) -> list[tuple[int, int, int, int]]:
         """(key, index, start, end) of the rows of a batch."""
         return [(row.key, row.index, row.start, row.end) for row in self.batches[which].rows]
-
-    def _note_execute(self, batch: Batch) -> Any:
-        self.batches.append(batch)
-        return self._execute(batch)
 
     def _note_launch(self, batch: Batch) -> Any:
         self.batches.append(batch)

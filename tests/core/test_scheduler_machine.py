@@ -450,18 +450,20 @@ class Traffic(RuleBasedStateMachine):
 
     def _maybe_raise(self, batch: Batch, written: bool) -> None:
         if self.raise_once == ("raise late" if written else "raise"):
-            self.raise_once = None
-            if len(batch.rows) == 1 and self.poisoned:  # which may have made this the second try
-                self.requests[batch.rows[0].key].may_break = True
-            raise RuntimeError("a passing fault")
+            self._pass_fault(batch)
         for row in batch.rows:
             if row.key in self.poisoned and written == bool(row.key % 2):
                 raise RuntimeError("a fault of one request")
 
+    def _pass_fault(self, batch: Batch) -> None:
+        self.raise_once = None
+        if len(batch.rows) == 1 and self.poisoned:  # which may have made this the second try
+            self.requests[batch.rows[0].key].may_break = True
+        raise RuntimeError("a passing fault")
+
     def _maybe_raise_at_launch(self, batch: Batch) -> None:
         if self.raise_once == "raise at launch":
-            self.raise_once = None
-            raise RuntimeError("a passing fault")
+            self._pass_fault(batch)
         if any(row.key in self.poisoned and row.key % 3 == 0 for row in batch.rows):
             raise RuntimeError("a fault of one request")
 

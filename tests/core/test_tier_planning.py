@@ -60,9 +60,6 @@ class Timed(Play):
     def _learn(self, cost: StepShape, shape: StepShape) -> None:
         self.scheduler.cost.add(shape, sum(a * b for a, b in zip(cost, shape, strict=True)))
 
-    def _note_execute(self, batch: Batch) -> StepOutput:
-        return self._after(batch, super()._note_execute(batch))
-
     def _after(self, batch: Batch, output: StepOutput) -> StepOutput:
         self.taken.append(seconds_of(batch, output))
         self.now += self.taken[-1]

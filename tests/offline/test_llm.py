@@ -187,7 +187,7 @@ def test_an_interrupt_aborts_what_is_open(llm: LLM, monkeypatch: pytest.MonkeyPa
         def interrupted(batch: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(llm._engine.runner, "execute", interrupted)
+        patch.setattr(llm._engine.runner, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY, progress=False)
     with pytest.raises(InternalError, match="the engine was interrupted"):

@@ -18,8 +18,8 @@ import msgspec
 from jitney.adapters.checkpoint import CONFIG, WEIGHTS, read_adapter
 from jitney.config import EngineConfig
 from jitney.errors import InternalError, JitneyError, UnavailableError
-from jitney.execution.accelerator import DeviceRunner
 from jitney.execution.low_rank import LowRank
+from jitney.execution.runner import TorchRunner
 from jitney.messages import Cancel, Message, StepStats, Submit
 
 _log = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ def _submit(held: list[Message]) -> Submit:
     return first
 
 
-def make_pool(config: EngineConfig, runner: DeviceRunner) -> Adapters:
+def make_pool(config: EngineConfig, runner: TorchRunner) -> Adapters:
     """The pool of a loaded model, whose option ``adapters`` is set."""
     assert config.adapters is not None
     root = Path(config.adapters)

@@ -13,10 +13,11 @@ from jitney.config import EngineConfig
 from jitney.engine.engine import AdapterPool
 from jitney.engine.grammars import Compile, refuse
 from jitney.execution import load
-from jitney.execution.accelerator import Accelerator, DeviceRunner
+from jitney.execution.accelerator import Accelerator
 from jitney.execution.checkpoint import resolve_model
 from jitney.execution.interface import LoadedModel
 from jitney.execution.machine import resolve_device
+from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.accelerator import CpuAccelerator, prepare_kernels
 from jitney.kernels.gpu.accelerator import GpuAccelerator
 from jitney.messages import Footprint, ModelInfo
@@ -38,13 +39,13 @@ __all__ = [
 ]
 
 
-def load_runner(config: EngineConfig) -> DeviceRunner:
+def load_runner(config: EngineConfig) -> TorchRunner:
     """A runner for ``config``, warmed up; see ``execution.load.load_runner``."""
     accelerator = accelerator_for(config, resolve_device(config.device))
     return load.load_runner(config, accelerator, weight_format)
 
 
-_Loaded = tuple[DeviceRunner, bytes, Compile, AdapterPool | None]
+_Loaded = tuple[TorchRunner, bytes, Compile, AdapterPool | None]
 
 
 def prepare() -> Callable[[EngineConfig, bytes], _Loaded]:
@@ -67,7 +68,7 @@ def _load_for_front(config: EngineConfig, tokenizer: bytes) -> _Loaded:
     return runner, unknown, compiler, adapter_pool(config, runner)
 
 
-def adapter_pool(config: EngineConfig, runner: DeviceRunner) -> AdapterPool | None:
+def adapter_pool(config: EngineConfig, runner: TorchRunner) -> AdapterPool | None:
     """The adapters of a loaded model; None without option ``adapters``."""
     return None if config.adapters is None else make_pool(config, runner)
 

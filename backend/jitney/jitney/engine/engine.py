@@ -22,12 +22,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
 from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
+from jitney.execution.protocols import LaunchedStep, Runner
 from jitney.messages import (
     TERMINAL,
     Adapter,
@@ -53,37 +54,6 @@ IDLE_CHECK_S = 0.25
 _CHECK_PAUSE_S = 0.001
 """Between two slices of that check, each of which takes about as long."""
 _UNLOADED = "the model is being unloaded"
-
-
-class Runner(Protocol):
-    """What makes a batch's tokens: the model's runner, or a fake one in tests."""
-
-    @property
-    def info(self) -> ModelInfo:
-        """What is known of the loaded model."""
-
-    def execute(self, batch: Batch) -> StepOutput:
-        """Make the copies, compute the rows, sample. May raise anything: the step counts as not
-        made, and its rows are executed again, with the same slots."""
-
-
-class LaunchedStep(Protocol):
-    """A step that the device runs, or will run."""
-
-    def wait(self) -> StepOutput:
-        """Wait until the step is over and give its output. May raise anything: the step counts as
-        not made. In either case nothing of it still runs afterwards. Called once, and once more if
-        that call was interrupted (KeyboardInterrupt)."""
-
-
-class OverlappingRunner(Runner, Protocol):
-    """A runner with ``info.overlap``: a step can be launched while the one before it still runs."""
-
-    def launch(self, batch: Batch) -> LaunchedStep:
-        """Begin a step and return without waiting for its end. Steps run in the order in which
-        they are launched; at most two are in flight. ``batch`` and the lists of its rows may change
-        once this returns. May raise anything: then nothing of the step runs. After a failure of any
-        step the engine waits for the other one and calls :meth:`execute` next."""
 
 
 class AdapterPool(Protocol):
@@ -157,8 +127,7 @@ class Engine:
         self.health = Health()
         self._clock = clock
         self._before_step = before_step
-        overlaps = config.overlap and runner.info.overlap
-        self._launcher = cast(OverlappingRunner, runner) if overlaps else None
+        self._overlaps = config.overlap and runner.info.overlap
         self._in_flight: list[tuple[Batch, LaunchedStep]] = []  # the oldest first, at most two
         self._busy_since = 0.0  # when the device could begin with the oldest
         self.scheduler = self._make_scheduler()
@@ -225,12 +194,12 @@ class Engine:
             with self._woken:
                 deadline = None if self._adapters is None else self._adapters.next_deadline()
             self._wait_for_message(None if deadline is None else max(0.0, deadline - now))
-        if self._launcher is not None:
-            events += self._step_overlapped(self._launcher, now)
+        if self._overlaps:
+            events += self._step_overlapped(now)
         elif self.scheduler.has_work:
             batch = self.scheduler.schedule(now)
             began = self._clock()
-            output = self._try_step(self.runner.execute, batch)
+            output = self._try_step(self._execute, batch)
             if output is not None:
                 done = self._clock()
                 events += self.scheduler.update(batch, output, done, done - began)
@@ -342,7 +311,7 @@ class Engine:
             return [Failed(message.key, error.code, str(error))]
         return self.scheduler.submit(message, grammar, adapter)
 
-    def _step_overlapped(self, runner: OverlappingRunner, now: float) -> list[Event]:
+    def _step_overlapped(self, now: float) -> list[Event]:
         """Schedule and launch a step, then wait for the one before it and update: that one runs
         while this one is scheduled. What cannot be scheduled ahead waits for the update first. Nor
         does anything overlap with a step that asks a draft model: its launch ends with it, and each
@@ -358,7 +327,7 @@ class Engine:
         if not batch.rows:
             return events + self._complete_oldest() if self._in_flight else events
         began = self._clock()
-        launched = self._try_step(runner.launch, batch)
+        launched = self._try_step(self.runner.launch, batch)
         if launched is None:
             self.scheduler.revert(batch)
             if self._in_flight:
@@ -386,6 +355,10 @@ class Engine:
             self.scheduler.revert(each)
         return self._execute_again(batch.rows)
 
+    def _execute(self, batch: Batch) -> StepOutput:
+        """Compute a whole step, with nothing else in flight."""
+        return self.runner.launch(batch).wait()
+
     def _try_step(self, call: Callable[[Batch], T], batch: Batch) -> T | None:
         """Begin a step. None: it raised."""
         self._before_step([*(each for each, _ in self._in_flight), batch])
@@ -411,7 +384,7 @@ class Engine:
             part = self.scheduler.retry(half)
             if not part.rows:
                 continue
-            output = self._try_step(self.runner.execute, part)
+            output = self._try_step(self._execute, part)
             if output is not None:
                 events += self.scheduler.update(part, output, self._clock())
                 continue

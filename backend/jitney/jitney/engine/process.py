@@ -29,11 +29,12 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 from jitney.config import EngineConfig
-from jitney.engine.engine import AdapterPool, Engine, Runner
+from jitney.engine.engine import AdapterPool, Engine
 from jitney.engine.grammars import Compile
 from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
 from jitney.errors import DeviceLostError, JitneyError, LoadError
+from jitney.execution.protocols import Runner
 from jitney.messages import Batch, Cancel, Finish, Submit
 
 _log = logging.getLogger(__name__)

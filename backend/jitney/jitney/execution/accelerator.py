@@ -5,7 +5,7 @@ load and hands it to ``load.load_runner``. Without one, everything runs in plain
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,39 +14,13 @@ from torch import Tensor
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionShape
-from jitney.execution.draft import DraftModel
 from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
-from jitney.execution.low_rank import Factors, LowRank, Site
 from jitney.execution.memory import StepMemory
 from jitney.execution.reference import ReferenceAttention
-from jitney.messages import Batch, ModelInfo, StepOutput
+from jitney.execution.runner import TorchRunner
+from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
-
-
-class DeviceRunner(Protocol):
-    """What computes the steps of a loaded model; see ``runner.TorchRunner``."""
-
-    info: ModelInfo
-
-    def execute(self, batch: Batch) -> StepOutput:
-        """Compute one step."""
-
-    def use_draft_model(self, draft: DraftModel) -> None:
-        """Have a draft model or a head propose what rows ask for."""
-
-    def warm_up(self, batches: Sequence[Batch]) -> None:
-        """Run these first steps, and prepare whatever else requests may ask for."""
-
-    @property
-    def sites(self) -> Mapping[str, Site]:
-        """What adapters may change, by path."""
-
-    def make_adapter(self, version: str, factors: Mapping[str, Factors]) -> LowRank:
-        """An adapter as steps take it, of factors on the CPU. Any thread may call it."""
-
-    def close(self) -> None:
-        """Give the memory of module and cache back."""
 
 
 class Accelerator(Protocol):
@@ -71,7 +45,7 @@ class Accelerator(Protocol):
         """What the largest steps need, as measured over caches of one block; None if an estimate
         must do."""
 
-    def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> DeviceRunner:
+    def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> TorchRunner:
         """The runner for this device."""
 
 

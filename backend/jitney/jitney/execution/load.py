@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from jitney.config import EngineConfig
 from jitney.errors import CheckpointError, ConfigError, LoadError
 from jitney.execution import interface, machine, memory, probe, support
-from jitney.execution.accelerator import Accelerator, DeviceRunner, select_attention
+from jitney.execution.accelerator import Accelerator, select_attention
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_model
 from jitney.execution.draft import DraftModel
 from jitney.execution.eagle import HeadInputs, read_weight
@@ -40,7 +40,7 @@ FLOAT8 = "float8_e4m3"
 
 def load_runner(
     config: EngineConfig, accelerator: Accelerator | None = None, quantizer: Quantizer | None = None
-) -> DeviceRunner:
+) -> TorchRunner:
     """Load the model, size and allocate the KV cache, log the ledger, warm the kernels up.
 
     Without ``accelerator`` everything runs in plain torch; without ``quantizer`` no quantized
@@ -98,7 +98,7 @@ def load_runner(
             for cache, (keys, values) in zip(caches[:own], scales, strict=True)
         ]
     info = msgspec.structs.replace(info, num_blocks=ledger.num_blocks, kv_cache_bytes=ledger.cache)
-    runner: DeviceRunner = (
+    runner: TorchRunner = (
         TorchRunner(model, caches[:own], info)
         if accelerator is None
         else accelerator.runner(model, caches[:own], info)

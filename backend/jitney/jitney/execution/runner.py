@@ -37,7 +37,7 @@ _PromptLogprobs = dict[int, list[list[Logprob]]]  # index of a row -> per positi
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step in flight; see ``engine.LaunchedStep``."""
+    """A step in flight: a ``protocols.LaunchedStep``."""
 
     rows: list[Row]
     samples: list[Samples]
@@ -77,8 +77,10 @@ class PendingStep:
 
 
 class TorchRunner:
-    """Owns the model, the KV cache and the device: the only thing that touches them in service. Not
-    thread-safe: one thread calls it."""
+    """Owns the model, the KV cache and the device: the only thing that touches them in service.
+
+    A ``protocols.Runner``. Not thread-safe: one thread calls it.
+    """
 
     info: ModelInfo
 
