@@ -294,8 +294,9 @@ def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> 
         requests=len(exchanges),
         failed=len(exchanges) - len(done),
         window_s=window,
-        sent_per_s=np.count_nonzero(sent < end) / window,
-        requests_per_s=np.count_nonzero(ends <= end) / window,
+        # What counts is an int in some versions of numpy and a scalar of numpy's in others.
+        sent_per_s=float(np.count_nonzero(sent < end) / window),
+        requests_per_s=float(np.count_nonzero(ends <= end) / window),
         throughput=float(amounts[inside].sum()) / window,
         latency=_distribution(latency),
         spread=_spread(np.histogram(times[inside], edges, weights=amounts[inside])[0]),

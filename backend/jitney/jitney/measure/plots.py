@@ -65,8 +65,11 @@ def _throughput(results: Sequence[Result], times: Sequence[str], bounds: Sequenc
 
 def _curve(axis: Axes, result: Result, bound: Bound, kind: str, **line: Any) -> None:
     """Through the loads of one kind."""
-    found = [(p, m.throughput, bound.of(m)) for p, m in measured(result) if p.load.kind == kind]
-    marks = [(point, x, y) for point, x, y in found if y is not None]
+    marks = []
+    for point, found in measured(result):
+        time = bound.of(found)
+        if point.load.kind == kind and time is not None:
+            marks.append((point, _rounded(found.throughput), _rounded(time)))
     if marks:
         axis.plot([x for _, x, _ in marks], [max(y, 1e-6) for _, _, y in marks], **line)
     for point, x, y in marks:
@@ -77,6 +80,15 @@ def _curve(axis: Axes, result: Result, bound: Bound, kind: str, **line: Any) -> 
             axis.plot(x, y, "o", markersize=11, color="#009E73", markerfacecolor="none")
 
 
+def _rounded(value: float) -> float:
+    """To four digits, more than a plot shows.
+
+    Equal times may differ in their last bits, which depend on the processor. Then they have one
+    logarithm, and matplotlib, which widens an axis for equal values alone, divides by zero.
+    """
+    return float(f"{value:.4g}")
+
+
 def _distribution(results: Sequence[Result], time: str, bounds: Sequence[Bound]) -> Plot:
     """Cumulative distribution of one time, a line for each load, axes for each result."""
     figure, axes = subplots(len(results), width=4.7)
@@ -84,7 +96,7 @@ def _distribution(results: Sequence[Result], time: str, bounds: Sequence[Bound])
         pairs = [(p, found) for p, m in measured(result) if (found := m.time(time))]
         for i, (point, found) in enumerate(pairs):
             axis.plot(
-                np.maximum(found.quantiles, 1e-6), PERCENTS,
+                [max(_rounded(time_s), 1e-6) for time_s in found.quantiles], PERCENTS,
                 linestyle="-" if point.state == "steady" else ":",
                 color=colormaps["viridis"](0.85 * i / len(pairs)), label=str(point.load),
             )  # fmt: skip
