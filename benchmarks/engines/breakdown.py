@@ -12,8 +12,7 @@ from typing import Any
 
 from jitney.core.scheduler import Scheduler
 from jitney.execution import runner as runner_module
-from jitney.kernels.cpu import attention as cpu_attention
-from jitney.kernels.cpu import layer_kernels, program, tile_linear
+from jitney.kernels.cpu import attention_kernel, layer_kernels, program, tile_linear
 from jitney.kernels.cpu.linear import PackedLinear
 from torch import nn
 
@@ -68,7 +67,7 @@ def install() -> Stopwatches:
     time_calls(nn.Linear, "forward", "linear layers")
     time_calls(program.torch, "index_select", "embedding")
     for module, part in (
-        (cpu_attention, "attention"),
+        (attention_kernel, "attention"),
         (layer_kernels, "norms and rotary"),
         (tile_linear, "linear layers"),
         (program, "layers, one native call"),
