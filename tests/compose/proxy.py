@@ -56,6 +56,10 @@ def why_not() -> str:
 # --------------------------------------------------------------------------- the server behind it
 
 
+HEALTH = ("/v2/health/ready", "/v2/health/live", "/health", "/api/health")
+"""What the proxy asks a server, a gateway and Grafana for their health."""
+
+
 @dataclass
 class Server:
     """Stands in for Triton and for a gateway: answers everything, and notes what has reached it."""
@@ -76,6 +80,11 @@ class Server:
     def targets(self) -> list[str]:
         """Of the requests over HTTP."""
         return [target for _, target, _, _ in self.seen]
+
+    def asked(self) -> list[tuple[str, str, dict[str, str], bytes]]:
+        """What it has seen, but for questions for health. The proxy puts these by itself, for
+        tests too that ended before their answer was there."""
+        return [request for request in self.seen if request[1] not in HEALTH]
 
 
 @contextmanager

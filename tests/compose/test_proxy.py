@@ -176,7 +176,7 @@ def test_a_compressed_request_is_refused_over_http(
     assert (status, "compressed" in json.loads(body)["error"]) == (415, True)
     twice = [("Content-Encoding", "identity"), ("Content-Encoding", "gzip")]
     assert send(proxy, "/v2/models/x/infer", b"...", *twice)[0] == 415
-    assert server.seen == []
+    assert server.asked() == []
     assert send(proxy, "/v2/models/x/infer", b"{}", ("Content-Encoding", "identity"))[0] == 200
 
 
@@ -207,7 +207,7 @@ def test_a_length_that_the_server_cannot_read_is_refused(
     sent = ("Inference-Header-Content-Length", length)
     assert send(proxy, "/v2/models/x/infer", b"{}", sent)[0] == 400
     assert send(proxy, "/v2/models/x/infer", b"{}", (sent[0], "2"), sent)[0] == 400
-    assert server.seen == []
+    assert server.asked() == []
     assert send(proxy, "/v2/models/x/infer", b"{}....", (sent[0], "2"))[0] == 200
 
 
@@ -240,7 +240,7 @@ def test_json_that_is_nested_too_deeply_is_refused(
     sent = [("Inference-Header-Content-Length", header)] if header else []
     status, answer = send(proxy, f"/v2/models/x/{path}", body, *sent)
     assert status == (200 if passes else 400), answer
-    assert [len(got) for _, _, _, got in server.seen] == ([len(body)] if passes else [])
+    assert [len(got) for _, _, _, got in server.asked()] == ([len(body)] if passes else [])
     if not passes:
         assert "nested" in json.loads(answer)["error"]
 
@@ -252,8 +252,7 @@ def test_a_body_without_a_length_over_http2_is_checked_too(proxy: Proxy, server:
         connection.ask(f"/v2/models/x/{path}", key, body=b"[" * 10_000)
     wait_for(lambda: connection.waiting() == 0, "both answers", 60)
     connection.close()
-    # What tests before this one asked for health, and did not wait for, may come late.
-    assert not [target for target in server.targets() if "/health/" not in target]
+    assert server.asked() == []
 
 
 def test_what_is_refused_over_grpc_is_logged_with_its_status(proxy: Proxy) -> None:
@@ -272,7 +271,7 @@ def test_grafanas_own_metrics_are_closed(proxy: Proxy, server: Server) -> None:
     grafana = type(client)(proxy.grafana_port, client.certificate)
     for path in ("/metrics", "/metrics/", "/%6detrics", "/x/../metrics", "/metrics?a=b"):
         assert grafana.request("GET", path)[0] == 404
-    assert server.seen == []
+    assert server.asked() == []
     assert grafana.request("GET", "/api/health")[0] == 200
 
 
@@ -338,13 +337,15 @@ def test_a_server_gets_the_limits_of_the_key_and_none_of_the_clients(server: Ser
                 given |= {"max_tokens": 1} if path != "generate" else {}
                 data = b"\n " + json.dumps(given).encode()
                 assert ask(bound, data, f"/v2/models/x/{path}") == 200
-                assert json.loads(server.seen[-1][3]) == {"jitney-limits": limits, **given}
-                assert "jitney-limits" not in server.seen[-1][2]
+                _, _, headers, received = server.asked()[-1]
+                assert json.loads(received) == {"jitney-limits": limits, **given}
+                assert "jitney-limits" not in headers
                 assert server.called[-1][1]["jitney-limits"] == limits
         assert ask(bound, b"[]") == ask(bound, b"") == 400
         assert ask(free, b"[]") == 200
-        assert server.seen[-1][3] == b"[]"
-        assert "jitney-limits" not in server.seen[-1][2] | server.called[-1][1]
+        _, _, headers, received = server.asked()[-1]
+        assert received == b"[]"
+        assert "jitney-limits" not in headers | server.called[-1][1]
 
 
 def test_a_bad_certificate_is_named_and_the_old_one_stays(server: Server) -> None:
