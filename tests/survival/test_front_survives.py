@@ -124,10 +124,15 @@ def test_hundreds_of_requests_with_n_of_128(server: TritonServer, folder: Path) 
     assert left_at_first_token[0] > 0
 
 
-def test_responses_leave_while_reports_keep_coming(server: TritonServer) -> None:
+def test_responses_leave_while_reports_keep_coming(server: TritonServer, folder: Path) -> None:
     """1,024 sequences, steps of no length. Whoever waits is served all the time, and the
-    backlog of reports is bounded."""
+    backlog of reports is bounded. The engine is held until it has all requests, or the first
+    could end before the last has begun."""
+    (folder / HOLD).touch()
     streams = [start(server, 150, n=128) for _ in range(MAX_NUM_SEQS // 128)]
+    queued = "jitney_running_requests", "jitney_waiting_requests"
+    wait_until(lambda: sum(value(server, name) for name in queued) == len(streams))
+    (folder / HOLD).unlink()
     backlogs: list[float] = []
     with ThreadPoolExecutor(len(streams)) as pool:
         futures = [pool.submit(read, one) for one in streams]
