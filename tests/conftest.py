@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import ran_again
+
 TESTS = Path(__file__).parent
 # They wait more than they compute: begun first, they are over when the others are.
 FIRST = ["server", "survival", "server_perf", "house", "export", "benchmarks"]
@@ -63,7 +65,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return ByServer(config, log)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    ran_again.register(config)
     # How long an example takes depends on what else this machine does. The examples are the same in
     # every run, so that a change is judged by itself: --hypothesis-profile=random looks for more.
     settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -38,7 +38,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     made = {}
     for name, (simulate, figures) in RESULTS.items():
         record.write(simulate(), folder / f"{name}.json")
-        result = record.read(folder / f"{name}.json", record.Result)
+        result = record.read(folder / f"{name}.json")
         made[name] = Report(write_report(result, folder / name), (result,), figures)
     a = made["language"].results[0]
     b = records.language_sweep(speed=1.3, title="chat-7b with the kernels of the next release")
