@@ -85,9 +85,10 @@ test-browser: env ## the sweep's report and the documentation's site, opened in 
 	@$(VENV)/python -m tests.browser.install
 	@$(VENV)/python -m pytest tests/browser -m browser $(ARGS)
 
-check: env ## linter, formatter (as a check) and type checker
+check: env ## linter, formatter (as a check), a rule of our own, and type checker
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
+	@$(VENV)/python scripts/tuples.py
 	@$(VENV)/mypy
 
 # Not with --quiet, which hides the warnings from --strict too.
