@@ -41,7 +41,7 @@ def values_of(text: str, name: str) -> Values:
 
 
 def fetch(url: str) -> str:
-    return str(urllib.request.urlopen(url, timeout=10).read().decode())
+    return str(urllib.request.urlopen(url, timeout=60).read().decode())
 
 
 class Gateway:

@@ -217,7 +217,7 @@ def generate_stream_events(url: str, model: str, **body: Any) -> Iterator[dict[s
 
 def _open_soon(url: str) -> Any:
     """The metrics endpoint opens a moment after the server is ready."""
-    ends = time.monotonic() + 5
+    ends = time.monotonic() + TIMEOUT_S
     while True:
         try:
             return urllib.request.urlopen(url, timeout=TIMEOUT_S)
