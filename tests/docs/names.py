@@ -21,7 +21,7 @@ from tests.docs.commands import Command
 
 # fmt: off
 COMMON = (
-    ".", "cat", "cd", "chmod", "cp", "curl", "cut", "date", "docker", "echo", "exit", "export",
+    ".", "cat", "cd", "chmod", "cp", "curl", "cut", "date", "echo", "exit", "export",
     "false", "grep", "head", "jq", "kill", "mkdir", "mv", "printf", "pwd", "rm", "sed",
     "set", "sleep", "sort", "source", "tail", "tar", "tee", "test", "timeout", "tr", "true", "wait",
 )
@@ -182,7 +182,7 @@ def _pytest(words: Sequence[str]) -> Problems:
             yield f"{word} is not there"
 
 
-# --------------------------------------------------------------------------- jitney, docker-compose
+# --------------------------------------------------------------------------- jitney, docker compose
 
 
 def _jitney(words: Sequence[str]) -> Problems:
@@ -211,16 +211,18 @@ def compose_services() -> frozenset[str]:
     return frozenset(yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))["services"])
 
 
-def _compose(words: Sequence[str]) -> Problems:
+def _docker(words: Sequence[str]) -> Problems:
+    if not words or words[0] != "compose":
+        return
     services = compose_services()
-    plain = compose_words(words)
+    plain = compose_words(words[1:])
     subcommand = plain[0] if plain else ""
     if subcommand in ("exec", "run", "restart", "logs", "kill", "start", "stop", "build"):
         named = [word for word in plain[1:] if word in services]
         if len(plain) > 1 and not named:
             yield f"docker-compose.yml has no service of {' '.join(plain[1:])!r}"
     elif subcommand not in ("up", "down", "ps", "config", "pull"):
-        yield f"docker-compose {subcommand!r} is not known to tests/docs/names.py"
+        yield f"docker compose {subcommand!r} is not known to tests/docs/names.py"
 
 
 def compose_words(words: Sequence[str]) -> list[str]:
@@ -238,5 +240,5 @@ CHECKS: dict[str, Callable[[Sequence[str]], Problems]] = {
     "pip": _pip,
     "pytest": _pytest,
     "jitney": _jitney,
-    "docker-compose": _compose,
+    "docker": _docker,
 }

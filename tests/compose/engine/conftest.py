@@ -109,7 +109,7 @@ def deployment(
     """Profile `cpu`, brought up with the commands of docs/deploying.md, and healthy."""
     deployment = Deployment(engine, project, {**settings, "COMPOSE_PROFILES": "cpu"})
     try:
-        deployment.shell(document_block("docker-compose up --build").text, timeout_s=1200)
+        deployment.shell(document_block("docker compose up --build").text, timeout_s=1200)
         with (project / "deploy" / "secrets" / "api_keys").open("a", encoding="utf-8") as keys:
             keys.write("# the second is for the limits\nlimited:" + "L" * 32 + "\n")
         deployment.wait_healthy(*(each for each in SERVICES if each != "grafana"))

@@ -30,8 +30,13 @@ BASE_IMAGE = "debian:bookworm-slim"
 DOCKER = "/usr/bin/docker"  # Debian's, whatever else the path has
 
 # docker-compose calls the `docker` of its path to build. This one adds what a build needs on this
-# machine: its network, and its package index as secrets, unless the command brings its own.
+# machine: its network, and its package index as secrets, unless the command brings its own. Debian
+# has compose as a program, not as a plugin of `docker`.
 _BUILDER = """#!/bin/sh
+if [ "$1" = compose ]; then
+    shift
+    exec docker-compose "$@"
+fi
 if [ "$1" = build ]; then
     shift
     case " $* " in

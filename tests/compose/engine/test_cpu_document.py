@@ -19,7 +19,7 @@ BLOCKS = [
     if block.language in ("bash", "python", "sh")
 ]
 # What the fixtures of other modules begin with: `deployment`, `perf` and `two`.
-ELSEWHERE = ("docker-compose up --build", "--profile perf run", "--scale gateway=2")
+ELSEWHERE = ("docker compose up --build", "--profile perf run", "--scale gateway=2")
 
 
 @pytest.fixture(scope="module")
