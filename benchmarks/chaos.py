@@ -39,7 +39,7 @@ from jitney.execution.filters import choose_tokens
 from jitney.execution.logits_processors import process_logits
 from jitney.messages import Row
 from jitney.sampling_params import SamplingParams
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 from benchmarks.batching import figures
 from benchmarks.batching.perf_analyzer import find_binary

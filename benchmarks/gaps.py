@@ -12,7 +12,7 @@ import json
 import random
 
 import numpy as np
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 from benchmarks.engine import ROOT
 from benchmarks.served import run_streams

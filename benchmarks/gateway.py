@@ -27,7 +27,7 @@ from pathlib import Path
 
 import aiohttp
 import psutil
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 from benchmarks.served import (
     MODEL,

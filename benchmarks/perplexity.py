@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jitney.offline.llm import LLM
+from jitney.llm import LLM
 from jitney.sampling_params import SamplingParams
 from safetensors.torch import load_file, save_file
 

@@ -26,7 +26,7 @@ from typing import TypeVar
 import numpy as np
 import psutil
 import tritonclient.grpc.aio as grpc
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 from benchmarks.engine import ROOT, Command
 from benchmarks.workloads import (

@@ -26,7 +26,7 @@ import aiohttp
 import matplotlib as mpl
 import psutil
 import tritonclient.grpc.aio as grpc
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 from benchmarks.chaos import FIRST_S, KINDS, MODEL, Answer, ask, copy_model, engine_of
 

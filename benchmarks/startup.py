@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import tritonclient.http as http
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"FP32": np.float32, "INT64": np.int64, "BYTES": np.object_}

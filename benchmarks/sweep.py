@@ -5,7 +5,7 @@ import sys
 
 import typer
 from jitney.errors import JitneyError
-from jitney.measure.bench import bench
+from jitney_measure.bench import bench
 
 
 def main() -> None:

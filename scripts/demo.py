@@ -25,7 +25,7 @@ import demo_openai
 from demo_picture import most_running, picture
 from demo_requests import MODEL, DemoRequest, make_requests, send, send_grpc
 from jitney.errors import JitneyError
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 from rich.console import Console
 from rich.live import Live
 from rich.rule import Rule

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from demo_requests import MODEL, TIMEOUT_S
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text

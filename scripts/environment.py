@@ -30,7 +30,7 @@ COMPILED = {
         "jitney.cli jitney.engine.assemble jitney.engine.supervisor jitney.kernels.cpu.attention "
         "jitney.kernels.cpu.compiled:import_compiler "
         "transformers.models.llama.modeling_llama transformers.models.auto.tokenization_auto "
-        "rapidjson onnxruntime tritonclient.grpc.aio tritonclient.http.aio jitney.offline.run"
+        "rapidjson onnxruntime tritonclient.grpc.aio tritonclient.http.aio jitney_jobs.run"
     ),
     "rest": "_pytest.pytester hypothesis xdist scipy.stats sklearn.datasets onnx onnxscript",
 }

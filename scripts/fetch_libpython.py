@@ -6,7 +6,7 @@ from pathlib import Path
 
 from debian_package import DebianPackageError, extract
 from jitney.errors import InstallationError
-from jitney.server.installation import find_libpython
+from jitney_server.installation import find_libpython
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 from debian_package import DebianPackageError, extract
-from jitney.server.installation import missing_libraries
+from jitney_server.installation import missing_libraries
 
 FOLDER = Path(sys.prefix) / "perf_analyzer"
 BINARY = FOLDER / "perf_analyzer"

@@ -136,8 +136,8 @@ def main() -> int:
     name = "triton_python_backend_utils"
     sys.modules.setdefault(name, types.ModuleType(name))
     from jitney.frontend import metrics
-    from jitney.gateway.figures import Figures
-    from jitney.offline import metrics as of_jobs
+    from jitney_gateway.figures import Figures
+    from jitney_jobs import metrics as of_jobs
 
     of_gateway = Figures().page().decode()
     TARGET.write_text(make_page(metrics, of_jobs, of_gateway), encoding="utf-8")

@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 # They wait more than they compute: begun first, they are over when the others are.
 FIRST = ["server", "survival", "server_perf", "house", "export", "benchmarks"]
 # Folders whose files share a server: it is started once, in one process.
-TOGETHER = ["tests/server", "tests/server_perf"]
+TOGETHER = ["tests/real_server", "tests/server_perf"]
 
 
 def _interpret_kernels() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 from jitney.errors import JitneyError
 from jitney.server_log import log_to_server
-from jitney.standins.batch import Batcher
-from jitney.standins.exchange import answer, model_path, refusal
-from jitney.standins.onnx_options import read_options
-from jitney.standins.onnx_session import OnnxSession, read_signature
-from jitney.standins.signature import check_config, complete_config
+from jitney_server.standins.batch import Batcher
+from jitney_server.standins.exchange import answer, model_path, refusal
+from jitney_server.standins.onnx_options import read_options
+from jitney_server.standins.onnx_session import OnnxSession, read_signature
+from jitney_server.standins.signature import check_config, complete_config
 
 DEFAULT_MAX_BATCH_SIZE = 4
 """Of a model that can batch and does not say how far: the native backend's default."""

@@ -14,10 +14,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from jitney.errors import InstallationError, JitneyError
 from jitney.server_log import log_to_server
-from jitney.standins.batch import Batcher, OnDevice
-from jitney.standins.exchange import answer, model_path, refusal
-from jitney.standins.signature import check_config, complete_config
-from jitney.standins.trt_engine import TensorRtEngine, profile_of
+from jitney_server.standins.batch import Batcher, OnDevice
+from jitney_server.standins.exchange import answer, model_path, refusal
+from jitney_server.standins.signature import check_config, complete_config
+from jitney_server.standins.trt_engine import TensorRtEngine, profile_of
 
 _ELSEWHERE = "or serve the same repository in NVIDIA's container, whose own backend takes it"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 from tritonclient.grpc import service_pb2
 
 from benchmarks.batching.arrivals import poisson

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 from benchmarks.batching.arrivals import poisson
 from benchmarks.batching.load import Reply, closed_loop, open_loop, run_precisely

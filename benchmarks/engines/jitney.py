@@ -12,8 +12,8 @@ from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.engine.engine import Engine
 from jitney.kernels.cpu.program import LayerProgram
+from jitney.llm import ProcessEngine
 from jitney.messages import TERMINAL, Failed, Submit, Tokens
-from jitney.offline.llm import ProcessEngine
 from jitney.sampling_params import SamplingParams
 
 from benchmarks.engines.breakdown import Stopwatches, install

@@ -32,13 +32,13 @@ from pathlib import Path
 
 from health import remember
 from jitney.errors import LoadError
-from jitney.server.admin import Admin
-from jitney.server.installation import backend_folder, find_installation, link_backends
-from jitney.server.launch import launch, restrict
-from jitney.server.server import FORWARDED_HEADERS, LOAD_THREADS
-from jitney.server.serving import NOT_UNLOADED
-from jitney.server.stopping import interruptible, stop
-from jitney.server.supervision import LOAD_S, Supervisor
+from jitney_server.admin import Admin
+from jitney_server.installation import backend_folder, find_installation, link_backends
+from jitney_server.launch import launch, restrict
+from jitney_server.server import FORWARDED_HEADERS, LOAD_THREADS
+from jitney_server.serving import NOT_UNLOADED
+from jitney_server.stopping import interruptible, stop
+from jitney_server.supervision import LOAD_S, Supervisor
 
 _POLL_S = 1.0
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from jitney.offline.llm import LLM
+from jitney.llm import LLM
 from jitney.sampling_params import SamplingParams
 
 from tests.adapters.peft_adapters import ALL, make_adapter, peft_tokens

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from jitney.offline.llm import LLM
+from jitney.llm import LLM
 
 from benchmarks.perplexity import DEMO, held_out_ids, nats_per_token
 

@@ -5,10 +5,10 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from jitney.measure import slo
-from jitney.measure.options import Shared
-from jitney.measure.perf_analyzer import Exchange, measure
-from jitney.measure.record import EngineWork, Load, Point, Result
+from jitney_measure import slo
+from jitney_measure.options import Shared
+from jitney_measure.perf_analyzer import Exchange, measure
+from jitney_measure.record import EngineWork, Load, Point, Result
 
 OPTIONS = Shared(rate="4,16,60", concurrency="1,2,4,8,16,32,64", seconds=12.0, stability=0.35)
 LOADS = slo.loads(OPTIONS, "")

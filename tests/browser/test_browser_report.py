@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jitney.measure import record
-from jitney.measure.record import Result
-from jitney.measure.report import write_comparison, write_report
+from jitney_measure import record
+from jitney_measure.record import Result
+from jitney_measure.report import write_comparison, write_report
 
 from tests.browser import records
 from tests.browser.conftest import Look

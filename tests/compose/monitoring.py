@@ -27,8 +27,8 @@ FIRED_BY_LOAD = {
     "ServerQueueGrowing": "slow",
 }
 FIRED_BY_A_KILL = {"ServerDown", "NotReady", "Restarted"}
-_NO_JOB = "tests/offline serves and pushes a job's metrics; no job runs beside this server"
-_NO_ENGINE_DIES = "tests/server kills and stops engines; nothing here reaches into a stub"
+_NO_JOB = "tests/jobs serves and pushes a job's metrics; no job runs beside this server"
+_NO_ENGINE_DIES = "tests/real_server kills and stops engines; nothing here reaches into a stub"
 NOT_FIRED = {
     "GatewayDown": "fires after a minute; its value is asked, and promtool has both ways to it",
     "EngineDown": _NO_ENGINE_DIES,

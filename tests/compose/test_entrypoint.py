@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.compose.free_ports import free_port
-from tests.server.client import wait_until
+from tests.real_server.client import wait_until
 from tests.signals import heed_signals
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from jitney.cli import app
 from jitney.errors import ConfigError
-from jitney.gateway.keys import read_keys
+from jitney_gateway.keys import read_keys
 from typer.main import get_command
 
 from tests.compose.engine.tight_models import CROWD_PROMPT, CROWD_TOKENS, TIGHT_OPTIONS

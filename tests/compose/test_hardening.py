@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import yaml
 from jitney import cli
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -28,7 +28,7 @@ SERVED = [
     file
     for folder in (ROOT / "backend", DEPLOY, ROOT / "model_repository")
     for file in sorted(folder.rglob("*.py"))
-    if file != ROOT / "backend/jitney/jitney/offline/prepare.py"
+    if file != ROOT / "jobs/jitney_jobs/prepare.py"
 ]
 # Modules whose formats run code when they are read, or send objects in such a format.
 CODE_AS_DATA = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "multiprocessing"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jitney.offline.job import LATE, make_job
+from jitney_jobs.job import LATE, make_job
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "deploy" / "jobs"

@@ -11,7 +11,7 @@ from jitney.engine.wire import Down, Frames
 from jitney.messages import Cancel, Message, Submit
 from jitney.sampling_params import SamplingParams
 
-from tests.server.client import wait_until
+from tests.real_server.client import wait_until
 
 FRONT = """
 import sys, time

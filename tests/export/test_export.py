@@ -25,7 +25,7 @@ from export.publish import MARK, publish
 from export.recipe import Quality
 from export.recipes.digits import load_digits
 from tests.export.tiny import pooled, silent
-from tests.server.client import wait_until
+from tests.real_server.client import wait_until
 from tests.signals import heed_signals
 
 ROOT = Path(__file__).parents[2]

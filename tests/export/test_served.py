@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 from tritonclient.utils import np_to_triton_dtype
 
 from export.config_pbtxt import Target

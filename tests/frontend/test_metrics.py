@@ -9,8 +9,8 @@ from jitney.config import TierConfig
 from jitney.engine.engine import Health
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney.frontend import metrics as module
-from jitney.gateway.figures import Figures
 from jitney.messages import ModelInfo, StepStats, TierStats, Timing
+from jitney_gateway.figures import Figures
 
 from tests.frontend.house import House, ended, sampling, wait_until
 
@@ -43,7 +43,7 @@ def test_every_family_stands_at_the_server_from_the_start(pb: Any) -> None:
 def test_the_page_about_them_is_current(pb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
     import metrics_table
-    from jitney.offline import metrics as of_jobs
+    from jitney_jobs import metrics as of_jobs
 
     written = metrics_table.TARGET.read_text(encoding="utf-8")
     assert written == metrics_table.make_page(module, of_jobs, Figures().page().decode()), (

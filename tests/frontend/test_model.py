@@ -10,7 +10,7 @@ import pytest
 from jitney.config import EngineConfig
 from jitney.frontend.model import TritonPythonModel, _start, assign_device
 
-from tests.server.client import wait_until
+from tests.real_server.client import wait_until
 from tests.tiny_models import make_checkpoint
 
 REVISION = 40 * "a"

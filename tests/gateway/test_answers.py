@@ -4,12 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from jitney.gateway.answers import Answer, Body
-from jitney.gateway.backend import Step, translated
-from jitney.gateway.blocks import Blocks
-from jitney.gateway.parsers import Parser
-from jitney.gateway.refusals import describe
-from jitney.gateway.wire import ChatRequest, CompletionRequest, decode
+from jitney_gateway.answers import Answer, Body
+from jitney_gateway.backend import Step, translated
+from jitney_gateway.blocks import Blocks
+from jitney_gateway.parsers import Parser
+from jitney_gateway.refusals import describe
+from jitney_gateway.wire import ChatRequest, CompletionRequest, decode
 
 TOOL = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
 CALLING = 'So: <tool_call>\n{"name": "stop", "arguments": {"at": "é"}}\n</tool_call>' * 2

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
-from jitney.gateway import backend as module
-from jitney.gateway.app import Gateway
-from jitney.gateway.ask import Ask, Description
-from jitney.gateway.backend import Backend, Model, Step, translated
-from jitney.gateway.refusals import UnknownModelError
+from jitney_gateway import backend as module
+from jitney_gateway.app import Gateway
+from jitney_gateway.ask import Ask, Description
+from jitney_gateway.backend import Backend, Model, Step, translated
+from jitney_gateway.refusals import UnknownModelError
 from starlette.requests import Request
 from tritonclient.utils import InferenceServerException
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import typer
 from jitney.errors import UnavailableError
-from jitney.gateway import batch_records, batch_work, batches
-from jitney.gateway.app import make_app
-from jitney.gateway.batch_records import BatchRecord, Folder
-from jitney.gateway.batch_work import BatchWork
-from jitney.gateway.refusals import UnknownModelError
-from jitney.offline.worker import worker
+from jitney_gateway import batch_records, batch_work, batches
+from jitney_gateway.app import make_app
+from jitney_gateway.batch_records import BatchRecord, Folder
+from jitney_gateway.batch_work import BatchWork
+from jitney_gateway.refusals import UnknownModelError
+from jitney_jobs.worker import worker
 from starlette.testclient import TestClient
 
-from tests.offline import fake_api
-from tests.offline.fake_api import KEY, Api
-from tests.server.client import wait_until
+from tests.jobs import fake_api
+from tests.jobs.fake_api import KEY, Api
+from tests.real_server.client import wait_until
 
 ALICE, BOB = {"authorization": f"Bearer {KEY}"}, {"authorization": "Bearer bob"}
 CHECKED: dict[str, Exception] = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import uvicorn
 from jitney.cli import app
-from jitney.gateway.command import listen
+from jitney_gateway.command import listen
 from typer.testing import CliRunner
 
 

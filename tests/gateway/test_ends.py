@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from jitney.errors import UnavailableError
-from jitney.gateway.app import make_app
-from jitney.gateway.ask import Ask, Description
-from jitney.gateway.backend import Step
+from jitney_gateway.app import make_app
+from jitney_gateway.ask import Ask, Description
+from jitney_gateway.backend import Step
 from starlette.testclient import TestClient
 
 from tests.gateway.test_answers import step

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from jitney.errors import ConfigError
-from jitney.gateway import keys as keys_module
-from jitney.gateway.app import make_app
-from jitney.gateway.batch_records import Folder, write_whole
-from jitney.gateway.keys import Keys
+from jitney_gateway import keys as keys_module
+from jitney_gateway.app import make_app
+from jitney_gateway.batch_records import Folder, write_whole
+from jitney_gateway.keys import Keys
 from starlette.testclient import TestClient
 
 OLD, NEW = "o" * 24, "n" * 24

@@ -6,20 +6,20 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney.gateway.answers import Body
-from jitney.gateway.ask import Ask, Description, ask_chat
-from jitney.gateway.blocks import Blocks
-from jitney.gateway.messages_api import (
+from jitney_gateway.answers import Body
+from jitney_gateway.ask import Ask, Description, ask_chat
+from jitney_gateway.blocks import Blocks
+from jitney_gateway.messages_api import (
     MessageAnswer,
     MessageRequest,
     PromptRequest,
     chat_of_message,
     chat_of_prompt,
 )
-from jitney.gateway.parsers import Parser
-from jitney.gateway.refusals import FieldError, StatusError, as_asked, describe
-from jitney.gateway.refusals import describe_for_messages as told
-from jitney.gateway.wire import decode
+from jitney_gateway.parsers import Parser
+from jitney_gateway.refusals import FieldError, StatusError, as_asked, describe
+from jitney_gateway.refusals import describe_for_messages as told
+from jitney_gateway.wire import decode
 
 from tests.gateway.test_answers import step
 from tests.gateway.test_requests import KNOWN, PARAMS, SCHEMA

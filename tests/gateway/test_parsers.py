@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jitney.config import ReasoningFormat, ToolFormat
-from jitney.gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect, reasoning_markers
-from jitney.gateway.parsers import Parser
+from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect, reasoning_markers
+from jitney_gateway.parsers import Parser
 
 TOOLS = [
     {

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney.gateway.ask import Ask, Description, ask_chat, ask_completions, ask_tokens
-from jitney.gateway.batches import BatchRequest
-from jitney.gateway.messages_api import MessageRequest
-from jitney.gateway.refusals import FieldError, as_asked, describe
-from jitney.gateway.responses_api import ResponseRequest
-from jitney.gateway.wire import (
+from jitney.sampling_params import NAMES, parse_limits
+from jitney_gateway.ask import Ask, Description, ask_chat, ask_completions, ask_tokens
+from jitney_gateway.batches import BatchRequest
+from jitney_gateway.messages_api import MessageRequest
+from jitney_gateway.refusals import FieldError, as_asked, describe
+from jitney_gateway.responses_api import ResponseRequest
+from jitney_gateway.wire import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -23,7 +24,6 @@ from jitney.gateway.wire import (
     WireRecord,
     decode,
 )
-from jitney.sampling_params import NAMES, parse_limits
 
 KNOWN = Description(
     max_model_len=100,
@@ -57,7 +57,7 @@ ONLY_CHAT: dict[str, Any] = {
     "add_generation_prompt": False, "reasoning_effort": "low", "verbosity": "low",
     "safety_identifier": "someone", "prompt_cache_key": "k",
 }  # fmt: skip
-# Fields whose effect is on the answer (tests/server/test_openai.py, test_answers.py), that go with
+# Fields whose effect is on the answer (tests/real_server/test_openai.py, test_answers.py), that go with
 # another one, or whose only value is what is done anyway.
 ELSEWHERE = {"stream_options", "top_logprobs", "parallel_tool_calls", "store", "modalities", "echo"}
 

@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney.gateway.answers import Body
-from jitney.gateway.ask import Ask, ask_chat
-from jitney.gateway.blocks import Blocks
-from jitney.gateway.parsers import Parser
-from jitney.gateway.refusals import FieldError, as_asked, describe
-from jitney.gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
-from jitney.gateway.wire import decode
+from jitney_gateway.answers import Body
+from jitney_gateway.ask import Ask, ask_chat
+from jitney_gateway.blocks import Blocks
+from jitney_gateway.parsers import Parser
+from jitney_gateway.refusals import FieldError, as_asked, describe
+from jitney_gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
+from jitney_gateway.wire import decode
 
 from tests.gateway.test_answers import CALLING, position, step
 from tests.gateway.test_requests import KNOWN, PARAMS, SCHEMA

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from jitney.errors import ConfigError
-from jitney.gateway.load import Load, parse
+from jitney_gateway.load import Load, parse
 from prometheus_client.parser import text_string_to_metric_families
 
 PAGE = "".join(

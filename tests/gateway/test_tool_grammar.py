@@ -8,9 +8,9 @@ import jsonschema
 import llguidance
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney.gateway.formats import TOOL_FORMATS, special_markers
-from jitney.gateway.parsers import Parser
-from jitney.gateway.tool_grammar import after_reasoning, schema_of
+from jitney_gateway.formats import TOOL_FORMATS, special_markers
+from jitney_gateway.parsers import Parser
+from jitney_gateway.tool_grammar import after_reasoning, schema_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FIND = {

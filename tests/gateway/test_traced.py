@@ -6,12 +6,12 @@ import time
 
 import pytest
 from jitney.errors import ConfigError
-from jitney.gateway.app import make_app
 from jitney.tracing import Tracing
+from jitney_gateway.app import make_app
 from starlette.testclient import TestClient
 
-from tests.server.client import wait_until
-from tests.server.collector import Collector
+from tests.real_server.client import wait_until
+from tests.real_server.collector import Collector
 
 
 def test_an_endpoint_that_is_none_is_refused() -> None:

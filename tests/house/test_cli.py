@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from jitney import __version__, cli
 from jitney.errors import InvalidArgumentError
-from jitney.server.admin import Admin
-from jitney.server.doctor import Finding
-from jitney.server.server import choose_ports
-from jitney.server.stopping import interruptible
+from jitney_server.admin import Admin
+from jitney_server.doctor import Finding
+from jitney_server.server import choose_ports
+from jitney_server.stopping import interruptible
 from typer.testing import CliRunner
 
-from tests.server.client import wait_until
+from tests.real_server.client import wait_until
 from tests.signals import heed_signals
 
 JITNEY = Path(sys.executable).parent / "jitney"
@@ -60,7 +60,7 @@ def test_an_unknown_model_is_named(tmp_path: Path) -> None:
 def test_generate_without_a_model_outside_of_a_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("jitney.server.installation.backend_folder", lambda: tmp_path / "backend")
+    monkeypatch.setattr("jitney_server.installation.backend_folder", lambda: tmp_path / "backend")
     result = CliRunner().invoke(cli.app, ["generate", "x"])
     assert isinstance(result.exception, InvalidArgumentError)
     assert "--model" in str(result.exception)
@@ -86,7 +86,7 @@ def test_doctor_prints_findings_and_sets_the_status(
     findings = {"thing": Finding(state, "is [so]", "do that")}  # type: ignore[arg-type]
     asked: list[list[int]] = []
     monkeypatch.setattr(
-        "jitney.server.doctor.examine", lambda ports: asked.append(ports) or findings
+        "jitney_server.doctor.examine", lambda ports: asked.append(ports) or findings
     )
     result = CliRunner().invoke(cli.app, ["doctor", "--http-port", "1234"])
     assert result.exit_code == status
@@ -115,7 +115,7 @@ ensemble_scheduling { step [{
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    from jitney.server.doctor import write_trial
+    from jitney_server.doctor import write_trial
 
     write_trial(tmp_path / "repository")
     return tmp_path / "repository"
@@ -291,7 +291,7 @@ def test_a_gateway_beside_comes_back_and_stops_too(repository: Path, tmp_path: P
 
 GATEWAY = """
 import signal, sys, types
-from jitney.server import serving
+from jitney_server import serving
 server = types.SimpleNamespace(
     grpc_url="127.0.0.1:1", host="127.0.0.1", metrics_url="http://127.0.0.1:2/metrics"
 )

@@ -8,7 +8,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from jitney.server import doctor
+from jitney_server import doctor
 
 
 def finding(name: str) -> doctor.Finding:

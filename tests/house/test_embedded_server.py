@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 from jitney.errors import LoadError
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
-from tests.server.client import wait_until
+from tests.real_server.client import wait_until
 
 pytestmark = pytest.mark.server
 

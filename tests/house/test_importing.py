@@ -22,8 +22,8 @@ def modules_after(statement: str) -> set[str]:
     [
         "jitney",
         "jitney.cli",
-        "jitney.server.server",
-        "jitney.server.doctor",
+        "jitney_server.server",
+        "jitney_server.doctor",
         "jitney.config",
         "jitney.messages",
     ],
@@ -35,7 +35,7 @@ def test_nothing_heavy_is_imported(module: str) -> None:
 
 
 def test_the_gateway_needs_no_torch() -> None:
-    loaded = modules_after("import jitney.gateway.command")
+    loaded = modules_after("import jitney_gateway.command")
     assert "uvicorn" in loaded
     assert not loaded & {"torch", "transformers", "numba", "tokenizers"}
 

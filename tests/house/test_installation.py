@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from jitney.errors import InstallationError
-from jitney.server import installation
+from jitney_server import installation
 
 
 def version_of(answers: dict[str, str]) -> Callable[[str], str]:

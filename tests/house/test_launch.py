@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from jitney.server import launch as module
-from jitney.server.launch import launch
+from jitney_server import launch as module
+from jitney_server.launch import launch
 
-from tests.server.client import wait_until
+from tests.real_server.client import wait_until
 
 PROGRAM = "import sys; print(*sys.argv[1:], flush=True); sys.stdin.read()"
 COMMAND = [sys.executable, "-c", PROGRAM, "--plain=1"]
@@ -64,7 +64,7 @@ def test_where_that_is_not_allowed_it_is_started_all_the_same(
 
 PARENT = """
 import sys
-from jitney.server import launch as module
+from jitney_server import launch as module
 if sys.argv[1] == "open":
     module._TRACED = "import os; os._exit(99)"
 process = module.launch(["/bin/sleep", "600"], [], {})

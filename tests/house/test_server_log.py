@@ -1,6 +1,6 @@
 """A failed start is explained in a few lines, taken from the server's own log."""
 
-from jitney.server.log import (
+from jitney_server.log import (
     explain_failure,
     failed_models,
     readable,

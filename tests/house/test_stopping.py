@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 from jitney.errors import InternalError
-from jitney.server import stopping
-from jitney.server.admin import Admin
-from jitney.server.stopping import hang_up, requests_in_flight, unload_all
+from jitney_server import stopping
+from jitney_server.admin import Admin
+from jitney_server.stopping import hang_up, requests_in_flight, unload_all
 
 METRICS = """
 # HELP jitney_running_requests Requests accepted and not waiting

@@ -1,6 +1,6 @@
 """What the supervisor repairs, and when, over a server that is a record, with a clock of its own.
 
-Real processes are in `test_cli.py`, `tests/compose/test_entrypoint.py` and `tests/server`.
+Real processes are in `test_cli.py`, `tests/compose/test_entrypoint.py` and `tests/real_server`.
 """
 
 import itertools
@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 from jitney.errors import InternalError, LoadError
-from jitney.server import supervision
-from jitney.server.admin import Admin
-from jitney.server.supervision import Supervisor
+from jitney_server import supervision
+from jitney_server.admin import Admin
+from jitney_server.supervision import Supervisor
 
 
 class FakeProcess:

@@ -65,7 +65,7 @@ def test_wheel_declares_its_command_and_extras(wheel: Path) -> None:
 
 def test_an_installed_wheel_finds_its_backends(wheel: Path, tmp_path: Path) -> None:
     code = (
-        "import jitney, jitney.server.installation as i\n"
+        "import jitney, jitney_server.installation as i\n"
         "folder = i.backend_folder()\n"
         "print(folder)\n"
         "for name in ('jitney', 'onnxruntime', 'tensorrt'):\n"
@@ -80,5 +80,5 @@ def test_an_installed_wheel_finds_its_backends(wheel: Path, tmp_path: Path) -> N
 @pytest.mark.server
 def test_an_installed_wheel_serves(wheel: Path, tmp_path: Path) -> None:
     """The stub finds the unpacked package too."""
-    code = "from jitney.server.doctor import try_server\nprint(try_server().state)"
+    code = "from jitney_server.doctor import try_server\nprint(try_server().state)"
     assert run_installed(wheel, tmp_path, code) == "ok"

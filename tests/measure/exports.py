@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from jitney.measure import slo
-from jitney.measure.inputs import Inputs
-from jitney.measure.options import Shared
-from jitney.measure.perf_analyzer import Driver, Exchange, PerfAnalyzer
-from jitney.measure.record import Load, Measurement, Point, Result
-from jitney.measure.target import Model, Target
+from jitney_measure import slo
+from jitney_measure.inputs import Inputs
+from jitney_measure.options import Shared
+from jitney_measure.perf_analyzer import Driver, Exchange, PerfAnalyzer
+from jitney_measure.record import Load, Measurement, Point, Result
+from jitney_measure.target import Model, Target
 
 MS = 1_000_000
 START = 1_795_306_424_000 * MS

@@ -10,11 +10,11 @@ import pytest
 from jitney import cli
 from jitney.config import EngineConfig, make_config
 from jitney.errors import InvalidArgumentError, JitneyError
-from jitney.measure import lengths, planning, record, sizing
-from jitney.measure.lengths import Lengths
-from jitney.measure.plan import read_bytes
-from jitney.measure.simulation import simulate
-from jitney.measure.sizing import Limits, expect
+from jitney_measure import lengths, planning, record, sizing
+from jitney_measure.lengths import Lengths
+from jitney_measure.plan import read_bytes
+from jitney_measure.simulation import simulate
+from jitney_measure.sizing import Limits, expect
 from msgspec.structs import replace
 from typer.testing import CliRunner
 

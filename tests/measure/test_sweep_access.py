@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from jitney.access import Access
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney.measure import perf_analyzer
-from jitney.measure.perf_analyzer import access_arguments
-from jitney.measure.record import Load
-from jitney.measure.target import RefusedError, Snapshot, Target, snapshot, stages
+from jitney_measure import perf_analyzer
+from jitney_measure.perf_analyzer import access_arguments
+from jitney_measure.record import Load
+from jitney_measure.target import RefusedError, Snapshot, Target, snapshot, stages
 
 from tests.http_server import Quiet, listening
 from tests.measure.exports import MODEL, driver, script

@@ -8,10 +8,10 @@ import pytest
 import typer
 from jitney import cli
 from jitney.errors import InstallationError, InvalidArgumentError
-from jitney.measure import options, record
-from jitney.measure.perf_analyzer import Driver, PerfAnalyzer, measure
-from jitney.measure.record import Load, Point, Result
-from jitney.measure.target import Model, Target
+from jitney_measure import options, record
+from jitney_measure.perf_analyzer import Driver, PerfAnalyzer, measure
+from jitney_measure.record import Load, Point, Result
+from jitney_measure.target import Model, Target
 from typer.testing import CliRunner
 
 from tests.measure.exports import MODEL, calls, point

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jitney.errors import InstallationError, InvalidArgumentError
-from jitney.measure import inputs, perf_analyzer
-from jitney.measure.options import Shared
-from jitney.measure.perf_analyzer import PerfAnalyzer
-from jitney.measure.record import Load
-from jitney.measure.target import (
+from jitney_measure import inputs, perf_analyzer
+from jitney_measure.options import Shared
+from jitney_measure.perf_analyzer import PerfAnalyzer
+from jitney_measure.record import Load
+from jitney_measure.target import (
     Model,
     Snapshot,
     Target,

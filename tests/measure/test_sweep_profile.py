@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 from jitney.errors import InternalError
-from jitney.measure import slo
-from jitney.measure.perf_analyzer import Exchange, measure, read_export
-from jitney.measure.record import Load
+from jitney_measure import slo
+from jitney_measure.perf_analyzer import Exchange, measure, read_export
+from jitney_measure.record import Load
 
 from tests.measure.exports import OPTIONS, calls, point, write_export
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney.measure import record
-from jitney.measure.perf_analyzer import Exchange, measure, read_export
-from jitney.measure.record import PERCENTS, EngineWork, Load, Point, Result, Stage
-from jitney.measure.report import write_comparison, write_report
-from jitney.measure.slo import line
+from jitney_measure import record
+from jitney_measure.perf_analyzer import Exchange, measure, read_export
+from jitney_measure.record import PERCENTS, EngineWork, Load, Point, Result, Stage
+from jitney_measure.report import write_comparison, write_report
+from jitney_measure.slo import line
 from msgspec.structs import replace
 
 from tests.measure.exports import calls, result_of, write_export

@@ -2,11 +2,11 @@
 
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney.measure import slo
-from jitney.measure.inputs import read_shapes
-from jitney.measure.options import Shared
-from jitney.measure.perf_analyzer import Exchange, measure
-from jitney.measure.record import Load, Point, Result, State
+from jitney_measure import slo
+from jitney_measure.inputs import read_shapes
+from jitney_measure.options import Shared
+from jitney_measure.perf_analyzer import Exchange, measure
+from jitney_measure.record import Load, Point, Result, State
 
 from tests.measure.exports import calls, result_of
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError
-from jitney.measure.axes import (
+from jitney_measure.axes import (
     BATCH,
     INSTANCES,
     SEQUENCES,

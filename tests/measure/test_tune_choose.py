@@ -3,10 +3,10 @@
 import io
 from pathlib import Path
 
-from jitney.measure import choose, record
-from jitney.measure.choose import conclusion, print_end, shown, trial_line
-from jitney.measure.record import Trial, Tuning
-from jitney.measure.report import write_tuning
+from jitney_measure import choose, record
+from jitney_measure.choose import conclusion, print_end, shown, trial_line
+from jitney_measure.record import Trial, Tuning
+from jitney_measure.report import write_tuning
 from rich.console import Console
 
 from tests.measure.trials import SLO, failed, point, trial, unmeasured

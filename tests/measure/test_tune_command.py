@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jitney import cli
 from jitney.errors import InvalidArgumentError
-from jitney.measure import tuner
+from jitney_measure import tuner
 from typer.testing import CliRunner
 
 from tests.measure.models import CONFIG, write_config

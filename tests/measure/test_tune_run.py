@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from google.protobuf import text_format
 from jitney.errors import InternalError, LoadError, UnavailableError
-from jitney.measure import tuner
-from jitney.measure.axes import Setting
-from jitney.measure.options import Shared
-from jitney.measure.perf_analyzer import Driver, PerfAnalyzer
-from jitney.measure.record import Load, Point, Tuning
-from jitney.measure.slo import loads
-from jitney.measure.subject import Subject
-from jitney.measure.target import Model, Target
+from jitney_measure import tuner
+from jitney_measure.axes import Setting
+from jitney_measure.options import Shared
+from jitney_measure.perf_analyzer import Driver, PerfAnalyzer
+from jitney_measure.record import Load, Point, Tuning
+from jitney_measure.slo import loads
+from jitney_measure.subject import Subject
+from jitney_measure.target import Model, Target
 from rich.console import Console
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 

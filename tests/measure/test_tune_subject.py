@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jitney.config import load_config
 from jitney.errors import InvalidArgumentError
 from jitney.execution import load
-from jitney.measure.subject import Subject, read_setting, read_subject, serve
+from jitney_measure.subject import Subject, read_setting, read_subject, serve
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from tests.measure.models import CONFIG, write_config
@@ -156,7 +156,7 @@ def test_a_server_has_the_setting_and_everything_beside_it(
             if grace_s is None:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr("jitney.measure.subject.TritonServer", Server)
+    monkeypatch.setattr("jitney_measure.subject.TritonServer", Server)
     subject = read_subject(tmp_path, "m")
     values = {"batch_size": 4, "window_us": 70, "instances": 2}
     with pytest.raises(KeyboardInterrupt), serve(subject, values, ["other"], 9.0) as target:

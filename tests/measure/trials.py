@@ -1,6 +1,6 @@
 """Trials as a run would have measured them, made of a few figures."""
 
-from jitney.measure.record import (
+from jitney_measure.record import (
     PERCENTS,
     Distribution,
     Load,
@@ -11,7 +11,7 @@ from jitney.measure.record import (
     State,
     Trial,
 )
-from jitney.measure.slo import Bound, judged, parse
+from jitney_measure.slo import Bound, judged, parse
 
 SLO = "latency-p95=20ms"
 BOUNDS: tuple[Bound, ...] = parse(SLO, language=False)

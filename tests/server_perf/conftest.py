@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 from tests.docs.blocks import read_page
 

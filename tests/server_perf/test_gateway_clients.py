@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
-from tests.server.client import stream
+from tests.real_server.client import stream
 from tests.server_perf.test_clients import (
     MODEL,
     PROMPT_TOKENS,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from jitney.measure import record
-from jitney.server.server import TritonServer
+from jitney_measure import record
+from jitney_server.server import TritonServer
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("binary")]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jitney.measure import record
-from jitney.server.server import TritonServer
+from jitney_measure import record
+from jitney_server.server import TritonServer
 
 from tests.compose.proxy import Proxy, Server, why_not
 

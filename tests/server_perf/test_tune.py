@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from jitney.measure import record
-from jitney.measure.subject import read_subject
+from jitney_measure import record
+from jitney_measure.subject import read_subject
 
-from tests.server.client import wait_until
+from tests.real_server.client import wait_until
 from tests.signals import heed_signals
 from tests.tiny_models import make_checkpoint
 

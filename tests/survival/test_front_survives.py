@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jitney.server.server import TritonServer
+from jitney_server.server import TritonServer
 
-from tests.server.client import Stream, generate, metric, stream, wait_until
+from tests.real_server.client import Stream, generate, metric, stream, wait_until
 from tests.survival.arithmetic_runner import CONTEXT, GATE, HOLD, MADE
 from tests.tiny_models import write_tokenizer
 

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jitney.offline.llm import LLM as LLM
+    from jitney.llm import LLM as LLM
     from jitney.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
@@ -15,7 +15,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    homes = {"LLM": "jitney.offline.llm", "SamplingParams": "jitney.sampling_params"}
+    homes = {"LLM": "jitney.llm", "SamplingParams": "jitney.sampling_params"}
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from jitney_jobs.command import batch, generate_on_terminal
+from jitney_measure import plan
+from jitney_measure.bench import bench
+from jitney_measure.tune import tune
 from rich.console import Console
 from rich.markup import escape
 
@@ -18,11 +22,7 @@ from jitney import __version__
 from jitney.config import EngineConfig
 from jitney.engine.quiet import quiet_imports
 from jitney.errors import JitneyError
-from jitney.measure import plan
-from jitney.measure.bench import bench
-from jitney.measure.tune import tune
 from jitney.messages import Footprint
-from jitney.offline.command import batch, generate_on_terminal
 
 app = typer.Typer(
     help="In-flight batching over a paged KV cache, as a backend of Triton Inference Server.",
@@ -126,8 +126,8 @@ def serve(
         jitney serve
         jitney serve my_models --model chat --http-port 0 --grpc-port 0 --metrics-port 0
     """
-    from jitney.server.server import TritonServer
-    from jitney.server.serving import serve_until_stopped
+    from jitney_server.server import TritonServer
+    from jitney_server.serving import serve_until_stopped
 
     server = TritonServer(
         repository,
@@ -188,8 +188,9 @@ def generate(
         jitney generate "import os" --temperature 0.8 --top-p 0.95 --seed 7 --max-tokens 200
         jitney generate - --model path/to/checkpoint < prompt.txt
     """
+    from jitney_server.installation import demo_checkpoint
+
     from jitney.sampling_params import SamplingParams
-    from jitney.server.installation import demo_checkpoint
 
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -221,7 +222,7 @@ def doctor(
     shared memory, memory, processor and GPU. Changes nothing. The exit status is 1 if serving is
     impossible as things stand.
     """
-    from jitney.server.doctor import run_doctor
+    from jitney_server.doctor import run_doctor
 
     if not run_doctor([http_port, grpc_port, metrics_port], start=start):
         raise typer.Exit(1)
@@ -261,7 +262,7 @@ def gateway(
         jitney gateway
         jitney gateway --server 10.0.0.5:8001 --port 9000 --api-key-file api_keys
     """
-    from jitney.gateway.command import run_gateway
+    from jitney_gateway.command import run_gateway
 
     run_gateway(server, host, port, api_key_file, otlp_endpoint, metrics_url, batches, grace)
 
@@ -273,7 +274,7 @@ def _weigh(config: EngineConfig) -> Footprint:
 
 
 def _prompt_lengths(source: str, column: str, model: str) -> list[int]:
-    from jitney.offline.generate import prompt_lengths
+    from jitney_jobs.generate import prompt_lengths
 
     return prompt_lengths(source, column, model)
 

@@ -4,7 +4,7 @@ NVIDIA's layout, not its content.
 """
 
 import pytest
-from jitney.measure import record
+from jitney_measure import record
 
 from tests.compose.engine.deployment import Deployment
 from tests.compose.engine.images import make_sdk

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jitney.offline.llm import LLM
+from jitney.llm import LLM
 from jitney.sampling_params import SamplingParams
 
 from tests.adapters.peft_adapters import ALL, make_adapter

@@ -26,8 +26,8 @@ from jitney.config import EngineConfig
 from jitney.core.admission import Needs, needs_of
 from jitney.core.cost import StepCost, StepShape
 from jitney.core.drafts import Speculation
-from jitney.core.kv_cache import KvCache
 from jitney.core.held import HeldRequests
+from jitney.core.kv_cache import KvCache
 from jitney.core.live import LiveRequests
 from jitney.core.outcome import apply_output, final_event
 from jitney.core.plan import Planner

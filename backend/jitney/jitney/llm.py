@@ -1,0 +1,400 @@
+"""The offline class: the server's engine without a server.
+
+An :class:`LLM` owns an engine and makes its steps itself, in its caller's thread, whenever results
+are needed: inside :meth:`LLM.generate`, or between two pieces of :meth:`LLM.stream`. Streams may be
+read in turns and mixed with calls of ``generate``; all that is open shares the batch. Not for use
+from several threads at once.
+
+With ``process=True`` the engine lives in a process of its own, as a server's does, and makes its
+steps there: it may die, and what is open goes on in another one.
+"""
+
+import itertools
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jitney_jobs.progress import Progress, State
+
+from jitney.config import EngineConfig, make_config
+from jitney.engine.engine import Engine
+from jitney.engine.grammar_check import GrammarChecker
+from jitney.engine.supervisor import EngineProcess
+from jitney.errors import (
+    InternalError,
+    InvalidArgumentError,
+    JitneyError,
+    UnavailableError,
+    from_code,
+)
+from jitney.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    Logprob,
+    ModelInfo,
+    StepReport,
+    Submit,
+    Timing,
+)
+from jitney.sampling_params import SamplingParams, parse_sampling_params
+from jitney.text.chat import make_chat
+from jitney.text.completion import Completion, SequenceDelta
+from jitney.text.grammar_process import setup
+from jitney.text.intake import encode_chat, encode_prompt, make_submit
+from jitney.text.tokenizer import Tokenizer, TokenizerData
+
+Prompt = str | list[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
+Running = dict[Any, tuple[Submit, Completion]]
+"""Requests that were started, by a caller's keys."""
+COUNTS = ("steps", "rows_in_steps", "prompt_tokens", "cached_tokens", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The result of one prompt."""
+
+    prompt_ids: list[int]
+    sequences: list[SequenceDelta]
+    """The whole of each of the ``n`` sequences."""
+    prompt_logprobs: list[list[Logprob] | None] | None = None
+    timing: Timing | None = None
+    error: JitneyError | None = None
+    """Set if this request failed after it was accepted; it has no sequences then."""
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence. Raises ``error`` if there is one."""
+        return self._first.text
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of the first sequence. Raises ``error`` if there is one."""
+        return self._first.ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first sequence: ``stop``, ``length`` or ``deadline``. Raises ``error``."""
+        return self._first.finish_reason
+
+    @property
+    def _first(self) -> SequenceDelta:
+        if self.error is not None:
+            raise self.error
+        return self.sequences[0]
+
+
+class LLM:
+    """A loaded model. ``with LLM(path) as llm: …`` gives its memory back at the end."""
+
+    def __init__(self, path: str | Path, *, process: bool = False, **options: Any) -> None:
+        """Load the checkpoint in folder ``path`` (or of that id in the local hub cache).
+
+        With ``process`` the engine runs in a process of its own and is started again if it dies:
+        what is open goes on with the same tokens. torch is not imported here then.
+
+        ``options`` are those of ``model.json`` (``config.EngineConfig``). Raises a LoadError that
+        says what is wrong with an option, a file or the architecture.
+        """
+        self.config = make_config({**options, "model": str(path)})
+        self._engine: Engine | ProcessEngine
+        closing = ExitStack()
+        if process:
+            self._engine = ProcessEngine(self.config)
+            self.tokenizer = self._engine.tokenizer
+            closing.callback(self._engine.close)
+        else:
+            from jitney.engine import assemble  # slow to import
+
+            self.tokenizer = Tokenizer.load(assemble.resolve_model(self.config.model))
+            runner = assemble.load_runner(self.config)
+            closing.callback(runner.close)
+            compiler = assemble.grammar_compiler(self.tokenizer.data, runner.info)
+            adapters = assemble.adapter_pool(self.config, runner)
+            self._engine = Engine(self.config, runner, compile_grammar=compiler, adapters=adapters)
+            closing.callback(self._engine.abandon)
+        first_line = setup(self.tokenizer.data, self.info, self.config)
+        self._grammars = GrammarChecker(self.config, first_line)
+        closing.callback(self._grammars.close)
+        self._give_back = weakref.finalize(self, closing.close)
+        self._give_back.atexit = process
+        self._keys = itertools.count()
+        self._open: dict[int, Completion] = {}
+        self.figures = {**dict.fromkeys(COUNTS, 0.0), "most_rows": self.config.max_num_seqs}
+        """Counts since it was loaded, or since :meth:`generate` or a job began."""
+
+    # ------------------------------------------------------------------ what callers use
+
+    @property
+    def info(self) -> ModelInfo:
+        """Context length, vocabulary, cache size and the like."""
+        return self._engine.info
+
+    @property
+    def capacity(self) -> int:
+        """Requests at once that fill the batch with some to spare, and fit into the queue."""
+        return max(1, min(2 * self.config.max_num_seqs, self.config.max_queued))
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: Params = None, *, progress: bool = True
+    ) -> list[Completed]:
+        """Complete every prompt, a text or a list of token ids; results in the prompts' order.
+
+        ``params`` hold for all of them, or are one for each. Raises InvalidArgumentError before
+        anything runs if any prompt or parameter is refused. A request that fails later does not
+        stop the others: its result carries the error.
+        """
+        ids = [self._encode(prompt) for prompt in _listed(prompts)]
+        return self._complete(self.requests(ids, params), progress)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: Params = None,
+        *,
+        chat_template_parameters: Mapping[str, object] | None = None,
+        progress: bool = True,
+    ) -> list[Completed]:
+        """Answer a chat, a list of messages ``{"role": …, "content": …}``, or each of a list of
+        chats, through the model's chat template. Otherwise as :meth:`generate`."""
+        chats = messages if messages and isinstance(messages[0], list) else [messages]
+        made = [make_chat(each, chat_template_parameters or {}, self.config) for each in chats]
+        ids = [encode_chat(each, self.tokenizer, self.config, self.info) for each in made]
+        return self._complete(self.requests(ids, params), progress)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[SequenceDelta]:
+        """Complete one prompt piece by piece, as the engine's steps give something new.
+
+        With ``n`` > 1 the pieces of the sequences come mixed, each with its ``index``. The prompt
+        is checked at once, not at the first piece. Closing the iterator cancels the request.
+        """
+        (submit,) = self.requests([self._encode(prompt)], params)
+        return self._pieces(submit)
+
+    def close(self) -> None:
+        """Give the model's memory back. What is open ends; the object is of no use afterwards."""
+        self._open.clear()
+        self._give_back()  # once
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ in
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return encode_prompt(prompt, self.tokenizer, self.config, self.info)
+        if not isinstance(prompt, list) or not all(type(each) is int for each in prompt):
+            raise InvalidArgumentError.of("prompts", prompt, "texts or lists of token ids")
+        return prompt.copy()
+
+    def requests(self, prompts: list[list[int]], params: Params) -> list[Submit]:
+        """Requests of token ids for :meth:`start`. Raises InvalidArgumentError."""
+        self._check_open()
+        if params is None or isinstance(params, SamplingParams):
+            params = [_parsed(params or SamplingParams())] * len(prompts)
+        else:
+            params = [_parsed(each) for each in params]
+        if len(params) != len(prompts):
+            raise InvalidArgumentError(
+                f"params has {len(params)} entries, but there are {len(prompts)} prompts"
+            )
+        model = dict[str, Any](tokenizer=self.tokenizer, info=self.info, config=self.config)
+        model["check_grammar"] = self._grammars.check
+        return [
+            make_submit(key=key, prompt_ids=ids, params=each, now=time.monotonic(), **model)
+            for key, ids, each in zip(self._keys, prompts, params, strict=False)
+        ]
+
+    def start(self, submit: Submit) -> Completion:
+        """Hand a request to the engine. Its times count from now, not from its check."""
+        now = time.monotonic()
+        deadline = None if submit.deadline is None else submit.deadline + now - submit.arrival
+        completion = Completion(submit, self.tokenizer)
+        try:
+            self._engine.send(msgspec.structs.replace(submit, arrival=now, deadline=deadline))
+            self._open[submit.key] = completion
+        except UnavailableError as error:  # its process does not come up
+            completion.feed(Failed(submit.key, error.code, str(error)))
+        return completion
+
+    # ------------------------------------------------------------------ out
+
+    def _complete(self, submits: list[Submit], progress: bool) -> list[Completed]:
+        """Run requests to their ends."""
+        running: Running = {}
+        done: dict[int, Completed] = {}
+        waiting, display = deque(submits), Progress(rows="prompts", shown=progress)
+        figures = {"taken": len(submits), "position": 1.0, "bad": 0}
+        self.figures.update(dict.fromkeys(COUNTS, 0.0))
+        began = time.monotonic()
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.capacity:
+                    submit = waiting.popleft()
+                    running[submit.key] = submit, self.start(submit)
+                for key, completed in self.ended(running):
+                    done[key] = completed
+                    figures["bad"] += completed.error is not None
+                seconds = time.monotonic() - began
+                now = {**self.figures, **figures, "done": len(done), "seconds": seconds}
+                display.show(State(now))
+        finally:
+            display.close()
+            self._abort([submit.key for submit in submits])
+        return [done[submit.key] for submit in submits]
+
+    def _pieces(self, submit: Submit) -> Iterator[SequenceDelta]:
+        completion = self.start(submit)
+        ended: set[int] = set()
+        try:
+            while completion.terminal is None or completion.has_pending:
+                if not completion.has_pending:
+                    self.step()
+                    continue
+                for delta in completion.take():
+                    ends = delta.finish_reason and delta.index not in ended
+                    if delta.ids or delta.text or ends:
+                        yield delta
+                    if delta.finish_reason:
+                        ended.add(delta.index)
+            if isinstance(completion.terminal, Failed):
+                raise from_code(completion.terminal.code, completion.terminal.message)
+        finally:
+            self._abort([submit.key])
+
+    # ------------------------------------------------------------------ the engine
+
+    def step(self) -> None:
+        """Make a step, if there is work, and give its events to the requests that they belong to.
+        For those who hand requests over one by one (:meth:`start`).
+
+        After an exception, such as KeyboardInterrupt, the engine is reset, and everything open
+        fails.
+        """
+        self._check_open()
+        try:
+            report = self._engine.step()
+        except BaseException:
+            for key in self._open:
+                self._engine.send(Cancel(key))
+            self._engine.reset()
+            for key, completion in self._open.items():
+                completion.feed(Failed(key, InternalError.code, "the engine was interrupted"))
+            self._open.clear()
+            raise
+        if report is None:
+            assert not self._open, "requests are open, but no step is made"
+            return
+        counts = report.stats
+        self.figures["steps"] += 1
+        self.figures["rows_in_steps"] += counts.batch_sequences
+        self.figures["prompt_tokens"] += counts.prefill_tokens
+        self.figures["cached_tokens"] += counts.prefix_hit_tokens
+        self.figures["tokens"] += counts.generated_tokens
+        for event in report.events:
+            target = self._open.get(event.key)
+            if target is None:
+                continue  # aborted here first
+            for finish in target.feed(event):
+                self._engine.send(finish)
+            if target.terminal is not None:
+                del self._open[event.key]
+
+    def ended(self, running: Running) -> list[tuple[Any, Completed]]:
+        """Make a step, unless one of ``running`` has ended without one; those that have ended are
+        taken out of it."""
+        if all(completion.terminal is None for _, completion in running.values()):
+            self.step()
+        ready = [key for key, (_, each) in running.items() if each.terminal is not None]
+        return [(key, _completed_of(*running.pop(key))) for key in ready]
+
+    def _abort(self, keys: list[int]) -> None:
+        """Cancel those of ``keys`` that are still open. If nothing else is open, make steps until
+        the engine has no work: a step of ended requests may still be in flight."""
+        left = [key for key in keys if self._open.pop(key, None) is not None]
+        for key in left:
+            self._engine.send(Cancel(key))
+        while not self._open and self._give_back.alive and self._engine.has_work:
+            self.step()
+
+    def _check_open(self) -> None:
+        if not self._give_back.alive:
+            raise InvalidArgumentError("this LLM has been closed")
+
+
+class ProcessEngine:
+    """An engine in a process of its own, which may die and is started again. Has the calls of
+    :class:`~jitney.engine.engine.Engine` that LLM makes. It makes its steps by itself; a thread
+    takes its reports. Call :meth:`close` at the end."""
+
+    has_work = False
+    """Nothing has to be driven: after a cancel, too, the engine makes its steps by itself."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the process and load the model. Raises a LoadError if that fails."""
+        self.supervisor = EngineProcess(config)
+        data = self.supervisor.start()
+        self.tokenizer = Tokenizer(msgspec.msgpack.decode(data, type=TokenizerData))
+        self.info = self.supervisor.info
+        self.send = self.supervisor.send
+        self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self.supervisor.run, args=(self._reports,), name="jitney-engine", daemon=True
+        )
+        self._thread.start()
+
+    def step(self) -> StepReport:
+        """The next report. To be called while a request is open: each one ends in a report."""
+        return self._reports.get()
+
+    def reset(self) -> None:
+        """Drop the reports that wait. What is open has been cancelled."""
+        while not self._reports.empty():
+            self._reports.get()
+
+    def close(self) -> None:
+        """End the process and wait until it has ended."""
+        self.supervisor.stop()
+        self._thread.join()
+
+
+def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
+    """One text, or one list of ids, stands for a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    return [listed] if isinstance(prompts, list) and listed and type(listed[0]) is int else listed
+
+
+def _parsed(params: object) -> SamplingParams:
+    """``params`` with the types that its fields state: a struct made in Python may hold anything,
+    such as one text as ``stop``. Raises InvalidArgumentError."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidArgumentError.of("params", params, "SamplingParams, or a list of them")
+    return parse_sampling_params(msgspec.structs.asdict(params))
+
+
+def _completed_of(submit: Submit, completion: Completion) -> Completed:
+    """The result of a request whose completion has its terminal event."""
+    terminal = completion.terminal
+    if isinstance(terminal, Finished):
+        return Completed(
+            submit.prompt, completion.take(), completion.prompt_logprobs, terminal.timing
+        )
+    assert isinstance(terminal, Failed), "only its caller cancels a request"
+    return Completed(submit.prompt, [], error=from_code(terminal.code, terminal.message))

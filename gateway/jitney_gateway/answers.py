@@ -1,0 +1,199 @@
+"""From a model's steps to OpenAI's answers: the chunks of a stream, and the whole. Pure.
+
+An answer is fed every step and gives the chunks that it makes; at the end it gives the whole, of
+the same deltas.
+"""
+
+import time
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from jitney.errors import JitneyError
+
+from jitney_gateway.backend import Step
+from jitney_gateway.blocks import Block, Blocks
+from jitney_gateway.parsers import Kind
+from jitney_gateway.refusals import describe
+from jitney_gateway.wire import ChatRequest, CompletionRequest, StreamOptions
+
+Body = dict[str, Any]
+_NAMES = {"text": ("content",), "reasoning": ("reasoning", "reasoning_content"), "call": ()}
+"""Kind of a block -> where a message has it."""
+
+
+class Usage:
+    """Tokens of one answer."""
+
+    def __init__(self) -> None:
+        self.completion = 0
+        self.cached = 0
+        """Prompt tokens that were found in the cache; known at the end."""
+        self._prompts: dict[int, int] = {}
+
+    @property
+    def prompt(self) -> int:
+        """Of all prompts."""
+        return sum(self._prompts.values())
+
+    def add(self, step: Step) -> None:
+        self._prompts[step.prompt] = step.num_prompt_tokens
+        self.completion += sum(step.num_tokens)
+        self.cached += step.timing.get("cached_prompt_tokens", 0)
+
+    def body(self) -> Body:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Answer:
+    """The answer to a request for a chat or for completions."""
+
+    returns: tuple[str, ...] = ()
+    """Inputs of the contract that ask for more outputs."""
+    end = b"data: [DONE]\n\n"
+    """Ends a stream."""
+
+    def __init__(
+        self, body: ChatRequest | CompletionRequest, id_: str, choices: list[Blocks]
+    ) -> None:
+        """``choices``: ``n`` for each prompt."""
+        self.usage = Usage()
+        self._choices = choices
+        self._chat = isinstance(body, ChatRequest)
+        self._options = body.stream_options or StreamOptions()
+        self._n = body.n or 1
+        self._top = body.top_logprobs if isinstance(body, ChatRequest) else body.logprobs
+        id_ = f"{'chatcmpl' if self._chat else 'cmpl'}-{id_}"
+        self._head: Body = {"id": id_, "created": int(time.time()), "model": body.model}
+        if isinstance(body, ChatRequest) and body.service_tier is not None:
+            self._head["service_tier"] = body.service_tier
+        self._logprobs: list[Body] = [{} for _ in choices]
+        self._begun: set[int] = set()
+
+    def feed(self, step: Step) -> Iterator[Body]:
+        """Take a step; the chunks that it makes."""
+        self.usage.add(step)
+        for number, text in enumerate(step.texts):
+            index = step.prompt * self._n + number
+            choice = self._choices[index]
+            if choice.finish_reason is not None:
+                continue
+            logprobs = self._take_logprobs(index, step.logprobs[number] if step.logprobs else [])
+            said = _delta(choice, text, step.finish_reasons[number])
+            if said or logprobs or choice.finish_reason:
+                yield self._chunk([self._said(index, said, logprobs)])
+
+    def _said(self, index: int, said: Body, logprobs: Body | None) -> Body:
+        if not self._chat:
+            said = {"text": said.get("content", "")}
+        elif index in self._begun:
+            said = {"delta": said}
+        else:
+            self._begun.add(index)
+            said = {"delta": {"role": "assistant", "content": "", **said}}
+        return self._choice(index, said, logprobs)
+
+    def _choice(self, index: int, said: Body, logprobs: Body | None) -> Body:
+        reason = self._choices[index].finish_reason
+        if self._chat and reason == "stop" and self._choices[index].of("call"):
+            reason = "tool_calls"
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
+
+    def _chunk(self, choices: list[Body]) -> Body:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        chunk = {**self._head, "object": kind, "choices": choices}
+        if self._options.continuous_usage_stats or not choices:
+            chunk["usage"] = self.usage.body()
+        return chunk
+
+    def last(self) -> list[Body]:
+        """The last chunks of a stream: the usage, if it was asked for."""
+        return [self._chunk([])] if self._options.include_usage else []
+
+    def failed(self, error: JitneyError) -> list[Body]:
+        """The last chunks of a stream that ends with an error."""
+        return [describe(error)[1]]
+
+    def whole(self) -> Body:
+        """The answer, once every step was fed."""
+        choices = []
+        for index, blocks in enumerate(self._choices):
+            said = (
+                {"message": _message(blocks)} if self._chat else {"text": _joined(blocks, "text")}
+            )
+            choices.append(self._choice(index, said, self._logprobs[index] or None))
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": self.usage.body()}
+
+    def _take_logprobs(self, index: int, positions: list[Body]) -> Body | None:
+        """Of new tokens, and to those of the whole."""
+        if not positions:
+            return None
+        whole, made = self._logprobs[index], dict[str, list[Any]]()
+        if self._chat:
+            made["content"] = [chat_logprob(each, self._top or 0) for each in positions]
+        else:
+            best = [list(position.values()) for position in positions]
+            tokens = [each[0]["decoded_token"] for each in best]
+            tops = [{one["decoded_token"]: one["logprob"] for one in each} for each in best]
+            before = whole["text_offset"][-1] + len(whole["tokens"][-1]) if whole else 0
+            made |= {
+                "tokens": tokens,
+                "token_logprobs": [each[0]["logprob"] for each in best],
+                "top_logprobs": [top if self._top else None for top in tops],
+                "text_offset": [*accumulate(map(len, tokens[:-1]), initial=before)],
+            }
+        for name, values in made.items():
+            whole.setdefault(name, []).extend(values)
+        return made
+
+
+def _delta(choice: Blocks, text: str, finish_reason: str | None) -> Body:
+    """What the next text adds to a message."""
+    said: Body = {}
+    for what, block, more in choice.take(text, finish_reason):
+        if what != "delta":
+            continue
+        if block.kind == "call":
+            index = choice.of("call").index(block)
+            said.setdefault("tool_calls", []).append({"index": index, **_call(block)})
+        for name in _NAMES[block.kind]:
+            said[name] = said.get(name, "") + more
+    return said
+
+
+def _message(choice: Blocks) -> Body:
+    """The whole."""
+    message: Body = {"role": "assistant", "content": _joined(choice, "text"), "refusal": None}
+    if reasoning := _joined(choice, "reasoning"):
+        message |= dict.fromkeys(_NAMES["reasoning"], reasoning)
+    if calls := choice.of("call"):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [_call(each) for each in calls]
+    return message
+
+
+def _joined(choice: Blocks, kind: Kind) -> str:
+    return "".join(block.text for block in choice.of(kind))
+
+
+def _call(block: Block) -> Body:
+    function = {"name": block.name, "arguments": block.text}
+    return {"id": f"call_{block.id}", "type": "function", "function": function}
+
+
+def chat_logprob(position: Body, top: int) -> Body:
+    """One token: the chosen one comes first, and may stand beside the best ``top``."""
+    made = []
+    for one in position.values():
+        text = one["decoded_token"]
+        whole = "\ufffd" not in text  # else it is a part of a character
+        bytes_ = list(text.encode()) if whole else None
+        made.append({"token": text, "logprob": one["logprob"], "bytes": bytes_})
+    best = [each for each, one in zip(made, position.values(), strict=True) if one["rank"] <= top]
+    return {**made[0], "top_logprobs": best}

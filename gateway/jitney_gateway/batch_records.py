@@ -1,0 +1,151 @@
+"""Files and batches as records on a disk: all that the gateways of one folder share.
+
+files/ID, files/ID.json     a file, and what is known of it
+batches/ID.json             a batch; written once by who makes it, then by ``batch_work`` alone
+work/ID/                    of a batch that has not ended: its lines, its job until that is in the
+                            queue, and ``cancel`` once somebody has asked for that
+queue/                      job files: offline/worker.py
+keys/NAME.key               the key with which jobs ask for an owner of batches
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from jitney_jobs.journal import Record, sync
+
+from jitney_gateway.refusals import StatusError
+
+_ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}(?:-output|-errors)?")
+OPEN = ("in_progress", "finalizing")
+"""Statuses that are not an end."""
+
+
+class FileRecord(msgspec.Struct, kw_only=True):
+    """OpenAI's object of a file, and whose it is. Times are in seconds since 1970."""
+
+    id: str
+    object: str = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: str = "processed"
+    owner: str
+
+
+class BatchRecord(msgspec.Struct, kw_only=True):
+    """OpenAI's object of a batch, and whose it is."""
+
+    id: str
+    object: str = "batch"
+    endpoint: str
+    model: str | None = None
+    errors: dict[str, Any] | None = None
+    input_file_id: str
+    completion_window: str
+    status: str = "in_progress"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: dict[str, int] = msgspec.field(
+        default_factory=lambda: {"total": 0, "completed": 0, "failed": 0}
+    )
+    metadata: dict[str, str] | None = None
+    owner: str
+
+    def end(self, status: str, errors: list[dict[str, Any]]) -> None:
+        """``status``: completed, failed, expired or cancelled."""
+        self.errors = {"object": "list", "data": errors} if errors else None
+        self.status = status
+        setattr(self, f"{status}_at", int(time.time()))
+
+
+R = TypeVar("R", bound=FileRecord | BatchRecord)
+
+
+class Folder:
+    """For any thread and process."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises OSError if it cannot be made."""
+        self.files, self.batches, self.work, self.queue, self.keys = (
+            root / name for name in ("files", "batches", "work", "queue", "keys")
+        )
+        for each in (self.files, self.batches, self.work, self.queue, self.keys):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.lock = root / "lock"
+
+    def save(self, record: FileRecord | BatchRecord) -> None:
+        """Survives a loss of power."""
+        write_whole(self._place(type(record)) / f"{record.id}.json", [msgspec.json.encode(record)])
+
+    def load(self, kind: type[R], id_: str) -> R:
+        """Raises StatusError if there is none."""
+        try:
+            if _ID.fullmatch(id_):
+                return msgspec.json.decode(
+                    (self._place(kind) / f"{id_}.json").read_bytes(), type=kind
+                )
+        except FileNotFoundError:
+            pass
+        raise StatusError(404, f"{id_[:64]!r} does not exist")
+
+    def all(self, kind: type[R]) -> Iterator[R]:
+        """The newest first."""
+        for name in sorted((path.stem for path in self._place(kind).glob("*.json")), reverse=True):
+            with contextlib.suppress(StatusError):  # it may be deleted meanwhile
+                yield self.load(kind, name)
+
+    def _place(self, kind: type) -> Path:
+        return self.files if kind is FileRecord else self.batches
+
+    def key_file(self, owner: str) -> Path:
+        """Of the key with which jobs ask for an owner."""
+        return self.keys / f"{owner}.key"
+
+    def seen(self, batch: BatchRecord) -> BatchRecord:
+        """With what only its job tells: how far it is, and whether it is cancelled."""
+        if batch.status not in OPEN:
+            return batch
+        work = self.work / batch.id
+        record = Record(work / "out" / "_job" / "journal.jsonl")
+        done = {"completed": record.written, "failed": record.failed}
+        batch = msgspec.structs.replace(batch, request_counts=batch.request_counts | done)
+        with contextlib.suppress(FileNotFoundError):
+            batch.cancelling_at = int((work / "cancel").stat().st_mtime)
+            batch.status = "cancelling"
+        return batch
+
+
+def new_id(kind: str) -> str:
+    """They sort by time."""
+    return f"{kind}{time.time_ns():016x}{secrets.token_hex(4)}"
+
+
+def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
+    """All of it or nothing, for the owner of the process alone."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+            file.writelines(pieces)
+        sync(temporary)
+        temporary.rename(path)
+        sync(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,257 @@
+"""What becomes of batches: jobs of a worker, whose parts are gathered into files.
+
+A thread of one of the folder's gateways, the one that holds its lock, looks at every open batch
+time and again. Each of its steps may be cut off anywhere, and is then taken again. The jobs are
+those of worker processes (``jitney batch worker``), which ask this gateway for each line; their
+journals have which of them are done. They end when no job waits, and with the gateway.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jitney.errors import InvalidArgumentError
+from jitney_jobs.journal import Record
+from jitney_jobs.worker import cancel
+
+from jitney_gateway.backend import GENERATING
+from jitney_gateway.batch_records import OPEN, BatchRecord, FileRecord, Folder, write_whole
+from jitney_gateway.refusals import StatusError
+
+_LOG = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_BETWEEN_WORKERS_S = 5.0
+_MOST_WORKERS = 4
+"""Batches that run at a time: one whose model is away, and is asked again and again, holds up no
+other."""
+_ABANDONED_S = 3600.0
+_JOB = {"input_format": "openai", "workers": 0, "retries": 8, "max_errors": "100%"}
+_JOB |= {"part_seconds": 2.0}
+_BACKGROUND = {"service_tier": "flex"}
+"""Of lines that name no service tier, for clients who wait go first. What it is follows from the
+model as it is when a line is asked, and from the limits of the batch's owner then."""
+_OPTIONS = ("--until-empty", "--tries=8", "--backoff=5")
+# The kernel sends SIGTERM (15) to the worker when the thread ends that started it, however it does.
+_WORKER = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from jitney.cli import main; main()"
+_ENDS = {"done": "completed", "failed": "failed", "cancelled": "expired"}
+"""Where the file of a job lies that has ended -> what its batch is, unless it was cancelled."""
+_ANSWERED = re.compile(r"(\d{3}) (\{.*\})")
+"""The reason of a bad row that the gateway answered, with its JSON: offline/asking.py."""
+
+
+def begin(folder: Folder, batch: BatchRecord, given: Path) -> None:
+    """Have the thread run a batch whose lines, in the file ``given``, are good. Until its record is
+    there it is none; it has the lines even if the file is deleted. Raises FileNotFoundError if the
+    file has just been deleted."""
+    work = folder.work / batch.id
+    job: dict[str, Any] = {**_JOB, "model": batch.model}
+    job |= {"input": str(work / "input.jsonl"), "output": str(work / "out")}
+    if batch.owner:
+        job["api_key_file"] = str(folder.key_file(batch.owner))
+    if batch.endpoint in GENERATING:
+        job["sampling"] = _BACKGROUND
+    work.mkdir()
+    (work / "input.jsonl").hardlink_to(given)
+    write_whole(work / "job.yaml", [msgspec.json.encode(job)])  # JSON is YAML too
+    folder.save(batch)
+
+
+@contextlib.asynccontextmanager
+async def working(folder: Folder | None, url: str) -> AsyncIterator[None]:
+    """The thread works, for the gateway at ``url``."""
+    if folder is None:
+        yield
+        return
+    work = BatchWork(folder, url)
+    work.start()
+    try:
+        yield
+    finally:  # even if the gateway is stopped by force, which cancels what runs
+        await asyncio.to_thread(work.stop)
+
+
+class BatchWork:
+    """The thread."""
+
+    def __init__(self, folder: Folder, url: str) -> None:
+        self._folder, self._url = folder, url
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._not_before = 0.0
+        """Monotonic seconds: of the next worker."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def start(self) -> None:
+        """Begin, and go on until :meth:`stop`."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the workers have committed what is finished, and ended."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._folder.lock.open("w") as lock:
+            while not self._stopping.wait(_POLL_S):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._look()
+                except BlockingIOError:
+                    pass  # another gateway does it
+                except Exception:  # too many open files, say, for a moment
+                    _LOG.exception("batches wait")
+            for worker in self._workers:
+                worker.terminate()
+            for worker in self._workers:
+                worker.wait()
+
+    def _look(self) -> None:
+        """At every batch; one that cannot go on holds up no other."""
+        steps: list[Callable[[], None]] = [
+            partial(self.advance, path.name) for path in sorted(self._folder.work.glob("*"))
+        ]
+        for step in [*steps, self._tend]:
+            try:
+                step()
+            except Exception:
+                _LOG.exception("a batch waits")
+
+    def _tend(self) -> None:
+        """Have a worker for each job that waits or runs, of which some were killed perhaps."""
+        live = [one for one in self._workers if one.poll() is None]
+        if len(live) < len(self._workers):
+            self._not_before = time.monotonic() + _BETWEEN_WORKERS_S
+        self._workers = live
+        jobs = [*self._folder.queue.glob("*.yaml"), *self._folder.queue.glob("running/*.yaml")]
+        wanted = min(len(jobs), _MOST_WORKERS)
+        if len(live) < wanted and time.monotonic() >= self._not_before:
+            command = [sys.executable, "-c", _WORKER, "batch", "worker", str(self._folder.queue)]
+            command += ["--server", self._url, *_OPTIONS]
+            live.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+
+    def advance(self, id_: str) -> None:
+        """Take the next step of a batch, if it is time for it."""
+        work, queue = self._folder.work / id_, self._folder.queue
+        try:
+            batch = self._folder.load(BatchRecord, id_)
+        except StatusError:
+            if time.time() - work.stat().st_mtime > _ABANDONED_S:  # its maker was killed
+                shutil.rmtree(work)
+            return
+        if batch.status not in OPEN:
+            for path in queue.glob(f"*/{id_}.*"):
+                path.unlink()
+            shutil.rmtree(work)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            (work / "job.yaml").rename(queue / f"{id_}.yaml")
+        cancelled = (work / "cancel").exists()
+        if cancelled or time.time() >= batch.expires_at:
+            with contextlib.suppress(InvalidArgumentError):  # it has ended meanwhile
+                cancel(queue, id_)
+        end = self._end_of(id_)
+        if end is not None:
+            self._finish(batch, "cancelled" if cancelled else end)
+
+    def _end_of(self, id_: str) -> str | None:
+        """That of a job at which nobody works any more."""
+        for state, end in _ENDS.items():
+            path = self._folder.queue / state / f"{id_}.yaml"
+            with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return end
+        return None
+
+    def _finish(self, batch: BatchRecord, end: str) -> None:
+        """Gather what the job has made: each request is in one of two files."""
+        work = self._folder.work / batch.id
+        batch.status, batch.finalizing_at = "finalizing", int(time.time())
+        self._folder.save(batch)
+        record = Record(work / "out" / "_job" / "journal.jsonl")
+        parts = [work / "out" / name for part in record.parts for name in part.files]
+        good = (path for path in parts if path.parent.name == "out")
+        bad = (path for path in parts if path.parent.name != "out")
+        batch.output_file_id = self._gather(batch, "output", _lines(good))
+        errors = _error_lines(work / "input.jsonl", _lines(bad), record, end)
+        batch.error_file_id = self._gather(batch, "errors", errors)
+        failed = batch.request_counts["total"] - record.written
+        batch.request_counts |= {"completed": record.written, "failed": failed}
+        batch.cancelling_at = self._folder.seen(batch).cancelling_at
+        why = self._folder.queue / "failed" / f"{batch.id}.txt"
+        batch.end(end, [{"message": why.read_text("utf-8")}] if end == "failed" else [])
+        self._folder.save(batch)
+
+    def _gather(self, batch: BatchRecord, what: str, lines: Iterator[bytes]) -> str | None:
+        """A file of the lines, if there are any."""
+        id_ = f"file-{batch.id[-24:]}-{what}"
+        path = self._folder.files / id_
+        write_whole(path, lines)
+        if not path.stat().st_size:
+            path.unlink()
+            return None
+        record = FileRecord(
+            id=id_,
+            bytes=path.stat().st_size,
+            created_at=int(time.time()),
+            filename=f"{batch.id}_{what}.jsonl",
+            purpose="batch_output",
+            owner=batch.owner,
+        )
+        self._folder.save(record)
+        return id_
+
+
+def _error_lines(given: Path, bad: Iterator[bytes], record: Record, end: str) -> Iterator[bytes]:
+    """One for each request that is in no part, or among the ``bad`` rows of one, in their order."""
+    reasons = {each.row: each.error for each in map(msgspec.json.Decoder(_BadRow).decode, bad)}
+    for row, line in enumerate(filter(bytes.strip, _lines([given]))):
+        if row in reasons or not record.done.covers(0, row, row + 1):
+            yield _error_line(line, reasons.get(row), end)
+
+
+class _BadRow(msgspec.Struct):
+    """Of a line in a job's error file."""
+
+    row: int
+    error: str
+
+
+class _Named(msgspec.Struct):
+    custom_id: str
+
+
+def _error_line(given: bytes, why: str | None, end: str) -> bytes:
+    """``why``: of a bad row. None: it was not done before the batch was ``end``."""
+    digest, custom_id = hashlib.sha256(given).hexdigest()[:24], None
+    with contextlib.suppress(RecursionError):  # it is nested almost too deeply
+        custom_id = msgspec.json.decode(given, type=_Named).custom_id
+    made: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": custom_id}
+    said = f"the batch was {end} before this request was done"
+    error: Any = {"code": f"batch_{end}", "message": said}
+    response = None
+    if answered := _ANSWERED.fullmatch(why or ""):
+        response = {"status_code": int(answered[1]), "request_id": digest}
+        response["body"], error = msgspec.Raw(answered[2].encode()), None
+    elif why is not None:
+        error = {"code": "request_failed", "message": why}
+    return msgspec.json.encode({**made, "response": response, "error": error}) + b"\n"
+
+
+def _lines(paths: Iterable[Path]) -> Iterator[bytes]:
+    for path in paths:
+        with path.open("rb") as file:
+            yield from file

@@ -1,0 +1,233 @@
+"""The endpoints of language models: what is asked of a model, and its answer, whole or as a stream
+of server-sent events."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from jitney.errors import CancelledError, JitneyError
+from jitney.sampling_params import LIMITS_HEADER, parse_limits
+from jitney.tracing import HEADERS
+from starlette.types import Receive, Scope, Send
+
+from jitney_gateway.answers import Answer, Body
+from jitney_gateway.ask import (
+    Ask,
+    Description,
+    Tensor,
+    ask_chat,
+    ask_completions,
+    ask_tokens,
+    formats,
+)
+from jitney_gateway.backend import Backend, Step
+from jitney_gateway.blocks import Blocks
+from jitney_gateway.figures import Figures, Watch
+from jitney_gateway.messages_api import (
+    MessageAnswer,
+    MessageRequest,
+    PromptRequest,
+    chat_of_message,
+    chat_of_prompt,
+)
+from jitney_gateway.parsers import Parser
+from jitney_gateway.refusals import as_json, fault
+from jitney_gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
+from jitney_gateway.wire import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    WireRecord,
+)
+
+T = TypeVar("T")
+Told = Answer | ResponseAnswer | MessageAnswer
+ChatOf = Callable[[Any, Description], ChatRequest]
+_CHATS: dict[str, tuple[type[WireRecord], ChatOf, type[Told]]] = {
+    "/v1/chat/completions": (ChatRequest, lambda body, known: body, Answer),
+    "/v1/responses": (ResponseRequest, chat_of_response, ResponseAnswer),
+    "/v1/messages": (MessageRequest, chat_of_message, MessageAnswer),
+}
+"""Path -> its body, the chat that a body stands for, and the answer."""
+
+
+class Language:
+    """The endpoints. ``figures`` count what is generated."""
+
+    def __init__(self, backend: Backend, figures: Figures) -> None:
+        self._backend, self._figures = backend, figures
+
+    def routes(self) -> dict[str, tuple[Callable[..., Coroutine[Any, Any, Response]], type[Any]]]:
+        """Path -> handler and body."""
+        chats = {
+            path: (partial(self.chat, chat_of, answer_of), type_)
+            for path, (type_, chat_of, answer_of) in _CHATS.items()
+        }
+        return {
+            **chats,
+            "/v1/completions": (self.completions, CompletionRequest),
+            "/v1/messages/count_tokens": (self.count_tokens, PromptRequest),
+            "/tokenize": (self.tokenize, TokenizeRequest),
+            "/detokenize": (self.detokenize, DetokenizeRequest),
+        }
+
+    async def chat(
+        self, chat_of: ChatOf, answer_of: type[Told], request: Request, body: Any
+    ) -> Response:
+        """Continue a chat."""
+        known = await self._model(request, body.model)
+        chat = chat_of(body, known)
+        ask = ask_chat(chat, known, request.state.id, parse_limits(request.state.limits))
+        most = 1 if chat.parallel_tool_calls is False else None
+        parser = partial(Parser, *formats(chat, known), msgspec.to_builtins(chat.tools or []))
+        sequences = [Blocks(parser(), most) for _ in range(chat.n or 1)]
+        answer = answer_of(body, request.state.id, sequences)
+        ask.inputs |= dict.fromkeys(answer.returns, True)
+        return await self._generate(request, chat, answer, [ask])
+
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        """Continue texts."""
+        known = await self._model(request, body.model)
+        asks = ask_completions(body, known, request.state.id, parse_limits(request.state.limits))
+        echoes = [await self._text(ask) if body.echo else "" for ask in asks]
+        n = range(body.n or 1)
+        sequences = [Blocks(Parser(None, None), echo=echo) for echo in echoes for _ in n]
+        answer = Answer(body, request.state.id, sequences)
+        return await self._generate(request, body, answer, asks)
+
+    async def _generate(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        answer: Told,
+        asks: Sequence[Ask],
+    ) -> Response:
+        headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
+        if request.state.limits:
+            headers[LIMITS_HEADER] = request.state.limits
+        watch = Watch(self._figures, body.model, request.state.key, bool(body.stream))
+        chunks = _chunks(self._backend.generate(asks, headers), answer, watch, request.state.id)
+        if body.stream:
+            first = await _unless_gone(request.receive, anext(chunks))
+            return _Events(_events(first, chunks, answer), media_type="text/event-stream")
+        await _unless_gone(request.receive, _read_all(chunks))
+        return as_json(answer.whole())
+
+    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+        """The ids of a text or a chat."""
+        known = await self._model(request, body.model)
+        ids = (await self._backend.perform(ask_tokens(body)))["output_ids"].tolist()
+        count, most = len(ids), known.max_model_len
+        return as_json({"count": count, "max_model_len": most, "tokens": ids})
+
+    async def count_tokens(self, request: Request, body: PromptRequest) -> Response:
+        """The tokens of a chat's prompt."""
+        known = await self._model(request, body.model)
+        messages = ask_chat(chat_of_prompt(body, known), known, "").inputs["messages"]
+        arrays = await self._perform(body.model, "tokenize", messages=messages)
+        return as_json({"input_tokens": len(arrays["output_ids"])})
+
+    async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
+        """The text of ids."""
+        await self._model(request, body.model)
+        return as_json({"prompt": await self._detokenized(body.model, body.tokens)})
+
+    async def _text(self, ask: Ask) -> str:
+        """Of a prompt."""
+        text = ask.inputs.get("text_input")
+        if isinstance(text, bytes):
+            return text.decode()
+        return await self._detokenized(ask.model, ask.inputs["input_ids"])
+
+    async def _detokenized(self, model: str, ids: Tensor) -> str:
+        arrays = await self._perform(model, "detokenize", input_ids=ids)
+        text: bytes = arrays["text_output"][0]
+        return text.decode()
+
+    async def _perform(self, model: str, task: str, **inputs: Tensor) -> Mapping[str, Any]:
+        return await self._backend.perform(
+            Ask(model=model, inputs={**inputs, "task": task.encode()})
+        )
+
+    async def _model(self, request: Request, name: str) -> Description:
+        known = await self._backend.language_model(name)
+        request.state.model = name
+        return known
+
+
+async def _chunks(
+    steps: AsyncGenerator[Step], answer: Told, watch: Watch, id_: str
+) -> AsyncGenerator[list[Body]]:
+    try:
+        async for step in steps:
+            watch.note(step)
+            yield list(answer.feed(step))
+    except JitneyError:
+        raise
+    except Exception:
+        raise fault(id_) from None
+    finally:
+        await steps.aclose()
+        watch.end(answer.usage.prompt, answer.usage.completion)
+
+
+async def _read_all(chunks: AsyncGenerator[list[Body]]) -> None:
+    async for _ in chunks:
+        pass
+
+
+async def _events(
+    chunks: list[Body], more: AsyncGenerator[list[Body]], answer: Told
+) -> AsyncGenerator[bytes]:
+    """Server-sent events, those of one step in one piece."""
+    try:
+        while True:
+            if chunks:
+                yield b"".join(map(_event, chunks))
+            chunks = await anext(more)
+    except StopAsyncIteration:
+        last = answer.last()
+    except JitneyError as error:
+        last = answer.failed(error)
+    finally:
+        await more.aclose()
+    yield b"".join(map(_event, last)) + answer.end
+
+
+def _event(body: Body) -> bytes:
+    named = f"event: {body['type']}\n" if "type" in body else ""
+    return named.encode() + b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class _Events(StreamingResponse):
+    """Leaves the model's stream at once when its client has gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; CancelledError if the client leaves first, and ``work`` is ended."""
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    gone, task = asyncio.create_task(leave()), asyncio.create_task(work)
+    try:
+        await asyncio.wait((gone, task), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CancelledError("the client has gone")
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(gone, task, return_exceptions=True)

@@ -1,0 +1,140 @@
+"""The commands ``jitney batch``, whose options are the settings of a job (``job.py``), and ``jitney
+generate``."""
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+import typer
+from jitney.sampling_params import SamplingParams
+
+from jitney_jobs.job import LATE, STOPPED, Job, make_job, read_job
+from jitney_jobs.worker import cancel, list_jobs, submit, worker
+
+batch = typer.Typer(
+    help="Run a job over files: each row once, whatever happens in between.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+_Output = Annotated[str, typer.Argument(help="The job's output folder.")]
+_Journal = Annotated[str | None, typer.Option(help="Folder of the journal, if it is elsewhere.")]
+
+
+def run(
+    source: Annotated[
+        str, typer.Argument(metavar="INPUT", help="A file, folder or glob; or a job file, .yaml.")
+    ],
+    output: Annotated[
+        str | None, typer.Argument(metavar="OUTPUT", help="Folder; not for a job file.")
+    ] = None,
+    **settings: Any,
+) -> None:
+    """Run a job, or go on with the one in OUTPUT if it is the same.
+
+    Every option is a setting of a job file too, with underscores: `max_tokens: 64`. What is given
+    here stands before what is there.
+
+    Examples:
+
+        jitney batch run prompts.jsonl out --model path/to/checkpoint --prompt "Summarize: {text}"
+        jitney batch run job.yaml
+    """
+    given = {name: value for name, value in settings.items() if value not in (None, [])}
+    if output is None:
+        _run(make_job({**read_job(Path(source)), **given}))
+    else:
+        _run(make_job({**given, "input": source, "output": output}))
+
+
+def _option(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
+    """A setting's option. Most are texts here: ``make_job`` reads and checks them."""
+    kind, *metas = get_args(field.type)
+    help_text = next(each for each in metas if isinstance(each, str))
+    origins = {get_origin(each) or each for each in (kind, *get_args(kind))}
+    made: Any = str
+    if kind is bool or get_origin(kind) is Literal:
+        made = kind
+    elif origins & {list, tuple}:
+        made = list[str]
+    option = Annotated[made | None, typer.Option(help=help_text)]
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option
+    )
+
+
+_arguments, _settings = inspect.signature(run), msgspec.structs.fields(Job)[2:]
+run.__signature__ = _arguments.replace(  # type: ignore[attr-defined]
+    parameters=[*list(_arguments.parameters.values())[:2], *map(_option, _settings)]
+)
+
+
+def resume(output: _Output, journal: _Journal = None) -> None:
+    """Go on with a job that was stopped or killed, as its journal has it; its output may have been
+    moved since."""
+    from jitney_jobs.run import read_record
+
+    begun = read_record(output, journal).begin
+    assert begun is not None, "it was checked"
+    output = output if "://" in output else os.path.abspath(output)
+    _run(msgspec.structs.replace(begun.job, output=output, journal=journal))
+
+
+def status(output: _Output, journal: _Journal = None) -> None:
+    """Say how far a job is. It may be running."""
+    from jitney_jobs.run import read_record, status_of
+
+    print(status_of(read_record(output, journal)))
+
+
+def report(output: _Output, journal: _Journal = None) -> None:
+    """Write the job's report page, `_job/report.html` in its output."""
+    from jitney_jobs.run import read_record, write_report
+
+    print(write_report(read_record(output, journal)))
+
+
+def _run(job: Job) -> None:
+    from jitney_jobs.run import read_record, run_job
+
+    sys.path.insert(0, os.getcwd())  # functions of the user's, which workers import too
+    complete = run_job(job)
+    status(job.output, job.journal)
+    if not complete:
+        raise typer.Exit(STOPPED)
+    if importlib.util.find_spec("matplotlib") is not None:
+        report(job.output, job.journal)
+    if read_record(job.output, job.journal).late(job):
+        raise typer.Exit(LATE)
+
+
+for _command in (run, resume, status, report, worker, submit, cancel):
+    batch.command()(_command)
+batch.command("list")(list_jobs)
+
+
+def generate_on_terminal(
+    prompt: str, model: str, params: SamplingParams, options: Mapping[str, Any]
+) -> None:
+    """Print the prompt and its continuation, token by token. ``-`` reads the prompt from standard
+    input. ``options`` are LLM's; what is None is left to its default."""
+    from jitney.llm import LLM
+    from rich.console import Console
+    from rich.markup import escape
+    from transformers.utils import logging as transformers_logging  # slow to import
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    transformers_logging.disable_progress_bar()  # it would write between our lines
+    given = {name: value for name, value in options.items() if value is not None}
+    note = f"Loading {model} (the first time, kernels are compiled) …"
+    with Console(stderr=True, highlight=False).status(note):
+        llm = LLM(model, **given)
+    with llm:
+        Console(highlight=False).print(escape(text), style="dim", end="", soft_wrap=True)
+        for piece in llm.stream(text, params):
+            print(piece.text, end="", flush=True)
+        print()

@@ -1,0 +1,92 @@
+"""A job for Prometheus: its metrics on a port while it runs, or pushed to a gateway."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from jitney.errors import InstallationError, UnavailableError
+
+from jitney_jobs.job import Job
+from jitney_jobs.progress import State
+
+try:
+    from prometheus_client import CollectorRegistry, Metric, push_to_gateway, start_http_server
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+except ImportError:
+    missing = "metrics of jobs need prometheus_client: pip install 'triton-jitney[jobs]'"
+    raise InstallationError(missing) from None
+
+_PUSH_S, _TIMEOUT_S = 15.0, 10.0
+FAMILIES: dict[str, tuple[str, Callable[[State], float | None]]] = {
+    "rows_total": ("Rows that have ended, bad ones too, in all runs", lambda s: s.done),
+    "bad_rows_total": ("Bad rows, in all runs", lambda s: s.bad),
+    "expected_rows": ("Rows of the input, estimated until all of it is read", lambda s: s.total),
+    "tokens_total": ("Tokens generated in this run", lambda s: s.figures.get("tokens")),
+    "batch_filled_ratio": ("Share of the batch filled, mean of this run", lambda s: s.filled),
+    "read_seconds_total": ("The reader at work", lambda s: s.figures.get("read_s")),
+    "prepare_seconds_total": ("Workers at work, added up", lambda s: s.figures.get("prepare_s")),
+    "waited_seconds_total": ("The model had no prepared row", lambda s: s.figures.get("waited_s")),
+    "run_seconds_total": ("The model at work", lambda s: s.figures.get("run_s")),
+    "write_seconds_total": ("Parts and journal written", lambda s: s.figures.get("write_s")),
+    "progress_timestamp_seconds": ("When a row last ended", lambda s: s.figures["moved_at"]),
+    "expected_end_timestamp_seconds": ("At the rate of this run, or past", lambda s: s.end_at),
+    "due_timestamp_seconds": ("When it is to have ended", lambda s: s.due),
+    "late": ("1 if it will end later than that, or did", lambda s: s.late),
+    "complete": ("1 when every row is in the output", lambda s: s.complete),
+}
+"""Name without ``jitney_job_``: help, and the value, None while there is none."""
+
+
+class Metrics:
+    """Of one run, until ``closing`` closes. Threads of its own read the last state."""
+
+    def __init__(self, job: Job, state: State, closing: ExitStack) -> None:
+        """Raises UnavailableError if the port cannot be had."""
+        self._name = job.name or Path(job.output).name
+        self._state = state
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._closed = threading.Event()
+        if job.metrics_port is not None:
+            try:
+                server, _ = start_http_server(job.metrics_port, job.metrics_host, self._registry)
+            except OSError as error:
+                taken = f"metrics cannot be served on port {job.metrics_port}: {error}"
+                raise UnavailableError(taken) from None
+            print(f"metrics on port {server.server_port}", file=sys.stderr)
+            closing.callback(server.server_close)
+            closing.callback(server.shutdown)
+        if job.push_gateway is not None:
+            pusher = threading.Thread(target=self._push, args=(job.push_gateway,))
+            pusher.start()
+            closing.callback(pusher.join)
+            closing.callback(self._closed.set)
+
+    def show(self, state: State) -> None:
+        """For the job's thread."""
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        """For prometheus_client."""
+        for name, (text, value_of) in FAMILIES.items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            made = family(f"jitney_job_{name}", text, labels=["name"])
+            if (value := value_of(self._state)) is not None:
+                made.add_metric([self._name], value)
+            yield made
+
+    def _push(self, gateway: str) -> None:
+        """Now, every so often, and at the end; the job goes on, whatever comes of it."""
+        failed = closed = False
+        while True:
+            try:
+                push_to_gateway(gateway, self._name, self._registry, timeout=_TIMEOUT_S)
+            except Exception as error:
+                if not failed:
+                    print(f"metrics cannot be pushed: {error}", file=sys.stderr)
+                failed = True
+            if closed:
+                return
+            closed = self._closed.wait(_PUSH_S)

@@ -1,0 +1,269 @@
+"""A run on a Ray cluster, as a Ray Data pipeline: tasks read files, one pool of actors prepares
+rows and another runs them, and this process gathers what has become of them into parts.
+
+Ray does again what was lost with a node, and the stages give the same rows in the same order when
+they are asked twice. What counts is the journal here: a row that comes twice is dropped, and a job
+that lacks one in the end is not complete. So the cluster may die altogether.
+
+The model, the input and this package are needed on every node, under the same names.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from jitney.errors import InstallationError, JitneyError, UnavailableError
+
+from jitney_jobs.dataset import Chunk, Dataset
+from jitney_jobs.executors import Feeder, load
+from jitney_jobs.job import Job
+from jitney_jobs.journal import FileRows, JobJournal, Record
+from jitney_jobs.output import Output
+from jitney_jobs.pipeline import Gathering
+from jitney_jobs.prepare import Context, Item, Workers, in_background, make_task
+
+try:
+    import ray
+    import ray.data as ray_data
+except ImportError:
+    raise InstallationError(
+        "a job on a cluster needs Ray: pip install 'triton-jitney[ray]'"
+    ) from None
+
+Things = dict[str, np.ndarray]
+"""A batch of Ray's: one column of Python's objects, which are chunks, rows on their way, files that
+were read, and counts of an actor."""
+_COLUMN = "thing"
+_POLL_S = 0.2
+_CONNECT_S = 10.0
+_READ_TASKS = 500
+_CHUNK_ROWS = 64
+_BATCH_ROWS = 16
+"""Rows that an engine's actor takes and gives back together."""
+_TASKS = 4
+"""Of Ray's, that an engine's actor works on at the same time: each hands it a few batches, waits
+for the slowest, and in the end for all of them. More rows than fit wait in the actor."""
+_BLOCK_BYTES = 1 << 17
+"""Of things that travel together, and are done again together: some hundred prompts."""
+_SHARE = 0.2
+"""CPUs that an actor asks Ray for. It takes what the node has, and finds a place on any node."""
+
+
+class RayPipeline(Gathering):
+    """A run on a cluster."""
+
+    def __init__(
+        self, job: Job, dataset: Dataset, journal: JobJournal, output: Output, closing: ExitStack
+    ) -> None:
+        """Join the cluster, which loads the model once, to know it. Raises UnavailableError if it
+        is not there, and what loading raises."""
+        _connect(str(job.ray))
+        closing.callback(ray.shutdown)  # one on this machine alone ends
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        load_once = ray.remote(num_cpus=_SHARE, num_gpus=min(1, gpus))(_context_of)
+        try:
+            context = ray.get(load_once.remote(job))
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from None
+        super().__init__(job, journal, output, make_task(context))
+        self._sizes = dataset.sizes
+        self._rows = _stream(job, dataset, journal.record, context, gpus)
+        self._pulling: Future[Things | None] | None = None
+        self._seen: dict[int, bytearray] = {}
+        """File -> 1 for each of its rows that has come in this run."""
+        self._of_actors: dict[str, dict[str, float]] = {}
+
+    def _advance(self) -> bool:
+        """Take what the cluster has finished, or wait a moment."""
+        began = time.monotonic()
+        if self._pulling is None:
+            self._pulling = in_background(lambda: next(self._rows, None))
+        wait([self._pulling], _POLL_S)
+        self._counts["run_s"] += time.monotonic() - began
+        if not self._pulling.done():
+            return True
+        pulled, self._pulling = self._pulling, None
+        try:
+            batch = pulled.result()
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+        if batch is None:
+            self._check()
+            return False
+        for thing in batch[_COLUMN]:
+            if isinstance(thing, Item):
+                self._take(thing)
+            elif isinstance(thing, FileRows):
+                self._journal.append(thing)
+                self._counts["position"] += self._sizes[thing.file] / max(1, sum(self._sizes))
+            else:
+                self._of_actors |= thing
+        return True
+
+    def _take(self, item: Item) -> None:
+        file, row = item.place
+        seen = self._seen.setdefault(file, bytearray())
+        seen.extend(bytes(max(0, row + 1 - len(seen))))
+        if seen[row]:
+            return
+        seen[row] = 1
+        item.key = int(self._counts["taken"])
+        self._counts["taken"] += 1
+        self._finish(item, item.made)
+
+    def _check(self) -> None:
+        """Raise UnavailableError if a row is missing, which Ray does not promise to notice."""
+        record = self._journal.record
+        came = self._before[1] + self._counts["done"]
+        if came != record.total:
+            there = f"{came:,.0f} of {record.total or 0:,} rows"
+            raise UnavailableError(f"{there} came back from the cluster: resume the job")
+
+    def _figures(self) -> dict[str, float]:
+        figures = super()._figures()
+        for name, value in (each for one in self._of_actors.values() for each in one.items()):
+            before = figures.get(name, 0.0)
+            figures[name] = max(before, value) if name == "most_rows" else before + value
+        return figures
+
+
+def _connect(address: str) -> None:
+    """Join a Ray cluster, ``local`` for one on this machine alone. Raises UnavailableError."""
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if host:  # Ray would try for minutes
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
+        ray.init(
+            address,
+            ignore_reinit_error=True,
+            include_dashboard=False if address == "local" else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UnavailableError(f"Ray is not at {address}: {error}") from None
+
+
+def _stream(
+    job: Job, dataset: Dataset, record: Record, context: Context, gpus: int
+) -> Iterator[Things]:
+    """Batches of what became of rows, files that were read to their end, and counts."""
+    settings = ray_data.DataContext.get_current()
+    settings.enable_progress_bars = False
+    settings.execution_options.preserve_order = job.ordered
+    settings.target_max_block_size = _BLOCK_BYTES
+    settings.issue_detectors_config.detectors = []
+    left, shared = [i for i in range(len(dataset.sizes)) if not record.is_done(i)], ray.put(record)
+    if not left:
+        return iter(())
+
+    def read(batch: Things) -> Iterator[Things]:
+        for chunk in dataset.chunks(ray.get(shared), _CHUNK_ROWS, batch["item"].tolist()):
+            yield _batch_of([chunk])
+
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    tasks = min(_READ_TASKS, len(left))
+    files = ray_data.from_items(left, override_num_blocks=tasks)
+    chunks = files.map_batches(read, batch_size=None, num_cpus=_SHARE / 2, concurrency=nodes)
+    cores = int(ray.cluster_resources().get("CPU", 1))
+    preparers = max(1, cores // 2 if job.workers is None else job.workers)
+    rows = _apply(chunks, _Preparer, context, size=1, most=preparers)
+    needs = {"num_gpus": min(1, gpus), "max_concurrency": _TASKS}
+    rows = _apply(rows, _Engine, job, size=_BATCH_ROWS, most=gpus or nodes, **needs)
+    return iter(rows.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1))
+
+
+def _apply(rows: Any, actor: type, argument: Any, *, size: int, most: int, **needs: Any) -> Any:
+    """Have a pool of at most so many actors work on ``rows``, in batches of that size."""
+    return rows.map_batches(
+        actor,
+        fn_constructor_args=(argument,),
+        batch_size=size,
+        compute=ray_data.ActorPoolStrategy(min_size=1, max_size=most),
+        num_cpus=_SHARE,
+        scheduling_strategy="SPREAD",
+        **needs,
+    )
+
+
+class _Preparer:
+    """An actor that prepares chunks, in a process apart: a row may end it."""
+
+    def __init__(self, context: Context) -> None:
+        self._workers = Workers(context, 1)
+
+    def __call__(self, batch: Things) -> Things:
+        things: list[Any] = []
+        for thing in batch[_COLUMN]:
+            chunk = isinstance(thing, Chunk)
+            things += self._workers.submit(thing).result()[0] if chunk else [thing]
+        return _batch_of(things)
+
+
+class _Engine:
+    """An actor that runs rows. Its batches come at the same time, so that the engine stays full."""
+
+    def __init__(self, job: Job) -> None:
+        self._executor, _ = load(job)
+        self._feeder = Feeder(self._executor, job.retries)
+        self._calls: queue.SimpleQueue[tuple[Item, Future[None]]] = queue.SimpleQueue()
+        self._name = f"{ray.get_runtime_context().get_actor_id()}"
+        threading.Thread(target=self._work, daemon=True).start()
+
+    async def __call__(self, batch: Things) -> Things:
+        things = list(batch[_COLUMN])
+        calls = [(each, Future[None]()) for each in things if isinstance(each, Item)]
+        for call in calls:
+            self._calls.put(call)
+        await asyncio.gather(*(asyncio.wrap_future(future) for _, future in calls))
+        figures = {**self._executor.figures, "cpu_s": time.process_time()}
+        return _batch_of([*things, {self._name: figures}])
+
+    def _work(self) -> None:
+        """The executor's thread. If it fails, so do the rows that it has, and with them the job."""
+        running: dict[int, Future[None]] = {}
+        try:
+            for key in itertools.count():
+                while len(self._feeder) and self._calls.empty():
+                    for item, result in self._feeder.step(False):
+                        item.made = result
+                        running.pop(item.key).set_result(None)
+                item, running[key] = self._calls.get()
+                item.key = key
+                self._feeder.add(item)
+        except Exception as error:
+            for future in running.values():
+                future.set_exception(error)
+            raise
+
+
+def _context_of(job: Job) -> Context:
+    """What tasks must know of the model."""
+    executor, context = load(job)
+    executor.close()
+    return context
+
+
+def _batch_of(things: list[Any]) -> Things:
+    array = np.empty(len(things), object)
+    for index, thing in enumerate(things):
+        array[index] = thing
+    return {_COLUMN: array}
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Ours, if one of ours is behind it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, JitneyError):
+        found = getattr(found, "cause", None) or found.__cause__
+    return found or UnavailableError(f"the cluster failed: {error}")

@@ -1,0 +1,175 @@
+"""What the requests of a sweep carry, as perf_analyzer's input file; it sends the entries in turn.
+
+A language model gets the given prompts, or random words. Each load has random prompts of its own,
+and so has its warm-up, so that none is in the prefix cache already. Any other model gets rows made
+to fit its inputs, or a file in perf_analyzer's own format.
+"""
+
+import base64
+import json
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from jitney.errors import InvalidArgumentError, JitneyError
+
+from jitney_measure.options import Shared
+from jitney_measure.slo import span
+from jitney_measure.target import Model, Target, Tensor
+
+_PROMPTS = 1024
+_ROWS = 16
+_WORDS = re.findall(
+    r"\w+", "the bus stops at every corner of this long street and people board or leave with books"
+)
+_PROBE_WORDS = 200
+
+
+class Inputs:
+    """The input files of a run, made in ``folder`` when they are needed.
+
+    Raises InvalidArgumentError for options that cannot be read.
+    """
+
+    def __init__(self, options: Shared, folder: Path) -> None:
+        self._options, self._folder = options, folder
+        self._input_tokens = span("input_tokens", options.input_tokens)
+        self._output_tokens = span("output_tokens", options.output_tokens)
+        self._prompts = read_prompts(options.prompts) if options.prompts else [""] * _PROMPTS
+        self._shapes = read_shapes(options.shape or [])
+        try:
+            self._sampling = msgspec.json.decode(options.sampling, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            raise InvalidArgumentError.of("sampling", options.sampling, "a JSON object") from None
+        self._words_per_token = 0.0  # until the server is asked
+        self._files: dict[str, Path] = {}
+
+    def file(self, target: Target, model: Model, salt: str) -> Path:
+        """Another ``salt`` gives other random prompts. Raises InvalidArgumentError for a model
+        whose inputs cannot be made up."""
+        if self._options.data is not None:
+            return self._options.data
+        if salt not in self._files:
+            if model.language:
+                self._words_per_token = self._words_per_token or words_per_token(target, model)
+                entries = self.prompts(model, self._words_per_token, salt)
+            else:
+                entries = rows(model, self._shapes, self._options.seed)
+            self._files[salt] = self._folder / f"{len(self._files)}.json"
+            self._files[salt].write_text(json.dumps({"data": entries}), encoding="utf-8")
+        return self._files[salt]
+
+    def prompts(self, model: Model, words_per_token: float, salt: str) -> list[dict[str, Any]]:
+        """Of a language model, for one load."""
+        chance = random.Random(f"{self._options.seed} {salt}")
+        counts = ("return_num_output_tokens", "return_num_input_tokens")
+        made = []
+        for prompt in self._prompts:
+            words = round(chance.randint(*self._input_tokens) * words_per_token)
+            parameters = {
+                "max_tokens": chance.randint(*self._output_tokens),
+                "ignore_eos": not self._options.natural_end,
+                **self._sampling,
+            }
+            entry = {
+                "text_input": [prompt or _random_text(chance, words)],
+                "sampling_parameters": [json.dumps(parameters)],
+                "stream": [True],
+            }
+            made.append(entry | {name: [True] for name in counts if model.has(name)})
+        return made
+
+
+def read_prompts(path: Path) -> list[str]:
+    """A prompt per line. Raises InvalidArgumentError that names the file."""
+    if path.suffix == ".jsonl":
+        bound = "a text with a prompt in each line; --data takes requests with parameters"
+        raise InvalidArgumentError.of("prompts", path.name, bound)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"cannot read the prompts in {path}: {error}") from None
+    if not (made := [line for line in text.splitlines() if line.strip()]):
+        raise InvalidArgumentError(f"{path} holds no prompt")
+    return made
+
+
+def words_per_token(target: Target, model: Model) -> float:
+    """Asks the server with one short request, so that random prompts have the right length.
+
+    The usual guess for a server that does not count; the report has what was really sent.
+    """
+    body = {
+        "text_input": _random_text(random.Random("probe"), _PROBE_WORDS),
+        "sampling_parameters": json.dumps({"max_tokens": 1}),
+        "return_num_input_tokens": True,
+    }
+    try:
+        said = target.get(f"/v2/models/{model.name}/generate", body)
+        return _PROBE_WORDS / int(said["num_input_tokens"])
+    except (JitneyError, LookupError, TypeError, ValueError, ZeroDivisionError):
+        return 0.75
+
+
+def _random_text(chance: random.Random, words: int) -> str:
+    """Random words after a number, so that no two prompts begin alike."""
+    first = [f"{chance.randrange(100_000)}"] if words > 2 else []
+    return " ".join(first + chance.choices(_WORDS, k=max(1, words - 2 * len(first))))
+
+
+def rows(model: Model, shapes: Mapping[str, tuple[int, ...]], seed: int) -> list[dict[str, Any]]:
+    """Rows for a model of one call: floats from a normal distribution, words for texts, and 1 for
+    integers, whose range is unknown.
+
+    Raises InvalidArgumentError for an input of free size without a shape.
+    """
+    names = [tensor.name for tensor in model.input]
+    if unknown := sorted(set(shapes) - set(names)):
+        raise InvalidArgumentError.of("shape", ", ".join(unknown), f"of {', '.join(names)}")
+    sent = [tensor for tensor in model.input if not tensor.optional or tensor.name in shapes]
+    chance = np.random.default_rng(seed)
+    return [
+        {tensor.name: _values(tensor, shapes.get(tensor.name, tensor.dims), chance)
+         for tensor in sent}
+        for _ in range(_ROWS)
+    ]  # fmt: skip
+
+
+def _values(tensor: Tensor, shape: tuple[int, ...], chance: np.random.Generator) -> dict[str, Any]:
+    """One row's. ``shape`` must fit the tensor's and have no free size."""
+    fits = len(shape) == len(tensor.dims) and all(
+        size > 0 and free in (-1, size) for free, size in zip(tensor.dims, shape, strict=True)
+    )
+    if not fits:
+        raise InvalidArgumentError(
+            f"input {tensor.name} has the shape {list(tensor.dims)}: say how large with "
+            f"--shape {tensor.name}:{','.join(str(abs(size)) for size in tensor.dims)}, "
+            f"or give rows with --data"
+        )
+    kind = tensor.data_type.removeprefix("TYPE_")
+    if kind == "STRING":
+        texts = [" ".join(chance.choice(_WORDS, 12)) for _ in range(int(np.prod(shape)))]
+        return {"content": texts, "shape": list(shape)}
+    values = chance.standard_normal(shape) if kind.startswith("FP") else np.ones(shape)
+    try:
+        raw = values.astype(kind.lower().replace("fp", "float")).tobytes()
+    except TypeError:
+        raise InvalidArgumentError(
+            f"input {tensor.name} is of type {kind}, which cannot be made up: give rows with --data"
+        ) from None
+    return {"b64": base64.b64encode(raw).decode("ascii"), "shape": list(shape)}
+
+
+def read_shapes(texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """``NAME:SIZE,SIZE``. Raises InvalidArgumentError."""
+    made = {}
+    for text in texts:
+        match = re.fullmatch(r"(.+):([1-9]\d*(?:,[1-9]\d*)*)", text, re.ASCII)
+        if match is None:
+            raise InvalidArgumentError.of("shape", text, "NAME:SIZE,SIZE,…")
+        made[match[1]] = tuple(map(int, match[2].split(",")))
+    return made

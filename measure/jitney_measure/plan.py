@@ -1,0 +1,100 @@
+"""The command ``jitney plan``: what a model and its requests need of a device's memory."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from jitney.config import EngineConfig, from_text, make_config
+from jitney.errors import InvalidArgumentError
+from jitney.messages import Footprint
+
+from jitney_measure.options import make_folder
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.ASCII)
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_UNITS |= {f"{unit}i": 2.0 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
+
+
+def command(
+    weigh: Callable[[EngineConfig], Footprint], count: Callable[[str, str, str], list[int]]
+) -> Callable[..., None]:
+    """The command, with what knows models (``engine.assemble.weigh``) and files of prompts
+    (``offline.generate.prompt_lengths``)."""
+
+    def plan(
+        model: Annotated[str, typer.Argument(help="Checkpoint: a folder, or an id in the hub.")],
+        memory: Annotated[str, typer.Option(help="Of the device: 80GiB, 24GB.")],
+        prompt: Annotated[
+            str, typer.Option(help="Tokens, MEAN or MEAN:DEVIATION: 900:400; several: 200,3000:9.")
+        ] = "",
+        output: Annotated[str, typer.Option(help="The same of answers: 250:150.")] = "",
+        streams: Annotated[
+            int | None,
+            typer.Option(help="Requests at a time. Default: more than fit.", min=1, max=65536),
+        ] = None,
+        source: Annotated[
+            Path | None,
+            typer.Option(
+                "--from",
+                help="Lengths: result.json of a sweep; Prometheus' JSON answer to a "
+                "range query; or a file of prompts.",
+            ),
+        ] = None,
+        column: Annotated[str, typer.Option(help="Of a file of prompts.")] = "text",
+        option: Annotated[
+            list[str] | None, typer.Option(help="NAME=VALUE as in model.json; several times.")
+        ] = None,
+        out: Annotated[Path, typer.Option(help="Folder of the picture.")] = Path("plan"),
+    ) -> None:
+        """Say how many sequences fit, and what to set, before anything is loaded.
+
+        Reads the checkpoint's headers, not its weights. What is expected by arithmetic stands
+        beside a simulation of the real scheduler. The device is a GPU, which need not be here; with
+        --option device=cpu it is this machine's processor.
+
+        Examples:
+
+            jitney plan MODEL --memory 80GiB --prompt 900:400 --output 250:150 --streams 64
+            jitney plan MODEL --memory 24GB --from prompts.jsonl --output 250 --option dtype=float16
+            jitney plan MODEL --memory 24GB --from bench/result.json
+        """
+        from jitney_measure import lengths, planning
+
+        texts = dict(_pair(each) for each in option or ())
+        given = {name: from_text(name, text) for name, text in texts.items()}
+        config = make_config({"device": "auto", **given, "model": model})
+        size = read_bytes(memory)
+        prompts: Any = lengths.parse("prompt", prompt) if prompt else None
+        outputs = lengths.parse("output", output) if output else None
+        if source is not None and source.suffix == ".json":
+            found_prompts, found_outputs, found = lengths.read(source)
+            prompts, outputs = prompts or found_prompts, outputs or found_outputs
+            streams = streams or found
+        elif source is not None:
+            prompts = lengths.counted(count(str(source), column, model))
+        if prompts is None or outputs is None:
+            missing = "output" if prompts is not None else "prompt"
+            raise InvalidArgumentError(f"--{missing} is missing: MEAN or MEAN:DEVIATION of tokens")
+        make_folder(out)
+        requests, footprint = planning.sample(prompts, outputs), weigh(config)
+        sizes = planning.choose(config, set(given), footprint, requests, size, streams)
+        planning.show(footprint, sizes, out)
+
+    return plan
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise InvalidArgumentError.of("option", text, "NAME=VALUE")
+    return name, value
+
+
+def read_bytes(text: str) -> int:
+    """``80GiB``, ``24GB`` or a number. Raises InvalidArgumentError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise InvalidArgumentError.of("memory", text, "a size above 0 like 80GiB or 24GB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])

@@ -1,0 +1,269 @@
+"""The server under test: its addresses, the way to it, and what it reports over HTTP.
+
+A closed server (``jitney serve``, the proxy of docker-compose) does not list its repository; its
+statistics name every loaded model. A proxy that refuses those too is asked for the model by name.
+The work of a Jitney engine is only in its metrics: the server has no queue before such a model.
+"""
+
+import http.client
+import re
+import urllib.error
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+from jitney.access import Access
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError, nearest
+
+from jitney_measure.pages.text import printable
+from jitney_measure.record import EngineWork, Stage
+
+_SAMPLE = r'^jitney_(\w+_(?:total|count|sum))\{[^}]*?\bmodel="%s".*\} (\S+)$'
+_COMPUTE = ("compute_input", "compute_infer", "compute_output")
+_HOST = r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:/@\[\]]+)"
+_PORT = r"(:(?P<port>[1-9][0-9]{0,4}))"
+_METRICS = rf"https?://{_HOST}{_PORT}?(/[^\s@]*)?"
+
+
+class RefusedError(InvalidArgumentError):
+    """The server or a proxy before it answered, but not with what it was asked for."""
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """An input as the configuration has it: ``dims`` without the batch, -1 for a free size."""
+
+    name: str
+    data_type: str  # ``TYPE_FP32``, ``TYPE_STRING``, …
+    dims: tuple[int, ...] = ()
+    optional: bool = False
+
+
+class Model(msgspec.Struct, frozen=True):
+    """What a sweep needs of a model's configuration, in the server's JSON form."""
+
+    input: tuple[Tensor, ...]
+    name: str = ""
+    max_batch_size: int = 0  # 0: the model takes no batches
+    model_transaction_policy: dict[str, Any] = {}
+    ensemble_scheduling: dict[str, Any] = {}
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The models that work: of an ensemble its parts, else the model itself."""
+        steps = self.ensemble_scheduling.get("step", ())
+        return tuple(dict.fromkeys(step["model_name"] for step in steps)) or (self.name,)
+
+    @property
+    def language(self) -> bool:
+        """Whether it has the protocol of Triton's language models: text in, a stream out."""
+        return self.model_transaction_policy.get("decoupled", False) and self.has("text_input")
+
+    def has(self, name: str) -> bool:
+        """Whether it has an input of the name."""
+        return any(tensor.name == name for tensor in self.input)
+
+
+class _Loaded(msgspec.Struct):
+    model_stats: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Addresses of one server: ``host:port``, and the URL of its metrics, None if there is none."""
+
+    grpc: str
+    http: str
+    metrics: str | None
+    access: Access = field(default_factory=Access)
+    timeout_s: float = 30.0
+
+    @classmethod
+    def of(
+        cls, grpc: str, http_address: str | None, metrics: str | None, access: Access | None = None
+    ) -> "Target":
+        """The default addresses are Triton's usual ports on the same host. With TLS, which means a
+        proxy, HTTP is at gRPC's port and there are no metrics."""
+        address = "HOST:PORT without http://, and [ADDRESS]:PORT for IPv6"
+        for option, given, pattern, bound in (
+            ("url", grpc, _HOST + _PORT, address),
+            ("http_url", http_address, _HOST + _PORT, address),
+            ("metrics_url", metrics, _METRICS, "http://HOST:PORT/metrics, without a password"),
+        ):
+            match = re.fullmatch(pattern, given or "")
+            if given is not None and (match is None or int(match["port"] or 1) > 65535):
+                # What is before an @ is usually a name and a password.
+                raise InvalidArgumentError.of(option, given.rpartition("@")[2], bound)
+        access = access or Access()
+        if access.tls:
+            return cls(grpc, http_address or grpc, metrics, access)
+        host = grpc.rpartition(":")[0]
+        usual = f"http://{host}:8002/metrics"
+        return cls(grpc, http_address or f"{host}:8000", metrics or usual, access)
+
+    def address(self, protocol: str) -> str:
+        """As perf_analyzer takes it."""
+        if protocol == "grpc":
+            return self.grpc
+        return f"https://{self.http}" if self.access.tls else self.http
+
+    def get(self, path: str, body: Any = None, kind: Any = Any) -> Any:
+        """The JSON at a path of the HTTP address, of a type; with ``body``, the answer to it.
+
+        Raises UnavailableError if nobody answers, RefusedError if the server refuses.
+        """
+        url = f"{self.access.scheme}://{self.http}{path}"
+        text = self._fetch(url, "--http-url", None if body is None else msgspec.json.encode(body))
+        try:
+            return msgspec.json.decode(text or "null", type=kind, strict=False)
+        except msgspec.MsgspecError as error:
+            raise RefusedError(f"{url} does not answer as Triton does: {error}") from None
+
+    def server(self) -> str:
+        """Name and version."""
+        said = self.get("/v2", kind=dict[str, Any])
+        return f"{said.get('name', 'unknown')} {said.get('version', '')}".strip()
+
+    def model(self, name: str | None) -> Model:
+        """A model by its name; None takes the only language model.
+
+        Raises InvalidArgumentError with the names of the loaded models.
+        """
+        try:
+            stats = self.get("/v2/models/stats", kind=_Loaded).model_stats
+        except RefusedError as error:
+            if name is not None:
+                return self._described(name)
+            raise InvalidArgumentError(
+                f"say which model: the server refuses to list its models ({error})"
+            ) from None
+        names = sorted({str(model.get("name", "")) for model in stats})
+        listed = ", ".join(names) or "none"
+        if name is not None and name in names:
+            return self._described(name)
+        if name is not None:
+            raise InvalidArgumentError(
+                f"the server has no model {name!r}{nearest(name, names)}; it has {listed}"
+            )
+        speaking = [model for model in map(self._described, names) if model.language]
+        if len(speaking) != 1:
+            raise InvalidArgumentError(
+                f"say which model: the server has {listed}, {len(speaking)} of them language models"
+            )
+        return speaking[0]
+
+    def _described(self, name: str) -> Model:
+        found = self.get(f"/v2/models/{quote(name, safe='')}/config", kind=Model)
+        return msgspec.structs.replace(found, name=name)
+
+    def metrics_text(self) -> str:
+        """The Prometheus endpoint. Raises UnavailableError if nobody answers, RefusedError."""
+        if self.metrics is None:
+            raise UnavailableError("the metrics are not published here; --metrics-url says where")
+        return self._fetch(self.metrics, "--metrics-url")
+
+    def _fetch(self, url: str, option: str, body: bytes | None = None) -> str:
+        request = urllib.request.Request(url, body)
+        own, there = urlsplit(f"{self.access.scheme}://{self.http}"), urlsplit(url)
+        if (own.scheme, own.hostname) == (there.scheme, there.hostname):
+            # No key to another host, nor without TLS where there is TLS.
+            for name, value in self.access.headers:
+                request.add_unredirected_header(name, value)
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}),  # the environment's proxy does not reach the server
+            urllib.request.HTTPSHandler(context=self.access.context),
+        )
+        try:
+            with opener.open(request, timeout=self.timeout_s) as reply:
+                return str(reply.read().decode("utf-8", "replace"))
+        except urllib.error.HTTPError as error:
+            text = printable(self.access.hide(error.read().decode("utf-8", "replace")))
+            hint = "; --api-key-file or --header gives a key" if error.code in (401, 403) else ""
+            raise RefusedError(f"{url} answers {error.code}: {text[:900]}{hint}") from None
+        except (OSError, http.client.HTTPException) as error:
+            reason = printable(self.access.hide(str(error)))
+            raise UnavailableError(
+                f"nothing answers at {url} ({reason}); {option} says where it is"
+            ) from None
+
+
+@dataclass
+class Snapshot:
+    """All that is read at one time; only differences mean anything."""
+
+    models: dict[str, Counter[str]] = field(default_factory=dict)  # the server's statistics
+    engine: Counter[str] = field(default_factory=Counter)
+    """The engine's metrics; empty if there are none."""
+    missing: list[str] = field(default_factory=list)  # what could not be read and why
+
+
+def snapshot(target: Target, model: Model) -> Snapshot:
+    """Does not raise if the server refuses: the measurement goes on without."""
+    made = Snapshot()
+    try:
+        for name in model.parts:
+            said = target.get(f"/v2/models/{quote(name, safe='')}/stats")
+            made.models[name] = read_statistics(said)
+    except (JitneyError, LookupError, TypeError) as error:
+        made.missing.append(f"no statistics of the server ({error})")
+    try:
+        if model.language:
+            made.engine = read_metrics(target.metrics_text(), model.name)
+    except (JitneyError, ValueError) as error:
+        made.missing.append(f"no figures of the engine ({error})")
+    return made
+
+
+def read_statistics(said: dict[str, Any]) -> Counter[str]:
+    """Adds up the versions in the answer of ``/v2/models/NAME/stats``."""
+    made: Any = Counter()
+    for version in said["model_stats"]:
+        spent = version["inference_stats"]
+        made["inferences"] += version["inference_count"]
+        made["executions"] += version["execution_count"]
+        made["requests"] += spent["queue"]["count"]
+        made["queue"] += spent["queue"]["ns"]
+        made["compute"] += sum(spent[part]["ns"] for part in _COMPUTE)
+    return made
+
+
+def read_metrics(text: str, model: str) -> Counter[str]:
+    """Our counters of the model, added up over instances."""
+    made: Any = Counter()
+    for name, value in re.findall(_SAMPLE % re.escape(model), text, re.MULTILINE):
+        made[name] += float(value)
+    return made
+
+
+def stages(before: Snapshot, after: Snapshot) -> tuple[Stage, ...]:
+    """What each model did between the two."""
+    made = []
+    for name, late in after.models.items():
+        gained = late - before.models.get(name, late)
+        batch = _mean(gained, "inferences", "executions")
+        waits = (_mean(gained, part, "requests", 1e-9) for part in ("queue", "compute"))
+        made.append(Stage(name, gained["inferences"], gained["executions"], batch, *waits))
+    return tuple(made)
+
+
+def engine_work(before: Snapshot, after: Snapshot) -> EngineWork | None:
+    """What our engine did between the two; None if the model has no metrics of ours."""
+    gained = after.engine - before.engine
+    if not gained["batch_sequences_count"]:
+        return None
+    return EngineWork(
+        steps=gained["batch_sequences_count"],
+        mean_batch=_mean(gained, "batch_sequences_sum", "batch_sequences_count"),
+        queue_s=_mean(gained, "queue_seconds_sum", "queue_seconds_count"),
+        prompt_tokens=gained["prompt_tokens_total"],
+        generated_tokens=gained["generated_tokens_total"],
+        hit_tokens=gained["prefix_hit_tokens_total"],
+        preemptions=gained["preemptions_total"],
+    )
+
+
+def _mean(gained: Counter[str], total: str, count: str, scale: float = 1.0) -> float | None:
+    """None if nothing was counted."""
+    return gained[total] * scale / gained[count] if gained[count] else None

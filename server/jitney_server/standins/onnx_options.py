@@ -1,0 +1,258 @@
+"""The keys of ``config.pbtxt`` that the native ONNX Runtime backend knows, as session options.
+
+Reads the server's JSON form of the configuration; imports nothing of ONNX Runtime. A wrong value is
+a ConfigError. What cannot be honoured is a note, which the model writes to the server's log: what
+the native backend ignores silently as well as what only it can do. ``docs/standins.md`` has the
+table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jitney.errors import ConfigError, nearest
+
+from jitney_server.standins.signature import Config
+
+GraphLevel = Literal["all", "extended", "basic", "none"]
+GRAPH_LEVELS: dict[int, GraphLevel] = {0: "all", 1: "extended", -1: "basic", 2: "none"}
+"""``optimization.graph.level`` in the native backend's reading."""
+
+CUDA, TENSORRT, OPENVINO = (
+    "CUDAExecutionProvider",
+    "TensorrtExecutionProvider",
+    "OpenVINOExecutionProvider",
+)
+CPU = "CPUExecutionProvider"
+
+_TENSORRT_BOOLS = (
+    *("trt_dla_enable", "trt_engine_cache_enable", "trt_dump_subgraphs"),
+    *("trt_force_sequential_engine_build", "trt_context_memory_sharing_enable"),
+    *("trt_layer_norm_fp32_fallback", "trt_timing_cache_enable", "trt_force_timing_cache"),
+    *("trt_detailed_build_log", "trt_build_heuristics_enable", "trt_sparsity_enable"),
+    *("trt_cuda_graph_enable", "trt_dump_ep_context_model"),
+)
+_TENSORRT_INTS = (
+    *("trt_max_partition_iterations", "trt_min_subgraph_size", "trt_dla_core"),
+    *("trt_builder_optimization_level", "trt_auxiliary_streams", "trt_ep_context_embed_mode"),
+)
+_TENSORRT_TEXTS = (
+    *("trt_engine_cache_path", "trt_engine_cache_prefix", "trt_timing_cache_path"),
+    *("trt_tactic_sources", "trt_extra_plugin_lib_paths", "trt_ep_context_file_path"),
+    *("trt_profile_min_shapes", "trt_profile_max_shapes", "trt_profile_opt_shapes"),
+)
+_PRECISIONS = {
+    "FP32": None,
+    "FP16": "trt_fp16_enable",
+    "BF16": "trt_bf16_enable",
+    "INT8": "trt_int8_enable",
+}
+_CUDA_BOOLS = ("do_copy_in_default_stream", "use_ep_level_unified_stream")
+_CUDA_CHOICES = {  # the deprecated way: numbers among the model's parameters
+    "cudnn_conv_algo_search": ("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
+    "arena_extend_strategy": ("kNextPowerOfTwo", "kSameAsRequested"),
+}
+_CUDA_PARAMETERS = (*_CUDA_CHOICES, "gpu_mem_limit", "do_copy_in_default_stream")
+_PARAMETERS = (
+    *("intra_op_thread_count", "inter_op_thread_count", "execution_mode"),
+    *("enable_mem_arena", "enable_mem_pattern", "memory.enable_memory_arena_shrinkage"),
+)
+_OF_THE_SERVER = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
+_NATIVE_SESSION_ENTRY = "session.use_device_allocator_for_initializers"
+_SPINNING = "session.intra_op.allow_spinning"
+"""Off unless the model asks for it: between two batches a thread that spins takes the core that the
+server needs to put the next one together. The native backend's threads spin."""
+_MOST_THREADS = 1024
+"""ONNX Runtime makes them all before it returns: with 50,000 a load takes minutes."""
+_IGNORED_OPTIMIZATIONS = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
+
+
+@dataclass(frozen=True)
+class OnnxOptions:
+    """What a session of one instance is made with. None and 0: ONNX Runtime's own default."""
+
+    graph_level: GraphLevel
+    intra_op_threads: int
+    inter_op_threads: int
+    parallel: bool
+    mem_arena: bool | None
+    mem_pattern: bool | None
+    session_entries: Mapping[str, str]
+    run_entries: Mapping[str, str]
+    providers: tuple[tuple[str, Mapping[str, str]], ...]
+    """In order of preference, without the CPU's, which always comes last."""
+    op_libraries: tuple[str, ...]
+    notes: tuple[str, ...]
+    """Lines for the log."""
+
+
+def read_options(config: Config, device_id: int | None) -> OnnxOptions:
+    """``device_id`` is the instance's GPU, None on the CPU."""
+    parameters = {
+        name: str(value.get("string_value", ""))
+        for name, value in config.get("parameters", {}).items()
+    }
+    optimization = config.get("optimization", {})
+    notes = [
+        *_parameter_notes(parameters),
+        *_optimization_notes(optimization),
+        *_input_notes(config),
+    ]
+    level = _integer("optimization.graph.level", optimization.get("graph", {}).get("level", 0))
+    if level not in GRAPH_LEVELS:
+        raise ConfigError.of("optimization.graph.level", level, "-1, 0, 1 or 2")
+    accelerators = optimization.get("execution_accelerators", {})
+    on_gpu = accelerators.get("gpu_execution_accelerator", [])
+    if device_id is None and on_gpu:
+        names = ", ".join(str(entry["name"]) for entry in on_gpu)
+        notes.append(f"gpu_execution_accelerator {names} is for instances on a GPU; this is none")
+    providers = [] if device_id is None else _gpu_providers(on_gpu, parameters, device_id)
+    providers += _cpu_providers(accelerators.get("cpu_execution_accelerator", []))
+    operations = config.get("model_operations", {}).get("op_library_filename", [])
+    shrinkage = "memory.enable_memory_arena_shrinkage"
+    return OnnxOptions(
+        graph_level=GRAPH_LEVELS[level],
+        intra_op_threads=_count(parameters, "intra_op_thread_count"),
+        inter_op_threads=_count(parameters, "inter_op_thread_count"),
+        parallel=_choice(parameters, "execution_mode", ("0", "1"), "0") == "1",
+        mem_arena=_flag(parameters, "enable_mem_arena"),
+        mem_pattern=_flag(parameters, "enable_mem_pattern"),
+        session_entries={
+            _SPINNING: "0",
+            **{name: value for name, value in parameters.items() if name.startswith("session.")},
+        },
+        run_entries={shrinkage: parameters[shrinkage]} if shrinkage in parameters else {},
+        providers=tuple(providers),
+        op_libraries=tuple(operations),
+        notes=tuple(notes),
+    )
+
+
+def _parameter_notes(parameters: Mapping[str, str]) -> list[str]:
+    notes = []
+    known = (*_PARAMETERS, *_CUDA_PARAMETERS, *_OF_THE_SERVER)
+    for name in parameters:
+        if name == "share_session_between_instances":
+            notes.append(f"{name} is ignored: each instance here is a process of its own")
+        elif name.startswith("session."):
+            if name != _NATIVE_SESSION_ENTRY:
+                notes.append(f"{name} is honoured here, but ignored by the native backend")
+        elif name not in known:
+            notes.append(f"parameter {name} is unknown and ignored{nearest(name, known)}")
+    return notes
+
+
+def _optimization_notes(optimization: Config) -> list[str]:
+    return [
+        f"optimization.{name} is ignored on the embedded server"
+        for name in _IGNORED_OPTIMIZATIONS
+        if optimization.get(name) not in (None, {}, 0, False, "PRIORITY_DEFAULT")
+    ]
+
+
+def _input_notes(config: Config) -> list[str]:
+    if config.get("max_batch_size", 0) == 0:
+        return []
+    return [
+        f"input {entry['name']} is optional in a model that batches: the native backend refuses it"
+        for entry in config.get("input", [])
+        if entry.get("optional")
+    ]
+
+
+def _gpu_providers(
+    accelerators: list[Config], parameters: Mapping[str, str], device_id: int
+) -> list[tuple[str, Mapping[str, str]]]:
+    """TensorRT where it is asked for, and CUDA always: it takes what TensorRT leaves."""
+    providers: list[tuple[str, Mapping[str, str]]] = []
+    cuda: dict[str, str] = {}
+    for entry in accelerators:
+        name, given = str(entry["name"]), entry.get("parameters", {})
+        if name == "tensorrt":
+            options = {**_tensorrt_options(given), "device_id": str(device_id)}
+            providers.append((TENSORRT, options))
+        elif name == "cuda":
+            for key, value in given.items():
+                cuda[key] = _truth(f"cuda {key}", value) if key in _CUDA_BOOLS else str(value)
+        else:
+            raise ConfigError.of("gpu_execution_accelerator", name, "tensorrt or cuda")
+    for key in _CUDA_PARAMETERS:
+        if key not in parameters:
+            continue
+        choices = _CUDA_CHOICES.get(key)
+        if choices is None:
+            cuda[key] = parameters[key]
+        else:
+            numbers = tuple(map(str, range(len(choices))))
+            cuda[key] = choices[int(_choice(parameters, key, numbers, "0"))]
+    return [*providers, (CUDA, {**cuda, "device_id": str(device_id)})]
+
+
+def _tensorrt_options(given: Mapping[str, Any]) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for key, value in given.items():
+        field = f"tensorrt {key}"
+        if key == "precision_mode":
+            if value not in _PRECISIONS:
+                raise ConfigError.of(field, value, f"one of {', '.join(_PRECISIONS)}")
+            if (enable := _PRECISIONS[value]) is not None:
+                options[enable] = "1"
+        elif key == "max_workspace_size_bytes":
+            options["trt_max_workspace_size"] = str(_integer(field, value))
+        elif key == "int8_calibration_table_name":
+            options["trt_int8_calibration_table_name"] = str(value)
+        elif key == "int8_use_native_calibration_table":
+            options["trt_int8_use_native_calibration_table"] = _truth(field, value)
+        elif key in _TENSORRT_BOOLS:
+            options[key] = _truth(field, value)
+        elif key in _TENSORRT_INTS:
+            options[key] = str(_integer(field, value))
+        elif key in _TENSORRT_TEXTS:
+            options[key] = str(value)
+        else:
+            known = ("precision_mode", "max_workspace_size_bytes", "int8_calibration_table_name")
+            near = nearest(key, (*known, *_TENSORRT_BOOLS, *_TENSORRT_INTS, *_TENSORRT_TEXTS))
+            raise ConfigError(f"tensorrt parameter {key} is unknown{near}")
+    return options
+
+
+def _cpu_providers(accelerators: list[Config]) -> list[tuple[str, Mapping[str, str]]]:
+    for entry in accelerators:
+        if entry["name"] != "openvino":
+            raise ConfigError.of("cpu_execution_accelerator", entry["name"], "openvino")
+    return [(OPENVINO, {"device_type": "CPU"}) for _ in accelerators]
+
+
+def _integer(field: str, value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ConfigError.of(field, value, "a whole number") from None
+
+
+def _count(parameters: Mapping[str, str], name: str) -> int:
+    value = _integer(name, parameters.get(name, 0))
+    if not 0 <= value <= _MOST_THREADS:
+        raise ConfigError.of(name, value, f"0 (ONNX Runtime's default) to {_MOST_THREADS}")
+    return value
+
+
+def _choice(
+    parameters: Mapping[str, str], name: str, choices: tuple[str, ...], default: str
+) -> str:
+    value = parameters.get(name, default)
+    if value not in choices:
+        raise ConfigError.of(name, value, f"one of {', '.join(choices)}")
+    return value
+
+
+def _truth(field: str, value: object) -> str:
+    """``1`` or ``0``, as ONNX Runtime reads it."""
+    text = str(value).lower()
+    if text not in ("0", "1", "true", "false"):
+        raise ConfigError.of(field, value, "0, 1, true or false")
+    return "1" if text in ("1", "true") else "0"
+
+
+def _flag(parameters: Mapping[str, str], name: str) -> bool | None:
+    return None if name not in parameters else _truth(name, parameters[name]) == "1"

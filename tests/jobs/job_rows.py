@@ -1,0 +1,146 @@
+"""What the tests of jobs run and read: functions that workers import too."""
+
+import errno
+import json
+import os
+import signal
+import struct
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from jitney_jobs.job import Job, make_job
+from jitney_jobs.journal import JobJournal, Part
+from jitney_jobs.run import run_job
+from jitney_jobs.worker import cancel
+
+
+def twice(row: dict[str, Any]) -> dict[str, Any]:
+    if row["id"] == 13:
+        raise ValueError("unlucky")
+    return {"twice": 2 * int(row["id"])}
+
+
+def marked(row: dict[str, Any]) -> dict[str, Any]:
+    return {"mark": True}
+
+
+def deadly(row: dict[str, Any]) -> dict[str, Any]:
+    """Ends the process that prepares row 150, and that of row 3500 in the midst of its answer;
+    stops the job at row 210, where it ends the process twice."""
+    if row["id"] == 150:
+        os._exit(1)
+    if row["id"] == 210:
+        with open(row["flag"], "a") as flag:
+            times = flag.tell()
+            flag.write("x")
+        if times == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+        if times < 2:
+            os._exit(1)
+    if row["id"] == 3500:
+
+        def send_half(pipe: Any, data: bytes) -> None:
+            os.write(pipe.fileno(), struct.pack("!i", len(data)) + bytes(data[:-1]))
+            os._exit(1)
+
+        Connection._send_bytes = send_half  # type: ignore[attr-defined]
+    return {"twice": 2 * row["id"]}
+
+
+def unruly(row: dict[str, Any]) -> dict[str, Any]:
+    if row["id"] == 1:
+        sys.exit(0)
+    return {"value": (i for i in ()) if row["id"] == 0 else "text"}
+
+
+def odd(row: dict[str, Any]) -> dict[str, Any]:
+    """Values that JSON or Arrow cannot hold, but for rows 0, 6 and 7."""
+    odd = {1: "\ud800", 2: {None: 1}, 3: Path("/"), 4: {1: 2}, 5: pa.int64()}
+    return {"value": odd.get(row["id"], "text")}
+
+
+def stuck(row: dict[str, Any]) -> dict[str, Any]:
+    """Never ends at row 50."""
+    if row["id"] == 50:
+        time.sleep(3600)
+    return {"twice": 2 * row["id"]}
+
+
+def killing(row: dict[str, Any]) -> dict[str, Any]:
+    """Kills the process at row 50, once."""
+    if row["id"] == 50 and not Path(row["flag"]).exists():
+        Path(row["flag"]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"twice": 2 * row["id"]}
+
+
+def ending(row: dict[str, Any]) -> dict[str, Any]:
+    """At row 50, stops the process, or cancels the job ``a`` that the row is of."""
+    if row["id"] == 50 and row["how"] == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if row["id"] == 50 and row["how"] == "cancel":
+        cancel(Path(row["folder"]), "a")
+    return {"twice": 2 * row["id"]}
+
+
+def slowly(row: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.002)
+    return {"twice": 2 * row["id"]}
+
+
+def in_20_ms(row: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.02)
+    return twice(row)
+
+
+def job_of(source: Path, output: Path, **settings: Any) -> Job:
+    function = "tests.jobs.job_rows:twice"
+    given = {"task": "map", "map": function, "workers": 0, "max_errors": "100%", **settings}
+    return make_job({"input": str(source), "output": str(output), **given})
+
+
+def run(source: Path, output: Path, **settings: Any) -> bool:
+    return run_job(job_of(source, output, **settings))
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def ids(first: int, end: int) -> list[dict[str, int]]:
+    return [{"id": i} for i in range(first, end)]
+
+
+def read(output: Path) -> list[dict[str, Any]]:
+    """Every row of the output's parts, in the order of their numbers."""
+    rows: list[dict[str, Any]] = []
+    for part in sorted(output.glob("part-*")):
+        if part.suffix == ".parquet":
+            rows += pq.read_table(part).to_pylist()
+        else:
+            rows += map(json.loads, part.read_text().splitlines())
+    return rows
+
+
+def bad(output: Path) -> list[dict[str, Any]]:
+    found = sorted((output / "_errors").glob("part-*"))
+    return [json.loads(line) for part in found for line in part.read_text().splitlines()]
+
+
+def fail_at_part(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The disk is full when that part is noted: its files are there, but do not count."""
+    append = JobJournal.append
+
+    def failing(self: JobJournal, line: Any) -> None:
+        if isinstance(line, Part) and line.number == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(self, line)
+
+    monkeypatch.setattr(JobJournal, "append", failing)

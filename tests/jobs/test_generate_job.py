@@ -1,0 +1,157 @@
+"""Jobs that generate, over a tiny model: what comes out is what LLM gives for the same prompts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jitney import LLM, SamplingParams
+from jitney.errors import InvalidArgumentError
+
+from tests.jobs.job_rows import bad, read, run, write_lines
+from tests.tiny_models import make_checkpoint
+
+ENGINE = {
+    "dtype": "float32",
+    "device": "cpu",
+    "attention": "reference",
+    "threads": 1,
+    "kv_cache_bytes": 8 << 20,
+    "max_num_seqs": 4,
+}
+TEXTS = ["the bus", "def step(batch):", "Zürich", "passengers board"] * 6
+ROWS = [{"id": i, "word": text, "seed": i} for i, text in enumerate(TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("job") / "llama", "llama", tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, **ENGINE) as llm:
+        yield llm
+
+
+def generate(folder: Path, tmp_path: Path, rows: list[Any], **settings: Any) -> list[Any]:
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    given = {"task": "generate", "map": None, "model": str(folder), "engine": ENGINE, **settings}
+    assert run(source, tmp_path / "out", **given)
+    return sorted(read(tmp_path / "out"), key=lambda row: row["id"])
+
+
+def test_prompts_as_llm_completes_them(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    """In worker processes, with parameters from columns; a bad row of each kind among them."""
+    long = {"id": 90, "word": "x" * 500, "seed": 1}
+    wrong = [long, {"id": 91, "seed": 1}, {"id": 92, "word": "a", "seed": "x"}]
+    rows = generate(
+        folder,
+        tmp_path,
+        ROWS[:10] + wrong + ROWS[10:],
+        prompt="{{see}} {word}:",
+        sampling={"max_tokens": 9, "temperature": 0.8},
+        sampling_column=["seed"],
+        workers=1,
+        output_format="parquet",
+    )
+    params = [SamplingParams(seed=i, max_tokens=9, temperature=0.8) for i in range(len(TEXTS))]
+    direct = llm.generate([f"{{see}} {text}:" for text in TEXTS], params, progress=False)
+    assert rows == [
+        {
+            **row,
+            "output": one.text,
+            "finish_reason": one.finish_reason,
+            "prompt_tokens": len(one.prompt_ids),
+            "output_tokens": len(one.ids),
+        }
+        for row, one in zip(ROWS, direct, strict=True)
+    ]
+    reasons = {each["row"]: each["error"] for each in bad(tmp_path / "out")}
+    assert reasons.keys() == {10, 11, 12}
+    assert "the model's context holds" in reasons[10]
+    assert reasons[11] == "column 'word' is missing"
+    assert "seed is 'x', but must be an integer" in reasons[12]
+
+
+@pytest.mark.parametrize("form", ["column", "template", "messages", "tier"])
+def test_forms_of_a_prompt(folder: Path, llm: LLM, tmp_path: Path, form: str) -> None:
+    rows: list[Any] = ROWS[:4]
+    settings: dict[str, Any] = {"column": "word"}
+    prompts = [row["word"] for row in rows]
+    if form == "template":
+        (tmp_path / "prompt.txt").write_text("{% if id %}Go on: {% endif %}{{ word | upper }}")
+        settings = {"template": str(tmp_path / "prompt.txt")}
+        prompts = [("Go on: " if row["id"] else "") + row["word"].upper() for row in rows]
+    elif form == "messages":
+        rows = [{**row, "word": [{"role": "user", "content": row["word"]}]} for row in rows]
+        settings["chat"] = True
+        prompts = [f"user: {text}\nassistant: " for text in prompts]
+    elif form == "tier":
+        tiers = [{"name": "fast"}, {"name": "bulk"}]
+        settings |= {"engine": {**ENGINE, "tiers": tiers}, "sampling": {"tier": "fast"}}
+    settings["sampling"] = {**settings.get("sampling", {}), "temperature": 0}
+    made = generate(folder, tmp_path, rows, max_tokens=5, **settings)
+    direct = llm.generate(prompts, SamplingParams(max_tokens=5, temperature=0), progress=False)
+    assert [row["output"] for row in made] == [each.text for each in direct]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"template": "{{ a"}, "template cannot be used: "),
+        ({"sampling": {"tmperature": 1}}, r"did you mean 'temperature'"),
+        ({"sampling": {"n": 2}}, "sampling.n is 2, but must be 1"),
+    ],
+)
+def test_refused_before_a_row_runs(
+    folder: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        generate(folder, tmp_path, ROWS[:1], **settings)
+
+
+def test_a_template_is_in_a_sandbox(folder: Path, tmp_path: Path) -> None:
+    template = "{{ id.__class__.__mro__ }}"
+    assert generate(folder, tmp_path, ROWS[:2], template=template) == []
+    assert all("unsafe" in each["error"] for each in bad(tmp_path / "out"))
+
+
+def test_lines_of_openai(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    def line(i: int, url: str, **body: Any) -> dict[str, Any]:
+        body = {"model": "m", "temperature": 0, **body}
+        return {"custom_id": f"r{i}", "method": "POST", "url": f"/v1/{url}", "body": body}
+
+    chat = [{"role": "user", "content": "the bus"}]
+    lines = [
+        line(0, "chat/completions", messages=chat, max_completion_tokens=6),
+        line(1, "completions", prompt="the bus", max_tokens=4, n=2, temperature=1, seed=3),
+        line(2, "chat/completions", messages=chat, tools=[]),
+        line(3, "embeddings", input="x"),
+        {**line(4, "completions", prompt="x"), "method": "GET"},
+        {"custom_id": 5},
+        line(6, "chat/completions", messages=chat, stop=["e"]),
+    ]
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    settings = {"task": "generate", "map": None, "model": str(folder), "engine": ENGINE}
+    assert run(source, tmp_path / "out", input_format="openai", **settings)
+    made = {row["custom_id"]: row for row in read(tmp_path / "out")}
+    assert made.keys() == {"r0", "r1", "r6"}
+    assert made["r0"].keys() == {"id", "custom_id", "response", "error"}
+    assert {row["response"]["status_code"] for row in made.values()} == {200}
+    first, second, third = (made[f"r{i}"]["response"]["body"] for i in (0, 1, 6))
+    (answer,) = llm.chat(chat, SamplingParams(temperature=0, max_tokens=6), progress=False)
+    message = {"role": "assistant", "content": answer.text}
+    assert first["choices"] == [{"index": 0, "message": message, "finish_reason": "length"}]
+    prompt = len(answer.prompt_ids)
+    usage = {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
+    assert first["usage"] == usage
+    params = SamplingParams(n=2, max_tokens=4, seed=3)
+    (pair,) = llm.generate("the bus", params, progress=False)
+    assert [each["text"] for each in second["choices"]] == [each.text for each in pair.sequences]
+    assert second["object"] == "text_completion"
+    assert third["usage"]["completion_tokens"] > 6, "up to the end of the context"
+    reasons = {each["input"]["custom_id"]: each["error"] for each in bad(tmp_path / "out")}
+    assert reasons.keys() == {"r2", "r3", "r4", 5}
+    assert "sampling parameter 'tools' is unknown" in reasons["r2"]
+    assert "url is '/v1/embeddings', but must be /v1/chat" in reasons["r3"]

@@ -1,0 +1,251 @@
+"""Each row is written once, whatever ends a job: kills, stops, a full disk, a second run."""
+
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney_jobs.journal import JobJournal, Part, Ranges, Record
+from jitney_jobs.run import read_record
+
+from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.jobs.job_rows import run
+print(run(Path(sys.argv[1]), Path(sys.argv[2]), map="tests.jobs.job_rows:slowly",
+          part_rows=25, part_seconds=0.03, workers=1, in_flight=64))
+"""
+
+
+def start(source: Path, output: Path, script: str = SCRIPT, **options: Any) -> Any:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(source), str(output)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def test_kill_at_random_moments(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for i in range(3):
+        write_lines(source / f"{i}.jsonl", ids(200 * i, 200 * (i + 1)))
+    output, moment = tmp_path / "out", random.Random(5)
+    journal = output / "_job" / "journal.jsonl"
+    codes = []
+    for kill in (True, True, True, True, False):
+        before = size_of(journal)
+        process = start(source, output)
+        if kill:
+            while process.poll() is None and size_of(journal) <= before:
+                time.sleep(0.005)
+            time.sleep(moment.uniform(0, 0.3))
+            process.kill()
+        _, said = process.communicate(timeout=300)  # ends when its workers have ended too
+        codes.append(process.returncode)
+        assert process.returncode == 0 or (kill and process.returncode == -9), said
+    assert -9 in codes
+    rows = read(output)
+    assert sorted(row["id"] for row in rows) == list(range(600))
+    assert all(row["twice"] == 2 * row["id"] for row in rows)
+
+
+def test_sigterm_and_a_row_that_kills_its_worker(tmp_path: Path) -> None:
+    rows = [{**row, "flag": str(tmp_path / "flag")} for row in ids(0, 4000)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    said, error = start(source, tmp_path / "out", SCRIPT.replace("slowly", "deadly")).communicate()
+    assert said == "False\n", error
+    committed = len(read(tmp_path / "out"))
+    assert 0 < committed < 3998, "what was finished is committed"
+    settings = {"map": "tests.jobs.job_rows:deadly", "workers": 1, "in_flight": 64}
+    assert run(source, tmp_path / "out", **settings)
+    found = [(each["row"], each["error"]) for each in bad(tmp_path / "out")]
+    assert found == [(row, "the process that prepared it died") for row in (150, 3500)]
+    expected = [i for i in range(4000) if i not in (150, 3500)]
+    assert sorted(row["id"] for row in read(tmp_path / "out")) == expected
+
+
+SLOW_READ = """
+import time
+from jitney_jobs.dataset import Dataset
+batches = Dataset._batches
+def stuck(self, *arguments):
+    yield from batches(self, *arguments)
+    time.sleep(3600)
+Dataset._batches = stuck
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stuck", ["read", "prepare"])
+def test_a_stop_does_not_wait_for_what_is_slow(tmp_path: Path, stuck: str, workers: int) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(0, 100 if stuck == "prepare" else 50))
+    script = SCRIPT.replace("slowly", "stuck").replace("workers=1", f"workers={workers}")
+    process = start(source, tmp_path / "out", (SLOW_READ if stuck == "read" else "") + script)
+    while not list((tmp_path / "out").glob("part-*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    said, error = process.communicate(timeout=600)
+    assert (process.returncode, said) == (0, "False\n"), error
+    assert {row["id"] for row in read(tmp_path / "out")} <= set(range(50))
+
+
+def test_a_full_disk_and_then_more_space(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"id": i, "x": "x" * 4000} for i in range(60)])
+    script = SCRIPT.replace("part_rows=25, part_seconds=0.03, workers=1", "workers=0")
+    limit = (150_000, 150_000)  # bytes of a file; a part of all rows has more
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    failed = start(source, tmp_path / "out", script, preexec_fn=fill)
+    said = failed.communicate(timeout=300)[1]
+    assert re.search(r"output .* cannot be written: \[Errno 27\] .*File too large; when it", said)
+    assert failed.returncode == 1
+    assert list((tmp_path / "out").glob("*part*")) == [], "nothing half-written is left"
+    assert run(source, tmp_path / "out", map="tests.jobs.job_rows:slowly")
+    assert sorted(row["id"] for row in read(tmp_path / "out")) == list(range(60))
+
+
+def test_a_part_that_the_journal_does_not_name_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 60)), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        fail_at_part(patched, 2)
+        with pytest.raises(UnavailableError, match="No space left"):
+            run(source, output, part_rows=10)
+    assert (output / "part-00002.jsonl").exists()
+    journal = output / "_job" / "journal.jsonl"
+    with journal.open("ab") as file:
+        file.write(b'{"type":"part","number":2,"fil')  # torn
+    (output / ".part-00003.jsonl").write_text("{}")
+    assert run(source, output, part_rows=7)
+    assert sorted(row["id"] for row in read(output)) == list(range(20, 60))
+    assert not (output / ".part-00003.jsonl").exists()
+    assert [part.number for part in Record(journal).parts] == [0, 1, 2, 3, 4]
+
+
+def test_committed_row_groups_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.Table.from_pylist(ids(20, 80)), tmp_path / "in.parquet", row_group_size=20)
+    with monkeypatch.context() as patched:
+        fail_at_part(patched, 1)
+        with pytest.raises(UnavailableError):
+            run(tmp_path / "in.parquet", tmp_path / "out", part_rows=20)
+    groups: list[int] = []
+    real = pq.ParquetFile.iter_batches
+
+    def noted(self: Any, size: int, row_groups: list[int]) -> Any:
+        groups.extend(row_groups)
+        return real(self, size, row_groups=row_groups)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
+    assert run(tmp_path / "in.parquet", tmp_path / "out", part_rows=20)
+    assert groups == [1, 2]
+    assert [row["id"] for row in read(tmp_path / "out")] == list(range(20, 80))
+
+
+def test_what_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 60)), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        fail_at_part(patched, 1)
+        with pytest.raises(UnavailableError):
+            run(source, output, part_rows=10)
+    with pytest.raises(InvalidArgumentError, match=r"another job: keep was None, is \['id'\]"):
+        run(source, output, keep=["id"])
+    before = source.read_text()
+    source.write_text(before + '{"id": 60}\n')
+    with pytest.raises(InvalidArgumentError, match=r"in.jsonl was 440 bytes, is 451; changed at"):
+        run(source, output)
+    with pytest.raises(InvalidArgumentError, match=r"in2\.jsonl is new"):
+        run(source.rename(tmp_path / "in2.jsonl"), output)
+    part = output / "part-00000.jsonl"
+    part.write_text("less")
+    record = read_record(str(output), None)
+    os.utime(write_lines(source, ids(20, 60)), ns=(0, record.begin.files[0].changed))  # type: ignore
+    with pytest.raises(InvalidArgumentError, match=r"part-00000.jsonl .* has 4 bytes, but had"):
+        run(source, output)
+    (output / "_job" / "journal.jsonl").unlink()
+    with pytest.raises(InvalidArgumentError, match=r"has part-0.*, but no journal"):
+        run(source, output)
+
+
+def test_what_is_known_of_parts_does_not_grow_with_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second row of a file is in one part, the others in another, as rows that end in any
+    order may be."""
+    monkeypatch.setattr("jitney_jobs.journal._MANY", 1000)
+    figures = {"run": 0.0}
+    journal = JobJournal(job_of(tmp_path / "in.jsonl", tmp_path / "out"))
+    tracemalloc.start()
+    for number in range(100):
+        rows = [(0, i, i + 1) for i in range(number % 2 + number // 2 * 1000, 50_000, 2)[:500]]
+        journal.append(Part(number, {}, rows, 500, 0, figures))
+    grown, _ = tracemalloc.get_traced_memory()
+    record = Record(tmp_path / "out" / "_job" / "journal.jsonl")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    journal.close()
+    assert record.done.pieces == [(0, 0, 50_000)]
+    assert record.written == 50_000
+    assert grown < 500_000, "50,000 intervals would have 5 MB"
+    assert peak - grown < 1_500_000
+
+
+def test_two_runs_exclude_each_other(tmp_path: Path) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 30)), tmp_path / "out"
+    first = JobJournal(job_of(source, output))
+    with pytest.raises(UnavailableError, match="another run writes to"):
+        run(source, output)
+    first.close()
+    assert run(source, output)
+    assert run(source, output), "nothing is left to do"
+    assert len(read(output)) == 10
+
+
+def test_two_journals_of_one_output_exclude_each_other(tmp_path: Path) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", ids(20, 30)), tmp_path / "out"
+    first = JobJournal(job_of(source, output, journal=str(tmp_path / "a")))
+    with pytest.raises(UnavailableError, match="another run writes to"):
+        run(source, output, journal=str(tmp_path / "b"))
+    first.close()
+    assert run(source, output, journal=str(tmp_path / "b"))
+
+
+@given(st.lists(st.integers(0, 40), unique=True), st.randoms())
+def test_ranges_are_a_set_of_rows(rows: list[int], order: random.Random) -> None:
+    pieces = Ranges((file, row, row + 1) for file in (0, 1) for row in rows).pieces
+    order.shuffle(pieces)
+    ranges = Ranges(pieces)
+    assert sum(end - first for _, first, end in ranges.pieces) == 2 * len(rows)
+    for first in range(40):
+        end = first + order.randint(0, 4)
+        assert ranges.covers(1, first, end) == (set(range(first, end)) <= set(rows))

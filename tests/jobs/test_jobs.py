@@ -1,0 +1,188 @@
+"""Jobs without a model: bad rows and transient errors, bounds, settings and commands."""
+
+import multiprocessing.spawn
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from jitney import cli
+from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
+from jitney_jobs import executors
+from jitney_jobs.job import make_job
+from jitney_jobs.progress import Progress, State
+from jitney_jobs.run import read_record, run_job
+from typer.testing import CliRunner
+
+from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
+
+
+def test_bad_rows_and_how_many_are_too_many(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [*ids(0, 300), "no object", {"other": 1}])
+    with source.open("a") as file:
+        file.write("{broken\n" + 100_000 * "[" + "\n")
+    assert run(source, tmp_path / "out", max_errors="5")
+    found = {each["row"]: each for each in bad(tmp_path / "out")}
+    assert found.keys() == {13, 300, 301, 302, 303}
+    assert found[13]["error"] == "ValueError: unlucky"
+    assert found[13]["input"] == {"id": 13}
+    assert "malformed" in found[302]["error"]
+    assert sorted(row["id"] for row in read(tmp_path / "out")) == [*range(13), *range(14, 300)]
+    for most in ("3", "1%"):
+        with pytest.raises(InvalidArgumentError, match=r"rows are bad, more than max_errors"):
+            run(source, tmp_path / f"out{most}", max_errors=most)
+    clean = write_lines(tmp_path / "clean.jsonl", ids(0, 300))
+    with pytest.raises(InvalidArgumentError, match="column 'id' is both of the input and of the"):
+        run(clean, tmp_path / "both", map="builtins:dict", max_errors=0.05)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_raised_outside_of_one_row(tmp_path: Path, workers: int) -> None:
+    """What cannot be sent, an exit, and a value that Python does not have."""
+    days = pa.array([0, 0, 10**8, 0], pa.int32()).cast(pa.date32())
+    pq.write_table(pa.table({"id": list(range(4)), "day": days}), tmp_path / "in.parquet")
+    settings = {"map": "tests.jobs.job_rows:unruly", "keep": ["id"], "workers": workers}
+    assert run(tmp_path / "in.parquet", tmp_path / "out", **settings)
+    assert {each["row"] for each in bad(tmp_path / "out")} == {0, 1, 2}
+    assert [row["id"] for row in read(tmp_path / "out")] == [3]
+
+
+class Flaky(executors.Passing):
+    """Fails each row once in a way that may pass, and row 5 always so."""
+
+    error: JitneyError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: set[int] = set()
+
+    def step(self) -> list[executors.Outcome]:
+        outcomes = super().step()
+        fresh = {key for key, _ in outcomes} - self.failed | {5}
+        self.failed |= fresh
+        return [(key, self.error if key in fresh else result) for key, result in outcomes]
+
+
+@pytest.mark.parametrize("error", [InternalError("a fault"), UnavailableError("it is away")])
+def test_transient_errors_are_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: JitneyError
+) -> None:
+    """A row that fails to the end is bad; but if a server is away, that ends the job."""
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    with monkeypatch.context() as patched:
+        patched.setattr(executors, "Passing", Flaky)
+        patched.setattr(Flaky, "error", error, raising=False)
+        patched.setattr(executors, "pause", lambda tries: 0.001)
+        if isinstance(error, UnavailableError):
+            with pytest.raises(UnavailableError, match="it is away"):
+                run(source, tmp_path / "out", retries=2)
+            assert bad(tmp_path / "out") == []
+        else:
+            assert run(source, tmp_path / "out", retries=2)
+            assert [each["error"] for each in bad(tmp_path / "out")] == ["a fault"]
+            figures = read_record(str(tmp_path / "out"), None).parts[-1].figures
+            assert figures["tries"] == 21
+    assert run(source, tmp_path / "out")
+    assert len(read(tmp_path / "out")) == 20 - len(bad(tmp_path / "out"))
+
+
+def test_rows_on_their_way_are_bounded(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 2000))
+    for ordered in (False, True):
+        output = tmp_path / f"out{ordered}"
+        assert run(source, output, in_flight=50, workers=1, part_rows=100, ordered=ordered)
+        figures = read_record(str(output), None).parts[-1].figures
+        assert 10 < figures["most_in_flight"] <= 50
+        rows = [row["id"] for row in read(output)]
+        assert (rows if ordered else sorted(rows)) == list(range(20, 2000))
+
+
+def test_workers_that_die_as_they_start(tmp_path: Path, monkeypatch: Any) -> None:
+    """However much they were to be told: a job that waited for them would never end."""
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/bin/false")
+    source = write_lines(tmp_path / "in.jsonl", ids(0, 3))
+    assert run(source, tmp_path / "out", workers=1, prompt="x" * 200_000)
+    died = "the process that prepared it died"
+    assert [each["error"] for each in bad(tmp_path / "out")] == [died] * 3
+
+
+def test_a_line_of_progress() -> None:
+    """A quarter of the input is read: 100 rows by an earlier run, 300 by this one."""
+    figures = {"seconds": 50.0, "done": 200.0, "bad": 3.0, "position": 0.25, "taken": 300.0}
+    figures |= {"tokens": 5000.0, "steps": 10.0, "rows_in_steps": 40.0, "most_rows": 8.0}
+    line = "300 rows, 4.0 rows/s, 100 tokens/s, batch 50% full, 0:05:25 left, 3 bad"
+    assert Progress().line(State(figures, 100)) == line
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"colunm": "x"}, r"setting 'colunm' is unknown \(did you mean 'column'\?\)"),
+        ({"part_rows": 0}, r"part_rows is 0: expected `int` >= 1"),
+        ({"part_seconds": "inf"}, r"part_seconds is 'inf': expected `float` <= 1000000000.0"),
+        ({"labels": "lables.txt"}, "labels is 'lables.txt', but must be a file that is there"),
+        ({"template": "tmpl.j2"}, "template is 'tmpl.j2', but must be a file that is there"),
+        ({"in_flight": "many"}, r"in_flight is 'many': expected `int`"),
+        ({"max_errors": "200%"}, r"max_errors is '200%', but must be a number, or a share"),
+        ({"map": None}, "task map needs the setting map"),
+        ({"map": "tests.nothing:f"}, "map 'tests.nothing:f' cannot be imported"),
+        ({"task": "generate"}, "task generate needs the setting model"),
+        (
+            {"server": "h:1", "model": "m", "input_format": "openai"},
+            "server is 'h:1', but",
+        ),
+        (
+            {"input": "/a/b", "output": "/a/b/c"},
+            "must be outside of the input",
+        ),
+        ({"output": "s3://bucket/out"}, "output is not local: name a local folder for the journal"),
+        ({"input": "/nowhere/*.jsonl"}, r"input /nowhere/\*.jsonl is not there"),
+        ({"input": str(Path(__file__))}, "has files of no known kind: name input_format"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 22))
+    output = settings.pop("output", str(tmp_path / "out"))
+    given = {"input": str(source), "task": "map", "map": "builtins:dict", "workers": 0}
+    with pytest.raises(InvalidArgumentError, match=message):
+        run_job(make_job({**given, "output": output, **settings}))
+
+
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 22))
+    with pytest.raises(UnavailableError, match="model m on localhost:9: "):
+        run(source, tmp_path / "out", task="generate", map=None, model="m", server="localhost:9")
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(20, 40))
+    job = f"input: {source}\noutput: {tmp_path}/out\ntask: map\nworkers: 0\npart_rows: 10\n"
+    (tmp_path / "job.yaml").write_text(job + "map: tests.jobs.job_rows:twice\n")
+    with monkeypatch.context() as patched:
+        fail_at_part(patched, 1)
+        stopped = CliRunner().invoke(cli.app, ["batch", "run", str(tmp_path / "job.yaml")])
+        assert isinstance(stopped.exception, UnavailableError)
+    status = CliRunner().invoke(cli.app, ["batch", "status", str(tmp_path / "out")]).output
+    assert "not complete" in status
+    assert "rows    10 of 20: 10 written, 0 bad" in status
+    cost = (
+        r"^cost    [\d.]+ s without loading: [\d.,]+ rows/s; [\d.,]+ core-seconds a thousand rows$"
+    )
+    assert re.search(cost, status, re.M)
+    assert CliRunner().invoke(cli.app, ["batch", "resume", str(tmp_path / "out")]).exit_code == 0
+    assert len(read(tmp_path / "out")) == 20
+    page = (tmp_path / "out/_job/report.html").read_text()
+    assert "Complete: 20 rows written, 0 bad" in page
+    assert "Runs: 2." in page
+    assert '<th scope="row">run: the model at work</th>' in page
+    assert 'id="throughput"' in page
+    again = CliRunner().invoke(cli.app, ["batch", "report", str(tmp_path / "out")])
+    assert again.output.strip() == str(tmp_path / "out/_job/report.html")
+    options = ["--task", "map", "--map", "tests.jobs.job_rows:twice", "--workers", "0"]
+    same = ["batch", "run", str(source), str(tmp_path / "out"), *options]
+    assert ": complete\n" in CliRunner().invoke(cli.app, same).output
+    assert job_of(source, tmp_path / "out") != make_job(
+        {"input": "a", "output": "b", "model": "m", "sampling": {"seed": 1}}
+    )

@@ -1,0 +1,172 @@
+"""Inputs and settings that are easy to get wrong: none of them may lose or change a value without
+a word."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney_jobs import dataset, executors, pipeline
+from jitney_jobs.command import resume
+from jitney_jobs.job import make_job
+from jitney_jobs.run import read_record
+
+from tests.jobs.job_rows import bad, fail_at_part, ids, read, run, write_lines
+
+MARKED = "tests.jobs.job_rows:marked"
+
+
+def write_table(path: Path, **columns: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def read_job_of(source: Path | str, output: Path, **settings: Any) -> list[dict[str, Any]]:
+    """The output's rows; none may be bad."""
+    assert run(Path(source), output, map=MARKED, **settings)
+    assert bad(output) == []
+    return read(output)
+
+
+def test_folders_that_look_like_columns(tmp_path: Path) -> None:
+    """A column of the folders is taken for one of the same name in the file; folders above a
+    glob are none, and a name may hold what a variable's may not."""
+    folder = tmp_path / "run=3" / "in"
+    write_table(folder / "année-1=20%2F26" / "x=1" / "a.parquet", id=[7, 8], x=[1, 1])
+    row = {"x": "1", "année-1": "20/26", "mark": True}
+    for number, source in enumerate((folder, f"{folder}/**")):
+        rows = read_job_of(source, tmp_path / f"out-{number}")
+        assert rows == [{"id": 7, **row}, {"id": 8, **row}]
+
+
+def test_a_folder_with_a_globs_characters(tmp_path: Path) -> None:
+    folder = tmp_path / "in [1]*"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", ids(0, 1))
+    assert read_job_of(folder, tmp_path / "out") == [{"id": 0, "mark": True}]
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    arrays = [pa.array([1]), pa.array([2])]
+    pq.write_table(pa.Table.from_arrays(arrays, names=["a", "a"]), tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_text("a,b,a\n1,2,3\n")
+    for name in ("a.parquet", "b.csv"):
+        with pytest.raises(InvalidArgumentError, match=f"{name} has two columns 'a'"):
+            run(tmp_path / name, tmp_path / f"out-{name}", map=MARKED)
+
+
+def test_a_table_without_rows(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "in.parquet", id=pa.array([], pa.int64()))
+    assert read_job_of(source, tmp_path / "out") == []
+
+
+def test_columns_of_views(tmp_path: Path) -> None:
+    """Which other libraries write by default."""
+    columns = {"id": [1, 2], "text": pa.array(["a", None], pa.string_view())}
+    source = write_table(tmp_path / "in.parquet", **columns)
+    assert [row["text"] for row in read_job_of(source, tmp_path / "out")] == ["a", None]
+
+
+def test_lines_with_a_byte_order_mark(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'\xef\xbb\xbf{"id": 1}\r\n{"id": 2}')
+    assert [row["id"] for row in read_job_of(source, tmp_path / "out")] == [1, 2]
+
+
+def test_nothing_is_rounded_or_dropped(tmp_path: Path) -> None:
+    """The first part has whole numbers, and objects of one field. What does not fit is bad."""
+    values: list[dict[str, Any]] = [
+        {"n": 1, "many": [1], "of": {"a": 1}},
+        {"n": 2.0, "many": [3, None], "of": {}},
+        {"n": 1.5},
+        {"many": [1, 2, 2.5]},
+        {"of": {"a": 0.5}},
+        {"of": {"a": 1, "b": 2}},
+    ]
+    rows = [{"id": i, **row} for i, row in enumerate(values)]
+    source, output = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out"
+    assert run(source, output, map=MARKED, output_format="parquet", part_rows=1, ordered=True)
+    assert [row["id"] for row in read(output)] == [0, 1]
+    assert [row["row"] for row in bad(output)] == [2, 3, 4, 5]
+
+
+def test_a_column_to_keep_that_is_not_there(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "in.parquet", id=[1])
+    with pytest.raises(InvalidArgumentError, match="keep is 'idd', but must be one of id"):
+        run(source, tmp_path / "out", map=MARKED, keep=["idd"])
+
+
+def test_a_template_longer_than_a_files_name() -> None:
+    template = "{{ text }}" + 300 * "x"
+    job = make_job({"input": "in", "output": "out", "model": "m", "template": template})
+    assert job.template == template
+
+
+def test_an_output_inside_of_the_input_by_another_way() -> None:
+    with pytest.raises(InvalidArgumentError, match="outside of the input"):
+        make_job({"input": "in", "output": "other/../in/out", "model": "m"})
+
+
+def test_settings_may_be_put_right_before_anything_is_committed(tmp_path: Path) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", ids(0, 5)), tmp_path / "out"
+    with pytest.raises(InvalidArgumentError, match="cannot be imported"):
+        run(source, output, map="tests.jobs.job_rows:marks")
+    assert len(read_job_of(source, output)) == 5
+    with pytest.raises(InvalidArgumentError, match="map was"):
+        run(source, output, map="tests.jobs.job_rows:marks")
+
+
+def test_the_newest_tokenizer_beside_a_model(tmp_path: Path) -> None:
+    for version in ("9", "10"):
+        place = tmp_path / "text_tokenizer" / version / "tokenizer.json"
+        place.parent.mkdir(parents=True)
+        place.touch()
+    assert executors._tokenizer_of(str(tmp_path / "text")) == str(place)
+
+
+def test_resume_where_the_output_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ids(0, 50))
+    with monkeypatch.context() as patch:
+        fail_at_part(patch, 1)
+        with pytest.raises(UnavailableError, match="No space left"):
+            run(source, tmp_path / "out", map=MARKED, part_rows=20)
+    (tmp_path / "out").rename(tmp_path / "moved")
+    resume(str(tmp_path / "moved"))
+    assert sorted(row["id"] for row in read(tmp_path / "moved")) == list(range(50))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_journal_of_another_version(tmp_path: Path) -> None:
+    source, output = write_lines(tmp_path / "in.jsonl", ids(0, 5)), tmp_path / "out"
+    run(source, output, map=MARKED)
+    journal = output / "_job" / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"version":2', '"version":3'))
+    with pytest.raises(InvalidArgumentError, match="of version 3"):
+        run(source, output, map=MARKED)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
+def test_rows_that_are_large_are_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """Rows of 10 KB: a chunk has 2 of them, 10 and one more chunk are on their way, a part has
+    20."""
+    monkeypatch.setattr(dataset, "_CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(pipeline, "_IN_FLIGHT_BYTES", 100_000)
+    monkeypatch.setattr(pipeline, "_PART_BYTES", 200_000)
+    rows = [{"id": i, "text": chr(97 + i % 26) * 10_000} for i in range(100)]
+    source, table = tmp_path / f"in.{suffix}", pa.Table.from_pylist(rows)
+    if suffix == "jsonl":
+        write_lines(source, rows)
+    elif suffix == "arrow":
+        with pa.ipc.new_file(source, table.schema) as file:
+            file.write_table(table)
+    else:
+        pq.write_table(table, source, use_dictionary=False)
+    assert sorted(row["id"] for row in read_job_of(source, tmp_path / "out")) == [*range(100)]
+    parts = read_record(str(tmp_path / "out"), None).parts
+    assert max(part.written for part in parts) <= 20
+    assert parts[-1].figures["most_in_flight"] <= 12

@@ -1,0 +1,143 @@
+"""Jobs on a server behind TLS and a key: over both kinds of call, and what is said without them."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.json_format import ParseDict
+from jitney.errors import InvalidArgumentError, UnavailableError
+from jitney_jobs.journal import Record
+from jitney_jobs.worker import submit
+from tritonclient.grpc import service_pb2 as messages
+from tritonclient.grpc import service_pb2_grpc
+from tritonclient.utils import serialize_byte_tensor
+
+from tests.jobs.job_rows import read, run, write_lines
+
+KEY = "a-key-that-nobody-may-read-0123456789"
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the key")
+Config = dict[str, Any]
+CONFIGS: dict[str, Config] = {
+    "halves": {
+        "max_batch_size": 8,
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [2]}],
+        "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
+    },
+    "says": {"model_transaction_policy": {"decoupled": True}},
+}
+
+
+class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Two models: ``halves`` halves numbers, ``says`` answers "yes"."""
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:
+        _check(context)
+        answer = messages.ModelConfigResponse()
+        ParseDict(CONFIGS[request.name], answer.config)
+        return answer
+
+    def ModelInfer(self, request: Any, context: Any) -> Any:
+        _check(context)
+        halves = np.frombuffer(request.raw_input_contents[0], np.float32) / 2
+        return _response(y=halves[None])
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
+        _check(context)
+        for _ in requests:
+            words = {"text_output": b"yes", "finish_reason": b"stop"}
+            texts = {name: np.array([word], np.object_) for name, word in words.items()}
+            counts = {f"num_{name}_tokens": np.ones(1, np.uint32) for name in ("input", "output")}
+            yield messages.ModelStreamInferResponse(infer_response=_response(**texts, **counts))
+
+
+def _check(context: Any) -> None:
+    if ("authorization", f"Bearer {KEY}") not in context.invocation_metadata():
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not {context.invocation_metadata()}")
+
+
+def _response(**arrays: np.ndarray) -> Any:
+    made = messages.ModelInferResponse()
+    for name, array in arrays.items():
+        text = array.dtype == np.object_
+        kind = "BYTES" if text else {"float32": "FP32", "uint32": "UINT32"}[array.dtype.name]
+        made.outputs.add(name=name, datatype=kind, shape=array.shape)
+        raw = serialize_byte_tensor(array).item() if text else array.tobytes()
+        made.raw_output_contents.append(raw)
+    return made
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The settings of a job that may ask it."""
+    folder = tmp_path_factory.mktemp("front")
+    certificate, key, api_key = (folder / name for name in ("ca.pem", "key.pem", "api_key"))
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key)]
+    subprocess.run([*words, *names, "-out", certificate], check=True, capture_output=True)
+    api_key.write_text(f"jobs:{KEY}\n", encoding="utf-8")
+    server = grpc.server(ThreadPoolExecutor(8))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Triton(), server)
+    pair = (key.read_bytes(), certificate.read_bytes())
+    port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    files = {"ca_file": str(certificate), "api_key_file": str(api_key)}
+    yield {"map": None, "server": f"localhost:{port}", "at_once": 3, **files}
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize("model", ["halves", "says"])
+def test_every_call_is_let_through(front: dict[str, Any], tmp_path: Path, model: str) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"text": [i, 1]} for i in range(20)])
+    if model == "halves":
+        assert run(source, tmp_path / "out", task="embed", model=model, **front)
+        made = [row["embedding"] for row in read(tmp_path / "out")]
+        assert sorted(made) == [[i / 2, 0.5] for i in range(20)]
+    else:
+        assert run(source, tmp_path / "out", prompt="{text}", task="generate", model=model, **front)
+        assert [row["output"] for row in read(tmp_path / "out")] == ["yes"] * 20
+    journal = tmp_path / "out/_job/journal.jsonl"
+    assert KEY not in journal.read_text(encoding="utf-8")
+    begun = Record(journal).begin
+    assert begun is not None
+    assert begun.job.api_key_file == front["api_key_file"]
+
+
+def test_who_has_none_is_told_so(front: dict[str, Any], tmp_path: Path) -> None:
+    """A wrong key is not repeated; the certificate is checked."""
+    source = write_lines(tmp_path / "in.jsonl", [{"text": [1, 1]}])
+    wrong = tmp_path / "wrong"
+    wrong.write_text(f"{KEY}-no-more\n", encoding="utf-8")
+    for changed, said in (
+        ({"api_key_file": None}, "model halves on localhost:.*: not"),
+        (
+            {"api_key_file": str(wrong)},
+            "model halves on localhost:.*: not .*'authorization', value='…'",
+        ),
+        ({"ca_file": None}, "model halves on localhost"),
+        ({"ca_file": None, "tls": True}, "model halves on localhost"),
+    ):
+        settings = {**front, "task": "embed", "model": "halves", **changed}
+        with pytest.raises(UnavailableError, match=said) as caught:
+            run(source, tmp_path / "out", **settings)
+        assert KEY not in str(caught.value)
+    settings = {**front, "task": "embed", "model": "halves", "api_key_file": str(tmp_path / "no")}
+    with pytest.raises(InvalidArgumentError, match="cannot read api_key_file"):
+        run(source, tmp_path / "out", **settings)
+
+
+def test_a_submitted_job_finds_its_files(
+    front: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("key").touch()
+    job = {"input": "in.jsonl", "output": "out", "model": "m", "api_key_file": "key"}
+    Path("job.yaml").write_text(json.dumps(job), encoding="utf-8")
+    submit(Path("queue"), Path("job.yaml"))
+    assert f"api_key_file: {tmp_path}/key\n" in Path("queue/job.yaml").read_text(encoding="utf-8")
