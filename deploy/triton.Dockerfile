@@ -28,6 +28,10 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && $pip install --constraint constraints.txt --requirement requirements.txt
 COPY README.md LICENSE CHANGELOG.md /build/
 COPY backend /build/backend
+COPY server /build/server
+COPY gateway /build/gateway
+COPY jobs /build/jobs
+COPY measure /build/measure
 COPY benchmarks /build/benchmarks
 # The backend's folder goes beside the image's own; onnxruntime and tensorrt are native here.
 RUN --mount=type=cache,target=/root/.cache/pip \
@@ -71,6 +75,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
         --constraint constraints.txt --requirement requirements.txt
 COPY benchmarks /sweep/benchmarks
 COPY backend/jitney/jitney /sweep/jitney
+COPY server/jitney_server /sweep/jitney_server
+COPY measure/jitney_measure /sweep/jitney_measure
 ENV PATH=/opt/jitney/bin:$PATH \
     HOME=/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001

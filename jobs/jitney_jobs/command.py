@@ -1,17 +1,14 @@
-"""The commands ``jitney batch``, whose options are the settings of a job (``job.py``), and ``jitney
-generate``."""
+"""The commands ``jitney batch``, whose options are the settings of a job (``job.py``)."""
 
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import typer
-from jitney.sampling_params import SamplingParams
 
 from jitney_jobs.job import LATE, STOPPED, Job, make_job, read_job
 from jitney_jobs.worker import cancel, list_jobs, submit, worker
@@ -115,26 +112,3 @@ def _run(job: Job) -> None:
 for _command in (run, resume, status, report, worker, submit, cancel):
     batch.command()(_command)
 batch.command("list")(list_jobs)
-
-
-def generate_on_terminal(
-    prompt: str, model: str, params: SamplingParams, options: Mapping[str, Any]
-) -> None:
-    """Print the prompt and its continuation, token by token. ``-`` reads the prompt from standard
-    input. ``options`` are LLM's; what is None is left to its default."""
-    from jitney.llm import LLM
-    from rich.console import Console
-    from rich.markup import escape
-    from transformers.utils import logging as transformers_logging  # slow to import
-
-    text = sys.stdin.read() if prompt == "-" else prompt
-    transformers_logging.disable_progress_bar()  # it would write between our lines
-    given = {name: value for name, value in options.items() if value is not None}
-    note = f"Loading {model} (the first time, kernels are compiled) …"
-    with Console(stderr=True, highlight=False).status(note):
-        llm = LLM(model, **given)
-    with llm:
-        Console(highlight=False).print(escape(text), style="dim", end="", soft_wrap=True)
-        for piece in llm.stream(text, params):
-            print(piece.text, end="", flush=True)
-        print()

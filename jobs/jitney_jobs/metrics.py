@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jitney.errors import InstallationError, UnavailableError
+from jitney.progress import State
 
 from jitney_jobs.job import Job
-from jitney_jobs.progress import State
 
 try:
     from prometheus_client import CollectorRegistry, Metric, push_to_gateway, start_http_server

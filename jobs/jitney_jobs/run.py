@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
+from jitney.progress import Deadline, Progress, State, clock_text
 
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
@@ -14,7 +15,6 @@ from jitney_jobs.job import Job
 from jitney_jobs.journal import JobJournal, Part, Record
 from jitney_jobs.output import Output
 from jitney_jobs.pipeline import Gathering, Pipeline
-from jitney_jobs.progress import Deadline, Progress, State, clock_text
 
 _STAGES = {
     "read_s": "read: the reader's thread at work",

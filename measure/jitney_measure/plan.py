@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from jitney.config import EngineConfig, from_text, make_config
+from jitney.config import from_text, make_config
 from jitney.errors import InvalidArgumentError
-from jitney.messages import Footprint
 
 from jitney_measure.options import make_folder
 
@@ -17,11 +16,9 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _UNITS |= {f"{unit}i": 2.0 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 
 
-def command(
-    weigh: Callable[[EngineConfig], Footprint], count: Callable[[str, str, str], list[int]]
-) -> Callable[..., None]:
-    """The command, with what knows models (``engine.assemble.weigh``) and files of prompts
-    (``offline.generate.prompt_lengths``)."""
+def command(count: Callable[[str, str, str], list[int]]) -> Callable[..., None]:
+    """The command. ``count(files, column, model)`` gives the tokens of each prompt in a job's
+    files: the package of jobs hands it over, since it stands above this one."""
 
     def plan(
         model: Annotated[str, typer.Argument(help="Checkpoint: a folder, or an id in the hub.")],
@@ -60,6 +57,8 @@ def command(
             jitney plan MODEL --memory 24GB --from prompts.jsonl --output 250 --option dtype=float16
             jitney plan MODEL --memory 24GB --from bench/result.json
         """
+        from jitney.engine.assemble import weigh  # imports torch
+
         from jitney_measure import lengths, planning
 
         texts = dict(_pair(each) for each in option or ())

@@ -16,7 +16,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from jitney.errors import InstallationError, InvalidArgumentError
+from jitney.errors import InstallationError
 
 PYTHONS = ((3, 11), (3, 12))
 """Versions that have both a stub in the wheel and a numpy below 2."""
@@ -134,25 +134,16 @@ def missing_libraries(program: Path, library_path: str) -> list[str]:
 def backend_folder() -> Path:
     """The folder that holds our backends, one subfolder each: ``backend/`` of a source checkout or
     an editable install, or the copy of it that an installed wheel has beside the package."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package.parent / "jitney_backends", package.parents[1]):
+    package = Path(__file__).resolve().parent
+    installed = package.parent / "jitney_backends"
+    checkout = package.parents[1] / "backend"
+    for folder in (installed, checkout):
         if (folder / "jitney" / "model.py").is_file():
             return folder
     raise InstallationError(
         f"the backend folders are missing beside {package}; "
         f"repair it with: pip install --force-reinstall --no-deps triton-jitney"
     )
-
-
-def demo_checkpoint() -> Path:
-    """The demo model of a source checkout. Raises InvalidArgumentError outside of one."""
-    folder = backend_folder().parent / "model_repository" / "pylm" / "1" / "checkpoint"
-    if not folder.is_dir():
-        raise InvalidArgumentError(
-            "no model was named, and the demo model is only in a source checkout: "
-            "give --model a checkpoint folder"
-        )
-    return folder
 
 
 def link_backends(target: Path, installation: ServerInstallation, ours: Path) -> None:

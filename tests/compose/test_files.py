@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jitney.cli import app
+from jitney.cli import make_app
 from jitney.errors import ConfigError
 from jitney_gateway.keys import read_keys
 from typer.main import get_command
@@ -73,7 +73,9 @@ def test_the_gateway_asks_the_server_that_there_is_and_checks_the_proxys_keys() 
     assert "api_keys" in gateway["secrets"]
     assert gateway["volumes"] == [f"batches:{options['--batches']}"]
     assert set(words[:12:2]) <= {
-        each for parameter in get_command(app).commands["gateway"].params for each in parameter.opts
+        each
+        for parameter in get_command(make_app()).commands["gateway"].params
+        for each in parameter.opts
     }
     proxy = (DEPLOY / "proxy" / "nginx.conf.in").read_text(encoding="utf-8")
     assert f"http://$gateway:{options['--port']};" in proxy

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 import yaml
-from jitney import cli
+from jitney_server import commands
 from jitney_server.server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def test_listeners_are_on_the_loopback_address_unless_told_otherwise(
     entrypoint: ModuleType,
 ) -> None:
     assert inspect.signature(TritonServer).parameters["host"].default == "127.0.0.1"
-    assert inspect.signature(cli.serve).parameters["host"].default == "127.0.0.1"
+    assert inspect.signature(commands.serve).parameters["host"].default == "127.0.0.1"
     options = entrypoint.parse(["--embedded"])
     folder = Path("/somewhere")
     given = dict(

@@ -189,7 +189,7 @@ def _jitney(words: Sequence[str]) -> Problems:
     import typer
     from jitney import cli
 
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(cli.make_app())
     if not words or words[0].startswith("-"):
         known = {option for parameter in group.params for option in parameter.opts}
     else:

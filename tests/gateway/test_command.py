@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from jitney.cli import app
+from jitney.cli import make_app
 from jitney_gateway.command import listen
 from typer.testing import CliRunner
 
@@ -31,5 +31,5 @@ def test_streams_get_the_grace_at_a_stop(
     given: list[int] = []
     monkeypatch.setattr(uvicorn.Server, "run", run)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    done = CliRunner().invoke(app, ["gateway", "--port", "0", *words])
+    done = CliRunner().invoke(make_app(), ["gateway", "--port", "0", *words])
     assert (done.exit_code, given) == (0, [seconds])

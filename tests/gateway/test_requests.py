@@ -57,8 +57,8 @@ ONLY_CHAT: dict[str, Any] = {
     "add_generation_prompt": False, "reasoning_effort": "low", "verbosity": "low",
     "safety_identifier": "someone", "prompt_cache_key": "k",
 }  # fmt: skip
-# Fields whose effect is on the answer (tests/real_server/test_openai.py, test_answers.py), that go with
-# another one, or whose only value is what is done anyway.
+# Fields whose effect is on the answer (tests/real_server/test_openai.py, test_answers.py), that go
+# with another one, or whose only value is what is done anyway.
 ELSEWHERE = {"stream_options", "top_logprobs", "parallel_tool_calls", "store", "modalities", "echo"}
 
 

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jitney import __version__, cli
@@ -18,7 +19,7 @@ from jitney_server.admin import Admin
 from jitney_server.doctor import Finding
 from jitney_server.server import choose_ports
 from jitney_server.stopping import interruptible
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tests.real_server.client import wait_until
 from tests.signals import heed_signals
@@ -39,8 +40,12 @@ def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+def invoke(words: list[str], **options: Any) -> Result:
+    return CliRunner().invoke(cli.make_app(), words, **options)
+
+
 def test_version() -> None:
-    assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == f"jitney {__version__}"
+    assert invoke(["--version"]).output.strip() == f"jitney {__version__}"
 
 
 def test_an_error_is_one_line_and_no_traceback(tmp_path: Path) -> None:
@@ -60,8 +65,8 @@ def test_an_unknown_model_is_named(tmp_path: Path) -> None:
 def test_generate_without_a_model_outside_of_a_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("jitney_server.installation.backend_folder", lambda: tmp_path / "backend")
-    result = CliRunner().invoke(cli.app, ["generate", "x"])
+    monkeypatch.setattr("jitney.generate.__file__", str(tmp_path / "a/b/c/generate.py"))
+    result = invoke(["generate", "x"])
     assert isinstance(result.exception, InvalidArgumentError)
     assert "--model" in str(result.exception)
 
@@ -69,12 +74,14 @@ def test_generate_without_a_model_outside_of_a_checkout(
 def test_generate_streams_the_demo_model() -> None:
     prompt = "def add(a, b):"
     words = ["generate", "-", "--max-tokens=12", "--threads=1"]
-    result = CliRunner().invoke(cli.app, words, input=prompt)
+    result = invoke(words, input=prompt)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(prompt)
     assert len(result.stdout.strip()) > len(prompt) + 10
     assert "Loading weights" not in result.stderr, "no library writes to our terminal"
-    refused = CliRunner().invoke(cli.app, ["generate", "x", "--threads=1", "--temperature=-1"])
+    refused = CliRunner().invoke(
+        cli.make_app(), ["generate", "x", "--threads=1", "--temperature=-1"]
+    )
     assert isinstance(refused.exception, InvalidArgumentError)
     assert "temperature is -1.0, but must be" in str(refused.exception)
 
@@ -88,7 +95,7 @@ def test_doctor_prints_findings_and_sets_the_status(
     monkeypatch.setattr(
         "jitney_server.doctor.examine", lambda ports: asked.append(ports) or findings
     )
-    result = CliRunner().invoke(cli.app, ["doctor", "--http-port", "1234"])
+    result = invoke(["doctor", "--http-port", "1234"])
     assert result.exit_code == status
     assert asked == [[1234, 8001, 8002]]
     assert "is [so]" in result.output

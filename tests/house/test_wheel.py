@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = [
+    "backend/jitney/jitney",
+    "server/jitney_server",
+    "gateway/jitney_gateway",
+    "jobs/jitney_jobs",
+    "measure/jitney_measure",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +45,27 @@ def run_installed(wheel: Path, tmp_path: Path, code: str) -> str:
 def test_wheel_holds_the_package_and_the_backend_folders(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert wheel.name.startswith("triton_jitney-")
-    checkout = {
-        f"jitney/{path.relative_to(ROOT / 'backend/jitney/jitney')}"
-        for path in (ROOT / "backend/jitney/jitney").rglob("*.py")
-    }
-    assert checkout <= names
+    for package in PACKAGES:
+        folder = ROOT / package
+        checkout = {str(path.relative_to(folder.parent)) for path in folder.rglob("*.py")}
+        assert checkout, package
+        assert checkout <= names
+    assert "jitney_measure/pages/page.html" in names
     for backend in ("jitney", "onnxruntime", "tensorrt"):
         assert f"jitney_backends/{backend}/model.py" in names
     tops = {name.split("/")[0] for name in names}
     information = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
-    assert tops == {"jitney", "jitney_backends", information}
+    ours = {Path(package).name for package in PACKAGES}
+    assert tops == {*ours, "jitney_backends", information}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
 def test_wheel_declares_its_command_and_extras(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (entry,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-    assert "jitney = jitney.cli:main" in archive.read(entry).decode()
+    declared = archive.read(entry).decode()
+    assert "jitney = jitney.cli:main" in declared
+    assert "[jitney.commands]" in declared
     (meta,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = archive.read(meta).decode()
     for extra in ("server", "cpu", "gpu", "export", "bench", "dev"):

@@ -176,7 +176,7 @@ def test_a_worker_tells_of_its_jobs(tmp_path: Path) -> None:
             text += f"push_gateway: {other}\n" if name == "b" else ""
             (queue / f"{name}.yaml").write_text(text, encoding="utf-8")
         words = ["batch", "worker", str(queue), "--until-empty", "--push-gateway", url]
-        assert CliRunner().invoke(cli.app, words, catch_exceptions=False).exit_code == 0
+        assert CliRunner().invoke(cli.make_app(), words, catch_exceptions=False).exit_code == 0
     assert {path for _, path, _ in got.pushed} == {"/metrics/job/a"}
     assert {path for _, path, _ in elsewhere.pushed} == {"/metrics/job/b"}
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from jitney import cli
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
+from jitney.progress import Progress, State
 from jitney_jobs import executors
 from jitney_jobs.job import make_job
-from jitney_jobs.progress import Progress, State
 from jitney_jobs.run import read_record, run_job
 from typer.testing import CliRunner
 
@@ -162,27 +162,30 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "job.yaml").write_text(job + "map: tests.jobs.job_rows:twice\n")
     with monkeypatch.context() as patched:
         fail_at_part(patched, 1)
-        stopped = CliRunner().invoke(cli.app, ["batch", "run", str(tmp_path / "job.yaml")])
+        stopped = CliRunner().invoke(cli.make_app(), ["batch", "run", str(tmp_path / "job.yaml")])
         assert isinstance(stopped.exception, UnavailableError)
-    status = CliRunner().invoke(cli.app, ["batch", "status", str(tmp_path / "out")]).output
+    status = CliRunner().invoke(cli.make_app(), ["batch", "status", str(tmp_path / "out")]).output
     assert "not complete" in status
     assert "rows    10 of 20: 10 written, 0 bad" in status
     cost = (
         r"^cost    [\d.]+ s without loading: [\d.,]+ rows/s; [\d.,]+ core-seconds a thousand rows$"
     )
     assert re.search(cost, status, re.M)
-    assert CliRunner().invoke(cli.app, ["batch", "resume", str(tmp_path / "out")]).exit_code == 0
+    assert (
+        CliRunner().invoke(cli.make_app(), ["batch", "resume", str(tmp_path / "out")]).exit_code
+        == 0
+    )
     assert len(read(tmp_path / "out")) == 20
     page = (tmp_path / "out/_job/report.html").read_text()
     assert "Complete: 20 rows written, 0 bad" in page
     assert "Runs: 2." in page
     assert '<th scope="row">run: the model at work</th>' in page
     assert 'id="throughput"' in page
-    again = CliRunner().invoke(cli.app, ["batch", "report", str(tmp_path / "out")])
+    again = CliRunner().invoke(cli.make_app(), ["batch", "report", str(tmp_path / "out")])
     assert again.output.strip() == str(tmp_path / "out/_job/report.html")
     options = ["--task", "map", "--map", "tests.jobs.job_rows:twice", "--workers", "0"]
     same = ["batch", "run", str(source), str(tmp_path / "out"), *options]
-    assert ": complete\n" in CliRunner().invoke(cli.app, same).output
+    assert ": complete\n" in CliRunner().invoke(cli.make_app(), same).output
     assert job_of(source, tmp_path / "out") != make_job(
         {"input": "a", "output": "b", "model": "m", "sampling": {"seed": 1}}
     )

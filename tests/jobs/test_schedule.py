@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from jitney import cli
 from jitney.errors import InvalidArgumentError
+from jitney.progress import Deadline
 from jitney_jobs import executors, worker
 from jitney_jobs.job import due_at, make_job, read_job
-from jitney_jobs.progress import Deadline
 from jitney_jobs.run import read_record, status_of
 from typer.testing import CliRunner
 
@@ -102,12 +102,12 @@ def test_a_late_job_ends_and_says_so_by_its_status(tmp_path: Path) -> None:
     options = ["--task", "map", "--map", "tests.jobs.job_rows:twice", "--workers", "0"]
     command = ["batch", "run", str(source), str(tmp_path / "out"), *options]
     for _ in range(2):  # the second finds it complete
-        late = CliRunner().invoke(cli.app, [*command, "--within", "0.000001s"])
+        late = CliRunner().invoke(cli.make_app(), [*command, "--within", "0.000001s"])
         assert late.exit_code == 4
         assert ": complete\n" in late.output
         assert ", late\n" in late.output
     command[3] = str(tmp_path / "out2")
-    in_time = CliRunner().invoke(cli.app, [*command, "--within", "1000d"])
+    in_time = CliRunner().invoke(cli.make_app(), [*command, "--within", "1000d"])
     assert in_time.exit_code == 0
     assert "due     " in in_time.output
     assert ", late" not in in_time.output
@@ -147,11 +147,11 @@ def job_file(folder: Path, name: str, source: Path, **settings: Any) -> None:
 
 def work(folder: Path, *options: str) -> int:
     command = ["batch", "worker", str(folder), "--until-empty", "--backoff", "0", *options]
-    return CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code
+    return CliRunner().invoke(cli.make_app(), command, catch_exceptions=False).exit_code
 
 
 def states(folder: Path) -> list[str]:
-    listed = CliRunner().invoke(cli.app, ["batch", "list", str(folder)]).output
+    listed = CliRunner().invoke(cli.make_app(), ["batch", "list", str(folder)]).output
     return [" ".join(line.split()) for line in listed.splitlines()]
 
 
@@ -290,7 +290,7 @@ def test_jobs_are_submitted_and_cancelled(tmp_path: Path, monkeypatch: Any) -> N
     write_lines(tmp_path / "in.jsonl", ids(20, 30))
     Path("a.yaml").write_text("input: in.jsonl\noutput: out\ntask: map\nmap: builtins:dict")
     batch = ["batch", "submit", "jobs", "a.yaml"]
-    assert CliRunner().invoke(cli.app, batch).exit_code == 0
+    assert CliRunner().invoke(cli.make_app(), batch).exit_code == 0
     submitted = make_job(read_job(tmp_path / "jobs/a.yaml"))
     assert [submitted.input, submitted.output] == [f"{tmp_path}/in.jsonl", f"{tmp_path}/out"]
     with pytest.raises(InvalidArgumentError, match="a job a waits or runs in jobs"):

@@ -224,7 +224,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(checkpoint: Path, out: Path, *words: str) -> str:
-    result = CliRunner().invoke(cli.app, ["plan", str(checkpoint), "--out", str(out), *words])
+    result = CliRunner().invoke(
+        cli.make_app(), ["plan", str(checkpoint), "--out", str(out), *words]
+    )
     if result.exception is not None:
         raise result.exception
     return result.output

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def error_of(*words: str) -> BaseException | None:
-    return CliRunner().invoke(cli.app, ["bench", *words]).exception
+    return CliRunner().invoke(cli.make_app(), ["bench", *words]).exception
 
 
 @pytest.mark.parametrize(
@@ -42,28 +42,28 @@ def test_mistakes_are_named_first(words: tuple[str, ...], said: str) -> None:
 
 
 def test_each_command_has_the_shared_options_with_defaults_of_its_own() -> None:
-    commands = typer.main.get_command(cli.app).commands
+    commands = typer.main.get_command(cli.make_app()).commands
     for name, seconds, out in (("bench", 10.0, "bench"), ("tune", 3.0, "tune")):
         options = {option.name: option for option in commands[name].params}
         assert (options["seconds"].default, options["out"].default) == (seconds, Path(out))
         assert {"--rows", "--batch-size"} <= set(options["rows"].opts)
         model = ["m"] * (name == "tune")
         for wrong in ("--data=/nowhere", "--arrivals=even", "--protocol=tcp", "--rows=0"):
-            done = CliRunner().invoke(cli.app, [name, *model, wrong])
+            done = CliRunner().invoke(cli.make_app(), [name, *model, wrong])
             assert done.exit_code == 2
             assert f"Invalid value for '{wrong.partition('=')[0]}" in done.output
 
 
 def test_a_key_in_clear_is_a_caution(tmp_path: Path) -> None:
     words = ["bench", "--perf-analyzer", str(tmp_path / "none"), "--header", "x-key: 0123456789"]
-    output = CliRunner().invoke(cli.app, words).output
+    output = CliRunner().invoke(cli.make_app(), words).output
     assert "in clear text" in output
     assert "0123456789" not in output
 
 
 def test_without_matplotlib_it_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("report.plots", "measure.plots", "measure.report"):
-        monkeypatch.delitem(sys.modules, f"jitney.{module}", raising=False)
+    for module in ("pages.plots", "plots", "report"):
+        monkeypatch.delitem(sys.modules, f"jitney_measure.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     error = error_of("--concurrency", "nonsense")
     assert isinstance(error, InstallationError)
@@ -87,7 +87,7 @@ def test_two_files_side_by_side(tmp_path: Path) -> None:
         record.write(result, tmp_path / f"{name}.json")
     files = [str(tmp_path / f"{name}.json") for name in "ab"]
     done = CliRunner().invoke(
-        cli.app, ["bench", "--compare", *files, "--out", str(tmp_path / "out")]
+        cli.make_app(), ["bench", "--compare", *files, "--out", str(tmp_path / "out")]
     )
     assert done.exit_code == 0, done.output
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def test_an_interrupted_sweep_keeps_its_loads(
     monkeypatch.setattr(Target, "model", lambda self, name: MODEL)
     monkeypatch.setattr(PerfAnalyzer, "find", lambda named: PerfAnalyzer(Path("none"), "0"))
     words = ["bench", "--concurrency", "1,2,4", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(cli.app, words)
+    done = CliRunner().invoke(cli.make_app(), words)
     assert done.exit_code == status, done.output
     result = tmp_path / "out" / "result.json"
     assert len(record.read(result).points if result.exists() else ()) == written

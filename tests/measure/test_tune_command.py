@@ -31,7 +31,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def error_of(repository: Path, *words: str) -> BaseException | None:
     command = ["tune", *words, "--repository", str(repository), "--out", str(repository / "out")]
-    return CliRunner().invoke(cli.app, command).exception
+    return CliRunner().invoke(cli.make_app(), command).exception
 
 
 @pytest.mark.parametrize(

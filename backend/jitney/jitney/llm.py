@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from jitney_jobs.progress import Progress, State
 
 from jitney.config import EngineConfig, make_config
 from jitney.engine.engine import Engine
@@ -45,6 +44,7 @@ from jitney.messages import (
     Submit,
     Timing,
 )
+from jitney.progress import Progress, State
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
 from jitney.text.completion import Completion, SequenceDelta

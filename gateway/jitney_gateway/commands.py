@@ -1,0 +1,47 @@
+"""The command ``jitney gateway``, which ``jitney.cli`` finds by its entry point.
+
+The gateway itself is imported when the command runs: its packages are an extra.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def gateway(
+    server: Annotated[str, typer.Option(help="The server's gRPC address.")] = "127.0.0.1:8001",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0 opens it to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 9000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Lines NAME:KEY: clients must send one of the keys. Default: none do."),
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="http://HOST:PORT of an OpenTelemetry collector, for traces (gRPC)."),
+    ] = None,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(help="The server's metrics, http://HOST:8002/metrics: to tell its load."),
+    ] = None,
+    batches: Annotated[
+        Path | None, typer.Option(help="Folder of files and batches. Default: there are none.")
+    ] = None,
+    grace: Annotated[int, typer.Option(help="Seconds that streams get at the stop.", min=0)] = 10,
+) -> None:
+    """Serve the models of a running server to clients of OpenAI's API.
+
+    A process of its own without state: several may stand before one server, behind one proxy. With
+    --batches they share a folder.
+
+    Examples:
+
+        jitney gateway
+        jitney gateway --server 10.0.0.5:8001 --port 9000 --api-key-file api_keys
+    """
+    from jitney_gateway.command import run_gateway
+
+    run_gateway(server, host, port, api_key_file, otlp_endpoint, metrics_url, batches, grace)

@@ -1,0 +1,117 @@
+"""The commands ``jitney serve`` and ``jitney doctor``, which ``jitney.cli`` finds by entry points.
+
+What serves is imported when a command runs: the list of all commands must come fast.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    repository: Annotated[
+        Path,
+        typer.Argument(help="Folder of models, each with a config.pbtxt and numbered versions."),
+    ] = Path("model_repository"),
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Serve only this model; may be given several times. Default: all."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0 opens the server to the network.")
+    ] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="0 picks a free one.", min=0, max=65535)] = 8002,
+    openai_port: Annotated[
+        int | None,
+        typer.Option(help="Also run `jitney gateway` there. 0 picks a free one.", min=0, max=65535),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Of the gateway: lines NAME:KEY, one of which clients send.")
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Of the gateway: http://HOST:PORT of an OpenTelemetry collector."),
+    ] = None,
+    batches: Annotated[
+        Path | None, typer.Option(help="Of the gateway: the folder of files and batches.")
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Serve what loads, even if a model fails.")
+    ] = False,
+    open_endpoints: Annotated[
+        bool,
+        typer.Option(
+            "--open-endpoints",
+            help="Let every client load and unload models, register shared memory and change "
+            "trace and log settings. Closed by default.",
+        ),
+    ] = False,
+    log_file: Annotated[
+        Path | None,
+        typer.Option(help="Where the server and the models log. Default: a temporary file."),
+    ] = None,
+    start_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait until every model is ready.", min=1)
+    ] = 600.0,
+    grace: Annotated[
+        int, typer.Option(help="Seconds that running requests get when the server stops.", min=0)
+    ] = 10,
+    server_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="Handed to tritonserver as it is, e.g. --server-arg=--log-verbose=1."),
+    ] = None,
+) -> None:
+    """Start Triton Inference Server over a model repository and run until Ctrl-C.
+
+    The server is the real one, from the nvidia-pytriton package: no container is needed. It listens
+    on this machine only, unless --host says otherwise.
+
+    Examples:
+
+        jitney serve
+        jitney serve my_models --model chat --http-port 0 --grpc-port 0 --metrics-port 0
+    """
+    from jitney_server.server import TritonServer
+    from jitney_server.serving import serve_until_stopped
+
+    server = TritonServer(
+        repository,
+        models=model or None,
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        keep_going=keep_going,
+        open_endpoints=open_endpoints,
+        log_file=log_file,
+        extra_args=server_arg or (),
+        exit_timeout_s=grace,
+    )
+    given = {"--api-key-file": api_key_file, "--otlp-endpoint": otlp_endpoint}
+    given["--batches"] = batches
+    options = [f"{name}={value}" for name, value in given.items() if value is not None]
+    status = serve_until_stopped(server, start_timeout, grace, openai_port, options)
+    raise typer.Exit(status)
+
+
+def doctor(
+    http_port: Annotated[int, typer.Option(help="Port you mean to serve HTTP on.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="Port you mean to serve gRPC on.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Port you mean to serve metrics on.")] = 8002,
+    start: Annotated[
+        bool, typer.Option("--start", help="Also start a server with a trivial model and ask it.")
+    ] = False,
+) -> None:
+    """Look over this installation: say what is wrong and how to repair it.
+
+    Checks Python, packages and their versions, the server's binary, stub and libraries, ports,
+    shared memory, memory, processor and GPU. Changes nothing. The exit status is 1 if serving is
+    impossible as things stand.
+    """
+    from jitney_server.doctor import run_doctor
+
+    if not run_doctor([http_port, grpc_port, metrics_port], start=start):
+        raise typer.Exit(1)
