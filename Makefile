@@ -58,7 +58,7 @@ test: env ## the tests (six to ten minutes on two cores)
 	@$(PYTEST) $(SHARED) -m "not slow and $(ELSEWHERE)" $(ARGS)
 
 # Neither a server nor a kernel: what the first ring's rooms promise, in plain torch.
-CORE := core engine execution frontend messages offline sampling text
+CORE := core engine execution frontend messages sampling text test_llm.py
 test-core: env ## the tests of the engine itself, without a server (two minutes)
 	@$(PYTEST) $(SHARED) -m "not slow and $(ELSEWHERE)" $(ARGS) $(wildcard $(CORE:%=tests/%))
 

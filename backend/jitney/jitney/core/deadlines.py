@@ -1,4 +1,4 @@
-"""The deadlines of open requests, the earliest first. The scheduler's, for live and held requests."""
+"""The deadlines of open requests, the earliest first: the scheduler's, live and held ones."""
 
 from bisect import bisect_left, bisect_right, insort
 from operator import itemgetter
