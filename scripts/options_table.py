@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from jitney import config
+from jitney.field_types import describe_range
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "options.md"
@@ -84,7 +85,7 @@ def _row(name: str, node: ast.AnnAssign, meaning: str, aliases: dict[str, ast.ex
     notes = []
     if kind.startswith("Literal["):
         notes.append("One of " + ", ".join(re.findall(r"'(\w+)'", kind)) + ".")
-    if bound := config.describe_range(name):
+    if bound := describe_range(config.EngineConfig, name):
         notes.append(f"Must be {bound}.")
     return f"| `{name}` | {shown} | {' '.join([meaning, *notes])} |\n"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from jitney.config import field_at_fault
 from jitney.errors import InstallationError, InvalidArgumentError, nearest, show
+from jitney.field_types import field_at_fault
 from msgspec import Meta
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}

@@ -28,7 +28,8 @@ PACKAGES = {
 # folder of `jitney` or one of the modules at its top, or one of its neighbours as a whole.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "field_types": set(),
+    "config": {"errors", "field_types"},
     "sampling_params": {"config"},
     "messages": {"sampling_params"},
     "core": {"messages"},

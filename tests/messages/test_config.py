@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from jitney.config import EngineConfig, describe_type, load_config, make_config
+from jitney.config import EngineConfig, load_config, make_config
 from jitney.errors import ConfigError
+from jitney.field_types import describe_type
 
 
 def write(folder: Path, content: str) -> Path:

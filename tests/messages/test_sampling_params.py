@@ -1,8 +1,9 @@
 """Sampling parameters: what is refused, with which words, before anything runs."""
 
 import pytest
-from jitney.config import EngineConfig, describe_type, make_config
+from jitney.config import EngineConfig, make_config
 from jitney.errors import InvalidArgumentError
+from jitney.field_types import describe_type
 from jitney.sampling_params import (
     MAX_JSON_BYTES,
     NAMES,

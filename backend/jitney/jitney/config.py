@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, inspect
 
 from jitney.errors import ConfigError, nearest
+from jitney.field_types import describe_range, describe_type, field_at_fault, kind_of
 
 _log = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
@@ -78,38 +79,32 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and activations. ``auto``: the checkpoint's, if the device supports it; with
     weights of 8 or 4 bits on a CPU, bfloat16."""
-    device: str = "auto"
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
-    attention: Literal["auto", "reference", "cpu", "gpu"] = "auto"
-    """``auto``: the fast kernel of the device, if it can be built. ``reference``: plain torch."""
-    threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    """CPU threads of one instance. None: the cores this process may use."""
-    prepack: bool = True
-    """Prepack linear layers for the CPU, if the operators for it exist."""
-    fuse: bool = True
-    """Replace norms, projections and gated activations by fused kernels, where they fit."""
     quantization: Quantization = "none"
     """Quantize the linear layers while loading. ``fp8``, and ``int8`` and ``int4`` on a CPU:
     weights, and activations to 8 bits; ``int8`` and ``int4`` on a GPU: only weights."""
+    max_model_len: Annotated[int, Meta(ge=1)] | None = None
+    """Longest prompt plus output, in tokens. None: what the checkpoint was made for."""
+
+    # -- the device
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    """CPU threads of one instance. None: the cores this process may use."""
     instances: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Instances that share this device: the default cache size is divided by it."""
 
-    # -- the batch
-    max_model_len: Annotated[int, Meta(ge=1)] | None = None
-    """Longest prompt plus output, in tokens. None: what the checkpoint was made for."""
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 256
-    """Most sequences that run at once, all ``n`` of a request counted."""
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
-    """Token budget of one step, at least ``max_num_seqs``. None: 512 on a CPU, 8,192 on a GPU."""
-
-    # -- adapters
-    adapters: str | None = None
-    """A folder, relative to the version folder, with a folder for each LoRA adapter in PEFT's
-    format. One that is put there later is found when a request first names it."""
-    max_adapters: Annotated[int, Meta(ge=1, le=4096)] = 16
-    """Most adapters in memory; the one used longest ago makes room. Memory is kept for so many."""
-    max_adapter_rank: Annotated[int, Meta(ge=1, le=512)] = 32
-    """Largest rank of an adapter."""
+    # -- kernels
+    attention: Literal["auto", "reference", "cpu", "gpu"] = "auto"
+    """``auto``: the fast kernel of the device, if it can be built. ``reference``: plain torch."""
+    fuse: bool = True
+    """Replace norms, projections and gated activations by fused kernels, where they fit."""
+    prepack: bool = True
+    """Prepack linear layers for the CPU, if the operators for it exist."""
+    compile: bool = False
+    """Use ``torch.compile`` instead of ``fuse``: only on a GPU. Loading then takes minutes."""
+    batch_invariant: bool = False
+    """A request's logits are bitwise the same in every batch: fixed tiles and split sizes. A model
+    with an operation that does not hold this is refused, by the operation's name."""
 
     # -- the step on a GPU
     overlap: bool = True
@@ -118,15 +113,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """When decode steps are captured as CUDA graphs: at their first use, at load, or never."""
     cuda_graph_sizes: tuple[int, ...] | None = None
     """Batch sizes that decode steps are padded to. None: powers of two, then multiples of 16."""
-    batch_invariant: bool = False
-    """A request's logits are bitwise the same in every batch: fixed tiles and split sizes. A model
-    with an operation that does not hold this is refused, by the operation's name."""
-    compile: bool = False
-    """Use ``torch.compile`` instead of ``fuse``: only on a GPU. Loading then takes minutes."""
+
+    # -- the batch
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 256
+    """Most sequences that run at once, all ``n`` of a request counted."""
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    """Token budget of one step, at least ``max_num_seqs``. None: 512 on a CPU, 8,192 on a GPU."""
 
     # -- the KV cache
-    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
-    """Tokens in a block. The CPU's attention kernel needs a multiple of 16."""
     kv_cache_bytes: Annotated[int, Meta(ge=1)] | None = None
     """Size of the cache. None: a share of the free memory, ``kv_cache_fraction``."""
     kv_cache_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -137,6 +131,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"  # fmt: skip
     """``auto``: the activations' dtype. ``int8``: a scale per token and head, only on a CPU.
     ``float8_e4m3``: a scale per head, only on a GPU."""
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """Tokens in a block. The CPU's attention kernel needs a multiple of 16."""
     prefix_caching: bool = True
     """Reuse the cached blocks of a prompt prefix that was computed before."""
     eviction: Literal["never", "preempt"] = "preempt"
@@ -149,6 +145,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # -- speculative decoding
     speculation: SpeculationConfig | None = None
     """Draft tokens and verify several in one step: an object, see [speculation](speculation.md)."""
+
+    # -- adapters
+    adapters: str | None = None
+    """A folder, relative to the version folder, with a folder for each LoRA adapter in PEFT's
+    format. One that is put there later is found when a request first names it."""
+    max_adapters: Annotated[int, Meta(ge=1, le=4096)] = 16
+    """Most adapters in memory; the one used longest ago makes room. Memory is kept for so many."""
+    max_adapter_rank: Annotated[int, Meta(ge=1, le=512)] = 32
+    """Largest rank of an adapter."""
 
     # -- the queue
     max_queued: Annotated[int, Meta(ge=0)] = 1024
@@ -164,7 +169,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     default_tier: str | None = None
     """The tier of requests that name none. None: the last."""
 
-    # -- limits of requests and responses
+    # -- limits of a request
     max_n: Annotated[int, Meta(ge=1, le=65536)] = 128
     """Most sequences of one request."""
     max_logprobs: Annotated[int, Meta(ge=0, le=1 << 20)] = 20
@@ -172,12 +177,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_answer_entries: Annotated[int, Meta(ge=1)] = 2_000_000
     """Most entries of an answer that is not streamed: ``n`` × ``max_tokens`` × (``logprobs`` + 1)
     and (``prompt_logprobs`` + 1) per prompt token. One is some 130 bytes of the server's memory."""
+    max_prompt_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """Longest prompt, in bytes, checked before tokenizing. None: 32 per token of
+    ``max_model_len``, at least 65,536."""
     max_stop_strings: Annotated[int, Meta(ge=0)] = 64
     """Strings in ``stop``, and in ``bad_words``."""
     max_stop_length: Annotated[int, Meta(ge=1)] = 256
     """Characters of one stop string."""
     max_list_ids: Annotated[int, Meta(ge=0)] = 8192
     """Ids in any one list of a request (stop_token_ids, logit_bias, …)."""
+
+    # -- structured output
     max_grammar_bytes: Annotated[int, Meta(ge=1, le=1 << 24)] = 1_000_000
     """Largest schema, regex, list of choices or grammar of ``structured_outputs``."""
     max_grammar_depth: Annotated[int, Meta(ge=1, le=100)] = 64
@@ -186,34 +196,39 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds that its check may take. It runs in a process of its own, which then ends."""
     grammar_cache: Annotated[int, Meta(ge=1)] = 64
     """Grammars that are kept, checked in front and compiled in the engine: those used last."""
-    max_prompt_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """Longest prompt, in bytes, checked before tokenizing. None: 32 per token of
-    ``max_model_len``, at least 65,536."""
+
+    # -- chat
     chat_template_parameters: tuple[str, ...] = ("add_generation_prompt", "enable_thinking")
     """Names that a client may pass to the chat template."""
     tool_format: ToolFormat | None = None
     """How the model writes calls of tools, for the gateway. None: as its chat template tells."""
     reasoning_format: ReasoningFormat | None = None
     """How the model sets its reasoning off, for the gateway. None: as its chat template tells."""
+
+    # -- responses
     max_pending_tokens: Annotated[int, Meta(ge=1)] = 65536
     """Tokens of one request that may wait to be sent. Beyond it the request is cancelled."""
     send_share: Annotated[float, Meta(ge=0.01, le=1)] | None = None
     """Share of the time that sending may take. Above it several tokens of a stream share a
     response; 1 sends as fast as the server accepts them. None: 0.2 on a CPU, 1 on a GPU."""
+    cancel_sweep_s: Annotated[float, Meta(ge=0.001, le=10)] = 0.05
+    """Seconds between two checks for clients that disconnected."""
+
+    # -- failure and shutdown
     watchdog_s: Annotated[float, Meta(ge=0.1, le=86400)] = 60.0
     """Seconds without a step, although work waits, after which the engine is started again. They
     count from zero for each kernel that a GPU's step compiles. With ``compile``, whose graphs can
     take minutes, set more."""
-    cancel_sweep_s: Annotated[float, Meta(ge=0.001, le=10)] = 0.05
-    """Seconds between two checks for clients that disconnected."""
+    drain_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0
+    """Seconds that running requests have to finish after the model's process gets SIGTERM. Less
+    than the server's exit timeout, so that clients of the others still get an error."""
+
+    # -- observation
     trace_endpoint: str | None = None
     """``http://HOST:PORT`` of an OpenTelemetry collector (OTLP over gRPC), which gets the spans of
     each request. None: none are made."""
     metrics_flush_s: Annotated[float, Meta(ge=0.01, le=60)] = 0.25
     """Seconds between two updates of the server's metrics."""
-    drain_s: Annotated[float, Meta(ge=0, le=3600)] = 5.0
-    """Seconds that running requests have to finish after the model's process gets SIGTERM. Less
-    than the server's exit timeout, so that clients of the others still get an error."""
 
     @property
     def most_samples(self) -> int:
@@ -223,9 +238,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def tier_of(self, name: str | None) -> int:
         """Index of a tier among ``tiers``, the default's if None; 0 if there are none."""
-        names = [one.name for one in self.tiers]
+        names = [tier.name for tier in self.tiers]
         name = name or self.default_tier
-        return max(len(names) - 1, 0) if name is None else names.index(name)
+        if name is None:
+            return max(len(names) - 1, 0)
+        return names.index(name)
 
 
 REMOVED_OPTIONS: dict[str, str] = {
@@ -261,27 +278,32 @@ def load_config(path: Path, parameters: Mapping[str, str] | None = None) -> Engi
     if not isinstance(raw, dict):
         raise ConfigError(f"{path.name} must hold a JSON object of options")
     given = {key: from_text(key, text) for key, text in (parameters or {}).items()}
-    config = make_config(raw | given)
-    folder = path.parent / config.model
-    if folder.exists():
-        config = msgspec.structs.replace(config, model=str(folder.resolve()))
+    return _with_absolute_paths(make_config(raw | given), path.parent)
+
+
+def _with_absolute_paths(config: EngineConfig, folder: Path) -> EngineConfig:
+    """Paths in ``model.json`` are relative to its folder. What names nothing there may be an id."""
+    changes: dict[str, object] = {}
+    if (folder / config.model).exists():
+        changes["model"] = str((folder / config.model).resolve())
+
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
-        folder = path.parent / speculation.model
-        if folder.exists():
-            speculation = msgspec.structs.replace(speculation, model=str(folder.resolve()))
-            config = msgspec.structs.replace(config, speculation=speculation)
+        drafter = folder / speculation.model
+        if drafter.exists():
+            resolved = str(drafter.resolve())
+            changes["speculation"] = msgspec.structs.replace(speculation, model=resolved)
+
     if config.adapters is not None:
-        adapters = str((path.parent / config.adapters).resolve())
-        config = msgspec.structs.replace(config, adapters=adapters)
-    return config
+        changes["adapters"] = str((folder / config.adapters).resolve())
+    return msgspec.structs.replace(config, **changes)
 
 
 def from_text(key: str, text: str) -> object:
     """The value of an option that is written as text: a string as it stands, all else as in JSON
     (``64``, ``true``, ``[1, 2]``, ``null`` for the default). :func:`make_config` checks it."""
     known = key in EngineConfig.__struct_fields__
-    if known and not isinstance(_kind(EngineConfig, key), (inspect.StrType, inspect.LiteralType)):
+    if known and not isinstance(kind_of(EngineConfig, key), (inspect.StrType, inspect.LiteralType)):
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(text)
     return text
@@ -290,30 +312,51 @@ def from_text(key: str, text: str) -> object:
 def make_config(options: dict[str, object]) -> EngineConfig:
     """Check ``options`` and make the struct. Raises ConfigError as :func:`load_config` does."""
     options = _without_removed(options)
-    if isinstance(given := options.get("speculation"), dict):
-        options = options | {"speculation": _make_speculation(given)}
-    if isinstance(given := options.get("tiers"), (list, tuple)):
-        options = options | {"tiers": [_make_tier(i, one) for i, one in enumerate(given)]}
+    speculation = options.get("speculation")
+    if isinstance(speculation, dict):
+        options = options | {"speculation": _make_speculation(speculation)}
+    tiers = options.get("tiers")
+    if isinstance(tiers, (list, tuple)):
+        options = options | {"tiers": [_make_tier(i, given) for i, given in enumerate(tiers)]}
+
     _check_names(options, EngineConfig)
     if "model" not in options:
         raise ConfigError("option model is missing: it names the checkpoint's folder")
-    if options.get("kv_cache_bytes") is not None and options.get("kv_cache_fraction") is not None:
-        raise ConfigError("options kv_cache_bytes and kv_cache_fraction exclude each other")
     if options.get("attention") == "flashinfer":
         raise ConfigError("option attention is 'flashinfer', which was removed: set 'gpu'")
     config = _convert(options, EngineConfig)
-    tokens, sequences = config.max_num_batched_tokens, config.max_num_seqs
-    if tokens is not None and "max_num_seqs" in options and tokens < sequences:
-        bound = f"at least max_num_seqs, {sequences}"
-        raise ConfigError.of("max_num_batched_tokens", tokens, bound)
-    for name in config.chat_template_parameters:
-        if name in _NOT_TEMPLATE_PARAMETERS:
-            raise ConfigError(f"option chat_template_parameters must not hold {name!r}")
-    if config.adapters is not None and config.compile:
-        raise ConfigError("options adapters and compile exclude each other")
+
+    _check_pairs(config)
+    if "max_num_seqs" in options:  # its default is lowered to a smaller token budget
+        _check_token_budget(config)
+    _check_chat_template_parameters(config)
     _check_gpu_options(config)
     _check_tiers(config)
     return config
+
+
+def _check_pairs(config: EngineConfig) -> None:
+    """Options that exclude each other, on any device."""
+    if config.kv_cache_bytes is not None and config.kv_cache_fraction is not None:
+        raise ConfigError("options kv_cache_bytes and kv_cache_fraction exclude each other")
+    if config.adapters is not None and config.compile:
+        raise ConfigError("options adapters and compile exclude each other")
+    if config.compile and config.batch_invariant:
+        raise ConfigError("options compile and batch_invariant exclude each other")
+
+
+def _check_token_budget(config: EngineConfig) -> None:
+    """Every running sequence may get a token in one step."""
+    tokens = config.max_num_batched_tokens
+    if tokens is not None and tokens < config.max_num_seqs:
+        bound = f"at least max_num_seqs, {config.max_num_seqs}"
+        raise ConfigError.of("max_num_batched_tokens", tokens, bound)
+
+
+def _check_chat_template_parameters(config: EngineConfig) -> None:
+    for name in config.chat_template_parameters:
+        if name in _NOT_TEMPLATE_PARAMETERS:
+            raise ConfigError(f"option chat_template_parameters must not hold {name!r}")
 
 
 def _without_removed(options: dict[str, object]) -> dict[str, object]:
@@ -347,20 +390,26 @@ def _make_tier(index: int, given: object) -> TierConfig:
 
 
 def _check_tiers(config: EngineConfig) -> None:
-    tiers, names = config.tiers, [one.name for one in config.tiers]
-    for index, one in enumerate(tiers):
-        if one.name in names[:index]:
-            raise ConfigError.of(f"tiers[{index}].name", one.name, "another than those before it")
-        above = max((each.gap_ms or 0.0 for each in tiers[:index]), default=0.0)
-        if one.gap_ms is not None and one.gap_ms < above:
-            bound = f"at least that of the tiers above, {above}"
-            raise ConfigError.of(f"tiers[{index}].gap_ms", one.gap_ms, bound)
-    lower = sum(one.share for one in tiers[1:])
+    names: list[str] = []
+    largest_gap = 0.0
+    for index, tier in enumerate(config.tiers):
+        if tier.name in names:
+            raise ConfigError.of(f"tiers[{index}].name", tier.name, "another than those before it")
+        names.append(tier.name)
+        if tier.gap_ms is not None and tier.gap_ms < largest_gap:
+            bound = f"at least that of the tiers above, {largest_gap}"
+            raise ConfigError.of(f"tiers[{index}].gap_ms", tier.gap_ms, bound)
+        largest_gap = max(largest_gap, tier.gap_ms or 0.0)
+
+    lower = sum(tier.share for tier in config.tiers[1:])
     if lower > 1.0:
-        raise ConfigError(f"option tiers: the shares below the first tier add up to {lower:g}, "
-                          "but must be at most 1")  # fmt: skip
+        raise ConfigError(
+            f"option tiers: the shares below the first tier add up to {lower:g}, "
+            "but must be at most 1"
+        )
     if config.default_tier is not None and config.default_tier not in names:
-        bound = f"one of {', '.join(map(repr, names))}" if names else "left out without tiers"
+        known = ", ".join(map(repr, names))
+        bound = f"one of {known}" if names else "left out without tiers"
         raise ConfigError.of("default_tier", config.default_tier, bound)
 
 
@@ -378,22 +427,14 @@ def _convert(options: Mapping[str, object], struct: type[S], of: str = "") -> S:
         key = field_at_fault(error)
         bound = describe_type(struct, key)
         if re.search("` [<>]", str(error)):  # of the right type, but out of range
-            bound = describe_range(key, struct)
+            bound = describe_range(struct, key)
         raise ConfigError.of(of + key, options.get(key), bound) from None
 
 
 def _check_gpu_options(config: EngineConfig) -> None:
     """What can be checked without the device; the rest is checked when the model is loaded."""
-    sizes, most = config.cuda_graph_sizes, config.max_num_seqs
-    if sizes is not None and config.cuda_graphs == "never":
-        raise ConfigError("options cuda_graph_sizes and cuda_graphs 'never' exclude each other")
-    if not all(1 <= size <= most for size in sizes or ()):
-        bound = f"numbers from 1 to max_num_seqs, {most}"
-        raise ConfigError.of("cuda_graph_sizes", list(sizes or ()), bound)
-    if sizes == ():
-        raise ConfigError.of("cuda_graph_sizes", [], "one size or more; else set cuda_graphs")
-    if config.compile and config.batch_invariant:
-        raise ConfigError("options compile and batch_invariant exclude each other")
+    if config.cuda_graph_sizes is not None:
+        _check_graph_sizes(config, config.cuda_graph_sizes)
     if config.device != "cpu":
         return
     for key in ("compile", "cuda_graph_sizes"):
@@ -403,53 +444,11 @@ def _check_gpu_options(config: EngineConfig) -> None:
         raise ConfigError.of("cuda_graphs", "load", "'lazy' or 'never' with device 'cpu'")
 
 
-def field_at_fault(error: msgspec.ValidationError) -> str:
-    """The name of the field whose value has a wrong type, out of msgspec's error."""
-    match = re.search(r"`\$\.(\w+)", str(error))
-    assert match is not None, f"a field is at fault: {error}"
-    return match[1]
-
-
-def describe_type(struct: type[msgspec.Struct], name: str) -> str:
-    """The type of a field for an error message: ``an integer``, ``a list of strings``, …"""
-    return _describe(_kind(struct, name))
-
-
-def describe_range(name: str, struct: type[msgspec.Struct] = EngineConfig) -> str:
-    """The bounds of an option: ``at least 1``, ``from 0 to 10``, …; empty if it has none."""
-    kind = _kind(struct, name)
-    if not isinstance(kind, (inspect.IntType, inspect.FloatType)):
-        return ""
-    if kind.gt is not None:
-        return f"above {kind.gt} and at most {kind.le}"
-    return f"at least {kind.ge}" if kind.le is None else f"from {kind.ge} to {kind.le}"
-
-
-def _kind(struct: type[msgspec.Struct], name: str) -> inspect.Type:
-    """What a field is if it is not None."""
-    (field,) = (each for each in msgspec.structs.fields(struct) if each.encode_name == name)
-    kind = inspect.type_info(field.type)
-    if isinstance(kind, inspect.UnionType):
-        (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
-    return kind
-
-
-def _describe(kind: inspect.Type) -> str:
-    match kind:
-        case inspect.LiteralType():
-            return "one of " + ", ".join(repr(value) for value in kind.values)
-        case inspect.VarTupleType():
-            return f"a list of {_describe(kind.item_type).split()[-1]}s"
-        case inspect.DictType():
-            key, value = (_describe(each).split()[-1] for each in (kind.key_type, kind.value_type))
-            return f"an object of {key}s and {value}s"
-    return _DESCRIPTIONS[type(kind)]
-
-
-_DESCRIPTIONS: dict[type[inspect.Type], str] = {
-    inspect.BoolType: "true or false",
-    inspect.IntType: "an integer",
-    inspect.FloatType: "a number",
-    inspect.StrType: "a string",
-    inspect.StructType: "an object",
-}
+def _check_graph_sizes(config: EngineConfig, sizes: tuple[int, ...]) -> None:
+    if config.cuda_graphs == "never":
+        raise ConfigError("options cuda_graph_sizes and cuda_graphs 'never' exclude each other")
+    if not sizes:
+        raise ConfigError.of("cuda_graph_sizes", [], "one size or more; else set cuda_graphs")
+    if not all(1 <= size <= config.max_num_seqs for size in sizes):
+        bound = f"numbers from 1 to max_num_seqs, {config.max_num_seqs}"
+        raise ConfigError.of("cuda_graph_sizes", list(sizes), bound)

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from jitney.config import EngineConfig, describe_type, field_at_fault
+from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError, nearest
+from jitney.field_types import describe_type, field_at_fault
 
 LIMITS_HEADER = "jitney-limits"
 """In it the proxy and the gateway send the server the limits of the API key they have found."""
