@@ -227,12 +227,12 @@ def _is_busy(run: Run) -> bool:
 
 
 def engine_of(server: TritonServer) -> psutil.Process | None:
-    """The engine of the only instance: below the server stand stub, nursery and engine."""
+    """The engine of the only instance: below the server stand stub, fork server and engine."""
     assert server.pid is not None
     with contextlib.suppress(psutil.NoSuchProcess):
         for stub in psutil.Process(server.pid).children():
-            for nursery in stub.children():
-                for engine in nursery.children():
+            for fork_server in stub.children():
+                for engine in fork_server.children():
                     return engine
     return None
 

@@ -171,7 +171,7 @@ def write_model(repository: Path, model: Path, threads: int, dtype: str) -> None
 
 
 def _front_cpu_s(server: TritonServer) -> float:
-    """CPU seconds of the server's processes so far, but for the engine's and its nursery's."""
+    """CPU seconds of the server's processes so far, but for the engine's and its fork server's."""
     leader = psutil.Process(server.pid)
     spent = 0.0
     for process in (leader, *leader.children(recursive=True)):

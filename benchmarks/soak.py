@@ -51,7 +51,7 @@ class Sample:
     libraries_mb: float
     """The front's share of the files that it maps: it changes with who else maps them."""
     engine_mb: float
-    """Nursery and engine, memory that they share counted once; with weights and cache."""
+    """ForkServer and engine, memory that they share counted once; with weights and cache."""
     threads: int
     handles: int
     shared_mb: float

@@ -71,7 +71,7 @@ def cpu_seconds(server: psutil.Process) -> Counter[str]:
         line = process.cmdline()
         what = f"{Path(line[0]).name} {line[1] if 'stub' in line[0] else ''}"
         if "jitney.engine.process" in line:
-            what = "nursery" if "stub" in " ".join(process.parent().cmdline()) else "engine"
+            what = "fork server" if "stub" in " ".join(process.parent().cmdline()) else "engine"
         seconds[what] += sum(process.cpu_times()[:4])
     return seconds
 

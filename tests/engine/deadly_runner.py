@@ -1,5 +1,5 @@
 """The arithmetic runner, in a process of its own: some prompt tokens end the engine that computes
-them. ``tests.engine.deadly_runner:loader`` is a loader for :class:`EngineProcess`."""
+them. ``tests.engine.deadly_runner:loader`` is a loader for :class:`SupervisedEngine`."""
 
 import gc
 import logging
@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import msgspec
-import PIL  # noqa: F401  # which a nursery hides at first: so it imports this once more, without
+import PIL  # noqa: F401  # which a fork server hides at first: so it imports this once more, without
 from jitney.config import EngineConfig
 from jitney.engine.engine import AdapterPool
 from jitney.engine.grammars import Compile
@@ -27,7 +27,7 @@ _COLLECTS = gc.isenabled()
 
 
 def loader() -> Load:
-    """For the nursery."""
+    """For the fork server."""
     return load
 
 

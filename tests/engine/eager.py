@@ -1,4 +1,4 @@
-"""A loader for :class:`EngineProcess`: the real one, of an engine that computes every draft,
+"""A loader for :class:`SupervisedEngine`: the real one, of an engine that computes every draft,
 whether it pays or not."""
 
 from jitney.core.drafts import Prices, Speculation
@@ -7,6 +7,6 @@ from jitney.engine.process import Load
 
 
 def loader() -> Load:
-    """For the nursery."""
+    """For the fork server."""
     Speculation._prices = lambda self, some: Prices(0.0)  # type: ignore[method-assign]
     return prepare()

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.config import EngineConfig, make_config
-from jitney.engine.supervisor import EngineProcess
+from jitney.engine.supervisor import SupervisedEngine
 from jitney.messages import (
     TERMINAL,
     Cancel,
@@ -185,7 +185,7 @@ def serve_alone(config: EngineConfig, asked: list[Submit]) -> Clients:
 def serve_and_kill(config: EngineConfig, asked: list[Submit]) -> Clients:
     """By engines that are killed while they work."""
     clients = Clients(asked, leave=True)
-    process = EngineProcess(config, "tests.engine.eager:loader")
+    process = SupervisedEngine(config, "tests.engine.eager:loader")
     reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
     process.start()
     thread = threading.Thread(target=process.run, args=(reports,), daemon=True)

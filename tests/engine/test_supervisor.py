@@ -15,7 +15,7 @@ import psutil
 import pytest
 from jitney.config import make_config
 from jitney.engine import supervisor
-from jitney.engine.supervisor import EngineProcess
+from jitney.engine.supervisor import SupervisedEngine
 from jitney.engine.wire import Ready, Start
 from jitney.errors import CheckpointError, LoadError, UnavailableError
 from jitney.messages import Cancel, Cancelled, Failed, Finished, StepReport, Submit, Tokens
@@ -34,7 +34,7 @@ class Front:
 
     def __init__(self, model: str = "fine", **options: Any) -> None:
         config = make_config({"model": model, "block_size": 4, **options})
-        self.engine = EngineProcess(config, LOADER)
+        self.engine = SupervisedEngine(config, LOADER)
         self.reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
         self.streams: dict[int, list[int]] = {}
         self.ends: dict[int, Finished | Cancelled | Failed] = {}
@@ -125,14 +125,14 @@ def test_streams_go_on_after_kills(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(supervisor._log, "warning", lambda text, *of: said.append(text % of))
-    connect, tokenizers = EngineProcess._connect, list[bytes]()
+    connect, tokenizers = SupervisedEngine._connect, list[bytes]()
 
-    def note(self: EngineProcess, start: Start) -> Ready:
+    def note(self: SupervisedEngine, start: Start) -> Ready:
         ready = connect(self, start)
         tokenizers.append(ready.tokenizer)
         return ready
 
-    monkeypatch.setattr(EngineProcess, "_connect", note)
+    monkeypatch.setattr(SupervisedEngine, "_connect", note)
     front = make_front()
     keys = [front.submit(0, 1, 2, max_tokens=400, request_id="ride-0")]
     keys += [front.submit(key, 1, 2, max_tokens=400) for key in range(1, 6)]
@@ -194,7 +194,7 @@ def test_two_who_kill_are_failed_one_by_one_and_nobody_else(
     assert all(isinstance(front.ends[key], Failed) for key in (0, 1))
 
 
-def test_the_nursery_may_die_too(make_front: Callable[..., Front]) -> None:
+def test_the_fork_server_may_die_too(make_front: Callable[..., Front]) -> None:
     front = make_front()
     key = front.submit(1, max_tokens=300)
     front.read_until(lambda: front.has(key, 20))
@@ -296,18 +296,18 @@ def test_the_queue_s_limit_holds_in_the_engine_too(make_front: Callable[..., Fro
 def test_an_engine_looks_for_no_garbage_among_what_was_imported() -> None:
     told = "collects while importing: False, now: True, mostly frozen: True"
     with pytest.raises(CheckpointError, match=told):
-        EngineProcess(make_config({"model": "garbage"}), LOADER).start()
+        SupervisedEngine(make_config({"model": "garbage"}), LOADER).start()
 
 
 def test_a_load_that_fails_says_why() -> None:
     with pytest.raises(CheckpointError, match="is truncated"):
-        EngineProcess(make_config({"model": "broken"}), LOADER).start()
+        SupervisedEngine(make_config({"model": "broken"}), LOADER).start()
     with pytest.raises(LoadError, match="killed by signal 9"):
-        EngineProcess(make_config({"model": "dies"}), LOADER).start()
+        SupervisedEngine(make_config({"model": "dies"}), LOADER).start()
     with pytest.raises(LoadError, match="exit status 1"):
-        EngineProcess(make_config({"model": "fine"}), "no.such.module:load").start()
+        SupervisedEngine(make_config({"model": "fine"}), "no.such.module:load").start()
     ours = [each.cmdline() for each in psutil.Process().children()]
-    assert not [command for command in ours if LOADER in command], "a nursery is left"
+    assert not [command for command in ours if LOADER in command], "a fork server is left"
 
 
 def test_an_engine_that_does_not_come_back(make_front: Callable[..., Front]) -> None:

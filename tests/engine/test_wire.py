@@ -16,11 +16,11 @@ from tests.real_server.client import wait_until
 FRONT = """
 import sys, time
 from jitney.config import make_config
-from jitney.engine.supervisor import EngineProcess
+from jitney.engine.supervisor import SupervisedEngine
 from jitney.messages import Submit
 from jitney.sampling_params import SamplingParams
 
-engine = EngineProcess(make_config({"model": "fine"}), "tests.engine.deadly_runner:loader")
+engine = SupervisedEngine(make_config({"model": "fine"}), "tests.engine.deadly_runner:loader")
 engine.start()
 params = SamplingParams(max_tokens=900, seed=1)
 engine.send(Submit(key=0, prompt=[1], params=params, arrival=time.monotonic()))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from jitney.config import EngineConfig
 from jitney.engine.engine import Engine
+from jitney.engine.handle import LocalEngine
 from jitney.frontend.service import Service
 from jitney.messages import Submit
 from jitney.sampling_params import SamplingParams
@@ -39,7 +40,8 @@ class House:
         )
         self.runner.info = msgspec.structs.replace(self.runner.info, device=info_device)
         self.engine = Engine(config, self.runner)
-        self.service = Service(self.engine, tokenizer, LABELS)
+        self.handle = LocalEngine(self.engine)
+        self.service = Service(self.handle, tokenizer, LABELS)
 
     def solo(self, prompt: str, **sampling: Any) -> list[int]:
         """The ids that the request must get."""

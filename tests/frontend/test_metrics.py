@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from jitney.config import TierConfig
-from jitney.engine.engine import Health
+from jitney.engine.handle import Health
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney.frontend import metrics as module
 from jitney.messages import ModelInfo, StepStats, TierStats, Timing

@@ -48,9 +48,9 @@ def test_a_stream_delivers_every_token_in_order_and_ends_once(
 def test_it_is_ready_while_there_is_an_engine(pb: Any, make_house: Callable[..., House]) -> None:
     house = make_house()
     assert house.service.is_ready
-    house.engine.health.up = False
+    house.handle.health.up = False
     assert not house.service.is_ready
-    house.engine.health.up = True
+    house.handle.health.up = True
     house.service.close()
     assert not house.service.is_ready
 

@@ -85,7 +85,7 @@ CONFINED = {
     "pyarrow": {"jitney_jobs"},
     "opentelemetry": {"tracing"},
 }  # fmt: skip
-HANDS_ENVIRONMENT_ON = ("jitney_server.", "jitney_measure.", "jitney.engine.nursery", "export.")
+HANDS_ENVIRONMENT_ON = ("jitney_server.", "jitney_measure.", "jitney.engine.fork_server", "export.")
 # The core decides from what it is given: no clock, no chance, no threads.
 FORBIDDEN_IN_CORE = {"time", "random", "secrets", "threading", "asyncio", "numpy", "os"}
 

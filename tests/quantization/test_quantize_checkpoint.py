@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from jitney.config import make_config
-from jitney.engine.supervisor import EngineProcess
+from jitney.engine.supervisor import SupervisedEngine
 from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jitney.execution import weights
 from jitney.quantization import checkpoint as quantize_checkpoint
@@ -176,7 +176,7 @@ def test_torchao(tmp_path: Path, kind: str, bound: float) -> None:
 def test_torchao_in_a_process_that_has_imported_transformers_without_it(tmp_path: Path) -> None:
     folder = make_torchao(tmp_path, "int8")
     write_tokenizer(folder)
-    engine = EngineProcess(make_config({"model": str(folder), "device": "cpu"}))
+    engine = SupervisedEngine(make_config({"model": str(folder), "device": "cpu"}))
     engine.start()
     engine.kill()
     assert engine.info.num_parameters == 82_240

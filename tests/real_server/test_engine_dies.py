@@ -17,12 +17,12 @@ PROMPT = "the passengers board while"
 
 
 def engine_of(server: TritonServer, model: str) -> psutil.Process | None:
-    """The engine of a model's only instance: what its nursery has forked."""
+    """The engine of a model's only instance: what its fork server has forked."""
     assert server.pid is not None
     for stub in psutil.Process(server.pid).children():
         if any(f"/{model}/1/model.py" in word for word in stub.cmdline()):
-            for nursery in stub.children():
-                for engine in nursery.children():
+            for fork_server in stub.children():
+                for engine in fork_server.children():
                     return engine
     return None
 

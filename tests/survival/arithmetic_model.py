@@ -31,7 +31,7 @@ class TritonPythonModel(model.TritonPythonModel):
     def initialize(self, args: dict[str, str]) -> None:
         """As always, with other parts."""
         folder = Path(args["model_repository"])
-        supervisor.EngineProcess = partial(supervisor.EngineProcess, loader=LOADER)  # type: ignore[misc,assignment]
+        supervisor.SupervisedEngine = partial(supervisor.SupervisedEngine, loader=LOADER)  # type: ignore[misc,assignment]
         for thread, (owner, name) in FAULTS.items():
             setattr(owner, name, _failing(getattr(owner, name), folder / thread))
         Channel.send = _waiting(Channel.send, folder / GATE)  # type: ignore[method-assign]

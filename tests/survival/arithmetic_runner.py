@@ -1,5 +1,5 @@
 """A runner without a model, for the real engine under the real server: a step takes no time of its
-own, and a thousand sequences cost a processor little. Imported by the engine's nursery."""
+own, and a thousand sequences cost a processor little. Imported by the engine's fork server."""
 
 import time
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ LOADER = "tests.survival.arithmetic_runner:loader"
 
 
 def loader() -> Load:
-    """For the nursery."""
+    """For the fork server."""
     return load
 
 

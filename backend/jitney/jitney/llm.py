@@ -26,7 +26,7 @@ import msgspec
 from jitney.config import EngineConfig, make_config
 from jitney.engine.engine import Engine
 from jitney.engine.grammar_check import GrammarChecker
-from jitney.engine.supervisor import EngineProcess
+from jitney.engine.supervisor import SupervisedEngine
 from jitney.errors import (
     InternalError,
     InvalidArgumentError,
@@ -347,7 +347,7 @@ class ProcessEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the process and load the model. Raises a LoadError if that fails."""
-        self.supervisor = EngineProcess(config)
+        self.supervisor = SupervisedEngine(config)
         data = self.supervisor.start()
         self.tokenizer = Tokenizer(msgspec.msgpack.decode(data, type=TokenizerData))
         self.info = self.supervisor.info

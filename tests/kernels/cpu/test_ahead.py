@@ -1,6 +1,6 @@
 """The process that compiles attention while its parent imports transformers.
 
-Each test runs in a new interpreter of one thread, as the nursery has it, with a kernel that is
+Each test runs in a new interpreter of one thread, as the fork server has it, with a kernel that is
 compiled as soon as the test says so.
 """
 
@@ -56,7 +56,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_the_process_holds_no_socket_of_its_parent(tmp_path) -> None:
-    """Else the front would learn of the nursery's end only when the kernel is compiled."""
+    """Else the front would learn of the fork server's end only when the kernel is compiled."""
     code = """
 theirs.close()
 print(select.select([ours], [], [], 60)[0] == [ours], (folder / "done").exists())

@@ -16,7 +16,7 @@ print(len(imported - before), sorted(set(sys.modules) - imported))
 
 
 def test_a_kernel_imports_nothing_once_the_compiler_is_imported() -> None:
-    """Else every engine that is forked from a nursery would do it again."""
+    """Else every engine that is forked from a fork server would do it again."""
     said = subprocess.run([sys.executable, "-c", _PROGRAM], stdout=subprocess.PIPE, check=True)
     number, _, late = said.stdout.decode().strip().partition(" ")
     assert int(number) > 10, "what there is to import"

@@ -19,9 +19,7 @@ request with Failed, and the loop goes on with a fresh scheduler.
 import logging
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from jitney.config import EngineConfig
@@ -92,21 +90,6 @@ class Outbox(Protocol):
         wait it may hold the engine back, for a bounded time."""
 
 
-@dataclass(slots=True)
-class Health:
-    """What a front shows of its engine."""
-
-    up: bool = True
-    """Whether it is loaded and makes steps."""
-    restarts: Counter[str] = field(default_factory=Counter)
-    """By cause."""
-    deaths: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=64))
-    """When the last ones were (monotonic seconds), and the cause of each."""
-    replayed_requests: int = 0
-    replayed_tokens: int = 0
-    """Tokens that had been emitted, and whose K and V were computed again."""
-
-
 class Engine:
     """Takes messages, makes steps, gives reports."""
 
@@ -124,7 +107,6 @@ class Engine:
         names one."""
         self.config = config
         self.runner = runner
-        self.health = Health()
         self._clock = clock
         self._before_step = before_step
         self._overlaps = config.overlap and runner.info.overlap

@@ -14,7 +14,7 @@ from collections import OrderedDict
 import msgspec
 
 from jitney.config import EngineConfig
-from jitney.engine.nursery import child_environment, python_executable
+from jitney.engine.fork_server import child_environment, python_executable
 from jitney.errors import InternalError, InvalidArgumentError
 from jitney.sampling_params import StructuredOutputs
 

@@ -1,13 +1,15 @@
-"""The engine's process: loads a model, makes steps until told to stop, and reports.
+"""What runs in the processes of an engine.
 
-:mod:`jitney.engine.supervisor` starts a *nursery*, ``python -m jitney.engine.process FD AHEAD…
-LOADER``, which imports and calls what is named, seconds of work, and then forks an engine whenever
-a socket comes through FD: so a new engine has only the model to load. Nothing of ours may start a
-thread or touch a device before the fork. (NumPy's OpenBLAS has threads by then, and sees to them in
-a fork.)
+:mod:`jitney.engine.fork_server` starts ``python -m jitney.engine.process FD AHEAD… LOADER``: the
+fork server. It calls the functions named by AHEAD, then imports and calls LOADER, which takes
+seconds. Whenever a socket comes through FD, it forks an engine that talks over that socket. So a
+new engine has only the model to load.
 
-The nursery ends when the other end of FD closes, an engine when that of its socket does: whoever
-kills the front ends them too.
+Before the fork nothing of ours may start a thread or touch a device. (NumPy's OpenBLAS has threads
+by then. It takes care of them in a fork.)
+
+The fork server ends when the other end of FD closes, an engine when the other end of its socket
+does. So whoever kills the front ends them too.
 """
 
 import contextlib
@@ -21,11 +23,9 @@ import socket
 import struct
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
 from jitney.config import EngineConfig
@@ -35,17 +35,17 @@ from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
 from jitney.errors import DeviceLostError, JitneyError, LoadError
 from jitney.execution.protocols import Runner
-from jitney.messages import Batch, Cancel, Finish, Submit
+from jitney.messages import Batch, Cancel, Finish, StepReport, Submit
 
 _log = logging.getLogger(__name__)
 
 Load = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile, AdapterPool | None]]
-"""Loads a model, whose tokenizer's data may be given: its runner, the data for the front if they
-were not, what compiles grammars, and its adapters if it takes any. The loader that
-the nursery is told of does what every load needs, and gives this."""
+"""Loads a model. The bytes are its tokenizer's data if the front has them, else empty. Returns the
+runner, the data if they were not given, what compiles grammars, and the adapters if it takes any.
+LOADER does what every load needs, and returns this."""
 
 NUMBER = struct.Struct("<q")
-"""How the nursery tells a pid or an exit status (negative: a signal)."""
+"""How the fork server tells a pid or an exit status (negative: a signal)."""
 
 DEVICE_LOST = 3
 """Exit status: the device failed for good."""
@@ -55,13 +55,34 @@ _OOM_SCORE = 500
 
 _PR_SET_PDEATHSIG = 1
 
+# --------------------------------------------------------------------------- the fork server
 
-def nurse(descriptor: int, ahead: Sequence[str], loader: str) -> int:
+
+def serve_forks(descriptor: int, ahead: Sequence[str], loader: str) -> int:
     """Fork an engine for each socket that comes, one at a time, and tell its pid and exit status.
     Returns once nobody asks any more. ``ahead`` may fork processes of its own."""
     _die_with_parent()
+    load = _prepare(ahead, loader)
+    with socket.socket(fileno=descriptor) as control:
+        while True:
+            data, sockets, _, _ = socket.recv_fds(control, 1, 1)
+            if not data:
+                return 0
+            pid = os.fork()
+            if pid == 0:
+                gc.enable()
+                control.close()
+                _serve_and_exit(sockets[0], load)
+            os.close(sockets[0])
+            control.sendall(NUMBER.pack(pid))
+            control.sendall(NUMBER.pack(_wait_for(pid)))
+
+
+def _prepare(ahead: Sequence[str], loader: str) -> Load:
+    """Import what every engine needs. Its pages are shared by all that are forked."""
     quiet_imports()
-    gc.disable()  # what is imported stays: to look for garbage in it takes an eighth of the time
+    # What is imported stays: to look for garbage in it takes an eighth of the time.
+    gc.disable()
     with lean_imports():
         for name in ahead:
             pkgutil.resolve_name(name)()
@@ -71,26 +92,19 @@ def nurse(descriptor: int, ahead: Sequence[str], loader: str) -> int:
     except ImportError:  # a package that is installed here does need what is hidden
         load = pkgutil.resolve_name(loader)()
     gc.freeze()  # else the engine's first collection would copy every page that has an object
-    with socket.socket(fileno=descriptor) as control:
-        while True:
-            asked, sockets, _, _ = socket.recv_fds(control, 1, 1)
-            if not asked:
-                return 0
-            pid = os.fork()
-            if pid == 0:
-                gc.enable()
-                control.close()
-                _serve_and_exit(sockets[0], load)
-            os.close(sockets[0])
-            control.sendall(NUMBER.pack(pid))
-            ended = status = 0
-            while ended != pid:
-                ended, status = os.wait()
-            control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    return load
+
+
+def _wait_for(pid: int) -> int:
+    """The exit status of an engine. What was forked ahead may end before it."""
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
 
 
 def _serve_and_exit(descriptor: int, load: Load) -> NoReturn:
-    """In the forked process: nothing of the nursery's may run when it ends."""
+    """In the forked process: when it ends, nothing of the fork server may run in it."""
     status = 1
     try:
         os.set_inheritable(descriptor, False)
@@ -101,8 +115,28 @@ def _serve_and_exit(descriptor: int, load: Load) -> NoReturn:
         os._exit(status)
 
 
+# --------------------------------------------------------------------------- an engine
+
+
+class _ToFront:
+    """The engine's outbox, and whom it tells what it is about to compute."""
+
+    def __init__(self, frames: Frames[Down]) -> None:
+        self._frames = frames
+
+    def put(self, report: StepReport) -> None:
+        self._frames.send(report)
+
+    def begin_step(self, batches: list[Batch]) -> None:
+        """Name the rows of the steps in flight, so that the front knows who was at work."""
+        spans: list[Span] = []
+        for batch in batches:
+            spans += [Span(row.key, row.index, row.start, row.end) for row in batch.rows]
+        self._frames.send(StepBegun(spans))
+
+
 def serve(descriptor: int, load: Load) -> int:
-    """Load a model and make steps until told to stop. Returns the exit status."""
+    """Load a model and make steps until told to stop. The exit status."""
     _die_with_parent()
     frames: Frames[Down] = Frames(socket.socket(fileno=descriptor), Down)
     with contextlib.suppress(OSError):
@@ -112,23 +146,22 @@ def serve(descriptor: int, load: Load) -> int:
     assert isinstance(start, Start)
     try:
         runner, tokenizer, compile_grammar, adapters = load(start.config, start.tokenizer)
-    except (JitneyError, MemoryError) as error:
-        full = LoadError("the model does not fit into memory")
-        said = error if isinstance(error, JitneyError) else full
-        frames.send(Refused(type(said).__name__, str(said)))
-        return 1
-
-    def tell(batches: list[Batch]) -> None:
-        spans = (
-            Span(row.key, row.index, row.start, row.end) for one in batches for row in one.rows
-        )
-        frames.send(StepBegun(list(spans)))
-
-    engine = Engine(start.config, runner, time.monotonic, tell, compile_grammar, adapters)
+    except MemoryError:
+        return _refuse(frames, LoadError("the model does not fit into memory"))
+    except JitneyError as error:
+        return _refuse(frames, error)
+    front = _ToFront(frames)
+    engine = Engine(
+        start.config,
+        runner,
+        before_step=front.begin_step,
+        compile_grammar=compile_grammar,
+        adapters=adapters,
+    )
     frames.send(Ready(runner.info, tokenizer))
     threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()
     try:
-        engine.run(SimpleNamespace(put=frames.send))
+        engine.run(front)
     except DeviceLostError:
         _log.exception("the device is lost")
         return DEVICE_LOST
@@ -136,6 +169,11 @@ def serve(descriptor: int, load: Load) -> int:
         _log.exception("the engine has died")
         return 1
     return 0
+
+
+def _refuse(frames: Frames[Down], error: JitneyError) -> int:
+    frames.send(Refused(type(error).__name__, str(error)))
+    return 1
 
 
 def _read(frames: Frames[Down], engine: Engine) -> None:
@@ -159,6 +197,9 @@ def _die_with_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+# --------------------------------------------------------------------------- its log
+
+
 def _log_to(frames: Frames[Down]) -> None:
     log = logging.getLogger("jitney")
     log.setLevel(logging.INFO)
@@ -179,4 +220,4 @@ class _FrontLog(logging.Handler):
 
 
 if __name__ == "__main__":
-    sys.exit(nurse(int(sys.argv[1]), sys.argv[2:-1], sys.argv[-1]))
+    sys.exit(serve_forks(int(sys.argv[1]), ahead=sys.argv[2:-1], loader=sys.argv[-1]))

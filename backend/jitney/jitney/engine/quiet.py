@@ -1,5 +1,5 @@
-"""Imports of large libraries, without what they log and nobody who serves a model can change; in
-an engine's process also without what serving does not need.
+"""Imports of large libraries: without log lines that nobody who serves a model can act on, and, in
+an engine's process, without what serving does not need.
 
 Called by whoever owns the process (the server's model, the commands, the benchmarks), never by the
 package itself: a program that uses Jitney as a library decides on its own log.
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
-# torchao, which transformers imports where it is installed: extensions of its own that were built
-# for another torch. torch: how torchao registers some classes of its own.
+# transformers imports torchao where it is installed, whose extensions were built for another torch.
+# torch.utils._pytree logs how torchao registers some of its classes.
 _LOGGERS = ("torchao", "torch.utils._pytree")
 
 # transformers imports these where they are installed: for losses, for saving, for images.
 _SPARED = ("scipy", "sklearn", "torchao", "PIL", "torchvision")
-_FOR_GPUS = ("accelerate", "triton")
+_SPARED_WITHOUT_GPU = (*_SPARED, "accelerate", "triton")
 
 
 def quiet_imports() -> None:
@@ -30,9 +30,12 @@ def quiet_imports() -> None:
 def lean_imports() -> Iterator[None]:
     """Hide from imports what transformers can do without: a quarter of what they take. Afterwards
     all can be imported, but transformers goes on without them."""
-    names = _SPARED + _FOR_GPUS * metadata.version("torch").endswith("+cpu")
-    hidden = dict.fromkeys(name for name in names if name not in sys.modules)
-    sys.modules.update(hidden)  # type: ignore[arg-type]  # None: Python's word for an absent one
+    for_cpu = metadata.version("torch").endswith("+cpu")
+    spared = _SPARED_WITHOUT_GPU if for_cpu else _SPARED
+    hidden = [name for name in spared if name not in sys.modules]
+    for name in hidden:
+        # To Python, None says that there is no such module.
+        sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
     finally:

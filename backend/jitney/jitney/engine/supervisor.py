@@ -1,13 +1,13 @@
 """The engine in a child process, which may die: it is started again, and its requests go on.
 
-:class:`EngineProcess` has the methods of :class:`~jitney.engine.engine.Engine` that a front calls,
-and keeps the :mod:`~jitney.engine.journal`. When the engine dies, or makes no step for
-``watchdog_s`` seconds although work waits, what is left of it is killed, a new one is started, and
-every open request is submitted again with what it has emitted. Clients see a pause and then the
-very next token, because what is drawn depends on seed, index and position alone.
+:class:`SupervisedEngine` is an :class:`~jitney.engine.handle.EngineHandle` and keeps the
+:mod:`~jitney.engine.journal`. When the engine dies, or makes no step for ``watchdog_s`` seconds
+although work waits, the supervisor kills what is left of it, starts a new one and submits every
+open request again with what it has emitted. Clients see a pause and then the very next token,
+because sampling depends on seed, index and position alone.
 
-An engine that dies while loading, or too often without completing a step, ends the open requests
-as UNAVAILABLE; further ones are refused until a later attempt has succeeded.
+If an engine dies while loading, or engines die too often without completing a step, the open
+requests end as UNAVAILABLE, and further ones are refused until a later attempt has succeeded.
 """
 
 import contextlib
@@ -21,25 +21,37 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from jitney import errors
 from jitney.config import EngineConfig
-from jitney.engine.engine import Health, Outbox
+from jitney.engine.engine import Outbox
+from jitney.engine.fork_server import TICK_S, EngineConnection, ForkServer, default_loader
+from jitney.engine.handle import Health
 from jitney.engine.journal import Journal
-from jitney.engine.nursery import TICK_S, EngineConnection, Nursery
 from jitney.engine.process import DEVICE_LOST
 from jitney.engine.wire import Logged, Ready, Refused, Span, Start, StepBegun, Stop, Up
-from jitney.errors import LoadError, UnavailableError
+from jitney.errors import (
+    CheckpointError,
+    ConfigError,
+    InstallationError,
+    JitneyError,
+    LoadError,
+    UnavailableError,
+    UnsupportedModelError,
+)
 from jitney.messages import Cancel, Event, Message, ModelInfo, StepReport, StepStats, Submit
 
 _log = logging.getLogger(__name__)
 
-LOADER = "jitney.kernels.cpu.ahead:compile_ahead jitney.engine.assemble:prepare"
-
 CAUSES = ("killed", "device_lost", "failed", "hung")
 """Why an engine ended: by a signal, for want of its device, in another way, by the watchdog."""
 
+_REFUSALS: dict[str, type[JitneyError]] = {
+    each.__name__: each
+    for each in (CheckpointError, ConfigError, InstallationError, UnsupportedModelError)
+}
+"""Why a load was refused, by ``Refused.kind``; any other kind is a LoadError."""
+
 _STOP_S = 4.0
-"""Seconds that an engine has to end after :meth:`EngineProcess.stop`."""
+"""Seconds that an engine has to end after :meth:`SupervisedEngine.stop`."""
 _SILENT_S = 2.0
 """After so many seconds without a sign of life from the engine, deadlines are kept here."""
 _MOST_DEATHS = 5
@@ -49,20 +61,23 @@ _MOST_NAMES = 32
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 
-class EngineProcess:
-    """An engine that survives its own death. :meth:`start` first, then :meth:`run` in a thread."""
+class SupervisedEngine:
+    """An engine that survives its own death. :meth:`start` first; then :meth:`run` in a thread, or
+    :meth:`run_in_thread` and :meth:`step`."""
 
     def __init__(
         self,
         config: EngineConfig,
-        loader: str = LOADER,
+        loader: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``loader`` names a function that gives a ``process.Load``, in place of the real one."""
         self.config = config
         self.health = Health(up=False)
         self._tokenizer = b""  # until the first engine has given it
         self._stopped = threading.Event()
-        self._nursery = Nursery(loader, self._stopped)
+        names = default_loader() if loader is None else (loader,)
+        self._fork_server = ForkServer(names, self._stopped)
         self._clock = clock
         self._lock = threading.Lock()  # the journal, the connection, and who may be refused
         self._journal = Journal()
@@ -74,6 +89,8 @@ class EngineProcess:
         self._stats = StepStats()
         self._heard = 0.0  # when the engine last gave a sign of life, or had nothing to do
         self._idle_deaths: list[float] = []  # of engines that had completed no step since the last
+        self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()  # for step()
+        self._thread: threading.Thread | None = None  # which fills it
 
     # ------------------------------------------------------------------ any thread
 
@@ -97,7 +114,7 @@ class EngineProcess:
         """End the processes of an engine that does not :meth:`run`."""
         if self._connection is not None:
             self._connection.close()
-        self._nursery.close()
+        self._fork_server.close()
 
     @property
     def pid(self) -> int | None:
@@ -112,15 +129,21 @@ class EngineProcess:
         come up; other messages are then dropped.
         """
         with self._lock:
-            if self._refusal is not None and isinstance(message, Submit):
-                raise UnavailableError(self._refusal)
-            waiting, most = self._journal.num_held, self.config.max_queued
-            if isinstance(message, Submit) and waiting >= most + self.config.max_num_seqs:
-                raise UnavailableError.of_queue(waiting, most)
+            if isinstance(message, Submit):
+                self._check_door()
             if not self._journal:
                 self._heard = self._clock()
             self._journal.take(message)
             self._send_due()
+
+    def _check_door(self) -> None:
+        """Under the lock."""
+        if self._refusal is not None:
+            raise UnavailableError(self._refusal)
+        waiting = self._journal.num_held
+        most = self.config.max_queued
+        if waiting >= most + self.config.max_num_seqs:
+            raise UnavailableError.of_queue(waiting, most)
 
     def _send_due(self) -> None:
         """Under the lock. An engine that was told to stop takes nothing more."""
@@ -136,6 +159,35 @@ class EngineProcess:
             self._stopped.set()
             if self._connection is not None:
                 self._connection.send(Stop())
+
+    # ------------------------------------------------------------------ a front that asks
+
+    has_work = False
+    """The engine makes its steps by itself, after a cancel too: nobody has to call :meth:`step`."""
+
+    def run_in_thread(self) -> None:
+        """Have a thread :meth:`run` it and keep the reports for :meth:`step`."""
+        self._thread = threading.Thread(
+            target=self.run, args=(self._reports,), name="jitney-engine", daemon=True
+        )
+        self._thread.start()
+
+    def step(self) -> StepReport:
+        """The next report. To be called while a request is open: each one ends in a report."""
+        return self._reports.get()
+
+    def reset(self) -> None:
+        """Drop the reports that wait. What is open has been cancelled."""
+        while not self._reports.empty():
+            self._reports.get()
+
+    def close(self) -> None:
+        """End the process and wait until it has ended."""
+        self.stop()
+        if self._thread is None:
+            self.kill()
+        else:
+            self._thread.join()
 
     # ------------------------------------------------------------------ the supervisor's thread
 
@@ -159,21 +211,33 @@ class EngineProcess:
     def _read(self, connection: EngineConnection) -> str:
         """Hand reports on until the engine ends. Why it did: one of ``CAUSES``."""
         self._heard = self._clock()
-        killed = ""
+        killed_for = ""
         with contextlib.suppress(EOFError):
-            while (message := self._receive(connection)) is not None or not killed:
-                now = self._clock()
-                hung = now - self._heard > self.config.watchdog_s
-                if hung or now > self._stop_by:
-                    killed = "hung" if hung else "killed"
+            while True:
+                message = self._receive(connection)
+                if message is None and killed_for:
+                    break  # nothing that it sent before is left
+                reason = self._reason_to_kill()
+                if reason:
+                    killed_for = reason
                     connection.kill()
                 if isinstance(message, StepBegun):
                     self._rows = message.rows
                 elif isinstance(message, StepReport):
                     self._take_report(message)
         status = connection.close()
-        ended = "device_lost" if status == DEVICE_LOST else "failed"
-        return killed or ("killed" if status < 0 else ended)
+        if killed_for:
+            return killed_for
+        if status < 0:
+            return "killed"
+        return "device_lost" if status == DEVICE_LOST else "failed"
+
+    def _reason_to_kill(self) -> str:
+        """Which of ``CAUSES`` it is if the engine must not go on; else empty."""
+        now = self._clock()
+        if now - self._heard > self.config.watchdog_s:
+            return "hung"
+        return "killed" if now > self._stop_by else ""
 
     def _receive(self, connection: EngineConnection) -> Up | None:
         """The next message, None after a while without one. Log records are logged. Meanwhile what
@@ -205,6 +269,7 @@ class EngineProcess:
         self._outbox.put(StepReport(events, report.stats))
 
     def _report(self, events: Sequence[Event]) -> None:
+        """Events that the engine has not reported, but the supervisor has decided on."""
         if events:
             self._outbox.put(StepReport(list(events), self._stats))
 
@@ -213,20 +278,13 @@ class EngineProcess:
     def _replace(self, cause: str) -> None:
         """Start an engine in place of one that has died, and send it all open requests."""
         began = self._clock()
-        with self._lock:
-            self.health.up = False
-            self._connection = None
-            failed = self._journal.crashed(self._rows)
-            self._rows = []
-        self.health.restarts[cause] += 1
-        self.health.deaths.append((began, cause))
-        self._report(failed)
-        recent = [at for at in self._idle_deaths if at > began - _DEATHS_WITHIN_S]
-        self._idle_deaths = [] if failed else [*recent, began]  # who was at fault is gone
+        self._note_death(cause, began)
         for attempt in itertools.count():
-            if len(self._idle_deaths) >= _MOST_DEATHS or attempt:
+            dies_at_once = len(self._idle_deaths) >= _MOST_DEATHS
+            if dies_at_once or attempt:
                 self._give_up("the engine does not stay up; it is being started again")
-                if self._stopped.wait(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]):
+                pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
+                if self._stopped.wait(pause):
                     return
             try:
                 self._connect(Start(self.config, self._tokenizer))
@@ -235,11 +293,31 @@ class EngineProcess:
                     return
                 _log.error("the engine could not be started again: %r", error)
                 continue
-            with self._lock:
-                left, names = len(self._journal), self._journal.names(_MOST_NAMES)
-            again = "the engine ended (%s) and is up again after %.1f s; %d requests go on: %s"
-            _log.warning(again, cause, self._clock() - began, left, names or "none")
+            self._log_replaced(cause, self._clock() - began)
             return
+
+    def _note_death(self, cause: str, at: float) -> None:
+        """Count it, and fail the request that is proved to have caused it."""
+        with self._lock:
+            self.health.up = False
+            self._connection = None
+            failed = self._journal.crashed(self._rows)
+            self._rows = []
+        self.health.restarts[cause] += 1
+        self.health.deaths.append((at, cause))
+        self._report(failed)
+        if failed:
+            self._idle_deaths = []  # the request that caused them is gone
+        else:
+            recent = [each for each in self._idle_deaths if each > at - _DEATHS_WITHIN_S]
+            self._idle_deaths = [*recent, at]
+
+    def _log_replaced(self, cause: str, seconds: float) -> None:
+        with self._lock:
+            left = len(self._journal)
+            names = self._journal.names(_MOST_NAMES)
+        text = "the engine ended (%s) and is up again after %.1f s; %d requests go on: %s"
+        _log.warning(text, cause, seconds, left, names or "none")
 
     def _give_up(self, reason: str) -> None:
         """Refuse requests and end the open ones as UNAVAILABLE."""
@@ -251,7 +329,7 @@ class EngineProcess:
     def _connect(self, start: Start) -> Ready:
         """Start a process and wait until it has loaded the model; then send it what is open.
         Raises LoadError."""
-        connection = EngineConnection(self._nursery, start)
+        connection = EngineConnection(self._fork_server, start)
         try:
             ready = self._wait_until_loaded(connection)
         except BaseException:
@@ -274,13 +352,14 @@ class EngineProcess:
             try:
                 message = self._receive(connection)
             except EOFError:
-                status = connection.close()
-                how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-                raise LoadError(
-                    f"the engine's process ended while it loaded the model ({how})"
-                ) from None
+                raise LoadError(_how_a_load_ended(connection.close())) from None
             if isinstance(message, Ready):
                 return message
             if isinstance(message, Refused):
-                raise getattr(errors, message.kind)(message.message)
+                raise _REFUSALS.get(message.kind, LoadError)(message.message)
         raise LoadError("the model is being unloaded")
+
+
+def _how_a_load_ended(status: int) -> str:
+    how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+    return f"the engine's process ended while it loaded the model ({how})"

@@ -38,7 +38,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
     info: ModelInfo
     tokenizer: bytes
-    """Data for the front's; what is in it is no matter of the engine's."""
+    """For the front. The engine does not look into it."""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

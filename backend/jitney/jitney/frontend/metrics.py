@@ -20,7 +20,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from jitney.engine.engine import Health
+from jitney.engine.handle import Health
 from jitney.engine.supervisor import CAUSES
 from jitney.errors import JitneyError
 from jitney.messages import ModelInfo, StepStats, Timing

@@ -97,13 +97,13 @@ def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
 
 
 def _start(config: EngineConfig, args: dict[str, str]) -> "Service":
-    from jitney.engine.supervisor import EngineProcess
+    from jitney.engine.supervisor import SupervisedEngine
     from jitney.frontend.service import Service
     from jitney.text.tokenizer import Tokenizer, TokenizerData
     from jitney.tracing import Tracing
 
     tracing = Tracing(config.trace_endpoint, "jitney") if config.trace_endpoint else None
-    engine = EngineProcess(config)
+    engine = SupervisedEngine(config)
     labels = {
         "model": args["model_name"],
         "version": args["model_version"],

@@ -21,9 +21,8 @@ from typing import Any
 
 import msgspec
 
-from jitney.engine.engine import Engine
 from jitney.engine.grammar_check import GrammarChecker
-from jitney.engine.supervisor import EngineProcess
+from jitney.engine.handle import EngineHandle
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.frontend.channel import Arrival, Channel, sweep
 from jitney.frontend.metrics import Metrics
@@ -58,7 +57,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine | EngineProcess,
+        engine: EngineHandle,
         tokenizer: Tokenizer,
         labels: Mapping[str, str],
         tracing: Tracing | None = None,

@@ -4,7 +4,7 @@ tracing costs the engine nothing. Called by the responder.
 
 import time
 
-from jitney.engine.engine import Health
+from jitney.engine.handle import Health
 from jitney.errors import JitneyError
 from jitney.frontend.channel import Arrival
 from jitney.messages import Timing

@@ -1,6 +1,6 @@
 """Compiles the attention kernel in a process of its own, while its parent imports transformers.
 
-It takes as long as all other kernels together. The nursery (``engine.process``) calls
+It takes as long as all other kernels together. The fork server (``engine.process``) calls
 :func:`compile_ahead` before its long imports, and an engine that is forked from it waits in
 :func:`wait_for_compiler` when it needs the kernel, which is in Numba's cache then.
 """

@@ -1,7 +1,7 @@
-"""The processes of an engine, as its front sees them: a nursery that forks them, and one of them.
+"""The processes of an engine, as its front sees them: the fork server, and an engine it has forked.
 
-Used by the supervisor's thread; :meth:`EngineConnection.send` by any. What runs in these processes
-is in :mod:`jitney.engine.process`.
+Used by the supervisor's thread; :meth:`EngineConnection.send` by any thread. What runs in these
+processes is in :mod:`jitney.engine.process`.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from jitney.engine.process import NUMBER
@@ -24,23 +25,35 @@ from jitney.errors import LoadError
 TICK_S = 0.5
 """Longest wait for a process before other things are looked at."""
 
+AHEAD = "jitney.ahead"
+"""Entry points of this group are called by the fork server before its long imports. So kernels
+that take long to compile are compiled meanwhile."""
 
-class Nursery:
+LOADER = "jitney.engine.assemble:prepare"
+
+
+def default_loader() -> tuple[str, ...]:
+    """Names of what the fork server calls, in this order. The last one gives a ``process.Load``."""
+    ahead = [found.value for found in entry_points(group=AHEAD)]
+    return (*sorted(ahead), LOADER)
+
+
+class ForkServer:
     """The process that engines are forked from. Started when it is first needed, and again when it
     has died."""
 
-    def __init__(self, loader: str, stopped: threading.Event) -> None:
-        """``loader``: names of functions for ``engine.process``, with spaces between. Once
-        ``stopped`` is set, nothing waits for it any more: it is killed."""
+    def __init__(self, loader: tuple[str, ...], stopped: threading.Event) -> None:
+        """``loader``: see :func:`default_loader`. Once ``stopped`` is set, nothing waits for it any
+        more: it is killed."""
         self._loader = loader
         self._stopped = stopped
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         # The kernel ends it with the thread that started it: so that is one that stays.
-        self._starter = ThreadPoolExecutor(1, "jitney-nursery-starter")
+        self._starter = ThreadPoolExecutor(1, "jitney-fork-server-starter")
 
     def fork(self) -> tuple[int, socket.socket]:
-        """A new engine: its pid, 0 if it could not be had, and the socket to it."""
+        """A new engine: its pid, 0 if none could be forked, and the socket to it."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._control is not None
@@ -86,7 +99,7 @@ class Nursery:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
         return subprocess.Popen(
-            [*command, str(descriptor), *self._loader.split()],
+            [*command, str(descriptor), *self._loader],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -105,16 +118,19 @@ class Nursery:
             data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
         except ConnectionResetError:  # it died before it read what it was asked
             return None
-        return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
+        if len(data) < NUMBER.size:
+            return None
+        (number,) = NUMBER.unpack(data)
+        return int(number)
 
 
 class EngineConnection:
     """An engine's process, the socket to it, and a thread that writes, because a process that hangs
     must hold up nobody who sends."""
 
-    def __init__(self, nursery: Nursery, start: Start) -> None:
-        self._nursery = nursery
-        self.pid, ours = nursery.fork()
+    def __init__(self, fork_server: ForkServer, start: Start) -> None:
+        self._fork_server = fork_server
+        self.pid, ours = fork_server.fork()
         self.frames: Frames[Up] = Frames(ours, Up)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._status: int | None = None  # once it has ended
@@ -135,20 +151,24 @@ class EngineConnection:
         """End the process, if it has not ended, and close the socket; its exit status."""
         if self._status is None:
             self.kill()
-            self._status = self._nursery.wait()
+            self._status = self._fork_server.wait()
             self._outgoing.put(None)
             self.frames.close()
         return self._status
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # it has died: whoever reads finds out
-            while (frame := self._outgoing.get()) is not None:
+            while True:
+                frame = self._outgoing.get()
+                if frame is None:
+                    return
                 self.frames.send_packed(frame)
 
 
 def child_environment() -> dict[str, str]:
     """This process's, with the folders that it imports from."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    folders = [path for path in sys.path if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def python_executable() -> str:

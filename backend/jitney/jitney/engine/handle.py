@@ -1,0 +1,97 @@
+"""What a front has of its engine, wherever that runs.
+
+Two classes are an :class:`EngineHandle`: :class:`LocalEngine` makes the steps in the front's own
+process, :class:`~jitney.engine.supervisor.SupervisedEngine` in a process that may die.
+
+A front uses one in one of two ways. The service gives a thread to :meth:`EngineHandle.run`, and
+reports come to its outbox. :class:`~jitney.llm.LLM` asks for one report at a time with
+:meth:`EngineHandle.step`.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jitney.config import EngineConfig
+from jitney.engine.engine import Engine, Outbox
+from jitney.messages import Message, ModelInfo, StepReport
+
+
+@dataclass(slots=True)
+class Health:
+    """What a front shows of its engine."""
+
+    up: bool = True
+    """Whether it is loaded and makes steps."""
+    restarts: Counter[str] = field(default_factory=Counter)
+    """By cause."""
+    deaths: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=64))
+    """When the last ones were (monotonic seconds), and the cause of each."""
+    replayed_requests: int = 0
+    replayed_tokens: int = 0
+    """Tokens that had been emitted, and whose K and V were computed again."""
+
+
+class EngineHandle(Protocol):
+    """See the module's docstring."""
+
+    health: Health
+
+    @property
+    def config(self) -> EngineConfig:
+        """The options it was loaded with."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is known of the loaded model."""
+
+    def send(self, message: Message) -> None:
+        """Hand a message over, from any thread. Never waits for a step. Raises UnavailableError for
+        a Submit if no engine will take it; other messages are dropped then."""
+
+    def run(self, outbox: Outbox) -> None:
+        """Put each step's report into ``outbox`` until :meth:`stop`. On return every submitted
+        request has had its terminal event."""
+
+    def stop(self) -> None:
+        """Make :meth:`run` return after the current step. From any thread."""
+
+    def step(self) -> StepReport | None:
+        """The next report, for a front that does not :meth:`run`. None: there is nothing to do."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has to be called, even if no request is open any more."""
+
+    def reset(self) -> None:
+        """Forget every request, without an event: the caller has ended them."""
+
+    def close(self) -> None:
+        """End it and give the model's memory back."""
+
+
+class LocalEngine:
+    """An engine in this process. Whoever calls :meth:`run` or :meth:`step` makes the steps."""
+
+    def __init__(self, engine: Engine, unload: Callable[[], None] = lambda: None) -> None:
+        """``unload`` gives the model's memory back."""
+        self.engine = engine
+        self.health = Health()
+        self.config = engine.config
+        self.info = engine.info
+        self.send = engine.send
+        self.run = engine.run
+        self.stop = engine.stop
+        self.step = engine.step
+        self.reset = engine.reset
+        self._unload = unload
+
+    @property
+    def has_work(self) -> bool:
+        """See :class:`EngineHandle`, here and above."""
+        return self.engine.has_work
+
+    def close(self) -> None:
+        self.engine.abandon()
+        self._unload()
