@@ -44,25 +44,13 @@ class Files:
         return (hash(self.versions.get(name, name)),)
 
 
-class LockedPool(Adapters):
-    """Its methods are called under the lock alone."""
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if callable(found) and name != "connect" and not name.startswith("_"):
-            assert self._woken._is_owned(), name
-        return found
-
-
 class House:
     """An engine over the fake runner."""
 
-    def __init__(
-        self, most: int = 2, patience: float = 10.0, queued: int = 1024, **options: Any
-    ) -> None:
+    def __init__(self, most: int = 2, patience: float = 10.0, **options: Any) -> None:
         self.now = 0.0
         self.files = Files()
-        self.pool = LockedPool(self.files.load, self.files.stamp, most, patience, queued)
+        self.pool = Adapters(self.files.load, self.files.stamp, most, patience)
         self.runner = FakeRunner(num_blocks=256)
         config = make_config({"model": "fake", "block_size": 4, **options})
         self.engine = Engine(config, self.runner, lambda: self.now, adapters=self.pool)
@@ -124,7 +112,7 @@ def test_who_waits_for_an_adapter_holds_up_nobody() -> None:
     slow, quick, plain = house.submit("slow"), house.submit("quick"), house.submit(None)
     house.drain(plain)
     assert slow not in house.ends
-    assert slow in house.pool.waiting
+    assert slow in house.engine.pending.waiting
     house.now = 5.0
     house.files.gates["slow"].set()
     house.drain(slow, quick)
@@ -148,7 +136,7 @@ def test_adapters_in_use_stay_and_the_oldest_unused_one_goes() -> None:
     waits = house.submit("b")
     while len(house.streams.get(long_a, [])) < 20:
         house.step()
-    assert waits in house.pool.waiting
+    assert waits in house.engine.pending.waiting
     assert house.files.loads == ["a", "b", "c"]
     house.drain(long_a, long_c, waits)
     assert house.files.loads == ["a", "b", "c", "b"]
@@ -193,18 +181,19 @@ def test_one_that_is_being_loaded_keeps_its_place() -> None:
     house = House(most=1)
     house.files.close("a")
     gone = house.submit("a")
-    house.engine._apply(*house.engine._read_inbox())
+    house.engine._take_messages([])
     house.engine.send(Cancel(gone))
     house.step()
     keys = house.submit("b"), house.submit("a")
-    house.engine._apply(*house.engine._read_inbox())
+    house.engine._take_messages([])
     house.files.gates["a"].set()
     house.drain(*keys)
     assert house.files.loads == ["a", "b"]
 
 
 def test_beyond_max_queued_a_request_that_waits_for_room_is_refused() -> None:
-    house = House(most=1, queued=1)
+    """It counts as queued, like one that waits for a place in the batch."""
+    house = House(most=1, max_queued=1, max_num_seqs=1)
     first = house.submit("a", max_tokens=40)
     while not house.streams.get(first):
         house.step()
@@ -226,7 +215,7 @@ def test_cancel_and_deadline_end_a_request_that_waits() -> None:
         house.step()
     cancelled, late = house.submit("b"), house.submit("c", deadline_ms=1000.0)
     house.step()
-    assert set(house.pool.waiting) == {cancelled, late}
+    assert set(house.engine.pending.waiting) == {cancelled, late}
     house.engine.send(Cancel(cancelled))
     house.step()
     assert cancelled in house.ends
@@ -234,7 +223,7 @@ def test_cancel_and_deadline_end_a_request_that_waits() -> None:
     house.now = 1.5
     house.step()
     assert late in house.ends
-    assert not house.pool.waiting
+    assert not house.engine.pending.waiting
     house.drain(holds)
     assert house.files.loads == ["a"]
     assert not house.engine.has_work
@@ -283,8 +272,8 @@ def test_hundreds_in_rotation(most: int) -> None:
     house.check()
     assert house.resident <= most
     assert house.loads + house.hits <= 300
-    assert not house.pool.waiting
-    assert not house.pool._of
+    assert not house.engine.pending.waiting
+    assert not house.pool._entry_of
 
 
 def test_what_is_open_when_the_engine_stops_is_released() -> None:
@@ -293,12 +282,12 @@ def test_what_is_open_when_the_engine_stops_is_released() -> None:
     keys = [house.submit("a"), house.submit("b")]
     thread = threading.Thread(target=house.engine.run, args=(_Outbox(house),))
     thread.start()
-    while set(house.pool.waiting) != set(keys):
+    while set(house.engine.pending.waiting) != set(keys):
         time.sleep(0.001)
     house.engine.stop()
     thread.join()
     assert {house.ends[key].code for key in keys} == {"UNAVAILABLE"}
-    assert not house.pool.waiting
+    assert not house.engine.pending.waiting
     house.files.gates["a"].set()
 
 
@@ -309,15 +298,15 @@ def test_what_was_reported_failed_does_not_run() -> None:
         name = f"a{len(house.submits)}"
         house.files.close(name)
         key = house.submit(name)
-        house.engine._apply(*house.engine._read_inbox())
+        house.engine._take_messages([])
         house.files.gates[name].set()
-        while key in house.pool.waiting:
+        while not house.engine._inbox:
             time.sleep(0.001)
         end()
         later = house.submit(None)
         house.drain(later)
         assert key not in house.streams
-        assert not house.pool._of
+        assert not house.pool._entry_of
 
 
 class _Outbox:

@@ -63,9 +63,9 @@ def test_requests_go_on_with_their_adapters(front: Front) -> None:
 
 
 def test_what_was_accepted_is_not_refused_though_it_has_no_token_yet(folder: Path) -> None:
-    """After a kill two wait for room where ``max_queued`` is 1: one that had run, and one behind it
-    whose adapter was there."""
-    front = Front(adapters=str(folder), max_adapters=1, max_queued=1, max_num_seqs=1).start()
+    """After a kill three wait for room where ``max_queued`` is 2: one that had run, and those that
+    had waited beside it."""
+    front = Front(adapters=str(folder), max_adapters=1, max_queued=2, max_num_seqs=1).start()
     first = submit(front, "law", 40)
     front.read_until(lambda: front.has(first, 1))
     tax = submit(front, "tax", 5)

@@ -1,7 +1,6 @@
 """A front without a server: submits to an engine over the fake runner and notes what comes back."""
 
 import random
-import time
 from typing import Any
 
 from jitney.config import make_config
@@ -21,6 +20,7 @@ from jitney.messages import (
 from jitney.sampling_params import SamplingParams
 
 from tests.fake_runner import FakeGrammar, FakeRunner, Prophet, solo_stream
+from tests.inline import make_at_once
 
 _RUNNER = (
     "max_model_len",
@@ -42,8 +42,8 @@ class Play:
         self.runner = FakeRunner(num_blocks=num_blocks, block_size=block_size, **runner_options)
         config = make_config({"model": "fake", "block_size": block_size, **options})
         self.now = 0.0
-        self.engine = Engine(
-            config, self.runner, clock=lambda: self.now, compile_grammar=FakeGrammar
+        self.engine = make_at_once(
+            Engine(config, self.runner, clock=lambda: self.now, compile_grammar=FakeGrammar)
         )
         self.scheduler = self.engine.scheduler
         self.prophet: Prophet | None = None
@@ -83,8 +83,6 @@ class Play:
             for index, stream in enumerate(self.run_alone(key)):
                 self.prophet.streams[key, index] = [*stream, 0, 1, 2]
         self.engine.send(self.submits[key])
-        while self.engine._grammars.waiting:  # for a thread: so that each run is the same
-            time.sleep(0)
         return key
 
     def draft(self, chance: float, seed: int = 0) -> None:

@@ -8,7 +8,6 @@ runner is asynchronous then, and its device runs a step at a moment drawn by cha
 """
 
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -47,6 +46,7 @@ from tests.fake_runner import (
     context,
     solo_stream,
 )
+from tests.inline import Inline
 
 MAX_MODEL_LEN = 24
 TRUNK = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # prompts share its beginnings
@@ -148,13 +148,13 @@ class Traffic(RuleBasedStateMachine):
         speculation["max_drafts"] = drafts
         config = make_config(options | {"speculation": speculation if drafts else None})
         self.loading: list[Callable[[], None]] = []
-        pool = Adapters(
-            lambda name: LowRank(name, {}), lambda name: (), room, patience=1.0, most_queued=1024
-        )
-        pool._thread = SimpleNamespace(submit=lambda *call: self.loading.append(partial(*call)))
+        pool = Adapters(lambda name: LowRank(name, {}), lambda name: (), most=room, patience=1.0)
         self.engine = Engine(
             config, self.runner, lambda: self.now, compile_grammar=FakeGrammar, adapters=pool
         )
+        later = SimpleNamespace(submit=lambda *call: self.loading.append(partial(*call)))
+        self.engine.pending.threads = [Inline(), later]
+        self.pool = pool
         self.engine._wait_for_message = self._go_on_loading
         self.prophet = Prophet(lambda: chance.random() < foresight)
         self.runner.foresee = self.prophet.foresee
@@ -202,8 +202,6 @@ class Traffic(RuleBasedStateMachine):
             self.prophet.streams[key, index] = [*stream, 0, 1, 2]
             self._know_blocks(message.prompt + stream, message.params)
         self.engine.send(message)
-        while self.engine._grammars.waiting:  # a thread compiles: nothing here is left to chance
-            time.sleep(0)
 
     @rule(advance=st.sampled_from([0.0, 0.01, 0.2]))
     def step(self, advance) -> None:
@@ -345,8 +343,9 @@ class Traffic(RuleBasedStateMachine):
         assert self.engine.scheduler.kv.num_used == 0, "a block leaked"
         assert self.runner.in_flight == []
         assert self.engine.step() is None
-        pool = self.engine._adapters
-        assert not any((pool.waiting, pool._queue, pool._of, pool._since))
+        pool = self.pool
+        assert not self.engine.pending
+        assert not any((pool._queue, pool._entry_of, pool._since))
         assert not any(entry.users for entry in pool._entries.values())
         assert len(pool._entries) <= pool._most
 

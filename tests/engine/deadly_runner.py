@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import PIL  # noqa: F401  # which a fork server hides at first: so it imports this once more, without
 from jitney.config import EngineConfig
-from jitney.engine.engine import AdapterPool
 from jitney.engine.grammars import Compile
+from jitney.engine.pending import Source
 from jitney.engine.process import Load
 from jitney.errors import CheckpointError, DeviceLostError
-from jitney.messages import Batch, Row
+from jitney.messages import Adapter, Batch, Row
 
 from tests.fake_runner import FakeGrammar, FakeRunner
 
@@ -33,7 +33,7 @@ def loader() -> Load:
 
 def load(
     config: EngineConfig, tokenizer: bytes
-) -> tuple[FakeRunner, bytes, Compile, AdapterPool | None]:
+) -> tuple[FakeRunner, bytes, Compile, Source[Adapter] | None]:
     """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``,
     ``garbage``: refused with what the collector does, or ``measures``: each process finds room for
     another number of blocks, of a byte each."""
@@ -55,7 +55,7 @@ def load(
     return runner, b"" if tokenizer else b"words", FakeGrammar, pool
 
 
-def _pool(config: EngineConfig, runner: Any) -> AdapterPool:
+def _pool(config: EngineConfig, runner: Any) -> Source[Adapter]:
     """The real one: adapters of one layer, whose files alone matter to a fake runner."""
     from jitney.adapters.pool import make_pool
     from jitney.execution.low_rank import LowRank, Site

@@ -1,7 +1,6 @@
 """Runs that a real grammar forces, through the engine: a schema of fixed keys, random values."""
 
 import json
-import time
 
 import msgspec
 import pytest
@@ -13,6 +12,7 @@ from jitney.text.grammar import GrammarCompiler, prove_grammar
 from jitney.text.tokenizer import TokenizerData
 
 from tests.fake_runner import FakeRunner
+from tests.inline import make_at_once
 from tests.text.test_intake import INFO
 from tests.text.tiny_tokenizers import tiny
 
@@ -39,7 +39,8 @@ class House:
         config = make_config({"model": "m", "block_size": 4, "watermark": 0.0})
         runner = FakeRunner(num_blocks=num_blocks, vocab_size=INFO.vocab_size, overlap=overlap)
         self.runner = runner
-        self.engine = Engine(config, runner, lambda: 0.0, compile_grammar=COMPILER)
+        engine = Engine(config, runner, lambda: 0.0, compile_grammar=COMPILER)
+        self.engine = make_at_once(engine)
         self.streams: Streams = {}
         self.reasons: dict[tuple[int, int], str] = {}
         self.forced = self.preemptions = self.open = 0
@@ -47,8 +48,6 @@ class House:
     def send(self, message: Submit) -> None:
         self.open += 1
         self.engine.send(message)
-        while self.engine._grammars.waiting:
-            time.sleep(0)
 
     def step(self) -> None:
         report = self.engine.step()

@@ -1,7 +1,6 @@
 """Requests that go on in another engine get the tokens that they would have had."""
 
 import random
-import time
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ from jitney.messages import (
 from jitney.sampling_params import SamplingParams
 
 from tests.fake_runner import FakeGrammar, FakeRunner, candidates, solo_stream
+from tests.inline import make_at_once
 
 BLOCK = 4
 
@@ -49,7 +49,8 @@ class Mortal:
 
     def make(self) -> Engine:
         runner = FakeRunner(num_blocks=self.num_blocks, block_size=BLOCK)
-        return Engine(self.config, runner, lambda: self.now, self.note, FakeGrammar)
+        engine = Engine(self.config, runner, lambda: self.now, self.note, FakeGrammar)
+        return make_at_once(engine)
 
     def note(self, batches: list[Batch]) -> None:
         self.spans = [
@@ -63,8 +64,6 @@ class Mortal:
     def send_due(self) -> None:
         for message in self.journal.due():
             self.engine.send(message)
-            while self.engine._grammars.waiting:  # for a thread: so that each run is the same
-                time.sleep(0.0005)
 
     def step(self, lost: bool = False) -> None:
         """A step; ``lost``: the engine dies before its report is sent."""

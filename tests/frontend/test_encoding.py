@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from jitney.config import TierConfig
 from jitney.frontend import service as module
-from jitney.messages import StepStats, TierStats
 from jitney.text.tokenizer import Tokenizer
 
 from tests.frontend.house import LABELS, House, count_of, ended, error_of, sampling, wait_until
@@ -75,48 +73,60 @@ def test_a_deadline_passes_and_a_client_goes_while_a_prompt_is_encoded(
     gate.set()
     wait_until(lambda: ended(first))
     assert first.sender.sent[0].error is None
-    wait_until(lambda: not any(house.service._encoding))
+    wait_until(lambda: house.service._responder.counts.encoding == 0)
     assert [each.sender.final for each in (first, late, gone)] == [1, 1, 1]
     wait_until(lambda: (count_of("deadline"), count_of("cancelled")) == (1, 1))
     wait_until(house.idle)
 
 
-def test_a_full_queue_refuses_before_it_encodes(
-    pb: Any, make_house: Callable[..., House], gate: threading.Event
+def test_the_engine_s_scheduler_refuses_what_finds_a_full_queue(
+    pb: Any, make_house: Callable[..., House]
 ) -> None:
-    house = make_house(max_queued=2, max_num_seqs=1)
-    taken = [asked(pb, LONG) for _ in range(3)]
-    refused = asked(pb, LONG)
-    for request in [*taken, refused]:
+    house = make_house(max_queued=2, max_num_seqs=1, step_seconds=0.01)
+    runs = pb.Request(text_input="a", sampling_parameters=sampling(max_tokens=1500))
+    house.service.accept(runs)
+    wait_until(lambda: house.engine.scheduler.stats().running == 1)
+    wait = [asked(pb, "the bus") for _ in range(2)]
+    for request in wait:
         house.service.accept(request)
-    assert error_of(refused).startswith("UNAVAILABLE: the queue is full: 3 requests wait")
-    gate.set()
-    wait_until(lambda: ended(*taken))
-    assert [each.sender.sent[0].error for each in taken] == [None] * 3
+    wait_until(lambda: house.engine.scheduler.stats().waiting == 2)
+    refused = asked(pb, "the bus")
+    house.service.accept(refused)
+    wait_until(lambda: ended(refused))
+    assert error_of(refused) == (
+        "UNAVAILABLE: the queue is full: 2 requests wait, and at most 2 may (max_queued)"
+    )
+    assert not any(request.sender.final for request in [runs, *wait])
+    wait_until(lambda: count_of("unavailable") == 1)
 
 
-def test_a_queue_full_of_bulk_refuses_no_request_of_the_fast_tier(
-    pb: Any, make_house: Callable[..., House], gate: threading.Event
+def test_the_bytes_of_open_prompts_are_bounded(
+    pb: Any,
+    make_house: Callable[..., House],
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tiers = (TierConfig(name="fast"), TierConfig(name="bulk"))
-    house = make_house(max_queued=2, max_num_seqs=1, tiers=tiers)
-    taken = [asked(pb, LONG, tier=tier) for tier in ("bulk", "bulk", "bulk", "fast", "fast")]
-    refused = asked(pb, LONG)
-    for request in [*taken, refused]:
+    """Before they are encoded; what has ended counts no more, however it ended."""
+    size = len(LONG) + module.REQUEST_BYTES
+    monkeypatch.setattr(module, "MAX_OPEN_BYTES", 2 * size)
+    house = make_house()
+    first, second, refused = (asked(pb, LONG) for _ in range(3))
+    for request in (first, second, refused):
         house.service.accept(request)
-    assert error_of(refused).startswith("UNAVAILABLE: the queue is full: 5 requests wait")
+    assert error_of(refused) == (
+        f"UNAVAILABLE: the prompts of all open requests have {2 * size:,} bytes, and at most "
+        f"{2 * size:,} may be open"
+    )
+    second.sender.cancelled = True
+    wait_until(lambda: ended(second))
     gate.set()
-    wait_until(lambda: ended(*taken))
-    assert [each.sender.sent[0].error for each in taken] == [None] * 5
-    metrics = house.service._metrics
-    wait_until(lambda: metrics.stats.running + metrics.stats.waiting == 0)
-    metrics.step(StepStats(waiting=9, tiers=[TierStats(), TierStats(waiting=9)]))
-    bulk, fast = asked(pb, LONG), asked(pb, LONG, tier="fast")
-    for request in (bulk, fast):
+    wait_until(lambda: ended(first))
+    wait_until(lambda: house.service._responder.ended_bytes == 2 * size)
+    third, fourth = asked(pb, LONG), asked(pb, LONG)
+    for request in (third, fourth):
         house.service.accept(request)
-    assert error_of(bulk).startswith("UNAVAILABLE: the queue is full: 9 requests wait")
-    wait_until(lambda: ended(fast))
-    assert fast.sender.sent[0].error is None
+    wait_until(lambda: ended(third, fourth))
+    assert [each.sender.sent[0].error for each in (third, fourth)] == [None, None]
 
 
 def test_what_is_refused_after_its_encoding_is_told_why(

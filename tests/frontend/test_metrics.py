@@ -66,7 +66,8 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
     )  # fmt: skip
     metrics.step(stats)
     metrics.step(stats)
-    metrics.note(Health(up=False, replayed_tokens=9), 4, 3, 7)
+    counts = module.OpenCounts(encoding=3, replies=4, reports=7)
+    metrics.note(Health(up=False, replayed_tokens=9), counts)
     metrics.flush()
     assert value(pb, "jitney_generated_tokens_total") == 6
     assert value(pb, "jitney_prefix_hit_tokens_total") == 8
@@ -152,7 +153,7 @@ def test_requests_count_by_tier_where_there_are_any(pb: Any) -> None:
     tiers = [TierStats(running=1), TierStats(waiting=5, held_back=2, overdue=1, oldest_s=7.5)]
     metrics.step(StepStats(blocks_total=8, tiers=tiers))
     metrics.step(StepStats(blocks_total=8, tiers=tiers))
-    metrics.note(Health(), 0, 0, 0)
+    metrics.note(Health(), module.OpenCounts(0, 0, 0))
     metrics.close()
     first = "jitney_time_to_first_token_seconds"
     assert [value(pb, f"{first}_count", tier=tier) for tier in ("fast", "bulk")] == [1, 2]

@@ -1,41 +1,38 @@
-"""The adapters that are in memory, and the requests that wait for one.
+"""The adapters that are in memory, a bounded number: an ``engine.pending.Source``.
 
-An adapter is in use while a request that names it is open; of the others, the one used longest ago
-makes room. A thread of the pool's own reads the files: meanwhile the engine makes its steps. An
-``engine.engine.AdapterPool``, called under the lock of the engine's inbox.
+An adapter is in use while a request that names it is open. If a new one needs room, the unused one
+that was used longest ago makes way. If all are in use, the request waits for room.
 """
 
 import logging
-import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from jitney.adapters.checkpoint import CONFIG, WEIGHTS, read_adapter
 from jitney.config import EngineConfig
-from jitney.errors import InternalError, JitneyError, UnavailableError
+from jitney.errors import InternalError, JitneyError
 from jitney.execution.low_rank import LowRank
 from jitney.execution.runner import TorchRunner
-from jitney.messages import Cancel, Message, StepStats, Submit
+from jitney.messages import StepStats, Submit
 
 _log = logging.getLogger(__name__)
 
 Load = Callable[[str], LowRank]
 """Reads the adapter of a name. Raises InvalidArgumentError."""
+Stamp = Callable[[str], tuple[int, ...]]
+"""What the files of an adapter look like: it changes once they are written anew."""
 _Id = tuple[str, tuple[int, ...]]
-"""A name, and what its files look like: another one once they are written anew."""
+"""A name and its stamp."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Entry:
     """An adapter that is in memory, or on its way there."""
 
     id: _Id
-    made: LowRank | JitneyError | None = None
+    result: LowRank | JitneyError | None = None
     """None: it is being loaded."""
     users: set[int] = field(default_factory=set)
     """Open requests that name it."""
@@ -44,183 +41,146 @@ class _Entry:
 class Adapters:
     """See the module's docstring."""
 
-    def __init__(
-        self,
-        load: Load,
-        stamp: Callable[[str], tuple[int, ...]],
-        most: int,
-        patience: float,
-        most_queued: int,
-    ) -> None:
-        """Keeps at most ``most`` in memory. ``stamp`` tells whether files are still the same. Once
-        a request has waited for room for ``patience`` seconds, none that comes later goes first;
-        while ``most_queued`` wait so, another one is refused.
-        """
-        self._load, self._stamp, self._most, self._patience = load, stamp, most, patience
-        self._most_queued = most_queued
+    def __init__(self, load: Load, stamp: Stamp, most: int, patience: float) -> None:
+        """Keeps at most ``most`` in memory. Once a request has waited for room for ``patience``
+        seconds, none that comes later goes first."""
+        self._load = load
+        self._stamp = stamp
+        self._most = most
+        self._patience = patience
         self._entries: OrderedDict[_Id, _Entry] = OrderedDict()  # the one used longest ago first
-        self._of: dict[int, _Entry] = {}  # by key
-        self._queue: deque[int] = deque()  # of those that wait, the ones without an entry
-        self._since: dict[int, float] = {}  # when it began to wait
-        self._thread = ThreadPoolExecutor(1, "jitney-adapters")
-        self._hits = self._loads = 0
-        self._waited = 0.0
-        self._woken, self._inbox = threading.Condition(), list[Message]()
-        self.waiting: dict[int, list[Message]] = {}
-        """By key: a request that waits, and what has come for it since."""
+        self._entry_of: dict[int, _Entry] = {}  # by key
+        self._queue: dict[int, str] = {}  # keys that wait for room, in order, and their names
+        self._since: dict[int, float] = {}  # by key, of all that wait: when that began
+        self._new: list[_Id] = []
+        self._hits = 0
+        self._loads = 0
+        self._wait_seconds = 0.0
 
-    def connect(self, woken: threading.Condition, inbox: list[Message]) -> None:
-        """See ``engine.engine.AdapterPool``, here and below."""
-        self._woken, self._inbox = woken, inbox
+    def name_of(self, message: Submit) -> str | None:
+        """See ``engine.pending.Source``, here and below."""
+        return message.params.lora_name
 
-    def admit(self, messages: list[Message], now: float) -> list[Message]:
-        admitted: list[Message] = []
-        for message in messages:
-            key = message.key
-            if key in self.waiting:
-                self.waiting[key].append(message)
-                if isinstance(message, Cancel):
-                    admitted += self._give_up(key)
-            elif not isinstance(message, Submit) or self._goes_on(message, now):
-                admitted.append(message)
-        for key, held in list(self.waiting.items()):
-            deadline = _submit(held).deadline
-            if deadline is not None and deadline <= now:
-                admitted += self._give_up(key)
-        return admitted
-
-    def take(self, message: Submit) -> LowRank | None:
-        entry = self._of.get(message.key)
-        made = None if entry is None else entry.made
-        if isinstance(made, JitneyError):
-            raise made
-        return made
-
-    def release(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            self.waiting.pop(key, None)
-            self._forget(key)
-        self._fill()
-
-    def next_deadline(self) -> float | None:
-        deadlines = [_submit(held).deadline for held in self.waiting.values()]
-        return min((each for each in deadlines if each is not None), default=None)
-
-    def stats(self, stats: StepStats) -> StepStats:
-        ready = sum(isinstance(each.made, LowRank) for each in self._entries.values())
-        stats = msgspec.structs.replace(
-            stats,
-            adapters_resident=ready,
-            adapter_loads=self._loads,
-            adapter_hits=self._hits,
-            adapter_wait_seconds=self._waited,
-        )
-        self._hits = self._loads = 0
-        self._waited = 0.0
-        return stats
-
-    # ------------------------------------------------------------------ a request
-
-    def _goes_on(self, message: Submit, now: float) -> bool:
-        """Whether a request need not wait; if so, :meth:`take` has its adapter."""
-        key, name = message.key, message.params.lora_name
-        if name is None:
-            return True
-        if key in self._of:  # it has waited
-            self._waited += now - self._since.pop(key)
-            return True
-        held_up = bool(self._queue) and now - self._since[self._queue[0]] > self._patience
-        entry = None if held_up else self._find(name)
-        full = len(self._queue) >= self._most_queued
-        if entry is None and full and not message.emitted:  # else it was accepted before
-            error = UnavailableError.of_queue(len(self._queue), self._most_queued)
-            self._of[key] = _Entry((name, ()), error)
-            return True
+    def claim(self, key: int, name: str, now: float) -> bool:
+        entry = None if self._is_held_up(now) else self._find(name)
         if entry is not None:
-            entry.users.add(key)
-            self._of[key] = entry
-            if entry.made is not None:
+            self._assign(key, entry)
+            if entry.result is not None:
                 self._hits += 1
                 return True
         else:
-            self._queue.append(key)
-        self.waiting[key] = [message]
+            self._queue[key] = name
         self._since[key] = now
         return False
 
+    def to_make(self) -> Sequence[_Id]:
+        new = self._new
+        self._new = []
+        return new
+
+    def make(self, id: _Id) -> LowRank:
+        name, _ = id
+        try:
+            return self._load(name)
+        except JitneyError as error:
+            refusal = type(error)(f"lora_name {name!r} cannot be loaded: {error}")
+            _log.warning("%s", refusal)
+            raise refusal from None
+        except Exception:
+            _log.exception("adapter %r cannot be loaded", name)
+            raise InternalError(f"lora_name {name!r} cannot be loaded") from None
+
+    def receive(self, id: _Id, result: LowRank | JitneyError, now: float) -> Sequence[int]:
+        entry = self._entries[id]
+        entry.result = result
+        self._loads += 1
+        if isinstance(result, JitneyError):
+            # The files may be repaired, so the next request tries again.
+            del self._entries[id]
+        ready = sorted(key for key in entry.users if key in self._since)
+        for key in ready:
+            self._end_wait(key, now)
+        return ready + self._fill(now)
+
+    def get(self, key: int) -> LowRank:
+        result = self._entry_of[key].result
+        assert result is not None, "the adapter is still being loaded"
+        if isinstance(result, JitneyError):
+            raise result
+        return result
+
+    def release(self, keys: Collection[int], now: float) -> Sequence[int]:
+        for key in keys:
+            self._since.pop(key, None)
+            self._queue.pop(key, None)
+            entry = self._entry_of.pop(key, None)
+            if entry is not None:
+                entry.users.discard(key)
+        return self._fill(now)
+
+    def report(self, stats: StepStats) -> None:
+        entries = self._entries.values()
+        stats.adapters_resident = len([one for one in entries if one.result is not None])
+        stats.adapter_loads = self._loads
+        stats.adapter_hits = self._hits
+        stats.adapter_wait_seconds = self._wait_seconds
+        self._hits = 0
+        self._loads = 0
+        self._wait_seconds = 0.0
+
+    # ------------------------------------------------------------------ room
+
+    def _is_held_up(self, now: float) -> bool:
+        """Whether the first that waits for room has done so for too long to be passed."""
+        if not self._queue:
+            return False
+        first = next(iter(self._queue))
+        return now - self._since[first] > self._patience
+
     def _find(self, name: str) -> _Entry | None:
-        """The entry of a name, which is loaded if it is not there. None: there is no room."""
+        """The entry of a name, which is to be loaded if it is not there. None: there is no room."""
         id = (name, self._stamp(name))
         entry = self._entries.get(id)
         if entry is None:
-            if len(self._entries) >= self._most:
-                entries = self._entries.values()  # one that is being made keeps its place
-                unused = next((each for each in entries if each.made and not each.users), None)
-                if unused is None:
-                    return None
-                del self._entries[unused.id]
-            entry = self._entries[id] = _Entry(id)
-            self._thread.submit(self._make, entry)
+            if len(self._entries) >= self._most and not self._evict():
+                return None
+            entry = _Entry(id)
+            self._entries[id] = entry
+            self._new.append(id)
         self._entries.move_to_end(id)
         return entry
 
-    def _give_up(self, key: int) -> list[Message]:
-        """What waits for a request that is to end: without an adapter."""
-        self._forget(key)
-        return self.waiting.pop(key)
+    def _evict(self) -> bool:
+        """Drop the unused adapter that was used longest ago, if there is one. One that is being
+        loaded stays."""
+        for entry in self._entries.values():
+            if entry.result is not None and not entry.users:
+                del self._entries[entry.id]
+                return True
+        return False
 
-    def _forget(self, key: int) -> None:
-        self._since.pop(key, None)
-        if key in self._queue:
-            self._queue.remove(key)
-        entry = self._of.pop(key, None)
-        if entry is not None:
-            entry.users.discard(key)
-
-    def _fill(self) -> None:
-        """There may be room: let those that wait for it go on, in order."""
+    def _fill(self, now: float) -> list[int]:
+        """There may be room: assign it to those that wait for it, in order. Those of them whose
+        adapter is in memory already."""
+        ready: list[int] = []
         while self._queue:
-            key = self._queue[0]
-            entry = self._find(_submit(self.waiting[key]).params.lora_name or "")
+            key, name = next(iter(self._queue.items()))
+            entry = self._find(name)
             if entry is None:
-                return
-            self._queue.popleft()
-            entry.users.add(key)
-            self._of[key] = entry
-            if entry.made is not None:
-                self._send_on(key)
+                break
+            del self._queue[key]
+            self._assign(key, entry)
+            if entry.result is not None:
+                self._end_wait(key, now)
+                ready.append(key)
+        return ready
 
-    def _send_on(self, key: int) -> None:
-        self._inbox += self.waiting.pop(key)
-        self._woken.notify()
+    def _assign(self, key: int, entry: _Entry) -> None:
+        entry.users.add(key)
+        self._entry_of[key] = entry
 
-    # ------------------------------------------------------------------ the pool's thread
-
-    def _make(self, entry: _Entry) -> None:
-        name = entry.id[0]
-        made: LowRank | JitneyError
-        try:
-            made = self._load(name)
-        except JitneyError as error:
-            made = type(error)(f"lora_name {name!r} cannot be loaded: {error}")
-            _log.warning("%s", made)
-        except Exception:
-            _log.exception("adapter %r cannot be loaded", name)
-            made = InternalError(f"lora_name {name!r} cannot be loaded")
-        with self._woken:
-            entry.made = made
-            self._loads += 1
-            if isinstance(made, JitneyError):  # it may be mended, so the next request tries again
-                self._entries.pop(entry.id, None)
-            for key in sorted(entry.users & self.waiting.keys()):
-                self._send_on(key)
-            self._fill()
-
-
-def _submit(held: list[Message]) -> Submit:
-    first = held[0]
-    assert isinstance(first, Submit)
-    return first
+    def _end_wait(self, key: int, now: float) -> None:
+        self._wait_seconds += now - self._since.pop(key)
 
 
 def make_pool(config: EngineConfig, runner: TorchRunner) -> Adapters:
@@ -233,7 +193,7 @@ def make_pool(config: EngineConfig, runner: TorchRunner) -> Adapters:
         return runner.make_adapter(version, factors)
 
     def stamp(name: str) -> tuple[int, ...]:
-        found = []
+        found: list[int] = []
         for file in (CONFIG, WEIGHTS):
             try:
                 status = (root / name / file).stat()
@@ -242,4 +202,4 @@ def make_pool(config: EngineConfig, runner: TorchRunner) -> Adapters:
             found += [status.st_mtime_ns, status.st_size, status.st_ino]
         return tuple(found)
 
-    return Adapters(load, stamp, config.max_adapters, config.aging_s, config.max_queued)
+    return Adapters(load, stamp, most=config.max_adapters, patience=config.aging_s)

@@ -1,11 +1,24 @@
-"""The deadlines of open requests, the earliest first: the scheduler's, live and held ones."""
+"""Deadlines, the earliest first: of the scheduler's requests, and of those whose prompt the front
+encodes.
+"""
 
 from bisect import bisect_left, bisect_right, insort
 from operator import itemgetter
-
-from jitney.messages import Submit
+from typing import Protocol
 
 _deadline = itemgetter(0)
+
+
+class Timed(Protocol):
+    """A request, in whichever form."""
+
+    @property
+    def key(self) -> int:
+        """Unique among those that are timed together."""
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds of the monotonic clock."""
 
 
 class Deadlines:
@@ -15,16 +28,16 @@ class Deadlines:
         self.entries: list[tuple[float, int]] = []
         """Deadlines and keys, sorted."""
 
-    def add(self, message: Submit) -> None:
+    def add(self, request: Timed) -> None:
         """Time a request."""
-        if message.deadline is not None:
-            insort(self.entries, (message.deadline, message.key))
+        if request.deadline is not None:
+            insort(self.entries, (request.deadline, request.key))
 
-    def remove(self, message: Submit) -> None:
+    def remove(self, request: Timed) -> None:
         """Time a request no longer."""
-        if message.deadline is not None:
-            index = bisect_left(self.entries, (message.deadline, message.key))
-            assert self.entries[index] == (message.deadline, message.key), "it was not timed"
+        if request.deadline is not None:
+            index = bisect_left(self.entries, (request.deadline, request.key))
+            assert self.entries[index] == (request.deadline, request.key), "it was not timed"
             del self.entries[index]
 
     @property

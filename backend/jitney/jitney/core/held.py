@@ -32,6 +32,11 @@ class HeldRequests:
         self.num_queued[tier] += 1
         self.deadlines.add(message)
 
+    def get(self, key: int) -> Submit:
+        """A held request."""
+        message, _ = self._requests[key]
+        return message
+
     def remove(self, key: int) -> Submit:
         """A held request has ended, or its resources are there."""
         message, tier = self._requests.pop(key)

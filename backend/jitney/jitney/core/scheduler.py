@@ -213,8 +213,12 @@ class Scheduler:
         with Failed DEADLINE_EXCEEDED."""
         events: list[Event] = []
         for key in self._held.deadlines.reached(now):
-            message = self._held.remove(key)
-            events.append(_nothing_made(message, "in the queue"))
+            message = self._held.get(key)
+            if message.first_token is None:
+                self._held.remove(key)
+                events.append(_nothing_made(message, "in the queue"))
+            else:  # a resumed request: it ends below with what it has, and needs no resource
+                events += self.submit(message)
         for key in self.live.deadlines.reached(now):
             request = self.live.requests[key]
             if request.first_token is None:

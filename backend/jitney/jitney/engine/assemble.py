@@ -10,8 +10,8 @@ import torch
 
 from jitney.adapters.pool import make_pool
 from jitney.config import EngineConfig
-from jitney.engine.engine import AdapterPool
 from jitney.engine.grammars import Compile, refuse
+from jitney.engine.pending import Source
 from jitney.execution import load
 from jitney.execution.accelerator import Accelerator
 from jitney.execution.checkpoint import resolve_model
@@ -20,7 +20,7 @@ from jitney.execution.machine import resolve_device
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.accelerator import CpuAccelerator, prepare_kernels
 from jitney.kernels.gpu.accelerator import GpuAccelerator
-from jitney.messages import Footprint, ModelInfo
+from jitney.messages import Adapter, Footprint, ModelInfo
 from jitney.quantization.checkpoint import weight_format
 from jitney.text.grammar import GrammarCompiler
 from jitney.text.tokenizer import TokenizerData, read_tokenizer
@@ -45,7 +45,7 @@ def load_runner(config: EngineConfig) -> TorchRunner:
     return load.load_runner(config, accelerator, weight_format)
 
 
-_Loaded = tuple[TorchRunner, bytes, Compile, AdapterPool | None]
+_Loaded = tuple[TorchRunner, bytes, Compile, Source[Adapter] | None]
 
 
 def prepare() -> Callable[[EngineConfig, bytes], _Loaded]:
@@ -68,7 +68,7 @@ def _load_for_front(config: EngineConfig, tokenizer: bytes) -> _Loaded:
     return runner, unknown, compiler, adapter_pool(config, runner)
 
 
-def adapter_pool(config: EngineConfig, runner: TorchRunner) -> AdapterPool | None:
+def adapter_pool(config: EngineConfig, runner: TorchRunner) -> Source[Adapter] | None:
     """The adapters of a loaded model; None without option ``adapters``."""
     return None if config.adapters is None else make_pool(config, runner)
 

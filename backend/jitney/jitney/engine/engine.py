@@ -5,10 +5,12 @@ A front sends messages from any thread (:meth:`Engine.send`); one thread makes t
 :class:`StepReport` per step. Nothing else is shared, so the engine may as well live in a process of
 its own.
 
-A step is three calls: schedule, execute, update. If the runner can overlap steps and the option
-``overlap`` is set, execute is two calls, launch and wait: step n + 1 is scheduled and launched,
-then the engine waits for step n and updates. So one step is in flight between two calls of
+A step is three calls: schedule, execute, update. Execute is a launch and the wait for its end. If
+the runner can overlap steps and the option ``overlap`` is set, step n + 1 is scheduled and launched
+before the engine waits for step n and updates. So one step is in flight between two calls of
 :meth:`Engine.step`.
+
+A request that needs a grammar or an adapter waits for it in :mod:`jitney.engine.pending`.
 
 Failures, from the small to the large: a row that could not be served fails its request; a step that
 raises is executed again in halves, with nothing else in flight, until the request at fault raises
@@ -19,12 +21,14 @@ request with Failed, and the loop goes on with a fresh scheduler.
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from jitney.config import EngineConfig
 from jitney.core.scheduler import Scheduler
 from jitney.engine.grammars import Compile, Grammars, refuse
+from jitney.engine.pending import Held, Made, Pending, Source
 from jitney.errors import DeviceLostError, InternalError, JitneyError, UnavailableError
 from jitney.execution.protocols import LaunchedStep, Runner
 from jitney.messages import (
@@ -34,13 +38,11 @@ from jitney.messages import (
     Cancel,
     Event,
     Failed,
-    Finish,
     Message,
     ModelInfo,
     Row,
     StepOutput,
     StepReport,
-    StepStats,
     Submit,
 )
 
@@ -54,40 +56,20 @@ _CHECK_PAUSE_S = 0.001
 _UNLOADED = "the model is being unloaded"
 
 
-class AdapterPool(Protocol):
-    """The adapters that are in memory, and the requests that wait for one. Everything but
-    ``waiting`` is called under the lock of the engine's inbox."""
-
-    @property
-    def waiting(self) -> Collection[int]:
-        """Keys of requests whose adapter is not in memory yet."""
-
-    def connect(self, woken: threading.Condition, inbox: list[Message]) -> None:
-        """What waits no more goes into ``inbox``."""
-
-    def admit(self, messages: list[Message], now: float) -> list[Message]:
-        """Those that need not wait, in order, and what waits beyond its deadline."""
-
-    def take(self, message: Submit) -> Adapter | None:
-        """The adapter of an admitted request; None if it has none, or must not run. Raises what
-        its loading did."""
-
-    def release(self, keys: Iterable[int]) -> None:
-        """These requests have ended."""
-
-    def next_deadline(self) -> float | None:
-        """The earliest of a request that waits."""
-
-    def stats(self, stats: StepStats) -> StepStats:
-        """With the pool's figures; its counts begin from zero again."""
-
-
 class Outbox(Protocol):
     """Where reports go: a queue, or a front's responder."""
 
     def put(self, item: StepReport, /) -> object:
         """Take a report. Called from the engine's thread: must not raise. While too many reports
         wait it may hold the engine back, for a bounded time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was launched."""
+
+    batch: Batch
+    step: LaunchedStep
 
 
 class Engine:
@@ -100,7 +82,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         before_step: Callable[[list[Batch]], None] = lambda batches: None,
         compile_grammar: Compile = refuse,
-        adapters: AdapterPool | None = None,
+        adapters: Source[Adapter] | None = None,
     ) -> None:
         """``before_step`` is told what is about to be computed, steps in flight included;
         ``compile_grammar`` is called in a thread of its own. Without ``adapters``, no request
@@ -110,18 +92,15 @@ class Engine:
         self._clock = clock
         self._before_step = before_step
         self._overlaps = config.overlap and runner.info.overlap
-        self._in_flight: list[tuple[Batch, LaunchedStep]] = []  # the oldest first, at most two
+        self._in_flight: list[_InFlight] = []  # the oldest first, at most two
         self._busy_since = 0.0  # when the device could begin with the oldest
         self.scheduler = self._make_scheduler()
         self._out_of_memory = 0  # steps, within one call of step()
         self._open: set[int] = set()  # keys whose terminal event has not been reported
+        grammars = Grammars(compile_grammar, config.grammar_cache)
+        self.pending = Pending(grammars, adapters, self._post)
         self._woken = threading.Condition()
-        self._inbox: list[Message] = []  # this and the two below: under _woken
-        most = config.grammar_cache
-        self._grammars = Grammars(compile_grammar, most, self._woken, self._inbox)
-        self._adapters = adapters
-        if adapters is not None:
-            adapters.connect(self._woken, self._inbox)
+        self._inbox: list[Message | Made] = []  # this and the next one: under _woken
         self._stopped = False
 
     @property
@@ -138,12 +117,11 @@ class Engine:
         drops the others.
         """
         with self._woken:
-            if self._stopped:
-                if isinstance(message, Submit):
-                    raise UnavailableError(_UNLOADED)
-            elif not self._grammars.hold(message):
+            if not self._stopped:
                 self._inbox.append(message)
                 self._woken.notify()
+            elif isinstance(message, Submit):
+                raise UnavailableError(_UNLOADED)
 
     def stop(self) -> None:
         """Make :meth:`run` return after the current step. Requests that are open then fail."""
@@ -151,12 +129,18 @@ class Engine:
             self._stopped = True
             self._woken.notify()
 
+    def _post(self, made: Made) -> None:
+        """A result for a request that waits; from a thread of its source."""
+        with self._woken:
+            self._inbox.append(made)
+            self._woken.notify()
+
     # ------------------------------------------------------------------ the engine's thread
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would find anything to do. For the engine's thread."""
-        return self.scheduler.has_work or bool(self._in_flight) or self._waits
+        """Whether a step would find anything to do."""
+        return bool(self.scheduler.has_work or self._in_flight or self.pending or self._inbox)
 
     def step(self) -> StepReport | None:
         """Make one step. None: there was nothing to do, and nothing is in flight. If all that is
@@ -166,40 +150,26 @@ class Engine:
         ``step_seconds`` is the time of this call: in steady state what a step on the device takes,
         because the call waits for the end of one.
         """
-        messages, now = self._read_inbox()
         self.scheduler.reset_counts()
         self._out_of_memory = 0
-        events = self._apply(messages, now) + self.scheduler.expire(now)
+        events: list[Event] = []
+        now = self._take_messages(events)
+        events += self.scheduler.expire(now)
         if not (events or self.scheduler.has_work or self._in_flight):
-            if not self._waits:
+            if not self.pending:
                 return None
-            with self._woken:
-                deadline = None if self._adapters is None else self._adapters.next_deadline()
-            self._wait_for_message(None if deadline is None else max(0.0, deadline - now))
-        if self._overlaps:
-            events += self._step_overlapped(now)
-        elif self.scheduler.has_work:
-            batch = self.scheduler.schedule(now)
-            began = self._clock()
-            output = self._try_step(self._execute, batch)
-            if output is not None:
-                done = self._clock()
-                events += self.scheduler.update(batch, output, done, done - began)
-            else:
-                self.scheduler.revert(batch)
-                events += self._execute_again(batch.rows)
-        self._close({one.key for one in events if isinstance(one, TERMINAL)})
+            self._wait_for_resource(now)
+        events += self._make_step(now)
+        self._close({event.key for event in events if isinstance(event, TERMINAL)}, now)
         stats = self.scheduler.stats(self._clock() - now, self._out_of_memory)
-        if self._adapters is not None:
-            with self._woken:
-                stats = self._adapters.stats(stats)
+        self.pending.report(stats)
         return StepReport(events, stats)
 
     def abandon(self) -> None:
         """Wait until nothing is in flight and drop the outputs."""
-        for _, launched in self._in_flight:
+        for each in self._in_flight:
             try:
-                launched.wait()
+                each.step.wait()
             except Exception:
                 log.warning("a step that is dropped raised", exc_info=True)
         self._in_flight.clear()
@@ -208,9 +178,8 @@ class Engine:
         """Forget every request and message, without an event: the caller keeps track of them."""
         self.abandon()
         with self._woken:
-            self._close_all()
-            self._inbox.clear()
-            self._grammars.forget()
+            self._inbox[:] = [one for one in self._inbox if isinstance(one, Made)]
+        self._close(self._open.copy(), self._clock())
         self.scheduler = self._make_scheduler()
 
     def run(self, outbox: Outbox) -> None:
@@ -232,82 +201,99 @@ class Engine:
             self.abandon()
             with self._woken:
                 self._open.update(one.key for one in self._inbox if isinstance(one, Submit))
-                self._open.update(self._grammars.waiting)
-                self._grammars.forget()
         if self._open:
             outbox.put(self._fail_open(UnavailableError(_UNLOADED)))
 
-    # ------------------------------------------------------------------ parts of a step
+    # ------------------------------------------------------------------ messages
 
-    @property
-    def _waits(self) -> bool:
-        """Whether anything has come, or is to come once a grammar or an adapter is there."""
-        if self._grammars.waiting or self._inbox:  # in this order: it may just be ready
-            return True
-        return self._adapters is not None and bool(self._adapters.waiting or self._inbox)
-
-    def _read_inbox(self) -> tuple[list[Message], float]:
-        """Take all messages that have come, in order, and the time after the last arrival."""
-        with self._woken:
-            messages = self._inbox.copy()
-            self._inbox.clear()
-            now = self._clock()
-            self._open.update(one.key for one in messages if isinstance(one, Submit))
-            if self._adapters is not None:
-                messages = self._adapters.admit(messages, now)
-        return messages, now
-
-    def _close(self, keys: set[int]) -> None:
-        """These requests have had their terminal event."""
-        self._open -= keys
-        if self._adapters is not None and keys:
+    def _take_messages(self, events: list[Event]) -> float:
+        """Apply all messages that have come, in order. Returns the time after the last arrival."""
+        while True:
             with self._woken:
-                self._adapters.release(keys)
+                messages = self._inbox.copy()
+                self._inbox.clear()
+                now = self._clock()
+            for message in messages:
+                events += self._apply(message, now)
+            for held in self.pending.take_ready():
+                events += self._begin(held, now)
+            if not messages:
+                return now
 
-    def _close_all(self) -> None:
-        """Close what is open, and drop what the pool has put back into the inbox for it."""
-        with self._woken:
-            if self._adapters is not None:
-                self._adapters.release(self._open)
-            self._inbox[:] = [one for one in self._inbox if one.key not in self._open]
-        self._open.clear()
+    def _apply(self, message: Message | Made, now: float) -> list[Event]:
+        if isinstance(message, Submit):
+            return self._accept(message, now)
+        if isinstance(message, Made):
+            self.pending.receive(message, now)
+            return []
+        if isinstance(message, Cancel):
+            return self.scheduler.cancel(message.key)
+        if self.pending.keep(message):
+            return []
+        return self.scheduler.finish(message.key, message.index, now)
 
-    def _apply(self, messages: list[Message], now: float) -> list[Event]:
-        events: list[Event] = []
-        for message in messages:
-            if isinstance(message, Submit):
-                events += self._submit(message)
-            elif isinstance(message, Finish):
-                events += self.scheduler.finish(message.key, message.index, now)
-            else:
-                assert isinstance(message, Cancel)
-                events += self.scheduler.cancel(message.key)
+    def _accept(self, message: Submit, now: float) -> list[Event]:
+        """Submit a request, or hold it if it needs a resource. The scheduler may refuse it."""
+        self._open.add(message.key)
+        if not self.pending.is_needed_by(message):
+            return self.scheduler.submit(message)
+        refusal = self.scheduler.hold(message)
+        if not refusal:
+            self.pending.hold(message, now)
+        return refusal
+
+    def _begin(self, held: Held, now: float) -> list[Event]:
+        """Submit a request whose resources are there."""
+        message = held.message
+        try:
+            resources = self.pending.resources_of(message)
+        except JitneyError as error:
+            return self.scheduler.fail(message.key, error)
+        events = self.scheduler.submit(message, resources.grammar, resources.adapter)
+        for finish in held.later:
+            events += self.scheduler.finish(finish.key, finish.index, now)
         return events
 
-    def _submit(self, message: Submit) -> list[Event]:
-        try:
-            with self._woken:
-                grammar = self._grammars.take(message)
-                adapter = None if self._adapters is None else self._adapters.take(message)
-        except JitneyError as error:
-            return [Failed(message.key, error.code, str(error))]
-        return self.scheduler.submit(message, grammar, adapter)
+    def _close(self, keys: set[int], now: float) -> None:
+        """These requests have had their terminal event."""
+        if keys:
+            self._open -= keys
+            self.pending.release(keys, now)
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _make_step(self, now: float) -> list[Event]:
+        if self._overlaps:
+            return self._step_overlapped(now)
+        if not self.scheduler.has_work:
+            return []
+        batch = self.scheduler.schedule(now)
+        began = self._clock()
+        output = self._try_step(self._execute, batch)
+        if output is None:
+            self.scheduler.revert(batch)
+            return self._execute_again(batch.rows)
+        done = self._clock()
+        return self.scheduler.update(batch, output, now=done, seconds=done - began)
 
     def _step_overlapped(self, now: float) -> list[Event]:
         """Schedule and launch a step, then wait for the one before it and update: that one runs
-        while this one is scheduled. What cannot be scheduled ahead waits for the update first. Nor
-        does anything overlap with a step that asks a draft model: its launch ends with it, and each
-        step's time is to be its own."""
+        while this one is scheduled."""
         events: list[Event] = []
         if not self.scheduler.can_plan_ahead:
+            # This step depends on what the one before samples.
             events += self._complete_oldest()
         batch = self.scheduler.schedule(now)
-        if self._in_flight and _asks(batch):  # planned again, when all is known that it may use
+        if self._in_flight and _asks(batch):
+            # A step that asks a draft model overlaps with no other: its launch ends with it, and
+            # each step's time is to be its own. So it is planned again once the other is complete.
             self.scheduler.revert(batch)
             events += self._complete_oldest()
             batch = self.scheduler.schedule(now)
         if not batch.rows:
-            return events + self._complete_oldest() if self._in_flight else events
+            if self._in_flight:
+                events += self._complete_oldest()
+            return events
         began = self._clock()
         launched = self._try_step(self.runner.launch, batch)
         if launched is None:
@@ -317,25 +303,28 @@ class Engine:
             return events + self._execute_again(batch.rows)
         if not self._in_flight:
             self._busy_since = began
-        self._in_flight.append((batch, launched))
-        over = _asks(batch) or len(self._in_flight) == 2
-        return events + self._complete_oldest() if over else events
+        self._in_flight.append(_InFlight(batch, launched))
+        if _asks(batch) or len(self._in_flight) == 2:
+            events += self._complete_oldest()
+        return events
 
     def _complete_oldest(self) -> list[Event]:
         """Wait for the oldest step in flight and update. If it failed, the later one, which took
         its tokens, is dropped: the scheduler plans its rows again."""
-        batch, launched = self._in_flight[0]
-        output = self._try(launched.wait)
+        oldest = self._in_flight[0]
+        output = self._try(oldest.step.wait)
         del self._in_flight[0]
         if output is not None:
+            began = self._busy_since
             done = self._clock()
-            began, self._busy_since = self._busy_since, done
-            return self.scheduler.update(batch, output, done, done - began)
-        later = [each for each, _ in self._in_flight]
+            self._busy_since = done
+            return self.scheduler.update(oldest.batch, output, now=done, seconds=done - began)
+        later = [each.batch for each in self._in_flight]
         self.abandon()
-        for each in [*later, batch]:
-            self.scheduler.revert(each)
-        return self._execute_again(batch.rows)
+        for batch in later:
+            self.scheduler.revert(batch)
+        self.scheduler.revert(oldest.batch)
+        return self._execute_again(oldest.batch.rows)
 
     def _execute(self, batch: Batch) -> StepOutput:
         """Compute a whole step, with nothing else in flight."""
@@ -343,17 +332,18 @@ class Engine:
 
     def _try_step(self, call: Callable[[Batch], T], batch: Batch) -> T | None:
         """Begin a step. None: it raised."""
-        self._before_step([*(each for each, _ in self._in_flight), batch])
-        return self._try(call, batch)
+        self._before_step([*(each.batch for each in self._in_flight), batch])
+        return self._try(lambda: call(batch))
 
-    def _try(self, call: Callable[..., T], *arguments: Batch) -> T | None:
+    def _try(self, call: Callable[[], T]) -> T | None:
         """Call the runner. None: the step raised."""
         try:
-            return call(*arguments)
+            return call()
         except DeviceLostError:
             raise
         except Exception as error:
-            self._out_of_memory += isinstance(error, MemoryError)
+            if isinstance(error, MemoryError):
+                self._out_of_memory += 1
             log.exception("a step raised")
             return None
 
@@ -396,7 +386,7 @@ class Engine:
         self.abandon()
         self.scheduler = self._make_scheduler()
         events: list[Event] = [Failed(key, error.code, str(error)) for key in sorted(self._open)]
-        self._close_all()
+        self._close(self._open.copy(), self._clock())
         return StepReport(events, self.scheduler.stats())
 
     def _wait(self) -> None:
@@ -413,6 +403,11 @@ class Engine:
             self.scheduler = self._make_scheduler()
         self._wait_for_message(None)
 
+    def _wait_for_resource(self, now: float) -> None:
+        """Sleep until a message comes, or until a request that waits reaches its deadline."""
+        deadline = self.scheduler.next_deadline
+        self._wait_for_message(None if deadline is None else max(0.0, deadline - now))
+
     def _wait_for_message(self, timeout: float | None) -> bool:
         with self._woken:
             return self._woken.wait_for(lambda: bool(self._inbox) or self._stopped, timeout)
@@ -428,4 +423,5 @@ class Engine:
 
 
 def _asks(batch: Batch) -> bool:
+    """Whether the step asks a draft model."""
     return any(row.propose for row in batch.rows)

@@ -1,89 +1,85 @@
-"""The engine's compiled grammars, and the requests that wait for one.
-
-A thread of its own compiles: meanwhile the engine makes its steps, and whatever comes for such a
-request waits with it. Part of :class:`~jitney.engine.engine.Engine`, which calls it under the lock
-of its inbox.
-"""
+"""The compiled grammars that were used last: a :class:`~jitney.engine.pending.Source`."""
 
 import logging
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
 
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
-from jitney.messages import Grammar, Message, Submit
+from jitney.messages import Grammar, StepStats, Submit
 
 _log = logging.getLogger(__name__)
 
 Compile = Callable[[str], Grammar]
 """Compiles ``Submit.grammar``. Raises InvalidArgumentError."""
 
+_Result = Grammar | JitneyError
+"""A grammar, or why it could not be compiled."""
+
 
 class Grammars:
-    """See the module's docstring."""
+    """Keeps a bounded number of them. A request that has begun keeps its own in any case."""
 
-    def __init__(
-        self, make: Compile, most: int, woken: threading.Condition, inbox: list[Message]
-    ) -> None:
-        """Keeps the ``most`` grammars used last. What waits no more goes into ``inbox``."""
-        self._make = make
+    def __init__(self, compile_grammar: Compile, most: int) -> None:
+        self._compile = compile_grammar
         self._most = most
-        self._woken = woken
-        self._inbox = inbox
-        self._kept: OrderedDict[str, Grammar | JitneyError] = OrderedDict()
-        self._of: dict[int, Grammar | JitneyError] = {}  # by key: what its Submit needs
-        self._thread = ThreadPoolExecutor(1, "jitney-grammars")
-        self.waiting: dict[int, list[Message]] = {}
-        """By key: a request whose grammar is being compiled, and what has come for it since."""
+        self._kept: OrderedDict[str, _Result] = OrderedDict()  # the one used longest ago first
+        self._waiting: dict[str, list[int]] = {}  # keys, by the text that is being compiled
+        self._results: dict[int, _Result] = {}  # by key, until it is asked for
+        self._new: list[str] = []
 
-    def hold(self, message: Message) -> bool:
-        """Whether a message has to wait. If not, :meth:`take` has the grammar of a Submit."""
-        if message.key in self.waiting:
-            self.waiting[message.key].append(message)
+    def name_of(self, message: Submit) -> str | None:
+        """See ``pending.Source``, here and below. A grammar's name is its text."""
+        return message.grammar or None
+
+    def claim(self, key: int, name: str, now: float) -> bool:
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            self._results[key] = self._kept[name]
             return True
-        if not isinstance(message, Submit) or not message.grammar:
-            return False
-        if message.grammar not in self._kept:
-            self.waiting[message.key] = [message]
-            self._thread.submit(self._compile, message)
-            return True
-        self._kept.move_to_end(message.grammar)
-        self._of[message.key] = self._kept[message.grammar]
+        if name not in self._waiting:
+            self._waiting[name] = []
+            self._new.append(name)
+        self._waiting[name].append(key)
         return False
 
-    def take(self, message: Submit) -> Grammar | None:
-        """The grammar of a request, once; None if it has none. Raises what its compilation did."""
-        found = self._of.pop(message.key, None)
-        if isinstance(found, JitneyError):
-            raise found
-        return found
+    def to_make(self) -> Sequence[str]:
+        new = self._new
+        self._new = []
+        return new
 
-    def forget(self) -> None:
-        """Drop all that waits."""
-        self.waiting.clear()
-        self._of.clear()
+    def make(self, id: str) -> Grammar:
+        try:
+            return self._compile(id)
+        except JitneyError:
+            raise
+        except BaseException:  # a panic of native code is no Exception
+            _log.exception("a grammar could not be compiled")
+            raise InternalError("the grammar could not be compiled") from None
 
-    def _compile(self, message: Submit) -> None:
-        """In the thread."""
-        text = message.grammar
-        made: Grammar | JitneyError | None = self._kept.get(text)
-        if made is None:
-            try:
-                made = self._make(text)
-            except JitneyError as error:
-                made = error
-            except BaseException:  # a panic of native code is no Exception
-                _log.exception("a grammar could not be compiled")
-                made = InternalError("the grammar could not be compiled")
-        with self._woken:
-            self._kept[text] = made
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-            if message.key in self.waiting:
-                self._of[message.key] = made
-                self._inbox += self.waiting.pop(message.key)
-                self._woken.notify()
+    def receive(self, id: str, result: _Result, now: float) -> Sequence[int]:
+        self._kept[id] = result
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        keys = self._waiting.pop(id)
+        for key in keys:
+            self._results[key] = result
+        return keys
+
+    def get(self, key: int) -> Grammar:
+        result = self._results.pop(key)
+        if isinstance(result, JitneyError):
+            raise result
+        return result
+
+    def release(self, keys: Collection[int], now: float) -> Sequence[int]:
+        for key in keys:
+            self._results.pop(key, None)
+        for waiting in self._waiting.values():
+            waiting[:] = [key for key in waiting if key not in keys]
+        return ()
+
+    def report(self, stats: StepStats) -> None:
+        """It has no figures."""
 
 
 def refuse(text: str) -> Grammar:

@@ -94,11 +94,6 @@ class Journal:
         """Open requests."""
         return len(self._open)
 
-    @property
-    def num_held(self) -> int:
-        """Open requests that the engine does not have."""
-        return len(self._held)
-
     def take(self, message: Message) -> None:
         """Note a message for the engine; :meth:`due` gives it."""
         if isinstance(message, Submit):
@@ -170,7 +165,9 @@ class Journal:
             elif deadline is None or deadline > now:
                 continue
             elif entry.first_token is None:
-                error = DeadlineExceededError("the deadline passed before the first token")
+                arrival = entry.submit.arrival
+                state = "no engine was at work on it"
+                error = DeadlineExceededError.of_request(arrival, deadline, state)
                 events.append(Failed(key, error.code, str(error)))
             else:
                 events += entry.end_by_deadline(entry.first_token, now)

@@ -29,17 +29,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from jitney.config import EngineConfig
-from jitney.engine.engine import AdapterPool, Engine
+from jitney.engine.engine import Engine
 from jitney.engine.grammars import Compile
+from jitney.engine.pending import Source
 from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
 from jitney.errors import DeviceLostError, JitneyError, LoadError
 from jitney.execution.protocols import Runner
-from jitney.messages import Batch, Cancel, Finish, StepReport, Submit
+from jitney.messages import Adapter, Batch, Cancel, Finish, StepReport, Submit
 
 _log = logging.getLogger(__name__)
 
-Load = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile, AdapterPool | None]]
+Load = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile, Source[Adapter] | None]]
 """Loads a model. The bytes are its tokenizer's data if the front has them, else empty. Returns the
 runner, the data if they were not given, what compiles grammars, and the adapters if it takes any.
 LOADER does what every load needs, and returns this."""

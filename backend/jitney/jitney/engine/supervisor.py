@@ -129,21 +129,12 @@ class SupervisedEngine:
         come up; other messages are then dropped.
         """
         with self._lock:
-            if isinstance(message, Submit):
-                self._check_door()
+            if self._refusal is not None and isinstance(message, Submit):
+                raise UnavailableError(self._refusal)
             if not self._journal:
                 self._heard = self._clock()
             self._journal.take(message)
             self._send_due()
-
-    def _check_door(self) -> None:
-        """Under the lock."""
-        if self._refusal is not None:
-            raise UnavailableError(self._refusal)
-        waiting = self._journal.num_held
-        most = self.config.max_queued
-        if waiting >= most + self.config.max_num_seqs:
-            raise UnavailableError.of_queue(waiting, most)
 
     def _send_due(self) -> None:
         """Under the lock. An engine that was told to stop takes nothing more."""

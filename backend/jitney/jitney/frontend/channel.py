@@ -109,6 +109,8 @@ class Arrival:
     at: float
     """Monotonic seconds, as is the deadline."""
     deadline: float | None
+    size: int = 0
+    """Bytes that count towards what the front may have open."""
     request_id: str = ""
     """The client's, for logs and spans."""
     trace: Mapping[str, str] = field(default_factory=dict)

@@ -16,7 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
@@ -111,6 +111,17 @@ _Key = tuple[str, ...]
 of the label ``tier``."""
 
 
+class OpenCounts(NamedTuple):
+    """How much is open in the front."""
+
+    encoding: int
+    """Requests whose prompt is being encoded."""
+    replies: int
+    """Requests that the engine has."""
+    reports: int
+    """Reports of the engine that wait to be read."""
+
+
 def _key(*parts: str) -> _Key:
     return tuple(filter(None, parts))
 
@@ -162,16 +173,16 @@ class Metrics:
             self._totals[_key(f"{name}_bucket", edge, tier)] += times
             self._totals[_key(f"{name}_sum", tier)] += value * times
 
-    def note(self, health: Health, requests: int, encoding: int, reports: int) -> None:
-        """What is so now: of the engine's processes, how many requests the engine has, how many are
-        being encoded, how many reports wait to be read."""
-        stats, total = self.stats, self.stats.blocks_total
+    def note(self, health: Health, counts: OpenCounts) -> None:
+        """What is so now: of the engine's processes, and how much is open."""
+        stats = self.stats
+        total = stats.blocks_total
         unused = total - stats.blocks_used
         values: dict[_Key, float] = {
-            ("jitney_waiting_requests",): stats.waiting + encoding,
-            ("jitney_running_requests",): max(0, requests - stats.waiting),
+            ("jitney_waiting_requests",): stats.waiting + counts.encoding,
+            ("jitney_running_requests",): max(0, counts.replies - stats.waiting),
             ("jitney_running_sequences",): stats.running,
-            ("jitney_waiting_reports",): reports,
+            ("jitney_waiting_reports",): counts.reports,
             ("jitney_kv_used_blocks",): stats.blocks_used,
             ("jitney_kv_cached_blocks",): stats.blocks_cached,
             ("jitney_kv_free_blocks",): unused - stats.blocks_cached,

@@ -76,6 +76,11 @@ class ClientRequest:
     limits: Limits = field(default_factory=Limits)
     """Of its client's API key."""
 
+    @property
+    def prompt_bytes(self) -> int:
+        """Size of the prompt as it came."""
+        return len(self.prompt) if isinstance(self.prompt, bytes) else self.prompt.nbytes
+
 
 def parse_request(request: Any) -> ClientRequest:
     """Read the tensors and parameters of the server's ``InferenceRequest``.

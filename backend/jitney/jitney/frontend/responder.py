@@ -18,10 +18,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from jitney.core.deadlines import Deadlines
 from jitney.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -31,10 +31,20 @@ from jitney.errors import (
     from_code,
 )
 from jitney.frontend.channel import Arrival, NamedArray
-from jitney.frontend.metrics import Metrics
+from jitney.frontend.metrics import Metrics, OpenCounts
 from jitney.frontend.protocol import ResponseWriter
 from jitney.frontend.spans import RequestSpans
-from jitney.messages import Cancel, Cancelled, Event, Failed, Message, StepReport, Submit, Tokens
+from jitney.messages import (
+    Cancel,
+    Cancelled,
+    Event,
+    Failed,
+    Message,
+    StepReport,
+    Submit,
+    Timing,
+    Tokens,
+)
 from jitney.text.completion import Completion
 
 _LOG = logging.getLogger(__name__)
@@ -52,7 +62,6 @@ LAST_SENDS_S = 3.0
 MAX_HOLD_S = 1.0
 """Longest wait of the engine for a place among them: then the report joins in any case, so that no
 engine hangs behind a send that hangs."""
-
 
 _CLIENT_GONE = "the request was cancelled by its client"
 
@@ -98,20 +107,25 @@ class Responder:
         send_share: float,
         spans: RequestSpans | None = None,
     ) -> None:
+        """``max_pending_tokens`` may wait to be sent to one stream. Sending takes ``send_share`` of
+        the time at most."""
         self._send_message = send_message
         self._metrics = metrics
         self._spans = spans
         self._max_pending_tokens = max_pending_tokens
+        self._send_share = send_share
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._read_one = threading.Condition()
         self._backlog = 0  # reports in the inbox; under _read_one
         self._encoding: dict[int, Arrival] = {}
+        self._deadlines = Deadlines()  # of these
         self._replies: dict[int, Reply] = {}
         self._urgent: OrderedDict[int, Reply] = OrderedDict()  # both are first in, first out
         self._queue: OrderedDict[int, Reply] = OrderedDict()
         self._stopping = False
-        self._send_share = send_share
         self._pause_until = 0.0
+        self.ended_bytes = 0
+        """Sum of ``Arrival.size`` of all requests that have ended."""
 
     # ------------------------------------------------------------------ from other threads
 
@@ -120,9 +134,9 @@ class Responder:
         self._inbox.put(partial(work, *args))
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        """Requests that the engine has, those whose prompt is encoded, and reports to be read."""
-        return len(self._replies), len(self._encoding), self._backlog
+    def counts(self) -> OpenCounts:
+        """How much is open now."""
+        return OpenCounts(len(self._encoding), len(self._replies), self._backlog)
 
     def put(self, report: StepReport) -> None:
         """What the engine reports; this is the engine's outbox. Waits while the backlog is full,
@@ -138,11 +152,14 @@ class Responder:
     def add(self, arrival: Arrival) -> None:
         """Take over a request: from now on it ends here and nowhere else."""
         self._encoding[arrival.key] = arrival
+        self._deadlines.add(arrival)
 
     def begin(self, reply: Reply, submit: Submit) -> None:
         """The prompt of a request is encoded. ``submit`` goes to the engine unless the request has
         ended meanwhile."""
-        if self._encoding.pop(reply.key, None) is not None:
+        arrival = self._encoding.pop(reply.key, None)
+        if arrival is not None:
+            self._deadlines.remove(arrival)
             self._replies[reply.key] = reply
             self._guard(reply, lambda _: self._send_message(submit))
 
@@ -151,7 +168,7 @@ class Responder:
         if arrival.key in self._encoding:
             try:
                 arrival.channel.send(tensors, final=True)
-                self._forget(arrival.key)
+                self._forget(arrival)
             except JitneyError as error:
                 self._end(arrival, error)
 
@@ -164,23 +181,20 @@ class Responder:
 
     def expire(self) -> None:
         """End the requests whose deadline has passed while their prompt is encoded."""
-        now = time.monotonic()
-        for arrival in list(self._encoding.values()):
-            if arrival.deadline is not None and arrival.deadline <= now:
-                error = DeadlineExceededError(
-                    f"the deadline, {arrival.deadline - arrival.at:.3f} s after arrival, passed "
-                    f"before the first token: the prompt was not encoded yet"
-                )
-                self._end(arrival, error)
+        for key in self._deadlines.reached(time.monotonic()):
+            arrival = self._encoding[key]
+            assert arrival.deadline is not None
+            state = "the prompt was not encoded yet"
+            error = DeadlineExceededError.of_request(arrival.at, arrival.deadline, state)
+            self._end(arrival, error)
 
     def abort(self, error: JitneyError, key: int | None = None) -> None:
         """End request ``key``, or every request added so far, with ``error``; the engine is told
         to cancel them. A key that has ended, though its end is not sent yet, is ignored."""
-        ended = {
-            key for key, reply in self._replies.items() if reply.completion.terminal is not None
-        }
         for arrival in self._open():
-            if arrival.key not in ended and key in (None, arrival.key):
+            reply = self._replies.get(arrival.key)
+            ended = reply is not None and reply.completion.terminal is not None
+            if not ended and key in (None, arrival.key):
                 self._end(arrival, error)
 
     def stop(self) -> None:
@@ -193,24 +207,32 @@ class Responder:
         """Make calls of the inbox, then send responses for as long as that took, at least one.
         Waits while there is nothing to do and while sending has used up its share of the time.
         0: for the next turn; None: it was stopped, and every request has ended."""
-        patience, reading = 0 if self._stopping else self._patience(), 0.0
-        with suppress(queue.Empty):
-            call = self._inbox.get(block=patience != 0, timeout=patience)
-            began = time.monotonic()
-            while True:
-                call()
-                reading = time.monotonic() - began
-                if reading > MAX_READ_S:
-                    break
-                call = self._inbox.get_nowait()
-        until = time.monotonic() + reading
+        seconds = self._read_inbox()
+        until = time.monotonic() + seconds
         while self._patience() == 0:
             self._send_next()
             if time.monotonic() >= until:
                 break
-        if self._stopping:
-            self._end_all()
-        return None if self._stopping else 0
+        if not self._stopping:
+            return 0
+        self._end_all()
+        return None
+
+    def _read_inbox(self) -> float:
+        """Wait for a call, and make those that have come, for a bounded time. The seconds that they
+        took."""
+        patience = 0 if self._stopping else self._patience()
+        try:
+            call = self._inbox.get(block=patience != 0, timeout=patience)
+        except queue.Empty:
+            return 0.0
+        began = time.monotonic()
+        while True:
+            call()
+            seconds = time.monotonic() - began
+            if seconds > MAX_READ_S or self._inbox.empty():
+                return seconds
+            call = self._inbox.get_nowait()
 
     def _patience(self) -> float | None:
         """Seconds until the next response may be sent; None while there is none to send.
@@ -223,17 +245,21 @@ class Responder:
             return 0
         if not self._queue:
             return None
-        now, first = time.monotonic(), next(iter(self._queue.values()))
-        late = now - first.queued_at > MAX_WAIT_S
-        return 0 if late else max(self._pause_until - now, 0)
+        now = time.monotonic()
+        first = next(iter(self._queue.values()))
+        if now - first.queued_at > MAX_WAIT_S:
+            return 0
+        return max(self._pause_until - now, 0)
 
     def _send_next(self) -> None:
         _, reply = (self._urgent or self._queue).popitem(last=False)
-        if self._may_send(reply):  # else it must by now wait for its end
-            began = time.monotonic()
-            self._guard(reply, self._send)
-            took = time.monotonic() - began
-            self._pause_until = began + took + min(took / self._send_share - took, MAX_PAUSE_S)
+        if not self._may_send(reply):
+            return  # it must by now wait for its end
+        began = time.monotonic()
+        self._guard(reply, self._send)
+        ended = time.monotonic()
+        seconds = ended - began
+        self._pause_until = ended + min(seconds / self._send_share - seconds, MAX_PAUSE_S)
 
     def _end_all(self) -> None:
         """Send what has ended, for a bounded time; all others end with an error."""
@@ -242,6 +268,8 @@ class Responder:
             self._send_next()
         for arrival in self._open():
             self._end(arrival, UnavailableError("the model is being unloaded"))
+
+    # ------------------------------------------------------------------ what the engine reports
 
     def _read(self, report: StepReport, at: float) -> None:
         """A step's report that was made at ``at`` (monotonic seconds)."""
@@ -265,6 +293,7 @@ class Responder:
             self._line_up(reply)
 
     def _line_up(self, reply: Reply) -> None:
+        """Put it into the queue of those that have something to send, unless it is there."""
         if reply.urgent:
             self._queue.pop(reply.key, None)
             self._urgent.setdefault(reply.key, reply)
@@ -279,13 +308,14 @@ class Responder:
             self._metrics.observe("jitney_time_to_first_token_seconds", waited, tier=tier)
         last = reply.last_token_at.get(tokens.index)
         if last is not None and tokens.ids:
-            each = (at - last) / len(tokens.ids)
-            self._metrics.observe("jitney_inter_token_seconds", each, len(tokens.ids), tier)
+            count = len(tokens.ids)
+            each = (at - last) / count
+            self._metrics.observe("jitney_inter_token_seconds", each, times=count, tier=tier)
         reply.last_token_at[tokens.index] = at
 
     def _bound(self, reply: Reply) -> None:
-        """Cancel a stream whose tokens cannot be sent as fast as they are made: by what waited
-        before its next ones, of which a grammar may force any number."""
+        """Cancel a stream whose tokens cannot be sent as fast as they are made. Counted is what
+        waited before its next tokens come, because a grammar may force any number of these."""
         waiting = reply.completion.pending_tokens
         if waiting > self._max_pending_tokens and not reply.cancel_reason:
             reply.cancel_reason = (
@@ -293,6 +323,8 @@ class Responder:
                 f"(max_pending_tokens)"
             )
             self._send_message(Cancel(reply.key))
+
+    # ------------------------------------------------------------------ a response
 
     def _may_send(self, reply: Reply) -> bool:
         """Whether a response can be made now.
@@ -309,6 +341,7 @@ class Responder:
         return completion.has_pending and not completion.all_ended
 
     def _send(self, reply: Reply) -> None:
+        """Send the next response, or a part of it that is as large as one may be."""
         completion = reply.completion
         terminal = completion.terminal
         if isinstance(terminal, Failed):
@@ -321,7 +354,9 @@ class Responder:
             self._line_up(reply)  # the others have a turn
             return
         deltas = completion.take(reply.writer.most if reply.streamed else sys.maxsize)
-        timing = None if terminal is None or completion.has_pending else terminal.timing
+        timing = None
+        if terminal is not None and not completion.has_pending:
+            timing = terminal.timing
         tensors = reply.writer.write(deltas, timing)
         reply.begun = True
         reply.num_sent += sum(len(delta.ids) for delta in deltas)
@@ -330,25 +365,41 @@ class Responder:
         if completion.has_pending:
             self._line_up(reply)
         elif timing is not None:
-            self._forget(reply.key)
-            self._metrics.finished(timing, str(deltas[-1].finish_reason), reply.arrival.tier)
-            if self._spans is not None:
-                reasons = [str(delta.finish_reason) for delta in deltas]
-                num_prompt = reply.writer.num_prompt_tokens
-                self._spans.finished(reply.arrival, timing, reasons, num_prompt, reply.num_sent)
+            self._note_finished(reply, timing, [str(delta.finish_reason) for delta in deltas])
+
+    def _note_finished(self, reply: Reply, timing: Timing, reasons: list[str]) -> None:
+        """Its final response has been sent."""
+        self._forget(reply.arrival)
+        self._metrics.finished(timing, reasons[-1], reply.arrival.tier)
+        if self._spans is not None:
+            self._spans.finished(
+                reply.arrival,
+                timing=timing,
+                reasons=reasons,
+                num_prompt=reply.writer.num_prompt_tokens,
+                num_tokens=reply.num_sent,
+            )
 
     def _open(self) -> list[Arrival]:
         """Every request that has not ended."""
         return [*(reply.arrival for reply in self._replies.values()), *self._encoding.values()]
 
-    def _forget(self, key: int) -> None:
-        for holder in (self._encoding, self._replies, self._urgent, self._queue):
-            holder.pop(key, None)
+    def _forget(self, arrival: Arrival) -> None:
+        """A request has ended."""
+        key = arrival.key
+        self.ended_bytes += arrival.size
+        if key in self._encoding:
+            del self._encoding[key]
+            self._deadlines.remove(arrival)
+        else:
+            del self._replies[key]
+            self._urgent.pop(key, None)
+            self._queue.pop(key, None)
 
     def _end(self, arrival: Arrival, error: JitneyError) -> None:
         """End a request that is open with ``error``; the engine is told to cancel it."""
         if arrival.key in self._replies or arrival.key in self._encoding:
-            self._forget(arrival.key)
+            self._forget(arrival)
             self._metrics.failed(error, arrival.tier)
             arrival.channel.fail(error)
             self._send_message(Cancel(arrival.key))

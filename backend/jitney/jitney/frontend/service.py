@@ -6,6 +6,9 @@ each request, from one thread, and :meth:`Service.close` once.
 
     accept ──▶ threads that encode ──Reply──▶ responder ──Submit, Finish, Cancel──▶ engine
                                                   ◀───────── StepReport ──────────
+
+Whether a request finds a place in the queue is for the engine's scheduler to decide. The front has
+one limit of its own, on the bytes of all open prompts, which is there to protect its memory.
 """
 
 import itertools
@@ -45,6 +48,13 @@ _LOG = logging.getLogger(__name__)
 SHORT_PROMPT = 16_384
 """Bytes, or ids, of a prompt that takes milliseconds to encode. Longer ones have a thread of their
 own, so that they delay one another alone."""
+MAX_OPEN_BYTES = 1 << 30
+"""Of the prompts of all open requests, as they came."""
+REQUEST_BYTES = 16_384
+"""What a request takes in the front beside its prompt; counted like bytes of the prompt."""
+CPU_SEND_SHARE = 0.2
+"""Option ``send_share`` if it is not set: on a CPU, where a response costs the engine's cores as
+much as a token or two."""
 _LARGEST_SHARE = 0.25
 """Questions and responses share one queue to the server: with very many requests there are fewer
 sweeps, so that the questions take at most this share of the time."""
@@ -62,41 +72,57 @@ class Service:
         labels: Mapping[str, str],
         tracing: Tracing | None = None,
     ) -> None:
+        """``labels`` go on every metric."""
+        config = engine.config
+        info = engine.info
         self._engine = engine
+        self._config = config
+        self._info = info
         self._tokenizer = tokenizer
-        self._info = info = engine.info
-        self._config = config = engine.config
+        self._tracing = tracing
         self._keys = itertools.count()
         self._closed: str | None = None  # why no request is accepted any more
+        self._accepted_bytes = 0  # of all requests ever; the responder counts those that ended
         self._logprobs = LogprobsEncoder(tokenizer.token_text)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
         # One grammar's check can take seconds: it holds up other new grammars alone.
         self._new_grammars = ThreadPoolExecutor(1, "jitney-encode-grammar")
         self._grammars = GrammarChecker(config, setup(tokenizer.data, info, config))
-        self._counting = threading.Lock()
-        # By tier: requests whose prompt is not encoded yet; changed under the lock.
-        self._encoding = [0] * max(len(config.tiers), 1)
+        self._tier_names = [tier.name for tier in config.tiers]
         drafter = "" if config.speculation is None else config.speculation.drafter
-        self._metrics = Metrics(labels, info, [one.name for one in config.tiers], drafter)
-        # On a CPU a response costs the engine's cores as much as a token or two.
-        send_share = config.send_share or (0.2 if info.device == "cpu" else 1.0)
-        self._tracing = tracing
-        spans = None if tracing is None else RequestSpans(tracing, labels["model"], engine.health)
-        self._responder = Responder(
-            engine.send, self._metrics, config.max_pending_tokens, send_share, spans
-        )
+        self._metrics = Metrics(labels, info, tiers=self._tier_names, drafter=drafter)
+        self._responder = self._make_responder(labels["model"])
         self._abort = partial(self._responder.post, self._responder.abort)
         self._watched: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
+        self._workers = self._start_workers()
+
+    def _make_responder(self, model: str) -> Responder:
+        spans = None
+        if self._tracing is not None:
+            spans = RequestSpans(self._tracing, model, self._engine.health)
+        share = CPU_SEND_SHARE if self._info.device == "cpu" else 1.0
+        return Responder(
+            send_message=self._engine.send,
+            metrics=self._metrics,
+            max_pending_tokens=self._config.max_pending_tokens,
+            send_share=self._config.send_share or share,
+            spans=spans,
+        )
+
+    def _start_workers(self) -> dict[str, Worker]:
+        """In the order in which they are to end."""
         turns: dict[str, Callable[[], float | None]] = {
             "engine": self._run_engine,
             "responder": self._responder.turn,
             "sweeper": self._sweep,
             "metrics": self._flush_metrics,
         }
-        self.count_error = partial(self._metrics.count, "jitney_thread_errors_total")
+        return {name: Worker(name, turn, self.count_error) for name, turn in turns.items()}
+
+    def count_error(self) -> None:
         """To be called where a thread of the front has failed."""
-        self._workers = {name: Worker(name, turn, self.count_error) for name, turn in turns.items()}
+        self._metrics.count("jitney_thread_errors_total")
 
     # ------------------------------------------------------------------ the server's thread
 
@@ -110,11 +136,11 @@ class Service:
                 raise UnavailableError(self._closed)
             self._admit(parse_request(request), channel, now)
         except Exception as error:
-            said = self._shown(error)
-            self._metrics.failed(said)
-            channel.fail(said)
+            refusal = self._as_refusal(error)
+            self._metrics.failed(refusal)
+            channel.fail(refusal)
 
-    def _shown(self, error: Exception) -> JitneyError:
+    def _as_refusal(self, error: Exception) -> JitneyError:
         """What a client is told of ``error``: all of one that was raised on purpose."""
         if isinstance(error, JitneyError):
             return error
@@ -124,62 +150,89 @@ class Service:
 
     def _admit(self, request: ClientRequest, channel: Channel, now: float) -> None:
         """Refuse what can be refused without encoding the prompt; else have it encoded."""
-        request = replace(request, params=request.limits.apply(request.params, self._config))
-        info, params, size = self._info, request.params, len(request.prompt)
-        check_sampling_params(params, self._config, vocab_size=info.vocab_size)
-        if isinstance(request.prompt, bytes):
-            check_prompt_size(request.prompt_input, size, self._config, info)
-        elif size > info.max_model_len:
-            raise InvalidArgumentError(
-                f"input_ids has {size:,} ids, but the model's context holds {info.max_model_len:,}"
-            )
-        stats, tiers = self._metrics.stats, self._config.tiers
-        tier = self._config.tier_of(params.tier)
-        # As in the scheduler: lower tiers do not count.
-        waiting = sum(one.waiting for one in stats.tiers[: tier + 1]) if tiers else stats.waiting
-        free = 0 if waiting else max(self._config.max_num_seqs - stats.running, 0)
-        waiting += sum(self._encoding[: tier + 1])
-        if waiting >= self._config.max_queued + free:
-            raise UnavailableError.of_queue(waiting, self._config.max_queued)
-        deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
-        name, trace = request.request_id, request.trace
-        label = tiers[tier].name if tiers else ""
-        arrival = Arrival(next(self._keys), channel, now, deadline, name, trace, label)
+        params = request.limits.apply(request.params, self._config)
+        request = replace(request, params=params)
+        check_sampling_params(params, self._config, vocab_size=self._info.vocab_size)
+        self._check_size(request)
+        size = request.prompt_bytes + REQUEST_BYTES
+        self._check_open_bytes(size)
+        deadline = None
+        if params.deadline_ms is not None:
+            deadline = now + params.deadline_ms / 1000
+        tier = ""
+        if self._tier_names:
+            tier = self._tier_names[self._config.tier_of(params.tier)]
+        arrival = Arrival(
+            key=next(self._keys),
+            channel=channel,
+            at=now,
+            deadline=deadline,
+            size=size,
+            request_id=request.request_id,
+            trace=request.trace,
+            tier=tier,
+        )
+        self._accepted_bytes += size
         self._responder.post(self._responder.add, arrival)
         self._watched.put((arrival.key, channel))
-        with self._counting:
-            self._encoding[tier] += 1
-        lane = self._long if size > SHORT_PROMPT else self._short
-        structured = params.structured_outputs
+        self._lane_for(request).submit(self._encode, request, arrival)
+
+    def _check_size(self, request: ClientRequest) -> None:
+        """Raise InvalidArgumentError for a prompt that is too long whatever its encoding gives."""
+        size = len(request.prompt)
+        if isinstance(request.prompt, bytes):
+            check_prompt_size(request.prompt_input, size, self._config, self._info)
+            return
+        most = self._info.max_model_len
+        if size > most:
+            raise InvalidArgumentError(
+                f"input_ids has {size:,} ids, but the model's context holds {most:,}"
+            )
+
+    def _check_open_bytes(self, size: int) -> None:
+        """Raise UnavailableError if this is more than the front's memory is meant for."""
+        taken = self._accepted_bytes - self._responder.ended_bytes
+        if taken + size > MAX_OPEN_BYTES:
+            raise UnavailableError(
+                f"the prompts of all open requests have {taken:,} bytes, and at most "
+                f"{MAX_OPEN_BYTES:,} may be open"
+            )
+
+    def _lane_for(self, request: ClientRequest) -> ThreadPoolExecutor:
+        """The threads that encode it."""
+        structured = request.params.structured_outputs
         if structured is not None and not self._grammars.knows(structured):
-            lane = self._new_grammars
-        lane.submit(self._encode, request, arrival, tier)
+            return self._new_grammars
+        return self._long if len(request.prompt) > SHORT_PROMPT else self._short
 
     # ------------------------------------------------------------------ threads that encode
 
-    def _encode(self, request: ClientRequest, arrival: Arrival, tier: int) -> None:
+    def _encode(self, request: ClientRequest, arrival: Arrival) -> None:
         try:
             if arrival.channel.closed:
                 return  # it was cancelled, or its deadline has passed
             if request.task == "generate":
-                self._responder.post(self._responder.begin, *self._make_reply(request, arrival))
+                reply, submit = self._make_reply(request, arrival)
+                self._responder.post(self._responder.begin, reply, submit)
             else:
-                made = perform(request, self._tokenizer, self._config, self._info)
-                self._responder.post(self._responder.answer, arrival, made)
+                answer = perform(request, self._tokenizer, self._config, self._info)
+                self._responder.post(self._responder.answer, arrival, answer)
         except Exception as error:
-            self._abort(self._shown(error), arrival.key)
-        finally:
-            with self._counting:
-                self._encoding[tier] -= 1
+            self._abort(self._as_refusal(error), arrival.key)
 
     def _make_reply(self, request: ClientRequest, arrival: Arrival) -> tuple[Reply, Submit]:
-        text = None
+        """What the client gets, and what the engine gets. Raises InvalidArgumentError."""
         if isinstance(request.prompt, bytes):
             ids, text = encode_input(
-                request.prompt_input, request.prompt, self._tokenizer, self._config, self._info
+                field=request.prompt_input,
+                data=request.prompt,
+                tokenizer=self._tokenizer,
+                config=self._config,
+                info=self._info,
             )
         else:
             ids = request.prompt.tolist()
+            text = None
         params = request.params
         if "cumulative_logprob" in request.returns and params.logprobs is None:
             params = msgspec.structs.replace(params, logprobs=0)  # the chosen token's is needed
@@ -195,13 +248,18 @@ class Service:
             stream=request.stream,
             request_id=request.request_id,
         )
-        echo = (self._tokenizer.decode(ids) if text is None else text) if request.echo else ""
-        writer = ResponseWriter(request, echo, len(ids), self._logprobs)
         self._metrics.count("jitney_prompt_tokens_total", len(ids))
-        asked = "logprobs" in request.returns and request.params.logprobs is not None
-        encoder = self._logprobs if asked else None
+        echo = ""
+        if request.echo:
+            echo = self._tokenizer.decode(ids) if text is None else text
+        writer = ResponseWriter(
+            request, echo_text=echo, prompt_tokens=len(ids), encoder=self._logprobs
+        )
+        wants_logprobs = "logprobs" in request.returns and request.params.logprobs is not None
+        encoder = self._logprobs if wants_logprobs else None
         completion = Completion(submit, self._tokenizer, encoder)
-        return Reply(arrival, request.stream, completion, writer), submit
+        reply = Reply(arrival, streamed=request.stream, completion=completion, writer=writer)
+        return reply, submit
 
     # ------------------------------------------------------------------ life
 
@@ -223,11 +281,14 @@ class Service:
         for lane in (self._short, self._long, self._new_grammars):
             lane.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
-        stop = partial(self._responder.post, self._responder.stop)
-        ends: dict[str, Callable[[], None]] = {"engine": self._engine.stop, "responder": stop}
-        for name, worker in self._workers.items():
-            ends.get(name, worker.stop)()
-            worker.join(_JOIN_S)  # in this order: the engine's last report is still answered
+        # In this order: the engine's last report is still answered.
+        self._engine.stop()
+        self._workers["engine"].join(_JOIN_S)
+        self._responder.post(self._responder.stop)
+        self._workers["responder"].join(_JOIN_S)
+        for name in ("sweeper", "metrics"):
+            self._workers[name].stop()
+            self._workers[name].join(_JOIN_S)
         self._metrics.close()
         if self._tracing is not None:
             self._tracing.close()
@@ -246,15 +307,16 @@ class Service:
         """Find the requests whose clients have gone, queued ones included, and those whose deadline
         passes while their prompt is encoded. In a thread of its own, because each question is a
         round trip to the server."""
-        if any(self._encoding):
+        if self._responder.counts.encoding:
             self._responder.post(self._responder.expire)
         began = time.monotonic()
         for key in sweep(self._watched):
             self._responder.post(self._responder.cancel, key)
         took = time.monotonic() - began
-        return max(self._config.cancel_sweep_s - took, took * (1 / _LARGEST_SHARE - 1))
+        least_pause = took * (1 / _LARGEST_SHARE - 1)
+        return max(self._config.cancel_sweep_s - took, least_pause)
 
     def _flush_metrics(self) -> float:
-        self._metrics.note(self._engine.health, *self._responder.counts)
+        self._metrics.note(self._engine.health, self._responder.counts)
         self._metrics.flush()
         return self._config.metrics_flush_s

@@ -1,0 +1,191 @@
+"""Requests that wait for what they need: a compiled grammar, an adapter.
+
+The engine holds a request here until all its resources are there. What has to be made meanwhile is
+made in a thread, one for each kind of resource, and the result comes back as a message, a
+:class:`Made`, through the engine's inbox. So one request's wait holds up nobody else, and nothing
+here is shared: the engine's thread alone calls everything but :meth:`Source.make`.
+
+A kind of resource is a :class:`Source`. The scheduler counts the requests that wait as queued.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from jitney.errors import InternalError, JitneyError
+from jitney.messages import Adapter, Finish, Grammar, StepStats, Submit
+
+_log = logging.getLogger(__name__)
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Source(Protocol[T_co]):
+    """The resources of one kind: which are there, and who uses or awaits them."""
+
+    def name_of(self, message: Submit) -> str | None:
+        """Name of the resource that a request needs. None: it needs none of this kind."""
+
+    def claim(self, key: int, name: str, now: float) -> bool:
+        """Request ``key`` needs this resource until :meth:`release`. Whether it is there."""
+
+    def to_make(self) -> Sequence[Hashable]:
+        """What is to be made now. Each is given once."""
+
+    def make(self, id: Any) -> object:
+        """Make one of these. Called in a thread, touches no state. Raises a JitneyError."""
+
+    def receive(self, id: Any, result: Any, now: float) -> Sequence[int]:
+        """What :meth:`make` returned, or the JitneyError that it raised. The requests whose wait
+        for this kind is over by it."""
+
+    def get(self, key: int) -> T_co:
+        """The resource of a request whose wait is over. Raises what its making raised."""
+
+    def release(self, keys: Collection[int], now: float) -> Sequence[int]:
+        """These requests have ended; not all of them had claimed something. The requests whose
+        wait for this kind is over by it."""
+
+    def report(self, stats: StepStats) -> None:
+        """Add its figures since the last report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A message to the engine: a resource has been made, or could not be."""
+
+    source: Source[object]
+    id: Hashable
+    result: object
+
+
+@dataclass(slots=True)
+class Held:
+    """A request that waits."""
+
+    message: Submit
+    num_missing: int = 0
+    """Resources that are not there yet."""
+    later: list[Finish] = field(default_factory=list)
+    """What has come for it since: a resumed request may have sequences to be ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a request needed."""
+
+    grammar: Grammar | None
+    adapter: Adapter | None
+
+
+class Pending:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        grammars: Source[Grammar],
+        adapters: Source[Adapter] | None,
+        post: Callable[[Made], None],
+    ) -> None:
+        """Without ``adapters`` no request names one. ``post`` is called from other threads."""
+        self._grammars = grammars
+        self._adapters = adapters
+        self._sources: list[Source[object]] = [grammars]
+        if adapters is not None:
+            self._sources.append(adapters)
+        self.threads = [ThreadPoolExecutor(1, "jitney-resources") for _ in self._sources]
+        """By source: where its resources are made, one after the other."""
+        self._post = post
+        self.waiting: dict[int, Held] = {}
+        """By key."""
+        self._ready: dict[int, Held] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any request is here."""
+        return bool(self.waiting or self._ready)
+
+    def is_needed_by(self, message: Submit) -> bool:
+        """Whether a request needs any resource, there or not."""
+        return any(source.name_of(message) is not None for source in self._sources)
+
+    def hold(self, message: Submit, now: float) -> None:
+        """Keep a request until its resources are there; :meth:`take_ready` gives it then."""
+        held = Held(message)
+        for source in self._sources:
+            name = source.name_of(message)
+            if name is not None and not source.claim(message.key, name, now):
+                held.num_missing += 1
+        if held.num_missing:
+            self.waiting[message.key] = held
+        else:
+            self._ready[message.key] = held
+        self._start_making()
+
+    def keep(self, message: Finish) -> bool:
+        """Keep this for a request that is here. Whether it is."""
+        held = self.waiting.get(message.key) or self._ready.get(message.key)
+        if held is None:
+            return False
+        held.later.append(message)
+        return True
+
+    def receive(self, made: Made, now: float) -> None:
+        """A resource has been made."""
+        self._go_on(made.source.receive(made.id, made.result, now))
+        self._start_making()
+
+    def take_ready(self) -> list[Held]:
+        """The requests whose resources are all there, or could not be made: they leave."""
+        ready = list(self._ready.values())
+        self._ready.clear()
+        return ready
+
+    def resources_of(self, message: Submit) -> Resources:
+        """The resources of a request that has left. Raises why one could not be made."""
+        grammar = None
+        adapter = None
+        if self._grammars.name_of(message) is not None:
+            grammar = self._grammars.get(message.key)
+        if self._adapters is not None and self._adapters.name_of(message) is not None:
+            adapter = self._adapters.get(message.key)
+        return Resources(grammar, adapter)
+
+    def release(self, keys: Collection[int], now: float) -> None:
+        """These requests have ended, here or after they had left."""
+        for key in keys:
+            self.waiting.pop(key, None)
+            self._ready.pop(key, None)
+        for source in self._sources:
+            self._go_on(source.release(keys, now))
+        self._start_making()
+
+    def report(self, stats: StepStats) -> None:
+        """Add the sources' figures."""
+        for source in self._sources:
+            source.report(stats)
+
+    def _go_on(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            held = self.waiting[key]
+            held.num_missing -= 1
+            if not held.num_missing:
+                self._ready[key] = self.waiting.pop(key)
+
+    def _start_making(self) -> None:
+        for source, thread in zip(self._sources, self.threads, strict=True):
+            for id in source.to_make():
+                thread.submit(self._make, source, id)
+
+    def _make(self, source: Source[object], id: Hashable) -> None:
+        """In the source's thread."""
+        result: object
+        try:
+            result = source.make(id)
+        except JitneyError as error:
+            result = error
+        except BaseException:  # a panic of native code is no Exception
+            _log.exception("a resource could not be made")
+            result = InternalError("what the request needs could not be made")
+        self._post(Made(source, id, result))
