@@ -1,0 +1,23 @@
+"""A loader for :class:`SupervisedEngine`: the arithmetic runner, with the vocabulary of the front's
+tests."""
+
+from jitney.config import EngineConfig
+from jitney.engine.grammars import Compile
+from jitney.engine.process import Load
+
+from tests.fake_runner import FakeGrammar, FakeRunner
+
+VOCAB = 320
+"""Ids of the front's tests' tokenizer."""
+LOADER = "tests.frontend.plain_runner:loader"
+
+
+def loader() -> Load:
+    """For the fork server."""
+    return load
+
+
+def load(config: EngineConfig, tokenizer: bytes) -> tuple[FakeRunner, bytes, Compile, None]:
+    """Its steps take long enough for a stream to have several responses."""
+    runner = FakeRunner(vocab_size=VOCAB, num_blocks=512, max_model_len=2000, step_seconds=0.002)
+    return runner, b"", FakeGrammar, None
