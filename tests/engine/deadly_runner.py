@@ -13,7 +13,7 @@ import PIL  # noqa: F401  # which a fork server hides at first: so it imports th
 from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile
 from jitney.engine.pending import Source
-from jitney.engine.process import Load
+from jitney.engine.process import LoadModel
 from jitney.errors import CheckpointError, DeviceLostError
 from jitney.messages import Adapter, Batch, Row
 
@@ -26,7 +26,7 @@ STEP_S = 0.002
 _COLLECTS = gc.isenabled()
 
 
-def loader() -> Load:
+def loader() -> LoadModel:
     """For the fork server."""
     return load
 

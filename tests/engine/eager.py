@@ -3,10 +3,10 @@ whether it pays or not."""
 
 from jitney.core.drafts import Prices, Speculation
 from jitney.engine.assemble import prepare
-from jitney.engine.process import Load
+from jitney.engine.process import LoadModel
 
 
-def loader() -> Load:
+def loader() -> LoadModel:
     """For the fork server."""
     Speculation._prices = lambda self, some: Prices(0.0)  # type: ignore[method-assign]
     return prepare()

@@ -8,7 +8,7 @@ import pytest
 from jitney.config import make_config
 from jitney.engine.engine import Engine
 from jitney.engine.journal import Journal
-from jitney.engine.wire import Span
+from jitney.engine.wire import RowRange
 from jitney.messages import (
     Batch,
     Cancel,
@@ -39,7 +39,7 @@ class Mortal:
         self.config = make_config({"model": "fake", "block_size": BLOCK, **options})
         self.journal = Journal()
         self.now = 0.0
-        self.spans: list[Span] = []
+        self.spans: list[RowRange] = []
         self.streams: dict[tuple[int, int], list[int]] = {}
         self.logprobs: dict[tuple[int, int], float | None] = {}
         self.reasons: dict[tuple[int, int], str] = {}
@@ -54,7 +54,9 @@ class Mortal:
 
     def note(self, batches: list[Batch]) -> None:
         self.spans = [
-            Span(row.key, row.index, row.start, row.end) for batch in batches for row in batch.rows
+            RowRange(row.key, row.index, row.start, row.end)
+            for batch in batches
+            for row in batch.rows
         ]
 
     def send(self, message: Submit | Finish | Cancel) -> None:
@@ -271,7 +273,7 @@ def test_a_fault_of_decoding_alone_is_found_too() -> None:
     for length in range(3, 20):
         tokens = Tokens(key=0, index=0, ids=[7])
         journal.read(StepReport([tokens], StepStats()), 1.0)
-        failed = journal.crashed([Span(0, 0, length, length + 1)])
+        failed = journal.crashed([RowRange(0, 0, length, length + 1)])
         if failed:
             break
         assert len(journal.due()) == 1
@@ -286,7 +288,7 @@ def test_what_a_grammar_forces_proves_nothing() -> None:
     for length in range(3, 60, 5):
         journal.due()
         journal.read(StepReport([Tokens(key=0, index=0, ids=[7] * 5)], StepStats()), 1.0)
-        failed += journal.crashed([Span(0, 0, length, length + 5)])
+        failed += journal.crashed([RowRange(0, 0, length, length + 5)])
     assert [one.key for one in failed] == [0]
 
 
@@ -320,16 +322,16 @@ def test_who_dies_twice_at_the_same_tokens_is_tried_alone_and_failed() -> None:
     for key in range(3):
         journal.take(submit_of(key))
     assert [m.key for m in journal.due()] == [0, 1, 2]
-    rows = [Span(0, 0, 0, 3), Span(1, 0, 0, 3)]
+    rows = [RowRange(0, 0, 0, 3), RowRange(1, 0, 0, 3)]
     assert journal.crashed(rows) == []
     assert [m.key for m in journal.due()] == [0, 1, 2]
     assert journal.crashed(rows) == []
     assert [m.key for m in journal.due()] == [0], "the first suspect alone"
     journal.take(submit_of(3))
     assert journal.due() == [], "nobody joins it"
-    assert journal.crashed([Span(0, 0, 0, 3)]) == [], "once may be chance"
+    assert journal.crashed([RowRange(0, 0, 0, 3)]) == [], "once may be chance"
     assert [m.key for m in journal.due()] == [0]
-    (failed,) = journal.crashed([Span(0, 0, 0, 3)])
+    (failed,) = journal.crashed([RowRange(0, 0, 0, 3)])
     assert (failed.key, failed.code) == (0, "INTERNAL")
     assert "ended the engine" in failed.message
     assert [m.key for m in journal.due()] == [1], "the next suspect"
@@ -366,7 +368,7 @@ def test_dying_at_other_tokens_is_no_suspicion() -> None:
     journal.take(submit_of(0, [1] * 40))
     journal.due()
     for at in range(0, 40, 4):
-        assert journal.crashed([Span(0, 0, at, at + 4)]) == []
+        assert journal.crashed([RowRange(0, 0, at, at + 4)]) == []
         assert journal.due()
     assert not journal.crashed([])
     assert len(journal) == 1

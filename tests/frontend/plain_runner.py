@@ -3,7 +3,7 @@ tests."""
 
 from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile
-from jitney.engine.process import Load
+from jitney.engine.process import LoadModel
 
 from tests.fake_runner import FakeGrammar, FakeRunner
 
@@ -12,7 +12,7 @@ VOCAB = 320
 LOADER = "tests.frontend.plain_runner:loader"
 
 
-def loader() -> Load:
+def loader() -> LoadModel:
     """For the fork server."""
     return load
 

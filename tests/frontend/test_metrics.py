@@ -33,7 +33,7 @@ def value(pb: Any, name: str, **labels: str) -> float:
 
 
 def test_every_family_stands_at_the_server_from_the_start(pb: Any) -> None:
-    module.Metrics(LABELS, INFO)
+    module.ModelMetrics(LABELS, INFO)
     names = {name for name, _ in pb.MetricFamily.values}
     assert {*module.GAUGES, *module.COUNTERS, module.REQUESTS, module.ORCA} <= names
     for name in module.HISTOGRAMS:
@@ -49,7 +49,7 @@ def test_the_page_about_them_is_current(pb: Any, monkeypatch: pytest.MonkeyPatch
     assert written == metrics_table.make_page(module, of_jobs, Figures().page().decode()), (
         "run: python scripts/metrics_table.py"
     )
-    module.Metrics(LABELS, INFO)
+    module.ModelMetrics(LABELS, INFO)
     kinds = {
         dict(labels)["kv_cache_block_type"]
         for name, labels in pb.MetricFamily.values
@@ -59,7 +59,7 @@ def test_the_page_about_them_is_current(pb: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
-    metrics = module.Metrics(LABELS, INFO)
+    metrics = module.ModelMetrics(LABELS, INFO)
     stats = StepStats(
         waiting=2, running=3, blocks_total=8, blocks_used=5, blocks_cached=1, generated_tokens=3,
         batch_sequences=3, step_seconds=0.01, prefix_hit_tokens=4, preemptions=1, out_of_memory=1,
@@ -89,7 +89,7 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_belong_to_their_bucket(pb: Any) -> None:
-    metrics = module.Metrics(LABELS, INFO)
+    metrics = module.ModelMetrics(LABELS, INFO)
     metrics.observe("jitney_inter_token_seconds", 0.01, times=3)
     metrics.flush()
     metrics.observe("jitney_inter_token_seconds", 0.03)
@@ -106,7 +106,7 @@ def test_histogram_buckets_are_cumulative_and_bounds_belong_to_their_bucket(pb: 
 
 
 def test_a_flush_that_fails_loses_nothing(pb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = module.Metrics(LABELS, INFO)
+    metrics = module.ModelMetrics(LABELS, INFO)
     metrics.count("jitney_responses_total", 5)
     with monkeypatch.context() as broken:
         broken.setattr(pb.MetricFamily, "fails", True)
@@ -118,7 +118,7 @@ def test_a_flush_that_fails_loses_nothing(pb: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
-    metrics = module.Metrics(LABELS, INFO)
+    metrics = module.ModelMetrics(LABELS, INFO)
     timing = Timing(
         queue_s=0.5, first_token_s=None, total_s=2.0, cached_prompt_tokens=0,
         computed_prompt_tokens=3, preemptions=0,
@@ -134,7 +134,7 @@ def test_a_finished_request_counts_by_its_reason(pb: Any) -> None:
 
 
 def test_drafts_count_by_their_drafter(pb: Any) -> None:
-    metrics = module.Metrics(LABELS, INFO, drafter="eagle")
+    metrics = module.ModelMetrics(LABELS, INFO, drafter="eagle")
     step = StepStats(blocks_total=8, draft_rows=2, draft_tokens=7, accepted_tokens=3)
     metrics.step(step)
     metrics.step(step)
@@ -144,7 +144,7 @@ def test_drafts_count_by_their_drafter(pb: Any) -> None:
 
 
 def test_requests_count_by_tier_where_there_are_any(pb: Any) -> None:
-    metrics = module.Metrics(LABELS, INFO, ["fast", "bulk"])
+    metrics = module.ModelMetrics(LABELS, INFO, ["fast", "bulk"])
     for tier, seconds in (("fast", 0.01), ("bulk", 3.0), ("bulk", 4.0)):
         metrics.observe("jitney_time_to_first_token_seconds", seconds, tier=tier)
         metrics.finished(Timing(queue_s=seconds, first_token_s=None, total_s=9.0), "stop", tier)

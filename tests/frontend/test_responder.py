@@ -12,7 +12,7 @@ from jitney.errors import JitneyError, UnavailableError
 from jitney.frontend import protocol
 from jitney.frontend import responder as module
 from jitney.frontend.channel import Channel
-from jitney.frontend.metrics import Metrics
+from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter
 from jitney.frontend.responder import Arrival, Reply, Responder
 from jitney.messages import (
@@ -54,7 +54,7 @@ class Desk:
     ) -> None:
         self.pb, self.tokenizer = pb, tokenizer
         self.told: list[Message] = []
-        metrics = Metrics({"model": "m"}, INFO)
+        metrics = ModelMetrics({"model": "m"}, INFO)
         self.responder = Responder(self.told.append, metrics, max_pending, send_share)
         self.senders: dict[int, Any] = {}
         self.order: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 from jitney.engine import supervisor
 from jitney.frontend import model
 from jitney.frontend.channel import Channel
-from jitney.frontend.metrics import Metrics
+from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.service import Service
 
 from tests.survival.arithmetic_runner import GATE, LOADER
@@ -18,8 +18,8 @@ from tests.survival.arithmetic_runner import GATE, LOADER
 LONGEST_GATE_S = 120.0
 FAULTS: dict[str, tuple[type, str]] = {
     "encode": (Service, "_make_reply"),
-    "metrics": (Metrics, "flush"),
-    "responder": (Metrics, "step"),
+    "metrics": (ModelMetrics, "flush"),
+    "responder": (ModelMetrics, "step"),
     "sweeper": (Service, "_sweep"),
 }
 """By thread, what raises once if a file of the thread's name lies there; the file goes."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile, refuse
-from jitney.engine.process import Load
+from jitney.engine.process import LoadModel
 from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput
 from jitney.text.tokenizer import TokenizerData
 
@@ -24,7 +24,7 @@ LONGEST_HOLD_S = 50.0
 LOADER = "tests.survival.arithmetic_runner:loader"
 
 
-def loader() -> Load:
+def loader() -> LoadModel:
     """For the fork server."""
     return load
 

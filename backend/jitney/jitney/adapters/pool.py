@@ -19,7 +19,7 @@ from jitney.messages import StepStats, Submit
 
 _log = logging.getLogger(__name__)
 
-Load = Callable[[str], LowRank]
+ReadAdapter = Callable[[str], LowRank]
 """Reads the adapter of a name. Raises InvalidArgumentError."""
 Stamp = Callable[[str], tuple[int, ...]]
 """What the files of an adapter look like: it changes once they are written anew."""
@@ -41,7 +41,7 @@ class _Entry:
 class Adapters:
     """See the module's docstring."""
 
-    def __init__(self, load: Load, stamp: Stamp, most: int, patience: float) -> None:
+    def __init__(self, load: ReadAdapter, stamp: Stamp, most: int, patience: float) -> None:
         """Keeps at most ``most`` in memory. Once a request has waited for room for ``patience``
         seconds, none that comes later goes first."""
         self._load = load

@@ -57,7 +57,7 @@ def prepare() -> Callable[[EngineConfig, bytes], _Loaded]:
 
 
 def _load_for_front(config: EngineConfig, tokenizer: bytes) -> _Loaded:
-    """See ``process.Load``. The data are for a front that imports no transformers."""
+    """See ``process.LoadModel``. The data are for a front that imports no transformers."""
     if tokenizer:
         data = msgspec.msgpack.decode(tokenizer, type=TokenizerData)
     else:

@@ -33,7 +33,7 @@ LOADER = "jitney.engine.assemble:prepare"
 
 
 def default_loader() -> tuple[str, ...]:
-    """Names of what the fork server calls, in this order. The last one gives a ``process.Load``."""
+    """Names of what the fork server calls, in this order. The last gives a ``LoadModel``."""
     ahead = [found.value for found in entry_points(group=AHEAD)]
     return (*sorted(ahead), LOADER)
 

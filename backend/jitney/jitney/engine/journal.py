@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jitney.core.outcome import final_event
-from jitney.engine.wire import Span
+from jitney.engine.wire import RowRange
 from jitney.errors import DeadlineExceededError, InternalError, JitneyError
 from jitney.messages import (
     TERMINAL,
@@ -50,7 +50,7 @@ class _Entry:
     first_token: float | None = None
     later: list[Finish | Cancel] = field(default_factory=list)
     """What was sent after it, to be sent again."""
-    died_at: list[Span] = field(default_factory=list)
+    died_at: list[RowRange] = field(default_factory=list)
     """What of it the last engine was computing that died with it in a step."""
     deaths: int = 0
     """Engines that died at the same tokens of it, without a new one since."""
@@ -61,24 +61,56 @@ class _Entry:
 
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
-        emitted = self.sequences if self.was_sent else []
-        far = {"emitted": emitted, "first_token": self.first_token}
-        return [msgspec.structs.replace(self.submit, **far), *self.later]
+        submit = msgspec.structs.replace(
+            self.submit,
+            emitted=self.sequences if self.was_sent else [],
+            first_token=self.first_token,
+        )
+        return [submit, *self.later]
 
     def end_by_deadline(self, first_token: float, now: float) -> list[Event]:
         """The events that end it with what it has."""
-        submit, events = self.submit, list[Event]()
+        submit = self.submit
+        events: list[Event] = []
         for index, sequence in enumerate(self.sequences):
             if not sequence.ended:
-                logprob = sequence.cumulative_logprob
-                events.append(final_event(submit, index, logprob, "deadline"))
+                events.append(final_event(submit, index, sequence.cumulative_logprob, "deadline"))
         timing = Timing(
             queue_s=None,
             first_token_s=first_token - submit.arrival,
             total_s=now - submit.arrival,
             computed_prompt_tokens=len(submit.prompt),
         )
-        return [*events, Finished(submit.key, timing)]
+        events.append(Finished(submit.key, timing))
+        return events
+
+    def emit(self, tokens: Tokens, now: float) -> None:
+        """Note what a sequence has emitted."""
+        sequence = self.sequences[tokens.index]
+        sequence.ids += tokens.ids
+        sequence.ended = tokens.finish_reason is not None
+        if tokens.cumulative_logprob is not None:
+            sequence.cumulative_logprob = tokens.cumulative_logprob
+        if tokens.ids:
+            self.first_token = self.first_token or now
+            self.tokens_since_death += len(tokens.ids)
+            self.samples_since_death += 1
+
+    @property
+    def is_proved_innocent(self) -> bool:
+        """Whether an engine has survived what the ones before died of."""
+        return self.samples_since_death >= PROOF_SAMPLES
+
+    def note_death(self, rows: list[RowRange]) -> None:
+        """An engine died while it computed these rows of it."""
+        new = self.tokens_since_death
+        if any(_overlap(row, other, new) for row in rows for other in self.died_at):
+            self.deaths += 1
+        else:
+            self.deaths = 1
+        self.died_at = rows
+        self.tokens_since_death = 0
+        self.samples_since_death = 0
 
 
 class Journal:
@@ -100,50 +132,43 @@ class Journal:
             sequences = [Emitted() for _ in range(message.params.n)]
             self._open[message.key] = _Entry(message, sequences)
             self._held[message.key] = None
-        elif (entry := self._open.get(message.key)) is not None:
-            entry.later.append(message)
-            if message.key not in self._held:
-                self._unsent.append(message)
+            return
+        entry = self._open.get(message.key)
+        if entry is None:
+            return  # it has ended
+        entry.later.append(message)
+        if message.key not in self._held:
+            self._unsent.append(message)
 
     def read(self, report: StepReport, now: float) -> list[Event]:
         """Note what the engine reports, before anybody is told. Returns the events of open
         requests: others have ended here."""
-        events = [event for event in report.events if event.key in self._open]
-        for event in events:
+        events: list[Event] = []
+        for event in report.events:
+            entry = self._open.get(event.key)
+            if entry is None:
+                continue
+            events.append(event)
             if isinstance(event, TERMINAL):
-                self._open.pop(event.key, None)
-                self._held.pop(event.key, None)
-                self._clear(event.key)
-            elif isinstance(event, Tokens) and (entry := self._open.get(event.key)) is not None:
-                sequence = entry.sequences[event.index]
-                sequence.ids += event.ids
-                sequence.ended = event.finish_reason is not None
-                if event.cumulative_logprob is not None:
-                    sequence.cumulative_logprob = event.cumulative_logprob
-                if event.ids:
-                    entry.first_token = entry.first_token or now
-                    entry.tokens_since_death += len(event.ids)
-                    entry.samples_since_death += 1
-                    if entry.samples_since_death >= PROOF_SAMPLES:
-                        entry.deaths = 0
-                        self._clear(event.key)
+                self._close(event.key)
+            elif isinstance(event, Tokens):
+                entry.emit(event, now)
+                if entry.is_proved_innocent:
+                    entry.deaths = 0
+                    self._clear(event.key)
         return events
 
-    def crashed(self, rows: list[Span]) -> list[Failed]:
+    def crashed(self, rows: list[RowRange]) -> list[Failed]:
         """The engine has died, maybe while it computed ``rows``. The requests that this ends."""
-        computing: dict[int, list[Span]] = {}
+        computing: dict[int, list[RowRange]] = {}
         for row in rows:
             computing.setdefault(row.key, []).append(row)
         failed: list[Failed] = []
-        for key, spans in computing.items():
+        for key, own_rows in computing.items():
             entry = self._open.get(key)
             if entry is None:
                 continue
-            new = entry.tokens_since_death
-            same = any(_overlap(one, other, new) for one in spans for other in entry.died_at)
-            entry.deaths = entry.deaths + 1 if same else 1
-            entry.died_at = spans
-            entry.tokens_since_death = entry.samples_since_death = 0
+            entry.note_death(own_rows)
             if entry.deaths == FATAL_DEATHS:
                 del self._open[key]
                 error = f"this request ended the engine {FATAL_DEATHS} times at the same tokens"
@@ -158,43 +183,41 @@ class Journal:
         engine sees to it: those that it does not have, or all if it is silent."""
         events: list[Event] = []
         for key in list(self._open if engine_is_silent else self._held):
-            entry = self._open[key]
-            deadline = entry.submit.deadline
-            if any(isinstance(message, Cancel) for message in entry.later):
-                events.append(Cancelled(key))
-            elif deadline is None or deadline > now:
-                continue
-            elif entry.first_token is None:
-                arrival = entry.submit.arrival
-                state = "no engine was at work on it"
-                error = DeadlineExceededError.of_request(arrival, deadline, state)
-                events.append(Failed(key, error.code, str(error)))
-            else:
-                events += entry.end_by_deadline(entry.first_token, now)
-            self._held.pop(key, None)
-            del self._open[key]
-            self._clear(key)
+            ends = _ends_of(self._open[key], now)
+            if ends:
+                events += ends
+                self._close(key)
         return events
 
     def due(self) -> list[Message]:
         """The messages to send now, to an engine that is up: what it lacks and may have."""
         messages: list[Message] = [*self._unsent]
         self._unsent.clear()
-        for key in [key for key in self._held if self._alone in (None, key)]:
+        for key in list(self._held):
+            if self._alone not in (None, key):
+                continue  # it waits until that one is done
             del self._held[key]
-            messages += self._open[key].messages()
-            self._open[key].was_sent = True
+            entry = self._open[key]
+            messages += entry.messages()
+            entry.was_sent = True
         return messages
 
     def names(self, most: int) -> str:
         """The open requests, at most so many, for the log: by the client's id or by their key."""
-        first = [entry.submit for entry in itertools.islice(self._open.values(), most)]
-        names = [repr(one.request_id) if one.request_id else f"#{one.key}" for one in first]
-        return ", ".join(names) + ", …" * (len(self._open) > most)
+        names: list[str] = []
+        for entry in itertools.islice(self._open.values(), most):
+            submit = entry.submit
+            names.append(repr(submit.request_id) if submit.request_id else f"#{submit.key}")
+        if len(self._open) > most:
+            names.append("…")
+        return ", ".join(names)
 
     def num_emitted(self) -> int:
         """Tokens that the open requests have emitted."""
-        return sum(len(one.ids) for entry in self._open.values() for one in entry.sequences)
+        total = 0
+        for entry in self._open.values():
+            total += sum(len(sequence.ids) for sequence in entry.sequences)
+        return total
 
     def end_all(self, error: JitneyError) -> list[Failed]:
         """Give every open request up. Their terminal events."""
@@ -204,17 +227,41 @@ class Journal:
         self._alone = None
         return failed
 
+    def _close(self, key: int) -> None:
+        """A request has ended."""
+        del self._open[key]
+        self._held.pop(key, None)
+        self._clear(key)
+
     def _clear(self, key: int) -> None:
         """If ``key`` was tried alone: it is not at fault, or has ended. The next suspect's turn."""
         if key == self._alone:
             self._alone = self._next_suspect()
 
     def _next_suspect(self) -> int | None:
-        suspected = (key for key in self._held if self._open[key].deaths >= SUSPECT_DEATHS)
-        return next(suspected, None)
+        for key in self._held:
+            if self._open[key].deaths >= SUSPECT_DEATHS:
+                return key
+        return None
 
 
-def _overlap(one: Span, other: Span, new_tokens: int) -> bool:
+def _ends_of(entry: _Entry, now: float) -> list[Event]:
+    """The events that end a request of which no engine sees to it; none if it goes on."""
+    submit = entry.submit
+    if any(isinstance(message, Cancel) for message in entry.later):
+        return [Cancelled(submit.key)]
+    deadline = submit.deadline
+    if deadline is None or deadline > now:
+        return []
+    if entry.first_token is not None:
+        return entry.end_by_deadline(entry.first_token, now)
+    state = "no engine was at work on it"
+    error = DeadlineExceededError.of_request(submit.arrival, deadline, state)
+    return [Failed(submit.key, error.code, str(error))]
+
+
+def _overlap(row: RowRange, other: RowRange, new_tokens: int) -> bool:
     """Whether both are of the same tokens, those made between them counted in."""
-    same = one.start < other.end + new_tokens and other.start < one.end + new_tokens
-    return one.index == other.index and same
+    if row.index != other.index:
+        return False
+    return row.start < other.end + new_tokens and other.start < row.end + new_tokens

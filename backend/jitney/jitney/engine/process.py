@@ -33,14 +33,24 @@ from jitney.engine.engine import Engine
 from jitney.engine.grammars import Compile
 from jitney.engine.pending import Source
 from jitney.engine.quiet import lean_imports, quiet_imports
-from jitney.engine.wire import Down, Frames, Logged, Ready, Refused, Span, Start, StepBegun, Stop
+from jitney.engine.wire import (
+    Down,
+    Frames,
+    Logged,
+    Ready,
+    Refused,
+    RowRange,
+    Start,
+    StepBegun,
+    Stop,
+)
 from jitney.errors import DeviceLostError, JitneyError, LoadError
 from jitney.execution.protocols import Runner
 from jitney.messages import Adapter, Batch, Cancel, Finish, StepReport, Submit
 
 _log = logging.getLogger(__name__)
 
-Load = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile, Source[Adapter] | None]]
+LoadModel = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile, Source[Adapter] | None]]
 """Loads a model. The bytes are its tokenizer's data if the front has them, else empty. Returns the
 runner, the data if they were not given, what compiles grammars, and the adapters if it takes any.
 LOADER does what every load needs, and returns this."""
@@ -79,7 +89,7 @@ def serve_forks(descriptor: int, ahead: Sequence[str], loader: str) -> int:
             control.sendall(NUMBER.pack(_wait_for(pid)))
 
 
-def _prepare(ahead: Sequence[str], loader: str) -> Load:
+def _prepare(ahead: Sequence[str], loader: str) -> LoadModel:
     """Import what every engine needs. Its pages are shared by all that are forked."""
     quiet_imports()
     # What is imported stays: to look for garbage in it takes an eighth of the time.
@@ -89,7 +99,7 @@ def _prepare(ahead: Sequence[str], loader: str) -> Load:
             pkgutil.resolve_name(name)()
     try:
         with lean_imports():
-            load: Load = pkgutil.resolve_name(loader)()
+            load: LoadModel = pkgutil.resolve_name(loader)()
     except ImportError:  # a package that is installed here does need what is hidden
         load = pkgutil.resolve_name(loader)()
     gc.freeze()  # else the engine's first collection would copy every page that has an object
@@ -104,7 +114,7 @@ def _wait_for(pid: int) -> int:
             return os.waitstatus_to_exitcode(status)
 
 
-def _serve_and_exit(descriptor: int, load: Load) -> NoReturn:
+def _serve_and_exit(descriptor: int, load: LoadModel) -> NoReturn:
     """In the forked process: when it ends, nothing of the fork server may run in it."""
     status = 1
     try:
@@ -130,13 +140,13 @@ class _ToFront:
 
     def begin_step(self, batches: list[Batch]) -> None:
         """Name the rows of the steps in flight, so that the front knows who was at work."""
-        spans: list[Span] = []
+        spans: list[RowRange] = []
         for batch in batches:
-            spans += [Span(row.key, row.index, row.start, row.end) for row in batch.rows]
+            spans += [RowRange(row.key, row.index, row.start, row.end) for row in batch.rows]
         self._frames.send(StepBegun(spans))
 
 
-def serve(descriptor: int, load: Load) -> int:
+def serve(descriptor: int, load: LoadModel) -> int:
     """Load a model and make steps until told to stop. The exit status."""
     _die_with_parent()
     frames: Frames[Down] = Frames(socket.socket(fileno=descriptor), Down)

@@ -27,7 +27,7 @@ from jitney.engine.fork_server import TICK_S, EngineConnection, ForkServer, defa
 from jitney.engine.handle import Health
 from jitney.engine.journal import Journal
 from jitney.engine.process import DEVICE_LOST
-from jitney.engine.wire import Logged, Ready, Refused, Span, Start, StepBegun, Stop, Up
+from jitney.engine.wire import Logged, Ready, Refused, RowRange, Start, StepBegun, Stop, Up
 from jitney.errors import (
     CheckpointError,
     ConfigError,
@@ -71,7 +71,7 @@ class SupervisedEngine:
         loader: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``loader`` names a function that gives a ``process.Load``, in place of the real one."""
+        """``loader`` names a function that gives a ``LoadModel``, in place of the real one."""
         self.config = config
         self.health = Health(up=False)
         self._tokenizer = b""  # until the first engine has given it
@@ -85,7 +85,7 @@ class SupervisedEngine:
         self._refusal: str | None = None
         self._stop_by = math.inf  # once it is stopped
         self._outbox: Outbox = queue.SimpleQueue()  # the caller's, once it runs
-        self._rows: list[Span] = []  # of the step that the engine is in
+        self._rows: list[RowRange] = []  # of the step that the engine is in
         self._stats = StepStats()
         self._heard = 0.0  # when the engine last gave a sign of life, or had nothing to do
         self._idle_deaths: list[float] = []  # of engines that had completed no step since the last

@@ -49,7 +49,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     message: str
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class RowRange(msgspec.Struct, frozen=True, array_like=True):
     """A row of a step: positions [start, end) of a sequence."""
 
     key: int
@@ -61,7 +61,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 class StepBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
     """What the device is about to compute, that of a step still in flight included."""
 
-    rows: list[Span]
+    rows: list[RowRange]
 
 
 class Logged(msgspec.Struct, frozen=True, array_like=True, tag="logged"):

@@ -15,7 +15,8 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
@@ -103,12 +104,26 @@ RESTARTS = "jitney_engine_restarts_total"
 ORCA = "nv_trt_llm_kv_cache_block_metrics"
 """The one family from which the server makes ORCA load headers; its names are fixed."""
 
-_EDGES = {
-    name: [*(f"{bound:g}" for bound in bounds), "+Inf"] for name, (_, bounds) in HISTOGRAMS.items()
-}
+
+def _edges(bounds: Sequence[float]) -> list[str]:
+    """Values of the label ``le``."""
+    return [*(f"{bound:g}" for bound in bounds), "+Inf"]
+
+
+_EDGES = {name: _edges(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
 _Key = tuple[str, ...]
 """A server metric: the name of its family and, if it has them, the values of a label of its own and
 of the label ``tier``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerMetric:
+    """The server's object."""
+
+    metric: Any
+    family: Any
+    """Kept, because it takes its metrics along when it is dropped."""
+    is_counter: bool
 
 
 class OpenCounts(NamedTuple):
@@ -123,10 +138,10 @@ class OpenCounts(NamedTuple):
 
 
 def _key(*parts: str) -> _Key:
-    return tuple(filter(None, parts))
+    return tuple(part for part in parts if part)
 
 
-class Metrics:
+class ModelMetrics:
     """Adds up and flushes. All methods may be called from any thread."""
 
     def __init__(
@@ -147,8 +162,7 @@ class Metrics:
         self.stats = StepStats(blocks_total=info.num_blocks)
         # Of a bucket, its own observations alone.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
-        # The server's, its family (which takes it along when it is dropped), and whether it counts.
-        self._metrics: dict[_Key, tuple[Any, Any, bool]] = {}
+        self._metrics: dict[_Key, _ServerMetric] = {}
         self._sent: dict[_Key, float] = {}
         try:
             self._register()
@@ -196,10 +210,12 @@ class Metrics:
             (ORCA, "fraction"): stats.blocks_used / total,
             (ORCA, "tokens_per"): self._block_size,
         }
-        values |= {(RESTARTS, cause): count for cause, count in dict(health.restarts).items()}
-        for tier, each in zip(self._tiers, stats.tiers, strict=False):
-            gauges = (each.waiting, each.running, each.oldest_s)
-            values |= {(name, tier): x for name, x in zip(TIER_GAUGES, gauges, strict=True)}
+        for cause, count in dict(health.restarts).items():
+            values[RESTARTS, cause] = count
+        for tier, of_tier in zip(self._tiers, stats.tiers, strict=False):  # none before a report
+            values["jitney_tier_waiting_sequences", tier] = of_tier.waiting
+            values["jitney_tier_running_sequences", tier] = of_tier.running
+            values["jitney_tier_oldest_wait_seconds", tier] = of_tier.oldest_s
         with self._lock:
             self._totals |= values
 
@@ -209,9 +225,9 @@ class Metrics:
         self.count("jitney_generated_tokens_total", stats.generated_tokens)
         self.count("jitney_structured_output_forced_tokens_total", stats.forced_tokens)
         if stats.draft_rows:
-            drafts = (stats.draft_rows, stats.draft_tokens, stats.accepted_tokens)
-            for name, amount in zip(DRAFT_COUNTERS, drafts, strict=True):
-                self.count(name, amount, self._drafter)
+            self.count("jitney_draft_rows_total", stats.draft_rows, self._drafter)
+            self.count("jitney_draft_tokens_total", stats.draft_tokens, self._drafter)
+            self.count("jitney_accepted_draft_tokens_total", stats.accepted_tokens, self._drafter)
         self.count("jitney_computed_prompt_tokens_total", stats.prefill_tokens)
         self.count("jitney_prefix_query_tokens_total", stats.prefix_query_tokens)
         self.count("jitney_prefix_hit_tokens_total", stats.prefix_hit_tokens)
@@ -220,9 +236,9 @@ class Metrics:
         self.count("jitney_adapter_loads_total", stats.adapter_loads)
         self.count("jitney_adapter_hits_total", stats.adapter_hits)
         self.count("jitney_adapter_wait_seconds_total", stats.adapter_wait_seconds)
-        for tier, each in zip(self._tiers, stats.tiers, strict=False):  # none before a report
-            self.count("jitney_tier_held_back_total", each.held_back, tier)
-            self.count("jitney_tier_overdue_requests_total", each.overdue, tier)
+        for tier, of_tier in zip(self._tiers, stats.tiers, strict=False):
+            self.count("jitney_tier_held_back_total", of_tier.held_back, tier)
+            self.count("jitney_tier_overdue_requests_total", of_tier.overdue, tier)
         if stats.batch_sequences:  # a step of messages alone computes nothing
             self.observe("jitney_step_seconds", stats.step_seconds)
             self.observe("jitney_batch_sequences", stats.batch_sequences)
@@ -240,15 +256,19 @@ class Metrics:
         server's error; what could not be sent is sent by the next call."""
         with self._lock:
             values = dict(self._totals)
-        for name, tier in [(each, tier) for each in HISTOGRAMS for tier in self._tiers_of(each)]:
-            buckets = [_key(f"{name}_bucket", edge, tier) for edge in _EDGES[name]]
-            values |= zip(buckets, accumulate(values.get(key, 0) for key in buckets), strict=True)
-            values[_key(f"{name}_count", tier)] = values[buckets[-1]]
-        for key, (metric, _, counts) in self._metrics.items():
-            value, sent = values.get(key, 0), self._sent.get(key, 0)
-            if value != sent:
-                metric.increment(value - sent) if counts else metric.set(value)
-                self._sent[key] = value
+        for name in HISTOGRAMS:
+            for tier in self._tiers_of(name):
+                _accumulate(values, name, tier)
+        for key, each in self._metrics.items():
+            value = values.get(key, 0)
+            sent = self._sent.get(key, 0)
+            if value == sent:
+                continue
+            if each.is_counter:
+                each.metric.increment(value - sent)
+            else:
+                each.metric.set(value)
+            self._sent[key] = value
 
     def close(self) -> None:
         """Flush for the last time and drop the server's objects."""
@@ -264,8 +284,9 @@ class Metrics:
             self._add(name, text, counts=False)
         for name, text in COUNTERS.items():
             self._add(name, text)
-        for name, text in DRAFT_COUNTERS.items() if self._drafter else ():
-            self._add(name, text, "drafter", [self._drafter])
+        if self._drafter:
+            for name, text in DRAFT_COUNTERS.items():
+                self._add(name, text, "drafter", [self._drafter])
         if self._tiers:
             for name, text in TIER_GAUGES.items():
                 self._add(name, text, counts=False, tiers=self._tiers)
@@ -276,8 +297,8 @@ class Metrics:
         self._add(RESTARTS, "Engines that died, by cause", "cause", CAUSES)
         for name, (text, _) in HISTOGRAMS.items():
             tiers = self._tiers_of(name)
-            said = f"{text}: observations up to le"
-            self._add(f"{name}_bucket", said, "le", _EDGES[name], tiers=tiers)
+            of_bucket = f"{text}: observations up to le"
+            self._add(f"{name}_bucket", of_bucket, "le", _EDGES[name], tiers=tiers)
             self._add(f"{name}_sum", f"{text}: sum", tiers=tiers)
             self._add(f"{name}_count", f"{text}: observations", tiers=tiers)
         text = "KV blocks, in the form that the server's load headers are made of"
@@ -300,7 +321,21 @@ class Metrics:
         """A family: a metric for each of the ``values`` of ``label`` and each of ``tiers``."""
         kind = pb_utils.MetricFamily.COUNTER if counts else pb_utils.MetricFamily.GAUGE
         family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
-        for value, tier in ((value, tier) for value in values for tier in tiers):
-            own = {key: each for key, each in ((label, value), ("tier", tier)) if each}
-            metric = family.Metric(labels={**self._labels, **own})
-            self._metrics[_key(name, value, tier)] = metric, family, counts
+        for value, tier in product(values, tiers):
+            labels = dict(self._labels)
+            if value:
+                labels[label] = value
+            if tier:
+                labels["tier"] = tier
+            metric = family.Metric(labels=labels)
+            self._metrics[_key(name, value, tier)] = _ServerMetric(metric, family, counts)
+
+
+def _accumulate(values: dict[_Key, float], name: str, tier: str) -> None:
+    """Make the sums of a histogram's buckets cumulative, and its count of them."""
+    total = 0.0
+    for edge in _EDGES[name]:
+        key = _key(f"{name}_bucket", edge, tier)
+        total += values.get(key, 0)
+        values[key] = total
+    values[_key(f"{name}_count", tier)] = total

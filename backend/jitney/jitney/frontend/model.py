@@ -76,7 +76,7 @@ def parameters(args: dict[str, str]) -> dict[str, str]:
     Names in capitals (``EXECUTION_ENV_PATH``, …) are the server's own.
     """
     given = json.loads(args["model_config"]).get("parameters", {})
-    return {name: said["string_value"] for name, said in given.items() if not name.isupper()}
+    return {name: value["string_value"] for name, value in given.items() if not name.isupper()}
 
 
 def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
@@ -84,12 +84,14 @@ def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
     groups = json.loads(args["model_config"]).get("instance_group", [])
     device = int(args["model_instance_device_id"])
     on_gpu = args["model_instance_kind"] == "GPU"
-    sharing = sum(
-        int(group.get("count", 1))
-        for group in groups
-        if (group.get("kind") == "KIND_GPU") == on_gpu
-        and (not on_gpu or device in group.get("gpus", []))
-    )
+    sharing = 0
+    for group in groups:
+        if on_gpu:
+            shares = group.get("kind") == "KIND_GPU" and device in group.get("gpus", [])
+        else:
+            shares = group.get("kind") != "KIND_GPU"
+        if shares:
+            sharing += int(group.get("count", 1))
     changes: dict[str, object] = {"instances": max(config.instances, sharing, 1)}
     if on_gpu and config.device == "auto":
         changes["device"] = f"cuda:{device}"

@@ -5,7 +5,7 @@ wrong with it; :class:`ResponseWriter` turns a completion's news into named arra
 service and the responder.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ _RESERVED = frozenset(
     {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
 )
 """Request parameters that are the server's own, as those that begin with ``triton_`` are."""
+_HEADERS = (*HEADERS, LIMITS_HEADER)
+_Arrays = dict[str, np.ndarray]
 
 
 class StreamWithInputError(InvalidArgumentError):
@@ -91,50 +93,79 @@ def parse_request(request: Any) -> ClientRequest:
     arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
     for name, array in arrays.items():
         _check_array(name, array)
-    task = _bytes(arrays["task"][0]).decode("utf-8", "replace") if "task" in arrays else "generate"
-    if task not in TASKS:
-        raise InvalidArgumentError.of("task", task, f"one of {', '.join(TASKS)}")
-    prompts = [name for name in PROMPT_INPUTS if name in arrays]
-    if len(prompts) != bool(TASKS[task]) or not set(prompts) <= set(TASKS[task]):
-        raise InvalidArgumentError(
-            f"the prompt is given by {' and '.join(prompts) or 'no input'}, but must be given by "
-            f"{'exactly one of ' if TASKS[task] else ''}{', '.join(TASKS[task]) or 'no input'}"
-        )
-    stream = _flag(arrays, "stream", False)
-    echo = not _flag(arrays, "exclude_input_in_output", stream)
+    task = _task_of(arrays)
+    prompt_input = _prompt_input_of(arrays, task)
+    stream = _flag(arrays, "stream", default=False)
+    echo = not _flag(arrays, "exclude_input_in_output", default=stream)
     if stream and echo:
         raise StreamWithInputError(
             "Error generating stream: When streaming, `exclude_input_in_output` = False is not "
             "allowed."
         )
-    sent = request.parameters() or "{}"
-    if sent.lower().count(f'"{LIMITS_HEADER}"') > 1:  # the client's own may be the one that is read
-        raise InvalidArgumentError(f"{LIMITS_HEADER} is given twice, but is no request's parameter")
-    given = decode_sampling_json(sent)
-    # Headers that the server hands on; a client of HTTP may write them in capitals.
-    names = [name for name in given if name.lower() in (*HEADERS, LIMITS_HEADER)]
-    trace = {name.lower(): str(given.pop(name)) for name in names}
-    limits = parse_limits(trace.pop(LIMITS_HEADER, ""))
+    given, headers = _split_parameters(request.parameters() or "{}")
+    limits = parse_limits(headers.pop(LIMITS_HEADER, ""))
     params = _parse_params(arrays, given)
-    returns = frozenset(
-        flag.removeprefix("return_") for flag in RETURN_FLAGS if _flag(arrays, flag, False)
-    )
+    flags = [flag for flag in RETURN_FLAGS if _flag(arrays, flag, default=False)]
+    returns = frozenset(flag.removeprefix("return_") for flag in flags)
     if "output_ids" in returns and params.n > 1:
         raise InvalidArgumentError.of("n", params.n, "1 with return_output_ids")
-    prompt_input = prompts[0] if prompts else ""
-    prompt = arrays[prompt_input] if prompts else np.array([b""], object)
     return ClientRequest(
         prompt_input=prompt_input,
-        prompt=prompt if prompt_input == "input_ids" else _bytes(prompt[0]),
+        prompt=_prompt_of(arrays, prompt_input),
         params=params,
         stream=stream,
         echo=echo,
         returns=returns,
         request_id=request.request_id()[:MAX_REQUEST_ID],
         task=task,
-        trace=trace,
+        trace=headers,
         limits=limits,
     )
+
+
+def _task_of(arrays: _Arrays) -> str:
+    if "task" not in arrays:
+        return "generate"
+    task = _bytes(arrays["task"][0]).decode("utf-8", "replace")
+    if task not in TASKS:
+        raise InvalidArgumentError.of("task", task, f"one of {', '.join(TASKS)}")
+    return task
+
+
+def _prompt_input_of(arrays: _Arrays, task: str) -> str:
+    """The input that holds the prompt; empty if the task needs none."""
+    allowed = TASKS[task]
+    given = [name for name in PROMPT_INPUTS if name in arrays]
+    if not given and not allowed:
+        return ""
+    if len(given) == 1 and given[0] in allowed:
+        return given[0]
+    exactly_one = "exactly one of " if allowed else ""
+    raise InvalidArgumentError(
+        f"the prompt is given by {' and '.join(given) or 'no input'}, but must be given by "
+        f"{exactly_one}{', '.join(allowed) or 'no input'}"
+    )
+
+
+def _prompt_of(arrays: _Arrays, prompt_input: str) -> bytes | np.ndarray:
+    if not prompt_input:
+        return b""
+    array = arrays[prompt_input]
+    return array if prompt_input == "input_ids" else _bytes(array[0])
+
+
+def _split_parameters(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The request's parameters, and the headers among them that the server hands on: those of a
+    trace and of limits, in small letters, because a client of HTTP may write them in capitals."""
+    # Of two with this name one is the client's own, and it may be the one that is read.
+    if text.lower().count(f'"{LIMITS_HEADER}"') > 1:
+        raise InvalidArgumentError(f"{LIMITS_HEADER} is given twice, but is no request's parameter")
+    given = decode_sampling_json(text)
+    headers: dict[str, str] = {}
+    for name in list(given):
+        if name.lower() in _HEADERS:
+            headers[name.lower()] = str(given.pop(name))
+    return given, headers
 
 
 def _check_array(name: str, array: np.ndarray) -> None:
@@ -149,7 +180,7 @@ def _check_array(name: str, array: np.ndarray) -> None:
         raise InvalidArgumentError(f"input {name} has shape {shape}, but must be {[dims]}")
 
 
-def _flag(arrays: dict[str, np.ndarray], name: str, default: bool) -> bool:
+def _flag(arrays: _Arrays, name: str, default: bool) -> bool:
     return bool(arrays[name][0]) if name in arrays else default
 
 
@@ -157,17 +188,17 @@ def _bytes(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 
-def _parse_params(arrays: dict[str, np.ndarray], given: dict[str, Any]) -> SamplingParams:
+def _parse_params(arrays: _Arrays, given: dict[str, Any]) -> SamplingParams:
     """The tensor if there is one, else the request's parameters (JSON too)."""
     if "sampling_parameters" in arrays:
-        return parse_sampling_params(decode_sampling_json(_bytes(arrays["sampling_parameters"][0])))
-    return parse_sampling_params(
-        {
-            name: value
-            for name, value in given.items()
-            if name not in _RESERVED and not name.startswith("triton_")
-        }
-    )
+        text = _bytes(arrays["sampling_parameters"][0])
+        return parse_sampling_params(decode_sampling_json(text))
+    own = {name: value for name, value in given.items() if not _is_the_servers(name)}
+    return parse_sampling_params(own)
+
+
+def _is_the_servers(parameter: str) -> bool:
+    return parameter in _RESERVED or parameter.startswith("triton_")
 
 
 class ResponseWriter:
@@ -200,33 +231,55 @@ class ResponseWriter:
         done = len(self._prompt_logprobs)
         if self._prompt_is_sent or done == len(positions):
             return True
-        self._prompt_logprobs += map(self._encode, positions[done : done + self._most_prompt])
+        part = positions[done : done + self._most_prompt]
+        self._prompt_logprobs += [self._encode(each) for each in part]
         return False
 
     def write(self, deltas: Sequence[SequenceDelta], timing: Timing | None) -> list[NamedArray]:
         """The arrays of one response. ``timing`` is None but for the last one."""
-        before, self._before = self._before, [""] * len(deltas)
-        texts = [text + delta.text for text, delta in zip(before, deltas, strict=True)]
-        made: dict[str, np.ndarray] = {
-            "finish_reason": strings(str(delta.finish_reason) for delta in deltas),
-            "stop_string": strings(delta.stop_string or "" for delta in deltas),
-            "cumulative_logprob": np.array([d.cumulative_logprob or 0 for d in deltas], np.float32),
-            "logprobs": strings(
-                join(delta.encoded_logprobs) if delta.encoded_logprobs else self._no_logprobs
-                for delta in deltas
-            ),
-            "num_input_tokens": np.array([self.num_prompt_tokens], np.uint32),
-            "num_output_tokens": np.array([len(delta.ids) for delta in deltas], np.uint32),
-            "output_ids": np.array([each for delta in deltas for each in delta.ids], np.int32),
-        }
-        if timing is not None:
-            made["timing"] = strings([msgspec.json.encode(timing)])
-        response = [("text_output", strings(texts))]
-        response += [(name, made[name]) for name in made if name in self._returns]
+        texts = [before + delta.text for before, delta in zip(self._before, deltas, strict=True)]
+        self._before = [""] * len(deltas)
+        tensors = [("text_output", strings(texts))]
+        for name, make in _MADE_OF_DELTAS.items():
+            if name in self._returns:
+                tensors.append((name, make(deltas)))
+        if "logprobs" in self._returns:
+            tensors.append(("logprobs", self._logprobs(deltas)))
+        if "num_input_tokens" in self._returns:
+            tensors.append(("num_input_tokens", np.array([self.num_prompt_tokens], np.uint32)))
+        if timing is not None and "timing" in self._returns:
+            tensors.append(("timing", strings([msgspec.json.encode(timing)])))
         if self._prompt_logprobs:
-            response.append(("prompt_logprobs", strings([join(self._prompt_logprobs)])))
-            self._prompt_logprobs, self._prompt_is_sent = [], True
-        return response
+            tensors.append(("prompt_logprobs", strings([join(self._prompt_logprobs)])))
+            self._prompt_logprobs = []
+            self._prompt_is_sent = True
+        return tensors
+
+    def _logprobs(self, deltas: Sequence[SequenceDelta]) -> np.ndarray:
+        texts: list[bytes] = []
+        for delta in deltas:
+            encoded = delta.encoded_logprobs
+            texts.append(join(encoded) if encoded else self._no_logprobs)
+        return strings(texts)
+
+
+def _output_ids(deltas: Sequence[SequenceDelta]) -> np.ndarray:
+    ids: list[int] = []
+    for delta in deltas:
+        ids += delta.ids
+    return np.array(ids, np.int32)
+
+
+_MADE_OF_DELTAS: dict[str, Callable[[Sequence[SequenceDelta]], np.ndarray]] = {
+    "finish_reason": lambda deltas: strings(str(delta.finish_reason) for delta in deltas),
+    "stop_string": lambda deltas: strings(delta.stop_string or "" for delta in deltas),
+    "cumulative_logprob": lambda deltas: np.array(
+        [delta.cumulative_logprob or 0 for delta in deltas], np.float32
+    ),
+    "num_output_tokens": lambda deltas: np.array([len(delta.ids) for delta in deltas], np.uint32),
+    "output_ids": _output_ids,
+}
+"""The optional outputs that need nothing but what is new of each sequence."""
 
 
 def strings(values: Iterable[str | bytes]) -> np.ndarray:

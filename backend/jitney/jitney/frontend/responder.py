@@ -31,7 +31,7 @@ from jitney.errors import (
     from_code,
 )
 from jitney.frontend.channel import Arrival, NamedArray
-from jitney.frontend.metrics import Metrics, OpenCounts
+from jitney.frontend.metrics import ModelMetrics, OpenCounts
 from jitney.frontend.protocol import ResponseWriter
 from jitney.frontend.spans import RequestSpans
 from jitney.messages import (
@@ -102,7 +102,7 @@ class Responder:
     def __init__(
         self,
         send_message: Callable[[Message], None],
-        metrics: Metrics,
+        metrics: ModelMetrics,
         max_pending_tokens: int,
         send_share: float,
         spans: RequestSpans | None = None,

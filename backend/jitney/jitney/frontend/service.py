@@ -28,7 +28,7 @@ from jitney.engine.grammar_check import GrammarChecker
 from jitney.engine.handle import EngineHandle
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.frontend.channel import Arrival, Channel, sweep
-from jitney.frontend.metrics import Metrics
+from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
 from jitney.frontend.responder import Reply, Responder
 from jitney.frontend.spans import RequestSpans
@@ -91,7 +91,7 @@ class Service:
         self._grammars = GrammarChecker(config, setup(tokenizer.data, info, config))
         self._tier_names = [tier.name for tier in config.tiers]
         drafter = "" if config.speculation is None else config.speculation.drafter
-        self._metrics = Metrics(labels, info, tiers=self._tier_names, drafter=drafter)
+        self._metrics = ModelMetrics(labels, info, tiers=self._tier_names, drafter=drafter)
         self._responder = self._make_responder(labels["model"])
         self._abort = partial(self._responder.post, self._responder.abort)
         self._watched: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()

@@ -15,25 +15,31 @@ class RequestSpans:
     """One model instance's."""
 
     def __init__(self, tracing: Tracing, model: str, health: Health) -> None:
-        self._tracing, self._model, self._health = tracing, model, health
+        self._tracing = tracing
+        self._model = model
+        self._health = health
 
     def finished(
         self, arrival: Arrival, timing: Timing, reasons: list[str], num_prompt: int, num_tokens: int
     ) -> None:
         """A request ran to its end, one of ``reasons`` for each sequence."""
-        span, began, ended = self._begin(arrival), arrival.at, arrival.at + timing.total_s
+        span = self._begin(arrival)
+        began = arrival.at
+        ended = began + timing.total_s
         for after in timing.preempted_s:
             span.event("preemption", began + after)
         if timing.queue_s is not None:
             scheduled = began + timing.queue_s
-            span.child("queue", began, scheduled, {})
-            first = ended if timing.first_token_s is None else began + timing.first_token_s
+            first_token = ended
+            if timing.first_token_s is not None:
+                first_token = began + timing.first_token_s
             prompt = {
                 "jitney.cached_tokens": timing.cached_prompt_tokens,
                 "jitney.computed_tokens": timing.computed_prompt_tokens,
             }
-            span.child("prefill", scheduled, first, prompt)
-            span.child("decode", first, ended, {"jitney.tokens": num_tokens})
+            span.child("queue", began, scheduled, {})
+            span.child("prefill", scheduled, first_token, prompt)
+            span.child("decode", first_token, ended, {"jitney.tokens": num_tokens})
         span.end(
             ended,
             {
@@ -46,8 +52,8 @@ class RequestSpans:
 
     def failed(self, arrival: Arrival, error: JitneyError) -> None:
         """A request ended with ``error``."""
-        said = error.client_message
-        self._begin(arrival).end(time.monotonic(), self._attributes(arrival), error=said)
+        span = self._begin(arrival)
+        span.end(time.monotonic(), self._attributes(arrival), error=error.client_message)
 
     def _begin(self, arrival: Arrival) -> Span:
         span = self._tracing.begin(f"generate {self._model}", arrival.trace, arrival.at)
@@ -57,6 +63,10 @@ class RequestSpans:
         return span
 
     def _attributes(self, arrival: Arrival) -> dict[str, str]:
-        tier = {"jitney.tier": arrival.tier} if arrival.tier else {}
-        id_ = arrival.request_id
-        return {"gen_ai.request.model": self._model, "jitney.request_id": id_, **tier}
+        attributes = {
+            "gen_ai.request.model": self._model,
+            "jitney.request_id": arrival.request_id,
+        }
+        if arrival.tier:
+            attributes["jitney.tier"] = arrival.tier
+        return attributes

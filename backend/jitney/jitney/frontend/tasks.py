@@ -36,11 +36,19 @@ def perform(
 def _describe(tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo) -> bytes:
     """JSON: limits, the sampling parameters and template parameters that are taken, the chat
     template, adapters, tiers, added tokens, the names of the formats of what it writes."""
-    said: dict[str, object] = {"max_model_len": info.max_model_len, "vocab_size": info.vocab_size}
-    said |= {name: getattr(config, name) for name in ("max_n", "max_logprobs", "max_queued")}
-    said |= {"chat_template": tokenizer.data.chat_template, "sampling_parameters": NAMES}
-    for name in ("chat_template_parameters", "tool_format", "reasoning_format"):
-        said[name] = getattr(config, name)
-    said["adapters"] = adapter_names(config)
-    said["tiers"] = [one.name for one in config.tiers]
-    return msgspec.json.encode(said | {"added_tokens": tokenizer.added_tokens})
+    description: dict[str, object] = {
+        "max_model_len": info.max_model_len,
+        "vocab_size": info.vocab_size,
+        "max_n": config.max_n,
+        "max_logprobs": config.max_logprobs,
+        "max_queued": config.max_queued,
+        "chat_template": tokenizer.data.chat_template,
+        "sampling_parameters": NAMES,
+        "chat_template_parameters": config.chat_template_parameters,
+        "tool_format": config.tool_format,
+        "reasoning_format": config.reasoning_format,
+        "adapters": adapter_names(config),
+        "tiers": [tier.name for tier in config.tiers],
+        "added_tokens": tokenizer.added_tokens,
+    }
+    return msgspec.json.encode(description)
