@@ -54,8 +54,8 @@ def nothing_left(llm: LLM) -> Iterator[None]:
     """After each test nothing is open and every block is free."""
     yield
     assert llm._open == {}
-    llm._engine.scheduler.check_integrity()
-    assert llm._engine.scheduler.stats().blocks_used == 0
+    llm._engine.engine.scheduler.check_integrity()
+    assert llm._engine.engine.scheduler.stats().blocks_used == 0
 
 
 def test_results_come_in_order_and_are_the_models(llm: LLM, folder: Path) -> None:
@@ -116,9 +116,9 @@ def test_params_of_other_types_are_refused(llm: LLM, params: object, message: st
 def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
     stream = llm.stream("the bus", GREEDY)
     next(stream)
-    assert llm._engine.scheduler.stats().blocks_used > 0
+    assert llm._engine.engine.scheduler.stats().blocks_used > 0
     stream.close()
-    assert llm._engine.scheduler.stats().blocks_used == 0
+    assert llm._engine.engine.scheduler.stats().blocks_used == 0
 
 
 def test_prompts_as_ids(llm: LLM) -> None:
@@ -187,7 +187,7 @@ def test_an_interrupt_aborts_what_is_open(llm: LLM, monkeypatch: pytest.MonkeyPa
         def interrupted(batch: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(llm._engine.runner, "launch", interrupted)
+        patch.setattr(llm._engine.engine.runner, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY, progress=False)
     with pytest.raises(InternalError, match="the engine was interrupted"):
@@ -227,7 +227,7 @@ def apart(folder: Path) -> Iterator[LLM]:
 
 
 def kill(llm: LLM) -> None:
-    pid = llm._engine.supervisor.pid
+    pid = llm._engine.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
 
@@ -242,7 +242,7 @@ def test_a_killed_engine_changes_no_token(
     ]
     wanted = llm.generate(PROMPTS, params, progress=False)
     streamed = list(llm.stream("the bus", params[0]))
-    health, step = apart._engine.supervisor.health, apart._engine.step
+    health, step = apart._engine.health, apart._engine.step
     stream = apart.stream("the bus", params[0])
     pieces = [next(stream) for _ in range(3)]
     kill(apart)
@@ -285,11 +285,11 @@ def test_an_interrupt_leaves_the_process_as_it_is(
 
 
 def test_a_process_that_does_not_come_up_fails_requests_one_by_one(apart: LLM) -> None:
-    apart._engine.supervisor._give_up("the engine does not stay up")
+    apart._engine._give_up("the engine does not stay up")
     results = apart.generate(PROMPTS, GREEDY, progress=False)
     assert {result.error.code for result in results if result.error} == {"UNAVAILABLE"}
     assert all(result.error for result in results)
-    apart._engine.supervisor._refusal = None
+    apart._engine._refusal = None
 
 
 SCRIPT = """
@@ -299,7 +299,7 @@ from jitney import LLM, SamplingParams
 llm = LLM(sys.argv[1], process=True, device="cpu", attention="reference")
 print(llm.generate("the bus", SamplingParams(max_tokens=4), progress=False)[0].ids)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
-print(llm._engine.supervisor.pid)
+print(llm._engine.pid)
 """
 
 

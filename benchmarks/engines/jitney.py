@@ -11,8 +11,8 @@ import psutil
 from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.engine.engine import Engine
+from jitney.engine.supervisor import SupervisedEngine
 from jitney.kernels.cpu.program import LayerProgram
-from jitney.llm import ProcessEngine
 from jitney.messages import TERMINAL, Failed, Submit, Tokens
 from jitney.sampling_params import SamplingParams
 
@@ -20,7 +20,7 @@ from benchmarks.engines.breakdown import Stopwatches, install
 from benchmarks.engines.measure import Outcome, Run, run_engine
 from benchmarks.workloads import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Workload
 
-AnyEngine = Engine | ProcessEngine
+AnyEngine = Engine | SupervisedEngine
 
 
 def load(arguments: argparse.Namespace) -> Run:
@@ -40,7 +40,13 @@ def load(arguments: argparse.Namespace) -> Run:
     watches = install() if arguments.breakdown else None
     if arguments.layerwise:
         LayerProgram.of = classmethod(lambda cls, model: None)
-    engine = ProcessEngine(config) if arguments.process else Engine(config, load_runner(config))
+    engine: AnyEngine
+    if arguments.process:
+        engine = SupervisedEngine(config)
+        engine.start()
+        engine.run_in_thread()
+    else:
+        engine = Engine(config, load_runner(config))
     keys = iter(range(1 << 30))
 
     def run(workload: Workload) -> Outcome:
@@ -92,7 +98,7 @@ def _other_cpu_s(engine: AnyEngine) -> float:
     """CPU seconds that the engine's process has spent, if it has one."""
     if isinstance(engine, Engine):
         return 0.0
-    times = psutil.Process(engine.supervisor.pid).cpu_times()
+    times = psutil.Process(engine.pid).cpu_times()
     return times.user + times.system
 
 

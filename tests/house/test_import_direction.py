@@ -91,8 +91,6 @@ FORBIDDEN_IN_CORE = {"time", "random", "secrets", "threading", "asyncio", "numpy
 
 # Still to be mended: what these import.
 KNOWN = {
-    "jitney.engine.grammar_check": "jitney.text.grammar_process",
-    "jitney.engine.supervisor": "jitney.kernels.cpu.ahead",
     "jitney_gateway.batch_records": "jitney_jobs",
     "jitney_gateway.batch_work": "jitney_jobs",
     "jitney_gateway.batches": "jitney_jobs",

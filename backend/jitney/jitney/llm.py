@@ -10,8 +10,6 @@ steps there: it may die, and what is open goes on in another one.
 """
 
 import itertools
-import queue
-import threading
 import time
 import weakref
 from collections import deque
@@ -26,6 +24,7 @@ import msgspec
 from jitney.config import EngineConfig, make_config
 from jitney.engine.engine import Engine
 from jitney.engine.grammar_check import GrammarChecker
+from jitney.engine.handle import EngineHandle, LocalEngine
 from jitney.engine.supervisor import SupervisedEngine
 from jitney.errors import (
     InternalError,
@@ -40,7 +39,6 @@ from jitney.messages import (
     Finished,
     Logprob,
     ModelInfo,
-    StepReport,
     Submit,
     Timing,
 )
@@ -48,7 +46,7 @@ from jitney.progress import Progress, State
 from jitney.sampling_params import SamplingParams, parse_sampling_params
 from jitney.text.chat import make_chat
 from jitney.text.completion import Completion, SequenceDelta
-from jitney.text.grammar_process import setup
+from jitney.text.grammar_process import CHECKER, setup
 from jitney.text.intake import encode_chat, encode_prompt, make_submit
 from jitney.text.tokenizer import Tokenizer, TokenizerData
 
@@ -106,24 +104,12 @@ class LLM:
         says what is wrong with an option, a file or the architecture.
         """
         self.config = make_config({**options, "model": str(path)})
-        self._engine: Engine | ProcessEngine
+        load = _load_in_process if process else _load_here
+        self._engine, self.tokenizer = load(self.config)
         closing = ExitStack()
-        if process:
-            self._engine = ProcessEngine(self.config)
-            self.tokenizer = self._engine.tokenizer
-            closing.callback(self._engine.close)
-        else:
-            from jitney.engine import assemble  # slow to import
-
-            self.tokenizer = Tokenizer.load(assemble.resolve_model(self.config.model))
-            runner = assemble.load_runner(self.config)
-            closing.callback(runner.close)
-            compiler = assemble.grammar_compiler(self.tokenizer.data, runner.info)
-            adapters = assemble.adapter_pool(self.config, runner)
-            self._engine = Engine(self.config, runner, compile_grammar=compiler, adapters=adapters)
-            closing.callback(self._engine.abandon)
+        closing.callback(self._engine.close)
         first_line = setup(self.tokenizer.data, self.info, self.config)
-        self._grammars = GrammarChecker(self.config, first_line)
+        self._grammars = GrammarChecker(self.config, CHECKER, first_line)
         closing.callback(self._grammars.close)
         self._give_back = weakref.finalize(self, closing.close)
         self._give_back.atexit = process
@@ -213,17 +199,26 @@ class LLM:
             raise InvalidArgumentError(
                 f"params has {len(params)} entries, but there are {len(prompts)} prompts"
             )
-        model = dict[str, Any](tokenizer=self.tokenizer, info=self.info, config=self.config)
-        model["check_grammar"] = self._grammars.check
-        return [
-            make_submit(key=key, prompt_ids=ids, params=each, now=time.monotonic(), **model)
-            for key, ids, each in zip(self._keys, prompts, params, strict=False)
-        ]
+        return [self._request(ids, own) for ids, own in zip(prompts, params, strict=True)]
+
+    def _request(self, prompt: list[int], params: SamplingParams) -> Submit:
+        return make_submit(
+            key=next(self._keys),
+            prompt_ids=prompt,
+            params=params,
+            tokenizer=self.tokenizer,
+            info=self.info,
+            config=self.config,
+            now=time.monotonic(),
+            check_grammar=self._grammars.check,
+        )
 
     def start(self, submit: Submit) -> Completion:
         """Hand a request to the engine. Its times count from now, not from its check."""
         now = time.monotonic()
-        deadline = None if submit.deadline is None else submit.deadline + now - submit.arrival
+        deadline = submit.deadline
+        if deadline is not None:
+            deadline += now - submit.arrival
         completion = Completion(submit, self.tokenizer)
         try:
             self._engine.send(msgspec.structs.replace(submit, arrival=now, deadline=deadline))
@@ -238,8 +233,9 @@ class LLM:
         """Run requests to their ends."""
         running: Running = {}
         done: dict[int, Completed] = {}
-        waiting, display = deque(submits), Progress(rows="prompts", shown=progress)
-        figures = {"taken": len(submits), "position": 1.0, "bad": 0}
+        waiting = deque(submits)
+        num_bad = 0
+        display = Progress(rows="prompts", shown=progress)
         self.figures.update(dict.fromkeys(COUNTS, 0.0))
         began = time.monotonic()
         try:
@@ -249,10 +245,17 @@ class LLM:
                     running[submit.key] = submit, self.start(submit)
                 for key, completed in self.ended(running):
                     done[key] = completed
-                    figures["bad"] += completed.error is not None
-                seconds = time.monotonic() - began
-                now = {**self.figures, **figures, "done": len(done), "seconds": seconds}
-                display.show(State(now))
+                    if completed.error is not None:
+                        num_bad += 1
+                figures = {
+                    **self.figures,
+                    "taken": len(submits),
+                    "position": 1.0,
+                    "bad": num_bad,
+                    "done": len(done),
+                    "seconds": time.monotonic() - began,
+                }
+                display.show(State(figures))
         finally:
             display.close()
             self._abort([submit.key for submit in submits])
@@ -337,40 +340,28 @@ class LLM:
             raise InvalidArgumentError("this LLM has been closed")
 
 
-class ProcessEngine:
-    """An engine in a process of its own, which may die and is started again. Has the calls of
-    :class:`~jitney.engine.engine.Engine` that LLM makes. It makes its steps by itself; a thread
-    takes its reports. Call :meth:`close` at the end."""
+def _load_here(config: EngineConfig) -> tuple[EngineHandle, Tokenizer]:
+    """An engine in this process. Raises LoadError."""
+    from jitney.engine import assemble  # slow to import
 
-    has_work = False
-    """Nothing has to be driven: after a cancel, too, the engine makes its steps by itself."""
+    tokenizer = Tokenizer.load(assemble.resolve_model(config.model))
+    runner = assemble.load_runner(config)
+    engine = Engine(
+        config,
+        runner,
+        compile_grammar=assemble.grammar_compiler(tokenizer.data, runner.info),
+        adapters=assemble.adapter_pool(config, runner),
+    )
+    return LocalEngine(engine, unload=runner.close), tokenizer
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start the process and load the model. Raises a LoadError if that fails."""
-        self.supervisor = SupervisedEngine(config)
-        data = self.supervisor.start()
-        self.tokenizer = Tokenizer(msgspec.msgpack.decode(data, type=TokenizerData))
-        self.info = self.supervisor.info
-        self.send = self.supervisor.send
-        self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self.supervisor.run, args=(self._reports,), name="jitney-engine", daemon=True
-        )
-        self._thread.start()
 
-    def step(self) -> StepReport:
-        """The next report. To be called while a request is open: each one ends in a report."""
-        return self._reports.get()
-
-    def reset(self) -> None:
-        """Drop the reports that wait. What is open has been cancelled."""
-        while not self._reports.empty():
-            self._reports.get()
-
-    def close(self) -> None:
-        """End the process and wait until it has ended."""
-        self.supervisor.stop()
-        self._thread.join()
+def _load_in_process(config: EngineConfig) -> tuple[EngineHandle, Tokenizer]:
+    """An engine in a process of its own, which reports by itself. Raises LoadError."""
+    engine = SupervisedEngine(config)
+    data = engine.start()
+    tokenizer = Tokenizer(msgspec.msgpack.decode(data, type=TokenizerData))
+    engine.run_in_thread()
+    return engine, tokenizer
 
 
 def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
@@ -378,7 +369,8 @@ def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     listed = list(prompts)
-    return [listed] if isinstance(prompts, list) and listed and type(listed[0]) is int else listed
+    is_one = isinstance(prompts, list) and bool(listed) and type(listed[0]) is int
+    return [listed] if is_one else listed
 
 
 def _parsed(params: object) -> SamplingParams:

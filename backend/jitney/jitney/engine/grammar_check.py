@@ -18,16 +18,16 @@ from jitney.engine.fork_server import child_environment, python_executable
 from jitney.errors import InternalError, InvalidArgumentError
 from jitney.sampling_params import StructuredOutputs
 
-_MODULE = "jitney.text.grammar_process"
 _START_S = 60.0
 
 
 class GrammarChecker:
     """Starts its process for the first check, and keeps the grammars that were asked for last."""
 
-    def __init__(self, config: EngineConfig, setup: bytes) -> None:
-        """``setup``: the first line for the process."""
+    def __init__(self, config: EngineConfig, module: str, setup: bytes) -> None:
+        """``module`` is what the process runs, ``setup`` the first line that it reads."""
         self._config = config
+        self._module = module
         self._setup = setup
         self._checked: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()  # the process
@@ -41,7 +41,8 @@ class GrammarChecker:
         """The grammar for ``Submit.grammar``. Raises InvalidArgumentError, which names what is
         wrong with it, within ``grammar_timeout_s`` once the checks before it are over."""
         asked = msgspec.json.encode(structured)
-        if (known := self._checked.get(asked)) is not None:
+        known = self._checked.get(asked)
+        if known is not None:
             with contextlib.suppress(KeyError):  # another thread may just have evicted it
                 self._checked.move_to_end(asked)
             return known
@@ -54,7 +55,8 @@ class GrammarChecker:
 
     def close(self) -> None:
         """End the process. Another check would start another."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.communicate()
@@ -79,7 +81,7 @@ class GrammarChecker:
     def _start(self) -> subprocess.Popen[bytes]:
         self.close()
         self._process = subprocess.Popen(
-            [python_executable(), "-m", _MODULE],
+            [python_executable(), "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=child_environment(),
@@ -97,7 +99,8 @@ def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(line)
         process.stdin.flush()
-        poll, answer = select.poll(), b""
+        answer = b""
+        poll = select.poll()
         poll.register(process.stdout, select.POLLIN)
         while poll.poll(1000 * timeout_s):
             data = os.read(process.stdout.fileno(), 1 << 20)

@@ -37,7 +37,7 @@ from jitney.frontend.worker import Worker
 from jitney.messages import Submit
 from jitney.sampling_params import check_sampling_params
 from jitney.text.completion import Completion
-from jitney.text.grammar_process import setup
+from jitney.text.grammar_process import CHECKER, setup
 from jitney.text.intake import check_prompt_size, encode_input, make_submit
 from jitney.text.logprobs import LogprobsEncoder
 from jitney.text.tokenizer import Tokenizer
@@ -88,7 +88,8 @@ class Service:
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
         # One grammar's check can take seconds: it holds up other new grammars alone.
         self._new_grammars = ThreadPoolExecutor(1, "jitney-encode-grammar")
-        self._grammars = GrammarChecker(config, setup(tokenizer.data, info, config))
+        first_line = setup(tokenizer.data, info, config)
+        self._grammars = GrammarChecker(config, CHECKER, first_line)
         self._tier_names = [tier.name for tier in config.tiers]
         drafter = "" if config.speculation is None else config.speculation.drafter
         self._metrics = ModelMetrics(labels, info, tiers=self._tier_names, drafter=drafter)

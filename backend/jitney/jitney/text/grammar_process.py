@@ -16,6 +16,8 @@ from jitney.messages import ModelInfo
 from jitney.sampling_params import StructuredOutputs
 from jitney.text.tokenizer import TokenizerData
 
+CHECKER = "jitney.text.grammar_process"
+"""This module, for whoever starts it."""
 _MEMORY_BYTES = 2 << 30
 
 
