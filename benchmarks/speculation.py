@@ -15,7 +15,7 @@ with layers behind its own, 30 M parameters in all, that change its output a lit
 stand-in for a pair that was trained together. Prompts are 200 tokens of the standard library; and
 there is W1 with the lengths of its prompts and outputs, and text of the library in it.
 With --pair the models are FOLDER/target and FOLDER/draft, as scripts/train_demo_model.py --pair
-makes them, and FOLDER/head, if it is there, a head that scripts/train_eagle_head.py has trained;
+makes them, and FOLDER/head, if it is there, a head (EAGLE) for that target;
 "repeats" are prompts of 64 tokens of the library, three times.
 
 Figures are output tokens a second; the ratio is the median of the rounds'. On a busy machine,

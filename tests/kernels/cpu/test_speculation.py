@@ -260,3 +260,14 @@ def resume(one: Submit, off: Run) -> Submit:
         stream = off.streams[one.key, index]
         emitted.append(Emitted(stream[: min(len(stream) - 1, 1 + (one.key + index) % 7)]))
     return msgspec.structs.replace(one, emitted=emitted, first_token=one.arrival)
+
+
+def test_only_a_head_opens_the_model(tmp_path) -> None:
+    """Without one, its embedding and its output layer are what they would be anyway."""
+    draft = make_checkpoint(tmp_path / "draft", "llama", tokenizer=True)
+    speculation = {"drafter": "draft_model", "model": str(draft)}
+    _, runner, _ = load(tmp_path / "m", speculation=speculation)
+    for model in (runner._model, runner._draft._model):
+        assert type(model.module.get_input_embeddings()) is torch.nn.Embedding
+        assert not model.module.get_output_embeddings()._forward_pre_hooks
+    runner.close()

@@ -1,62 +1,171 @@
 """A head proposes tokens from the model's own hidden states (Li et al. 2024, EAGLE).
 
-It is a checkpoint of few layers, of the model's vocabulary and hidden size, and a matrix beside it.
-At position p it takes the model's hidden state there, times the matrix, plus its own embedding of
-the token at p + 1, and predicts the hidden state there, and so the token at p + 2. From then on it
-is fed with what it has predicted.
+A head is a checkpoint of few layers, of the model's vocabulary and hidden size, with a matrix
+beside it. At position p it reads the model's hidden state there, times the matrix, plus its own
+embedding of the token at p + 1. It predicts the hidden state of p + 1, and so the token at p + 2.
+Further tokens follow from what it has predicted.
 
-So it is a draft model whose inputs are kept for it: one hidden state for each slot of the KV cache,
-because it reads them only once a row asks. Of a full block that another sequence finds, the last
-entry may be for another token behind it, which costs a proposal at most. Part of the runner.
+So a head is a draft model (``draft``) with inputs of its own: one hidden state for each slot of the
+KV cache, kept because the head reads them only once a row asks. Of a full block that another
+sequence finds, the last state may be followed by another token there, which costs a proposal at
+most.
+
+No other module knows of hidden states. :class:`OpenModel` reads them from the outside, and only
+where the loader asks for one, with drafter ``eagle``.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from jitney.config import EngineConfig
 from jitney.errors import ConfigError
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.checkpoint import resolve_model
-from jitney.execution.interface import HiddenStates, LoadedModel
+from jitney.execution.interface import LoadedModel, PagedFunction
 
 WEIGHT = "hidden.weight"
 
 
-def read_weight(name: str, target: LoadedModel) -> Tensor:
+def is_asked_for(config: EngineConfig) -> bool:
+    """Whether option ``speculation`` names a head."""
+    return config.speculation is not None and config.speculation.drafter == "eagle"
+
+
+def refuse_on_gpu(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for a head that would not run on a CPU."""
+    if is_asked_for(config) and device.type != "cpu":
+        raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
+
+
+def read_weight(name: str, target: LoadedModel, head: LoadedModel) -> Tensor:
     """The matrix [hidden size, hidden size] of the head in folder ``name``, from its file
     ``hidden.safetensors``. Raises ConfigError if it is no head of ``target``."""
-    from safetensors.torch import load_file
+    size = target.config.hidden_size
+    own_size = head.config.hidden_size
+    if own_size != size:
+        bound = f"a head of hidden size {size:,}, not {own_size:,}"
+        raise ConfigError.of("speculation.model", name, bound)
 
-    path, size = resolve_model(name) / "hidden.safetensors", target.config.hidden_size
-    found = load_file(path).get(WEIGHT) if path.is_file() else None
-    if found is None or found.shape != (size, size):
+    path = resolve_model(name) / "hidden.safetensors"
+    weight = load_file(path).get(WEIGHT) if path.is_file() else None
+    if weight is None or weight.shape != (size, size):
         bound = f"a folder with {WEIGHT} [{size}, {size}] in hidden.safetensors"
         raise ConfigError.of("speculation.model", name, bound)
-    return found.to(target.device, target.dtype)
+    return weight.to(target.device, target.dtype)
+
+
+class OpenModel:
+    """Reads a model's last hidden states, and adds to its embeddings.
+
+    Made before the module is rearranged for speed, because the new embedding keeps kernels from
+    running a whole step as one native call, which would not call the head as a module. After that,
+    :meth:`follow` gives the model whose steps it reads.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self.states: Tensor | None = None
+        """[T, hidden size] of the last step: what the last norm gave. The next step may overwrite
+        it."""
+        self._embedding = _AddingEmbedding(module.get_input_embeddings())
+        self._rows: Tensor | None = None
+        module.set_input_embeddings(self._embedding)
+
+    def follow(self, model: LoadedModel) -> LoadedModel:
+        """The model, its output layer watched from now on."""
+        step = model.forward
+
+        def forward(ids: Tensor, positions: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor:
+            self._rows = rows
+            try:
+                every = torch.arange(len(ids), device=ids.device)
+                return step(ids, positions, every, paged)
+            finally:
+                self._rows = None
+
+        head: Any = model.module.get_output_embeddings()
+        head.register_forward_pre_hook(self._before_head)
+        return replace(model, forward=forward)
+
+    def add(self, states: Tensor) -> None:
+        """Add ``states`` [T, hidden size] to the embeddings of the next step's tokens."""
+        self._embedding.added = states
+
+    def _before_head(self, head: nn.Module, given: tuple[Tensor]) -> tuple[Tensor] | None:
+        """Keep the states of all tokens, and have the head compute the chosen ones alone."""
+        if self._rows is None:
+            return None
+        (states,) = given
+        self.states = states.reshape(-1, states.shape[-1])
+        return (states[..., self._rows, :],)
+
+
+class _AddingEmbedding(nn.Module):
+    """The embedding, plus what was set for this call."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.added: Tensor | None = None
+
+    @property
+    def weight(self) -> Any:
+        """The embedding's own."""
+        return self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(ids)
+        if self.added is None:
+            return embedded
+        added = self.added
+        self.added = None
+        return embedded + added
 
 
 class HeadInputs:
-    """Owns the model's hidden states, by slot."""
+    """What a head reads beside tokens: a ``draft.DraftInputs``. Owns the hidden states by slot."""
 
-    def __init__(self, weight: Tensor, num_blocks: int, block_size: int) -> None:
-        self.states = HiddenStates()
-        """Where the model puts those of the step that it computes."""
+    shift = 1
+
+    def __init__(
+        self,
+        weight: Tensor,
+        target: OpenModel,
+        head: OpenModel,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
         self._weight = weight
-        self._kept = torch.zeros(
-            (num_blocks, block_size, len(weight)), dtype=weight.dtype, device=weight.device
-        )
+        self._target = target
+        self._head = head
+        shape = (num_blocks, block_size, len(weight))
+        self._kept = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
-    def keep(self, copies: list[tuple[int, int]], meta: AttentionMetadata) -> None:
-        """A step was launched: take its states, after its copies."""
+    def step_launched(self, copies: Sequence[tuple[int, int]], meta: AttentionMetadata) -> None:
+        """Make the step's copies of blocks, then keep the states of its tokens."""
         if copies:
-            sources, destinations = zip(*copies, strict=True)
-            self._kept[list(destinations)] = self._kept[list(sources)]
-        assert self.states.kept is not None, "the model keeps its hidden states"
-        self._kept.flatten(0, 1)[meta.slot_mapping] = self.states.kept
+            sources = [source for source, _ in copies]
+            destinations = [destination for _, destination in copies]
+            self._kept[destinations] = self._kept[sources]
+        states = self._target.states
+        assert states is not None, "the model's output layer is not called as a module"
+        self._kept.flatten(0, 1)[meta.slot_mapping] = states
 
-    def of(self, meta: AttentionMetadata) -> Tensor:
-        """The states [T, hidden size] at the slots of a pass."""
-        return self._kept.flatten(0, 1)[meta.slot_mapping]
+    def begin_pass(self, meta: AttentionMetadata, predicted: Tensor | None) -> None:
+        """Feed the head: with what it ``predicted`` for these tokens [T, hidden size], or with what
+        the model's steps left in their slots."""
+        states = predicted
+        if states is None:
+            states = self._kept.flatten(0, 1)[meta.slot_mapping]
+        self._head.add(states @ self._weight.T)
 
-    def enter(self, states: Tensor) -> HiddenStates:
-        """What a pass adds to its embeddings, and keeps."""
-        return HiddenStates(states @ self._weight.T)
+    def predicted(self, tokens: Tensor) -> Tensor:
+        """The states that the last pass predicted behind these ``tokens``, indices of its own."""
+        states = self._head.states
+        assert states is not None
+        return states[tokens]

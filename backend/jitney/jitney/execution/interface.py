@@ -9,8 +9,7 @@ No mask function is registered under the name, so transformers builds no masks: 
 position p sees what the block table holds up to p.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -119,26 +118,12 @@ class LoadedModel:
     checkpoint states it: float32 [KV heads], on the device. Empty if it does not."""
 
 
-@dataclass
-class HiddenStates:
-    """What goes into a model beside tokens, and comes out beside logits: [T, hidden size] each."""
-
-    added: Tensor | None = None
-    """To the embeddings."""
-    kept: Tensor | None = None
-    """What the last norm gave in the last step, set by the model."""
-
-
 class PagedStep:
     """One step's attention: the metadata of its rows, and the caches by layer index."""
 
-    def __init__(
-        self, layers: list[LayerCache], meta: AttentionMetadata, hidden: HiddenStates | None = None
-    ) -> None:
-        """With ``hidden``, the model keeps its states there."""
+    def __init__(self, layers: list[LayerCache], meta: AttentionMetadata) -> None:
         self.layers = layers
         self.meta = meta
-        self.hidden = hidden
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Returns [T, heads, head size]."""
@@ -203,8 +188,7 @@ def forward(
     adapters add.
     """
     adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
-    hidden = paged.hidden if isinstance(paged, PagedStep) else None
-    with torch.inference_mode(), Hooks(module, adapted, begin), _hidden_states(module, hidden):
+    with torch.inference_mode(), Hooks(module, adapted, begin):
         output = module(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -213,21 +197,3 @@ def forward(
             paged=paged,
         )
     return output.logits[0]
-
-
-@contextmanager
-def _hidden_states(module: PreTrainedModel, hidden: HiddenStates | None) -> Iterator[None]:
-    """While it is open, the module reads and keeps them."""
-    with ExitStack() as stack:
-        if hidden is not None:
-
-            def add(_: nn.Module, __: object, embedded: Tensor) -> Tensor:
-                return embedded if hidden.added is None else embedded + hidden.added
-
-            def keep(_: nn.Module, __: object, output: Any) -> None:
-                hidden.kept = output.last_hidden_state[0]
-
-            embed, inner = module.get_input_embeddings(), module.base_model
-            stack.callback(embed.register_forward_hook(add).remove)
-            stack.callback(inner.register_forward_hook(keep).remove)
-        yield

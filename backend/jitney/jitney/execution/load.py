@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from jitney.config import EngineConfig
 from jitney.errors import CheckpointError, ConfigError, LoadError
-from jitney.execution import interface, machine, memory, probe, support
+from jitney.execution import eagle, interface, machine, memory, probe, support
 from jitney.execution.accelerator import Accelerator, select_attention
 from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_model
 from jitney.execution.draft import DraftModel
-from jitney.execution.eagle import HeadInputs, read_weight
 from jitney.execution.interface import AttentionFunction, LayerSpec, LoadedModel
 from jitney.execution.low_rank import find_sites
 from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat, coarse_layers
@@ -61,8 +60,13 @@ def load_runner(
     budget = config.max_num_batched_tokens or default
     info = _describe(config, model, attention, budget)
     rows = min(budget, config.max_num_seqs)
-    draft, own = _load_draft(config, model, accelerator, quantizer, rows), len(model.layers)
-    weight = None if draft is None else _head_weight(config, model, draft)
+    opened = eagle.OpenModel(model.module) if eagle.is_asked_for(config) else None
+    draft, opened_draft = _load_draft(config, model, accelerator, quantizer, rows)
+    own = len(model.layers)
+    weight = None
+    if config.speculation is not None and opened is not None and draft is not None:
+        assert config.speculation.model is not None
+        weight = eagle.read_weight(config.speculation.model, model, draft)
     if draft is not None:
         attention += select_attention(config, draft, dtype, accelerator)
     layers = model.layers + (draft.layers if draft is not None else [])
@@ -75,6 +79,9 @@ def load_runner(
     if accelerator is not None:
         model = _speed_up(config, model, accelerator, rows)
         scales = accelerator.kv_scales(model)
+    if opened is not None:
+        model = opened.follow(model)
+    if accelerator is not None:
         steps = accelerator.step_memory(model, make_caches(1)[:own], info)
     _check_sites(model)
     steps = steps or memory.estimate_steps(model, budget, config.most_samples)
@@ -89,7 +96,9 @@ def load_runner(
         caches = make_caches(ledger.num_blocks)
         size, head = config.block_size, None
         if weight is not None:
-            head = HeadInputs(weight, ledger.num_blocks, size)
+            assert opened is not None
+            assert opened_draft is not None
+            head = eagle.HeadInputs(weight, opened, opened_draft, ledger.num_blocks, size)
     except (RuntimeError, MemoryError, OSError) as error:  # the allocators'
         raise ConfigError.of("kv_cache_bytes", ledger.cache, f"allocatable ({error})") from None
     if scales is not None:
@@ -116,41 +125,22 @@ def _load_draft(
     accelerator: Accelerator | None,
     quantizer: Quantizer | None,
     rows: int,
-) -> LoadedModel | None:
+) -> tuple[LoadedModel | None, eagle.OpenModel | None]:
     """The draft model that option ``speculation`` names, in the model's dtype, with its context. It
     is quantized if the model is. Raises ConfigError if its vocabulary is another, or for a head
     that would not run on a CPU."""
     if config.speculation is None or config.speculation.model is None:
-        return None
-    _refuse_head(config, model.device)
+        return None, None
+    eagle.refuse_on_gpu(config, model.device)
     own = _of_draft(config, config.speculation.model, model.dtype, model.max_model_len)
     draft = load_model(own, quantizer)
     if draft.vocab_size != model.vocab_size:
         size = f"a model of {model.vocab_size:,} tokens, not {draft.vocab_size:,}"
         raise ConfigError.of("speculation.model", config.speculation.model, size)
-    return draft if accelerator is None else _speed_up(own, draft, accelerator, rows)
-
-
-def _head_weight(
-    config: EngineConfig, model: LoadedModel, draft: LoadedModel
-) -> torch.Tensor | None:
-    """The matrix of the head that option ``speculation`` names; None if that is a draft model.
-    Raises ConfigError if it is not of this model."""
-    speculation = config.speculation
-    assert speculation is not None
-    assert speculation.model is not None
-    if speculation.drafter != "eagle":
-        return None
-    size, own = model.config.hidden_size, draft.config.hidden_size
-    if own != size:
-        bound = f"a head of hidden size {size:,}, not {own:,}"
-        raise ConfigError.of("speculation.model", speculation.model, bound)
-    return read_weight(speculation.model, model)
-
-
-def _refuse_head(config: EngineConfig, device: torch.device) -> None:
-    if config.speculation and config.speculation.drafter == "eagle" and device.type != "cpu":
-        raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
+    opened = eagle.OpenModel(draft.module) if eagle.is_asked_for(config) else None
+    if accelerator is not None:
+        draft = _speed_up(own, draft, accelerator, rows)
+    return draft if opened is None else opened.follow(draft), opened
 
 
 def _of_draft(
@@ -261,7 +251,7 @@ def weigh(config: EngineConfig, quantizer: Quantizer) -> Footprint:
         refuse_gpu_options(config, "batch_invariant")
     elif config.kv_cache_dtype == "int8":
         raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
-    _refuse_head(config, device)
+    eagle.refuse_on_gpu(config, device)
     checkpoint, hf_config, dtype = judge(config, device)
     weights = quantizer(checkpoint, config, dtype, device)
     interface.register()

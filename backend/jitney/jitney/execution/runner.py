@@ -16,7 +16,7 @@ from torch import Tensor
 from jitney.errors import DeviceLostError, JitneyError
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
 from jitney.execution.draft import DraftModel
-from jitney.execution.interface import HiddenStates, LayerCache, LoadedModel, PagedStep
+from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
 from jitney.execution.logits_processors import needs_processing
 from jitney.execution.low_rank import Factors, LowRank, Site, idle_factors
 from jitney.execution.machine import enter_device, synchronize, to_device
@@ -101,11 +101,10 @@ class TorchRunner:
         self._most_logits = max(1, _LOGITS_FLOATS // info.vocab_size)
         self._sampled: Tensor | None = None  # tokens of the step launched last
         self._draft: DraftModel | None = None
-        self._hidden: HiddenStates | None = None
 
     def use_draft_model(self, draft: DraftModel) -> None:
         """Have it follow whatever is computed from now on, and propose what rows ask for."""
-        self._draft, self._hidden = draft, draft.reads
+        self._draft = draft
 
     def execute(self, batch: Batch) -> StepOutput:
         """Compute one step: copy blocks, write the new K and V, sample.
@@ -139,7 +138,7 @@ class TorchRunner:
 
     def forward(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
         """A :data:`Forward`: the model's own."""
-        step = PagedStep(self._caches, meta, self._hidden)
+        step = PagedStep(self._caches, meta)
         return self._model.forward(ids, meta.positions, indices, step)
 
     def warm_up(self, batches: Sequence[Batch]) -> None:

@@ -267,10 +267,7 @@ class LayerProgram:
         memory = self._memory
         if memory is None or memory.tokens < tokens:
             memory = self._memory = self._lay_out(tokens)
-        states, hidden = memory.activations[0][:tokens], paged.hidden
-        torch.index_select(self._embedding, 0, ids, out=states)
-        if hidden is not None and hidden.added is not None:
-            states += hidden.added
+        torch.index_select(self._embedding, 0, ids, out=memory.activations[0][:tokens])
         memory.indices[0, :tokens] = meta.positions
         memory.indices[1, :count] = rows
         memory.arguments[:, _HEAD] = 0, 0, tokens
@@ -290,8 +287,6 @@ class LayerProgram:
             memory.attention[layers, :, _COUNT] = step.write_items, step.items
         self._call.arrived = 0
         self._kernel.run(self._call, torch.get_num_threads())
-        if hidden is not None:
-            hidden.kept = self._norm(states)
         return self._head(normed) if out is normed else self._head.without_filling(out)
 
     def _lay_out(self, tokens: int) -> _Memory:

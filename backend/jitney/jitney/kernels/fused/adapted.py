@@ -70,8 +70,6 @@ class AdaptedForward:
         angles, add = model.angles(positions), self._begin(paged.meta.adapted)
         for layer, kind, places in zip(model.layers, model.kinds, self._places, strict=True):
             residual = _run(layer, residual, angles[kind], paged, places, add)
-        if paged.hidden is not None:
-            paged.hidden.kept = model.norm(residual)
         return model.cap(model.head(model.norm(residual[rows])))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jitney.execution.interface import AttentionCall, PagedFunction, PagedStep
+from jitney.execution.interface import AttentionCall, PagedFunction
 from jitney.execution.low_rank import BeginProducts, Pack, Part, plain_products
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -352,19 +352,14 @@ class FusedForward:
         """``ids`` and ``positions`` are [T], ``rows`` indices of T. Returns their logits."""
         logits = None if self.program is None else self.program(ids, rows, paged)
         if logits is None:
-            hidden = paged.hidden if isinstance(paged, PagedStep) else None
             angles = self.angles(positions)
             residual: Tensor = self.embed(ids)
-            if hidden is not None and hidden.added is not None:
-                residual = residual + hidden.added
             x = residual if self._first_norm is None else self._first_norm(residual)
             for run, index, end in self._layers[:-1]:
                 x, residual = end(*run(x, residual, angles[index], paged), None)
             run, index, end = self._layers[-1]
             inner = run(x, residual, angles[index], paged)
-            x, _ = end(*inner, rows if hidden is None else None)
-            if hidden is not None:
-                hidden.kept, x = x, x[rows]
+            x, _ = end(*inner, rows)
             logits = self.head(x)
         return self.cap(logits)
 
