@@ -8,7 +8,6 @@ the result as given.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -34,39 +33,50 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def apply(self, params: "SamplingParams", config: EngineConfig) -> "SamplingParams":
         """Complete ``params``. Raises InvalidArgumentError for what is not allowed."""
-        of_key = "for this API key"
         if params.priority < self.min_priority:
-            bound = f"at least {self.min_priority} {of_key}"
+            bound = f"at least {self.min_priority} for this API key"
             raise InvalidArgumentError.of("priority", params.priority, bound)
-        if not (self.tiers and config.tiers):
+        if not self.tiers or not config.tiers:
             return params
-        allowed = f"{', '.join(map(repr, self.tiers))} {of_key}"
+
+        allowed = ", ".join(map(repr, self.tiers)) + " for this API key"
         if params.tier is None:
-            known = {one.name for one in config.tiers}
-            tier = next((each for each in self.tiers if each in known), None)
-            if tier is None:
-                raise InvalidArgumentError(f"the model has no tier of {allowed}")
-            return msgspec.structs.replace(params, tier=tier)
+            return msgspec.structs.replace(params, tier=self._first_tier(config, allowed))
         if params.tier not in self.tiers:
-            bound = f"one of {allowed}"
-            raise InvalidArgumentError.of("tier", params.tier, bound)
+            raise InvalidArgumentError.of("tier", params.tier, f"one of {allowed}")
         return params
+
+    def _first_tier(self, config: EngineConfig, allowed: str) -> str:
+        """The first of ours that the model has."""
+        known = {tier.name for tier in config.tiers}
+        for name in self.tiers:
+            if name in known:
+                return name
+        raise InvalidArgumentError(f"the model has no tier of {allowed}")
 
 
 def parse_limits(text: str) -> Limits:
     """Of ``tiers=NAME,NAME min_priority=NUMBER``; each may be left out. Raises
     InvalidArgumentError."""
-    words = [word.partition("=") for word in text.split()]
-    given = {name: value.split(",") if name == "tiers" else value for name, _, value in words}
-    with suppress(msgspec.ValidationError):
+    given: dict[str, str | list[str]] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        if name in given:
+            raise _wrong_limits(text)
+        given[name] = value.split(",") if name == "tiers" else value
+    try:
         limits = msgspec.convert(given, Limits, strict=False)
-        if len(given) == len(words):
-            for name in limits.tiers:
-                if not _TIER.fullmatch(name):
-                    raise InvalidArgumentError.of("tiers", name, "of letters, digits and . _ -")
-            return limits
+    except msgspec.ValidationError:
+        raise _wrong_limits(text) from None
+    for name in limits.tiers:
+        if not _TIER.fullmatch(name):
+            raise InvalidArgumentError.of("tiers", name, "of letters, digits and . _ -")
+    return limits
+
+
+def _wrong_limits(text: str) -> InvalidArgumentError:
     bound = "made of tiers=NAME,… and min_priority=NUMBER, at most 0, each at most once"
-    raise InvalidArgumentError.of("limits", text, bound)
+    return InvalidArgumentError.of("limits", text, bound)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,7 +191,8 @@ def parse_sampling_params(raw: Mapping[str, object]) -> SamplingParams:
 
 def _parse_structured(raw: object) -> StructuredOutputs:
     """Raises InvalidArgumentError for unknown names, wrong types, and all but exactly one name."""
-    field, names = "structured_outputs", StructuredOutputs.__struct_fields__
+    field = "structured_outputs"
+    names = StructuredOutputs.__struct_fields__
     if isinstance(raw, StructuredOutputs):
         raw = msgspec.structs.asdict(raw)
     if not isinstance(raw, dict):
@@ -247,39 +258,13 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
 
     Raises InvalidArgumentError that names the field, the value and the bound.
     """
-    logprobs = (0, config.max_logprobs, f"from 0 to {config.max_logprobs}")
-    n = (1, config.max_n, f"from 1 to {config.max_n}")
-    priority = (config.min_priority, 1000, f"from {config.min_priority} to 1000")
-    capped = {"n": n, "logprobs": logprobs, "prompt_logprobs": logprobs, "priority": priority}
-    for name, (low, high, bound) in (_BOUNDS | capped).items():
-        value = getattr(params, name)
-        if value is not None and not low <= value <= high:  # NaN fails the comparison too
-            raise InvalidArgumentError.of(name, value, bound)
-    if params.max_tokens == 0:
-        raise InvalidArgumentError.of("max_tokens", 0, _BOUNDS["max_tokens"][2])
-    if params.min_tokens > params.max_tokens != -1:
-        raise InvalidArgumentError.of(
-            "min_tokens", params.min_tokens, f"at most max_tokens ({params.max_tokens})"
-        )
-    tiers = [one.name for one in config.tiers]
-    if params.tier is not None and params.tier not in tiers:
-        bound = f"one of {', '.join(map(repr, tiers))}" if tiers else "left out: there are no tiers"
-        raise InvalidArgumentError.of("tier", params.tier, bound)
+    _check_numbers(params, config)
+    _check_tier(params.tier, config)
     for name in _LISTED:
-        strings = getattr(params, name)
-        if len(strings) > config.max_stop_strings:
-            most = f"at most {config.max_stop_strings} are taken"
-            raise InvalidArgumentError(f"{name} has {len(strings):,} strings, but {most}")
-        for string in strings:
-            if not 1 <= len(string) <= config.max_stop_length:
-                bound = f"of strings of 1 to {config.max_stop_length} characters"
-                raise InvalidArgumentError.of(name, string, bound)
+        _check_strings(name, getattr(params, name), config)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        ids = tuple(getattr(params, name) or ())
-        if len(ids) > config.max_list_ids:
-            most = f"at most {config.max_list_ids:,} are taken"
-            raise InvalidArgumentError(f"{name} has {len(ids):,} ids, but {most}")
-        check_token_ids(name, ids, vocab_size)
+        _check_ids(name, tuple(getattr(params, name) or ()), config, vocab_size)
+
     if params.allowed_token_ids == ():
         raise InvalidArgumentError("allowed_token_ids is empty, but must name at least one id")
     for token, bias in (params.logit_bias or {}).items():
@@ -287,6 +272,53 @@ def check_sampling_params(params: SamplingParams, config: EngineConfig, *, vocab
             raise InvalidArgumentError.of(f"logit_bias[{token}]", bias, "from -100 to 100")
     if params.cache_salt is not None and not 1 <= len(params.cache_salt) <= 256:
         raise InvalidArgumentError.of("cache_salt", params.cache_salt, "1 to 256 characters long")
+
+
+def _check_numbers(params: SamplingParams, config: EngineConfig) -> None:
+    logprobs = (0, config.max_logprobs, f"from 0 to {config.max_logprobs}")
+    bounds = _BOUNDS | {
+        "n": (1, config.max_n, f"from 1 to {config.max_n}"),
+        "logprobs": logprobs,
+        "prompt_logprobs": logprobs,
+        "priority": (config.min_priority, 1000, f"from {config.min_priority} to 1000"),
+    }
+    for name, (least, most, bound) in bounds.items():
+        value = getattr(params, name)
+        if value is not None and not least <= value <= most:  # NaN fails the comparison too
+            raise InvalidArgumentError.of(name, value, bound)
+
+    if params.max_tokens == 0:
+        raise InvalidArgumentError.of("max_tokens", 0, _BOUNDS["max_tokens"][2])
+    if params.max_tokens != -1 and params.min_tokens > params.max_tokens:
+        bound = f"at most max_tokens ({params.max_tokens})"
+        raise InvalidArgumentError.of("min_tokens", params.min_tokens, bound)
+
+
+def _check_tier(name: str | None, config: EngineConfig) -> None:
+    known = [tier.name for tier in config.tiers]
+    if name is None or name in known:
+        return
+    bound = "left out: there are no tiers"
+    if known:
+        bound = "one of " + ", ".join(map(repr, known))
+    raise InvalidArgumentError.of("tier", name, bound)
+
+
+def _check_strings(field: str, strings: Sequence[str], config: EngineConfig) -> None:
+    if len(strings) > config.max_stop_strings:
+        most = f"at most {config.max_stop_strings} are taken"
+        raise InvalidArgumentError(f"{field} has {len(strings):,} strings, but {most}")
+    for string in strings:
+        if not 1 <= len(string) <= config.max_stop_length:
+            bound = f"of strings of 1 to {config.max_stop_length} characters"
+            raise InvalidArgumentError.of(field, string, bound)
+
+
+def _check_ids(field: str, ids: Sequence[int], config: EngineConfig, vocab_size: int) -> None:
+    if len(ids) > config.max_list_ids:
+        most = f"at most {config.max_list_ids:,} are taken"
+        raise InvalidArgumentError(f"{field} has {len(ids):,} ids, but {most}")
+    check_token_ids(field, ids, vocab_size)
 
 
 def check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
