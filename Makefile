@@ -19,7 +19,7 @@ VENV := .venv/bin
 GPU_PYTHON ?= $(VENV)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-demo lock models demo serve doctor test test-core test-all test-avx2 test-compose test-docs test-browser check docs bench soak bench-gpu test-gpu clean clean-venv
+.PHONY: help env env-demo lock models demo serve doctor test test-core test-all test-slow test-avx2 test-compose test-docs test-browser check docs bench soak bench-gpu test-gpu clean clean-venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,9 +52,9 @@ doctor: env-demo ## say what is wrong with this installation and how to repair i
 WORKERS ?= 2
 PYTEST := $(VENV)/python -m pytest
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-ELSEWHERE := not gpu and not browser
+ELSEWHERE := not gpu and not browser and not debian and not clients
 
-test: env ## the tests (six to ten minutes on two cores)
+test: env models ## the tests (ten minutes on two slow cores)
 	@$(PYTEST) $(SHARED) -m "not slow and $(ELSEWHERE)" $(ARGS)
 
 # Neither a server nor a kernel: what the first ring's rooms promise, in plain torch.
@@ -62,8 +62,11 @@ CORE := core engine execution frontend messages sampling text test_llm.py
 test-core: env ## the tests of the engine itself, without a server (two minutes)
 	@$(PYTEST) $(SHARED) -m "not slow and $(ELSEWHERE)" $(ARGS) $(wildcard $(CORE:%=tests/%))
 
-test-all: env ## every test that needs no GPU, browser or container engine (half an hour)
+test-all: env models ## every test that needs no GPU, browser or container engine (half an hour)
 	@$(PYTEST) $(SHARED) -m "$(ELSEWHERE)" $(ARGS)
+
+test-slow: env models ## those of test-all that test leaves out
+	@$(PYTEST) $(SHARED) -m "slow and $(ELSEWHERE)" $(ARGS)
 
 test-avx2: env ## what depends on the processor, as if this one had AVX2 and nothing above
 	@$(VENV)/python -m tests.avx2 $(SHARED) $(ARGS)
@@ -71,10 +74,12 @@ test-avx2: env ## what depends on the processor, as if this one had AVX2 and not
 test-gpu: env ## the tests that need a GPU
 	@$(VENV)/python -m pytest -m gpu $(ARGS)
 
+# Beside those of tests/compose, what runs a program that this target installs.
+ON_DEBIAN := tests/real_server/test_caps.py tests/server_perf/test_sweep_proxy.py
 # Not part of the tests: it needs root, Debian's packages and a container engine of its own.
 test-compose: env models ## docker-compose.yml, run by a real engine (root, Debian, half an hour)
 	@$(VENV)/python -m tests.compose.engine.machine
-	@$(VENV)/python -m pytest tests/compose $(ARGS) tests/compose/engine
+	@$(VENV)/python -m pytest tests/compose $(ARGS) tests/compose/engine $(ON_DEBIAN)
 
 # Not part of the tests: the pages' commands use the usual ports, 8000 to 8002.
 test-docs: env models ## every command of README.md and docs/, run as it stands (some twenty minutes)

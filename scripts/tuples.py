@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path("scripts") / "tuples.txt"
 PACKAGE = ("backend", "jitney", "jitney")
 """Each of its folders is a room; of what stands beside it, each folder at the top."""
+LOWER = "python scripts/tuples.py --lower"
 NOT_OURS = (".venv", "build", "shared", "dist")
 
 Places = dict[str, list[str]]
@@ -83,7 +84,7 @@ def complaints(allowed: Mapping[str, int], found: Places) -> list[str]:
                 f"write one a line. They are {', '.join(places)}"
             )
         elif len(places) < most:
-            lines.append(f"{room} has {len(places)} left of {most}: python {__file__} --lower")
+            lines.append(f"{room} has {len(places)} of {most} left: {LOWER}")
     return lines
 
 

@@ -24,9 +24,12 @@ def make_adapter(checkpoint: Path, folder: Path, *, seed: int = 0, **fields: Any
     return folder
 
 
-def peft_tokens(checkpoint: Path, adapter: Path | None, prompt: list[int], count: int) -> list[int]:
-    """The greedy tokens of PEFT; without an adapter, of the model itself."""
+def peft_tokens(
+    checkpoint: Path, adapter: Path | None, prompts: list[list[int]], count: int
+) -> list[list[int]]:
+    """The greedy tokens of PEFT for each prompt; without an adapter, of the model itself."""
     model: Any = eager(checkpoint)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
-    return generate(model.eval(), prompt, count)[0]
+    model.eval()
+    return [generate(model, prompt, count)[0] for prompt in prompts]

@@ -1,6 +1,9 @@
 """Requests with adapters get PEFT's tokens, alone and beside others."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jitney.llm import LLM
@@ -11,6 +14,9 @@ from tests.execution.generate import make_prompts
 from tests.tiny_models import make_checkpoint
 
 COUNT = 12
+PROMPTS = make_prompts(9, 21, 5, 40, 13, 21)
+NAMES = ["few", None, "all", "root", "all", "few"]
+"""Of the adapters that the prompts ask for."""
 PLAIN = {"attention": "reference", "prepack": False, "fuse": False}
 UNFUSED = {"fuse": False}
 
@@ -28,25 +34,42 @@ def greedy(name: str | None) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, lora_name=name)
 
 
-def make_adapters(checkpoint: Path, root: Path, architecture: str) -> dict[str | None, Path | None]:
-    """Of several ranks, scales and targets, by name; and none."""
-    targets, pattern = TARGETS[architecture]
-    kinds = {
-        "few": {"r": 4, "lora_alpha": 8, "target_modules": [targets[0]]},
-        "all": {"r": 16, "lora_alpha": 8, "target_modules": list(targets)},
-        "root": {
-            "r": 7,
-            "lora_alpha": 10,
-            "use_rslora": True,
-            "target_modules": list(targets),
-            "rank_pattern": pattern,
-            "alpha_pattern": {targets[-1]: 6},
-        },
-    }
-    made: dict[str | None, Path | None] = {None: None}
-    for seed, (name, fields) in enumerate(kinds.items()):
-        made[name] = make_adapter(checkpoint, root / name, seed=seed, **fields)
-    return made
+class Expected:
+    """A checkpoint with adapters of several ranks, scales and targets, and what PEFT gives."""
+
+    def __init__(self, folder: Path, architecture: str) -> None:
+        self.checkpoint = make_checkpoint(folder / "m", architecture, tokenizer=True)
+        self.adapters = folder / "adapters"
+        targets, pattern = TARGETS[architecture]
+        kinds: dict[str, dict[str, Any]] = {
+            "few": {"r": 4, "lora_alpha": 8, "target_modules": [targets[0]]},
+            "all": {"r": 16, "lora_alpha": 8, "target_modules": list(targets)},
+            "root": {
+                "r": 7,
+                "lora_alpha": 10,
+                "use_rslora": True,
+                "target_modules": list(targets),
+                "rank_pattern": pattern,
+                "alpha_pattern": {targets[-1]: 6},
+            },
+        }
+        self.plain = peft_tokens(self.checkpoint, None, PROMPTS, COUNT)
+        by_name: dict[str | None, list[list[int]]] = {None: self.plain}
+        for seed, (name, fields) in enumerate(kinds.items()):
+            made = make_adapter(self.checkpoint, self.adapters / name, seed=seed, **fields)
+            by_name[name] = peft_tokens(self.checkpoint, made, PROMPTS, COUNT)
+        self.right = [by_name[name][index] for index, name in enumerate(NAMES)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
+    """By architecture, each made once."""
+
+    @cache
+    def make(architecture: str) -> Expected:
+        return Expected(tmp_path_factory.mktemp(architecture), architecture)
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -62,20 +85,18 @@ def make_adapters(checkpoint: Path, root: Path, architecture: str) -> dict[str |
     ],
 )
 def test_a_batch_of_adapters_gives_the_tokens_of_peft(
-    tmp_path: Path, architecture: str, options: dict[str, object]
+    expected: Callable[[str], Expected], architecture: str, options: dict[str, object]
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "m", architecture, tokenizer=True)
-    adapters = make_adapters(checkpoint, tmp_path / "adapters", architecture)
-    prompts = make_prompts(9, 21, 5, 40, 13, 21)
-    names = ["few", None, "all", "root", "all", "few"]
-    asked = list(zip(prompts, names, strict=True))
-    options = {"adapters": str(tmp_path / "adapters"), "kv_cache_bytes": 1 << 22, **options}
-    with LLM(checkpoint, **options) as llm:
-        together = llm.generate(prompts, [greedy(name) for name in names], progress=False)
-        alone = [llm.generate([p], greedy(name), progress=False)[0] for p, name in asked]
-    right = [peft_tokens(checkpoint, adapters[name], p, COUNT) for p, name in asked]
-    plain = [peft_tokens(checkpoint, None, p, COUNT) for p in prompts]
-    assert [each.ids for each in together] == right
-    assert [each.ids for each in alone] == right
-    changed = [a != b for a, b in zip(right, plain, strict=True)]
-    assert changed == [name is not None for name in names]
+    peft = expected(architecture)
+    options = {"adapters": str(peft.adapters), "kv_cache_bytes": 1 << 22, **options}
+    asked = [greedy(name) for name in NAMES]
+    with LLM(peft.checkpoint, **options) as llm:
+        together = llm.generate(PROMPTS, asked, progress=False)
+        alone = [
+            llm.generate([prompt], params, progress=False)[0]
+            for prompt, params in zip(PROMPTS, asked, strict=True)
+        ]
+    assert [each.ids for each in together] == peft.right
+    assert [each.ids for each in alone] == peft.right
+    changed = [right != plain for right, plain in zip(peft.right, peft.plain, strict=True)]
+    assert changed == [name is not None for name in NAMES]

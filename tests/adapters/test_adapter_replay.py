@@ -17,23 +17,30 @@ PREFIX = "base_model.model.layer"
 TOKENS = 300
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Of two adapters."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two adapters; the last test removes one."""
+    folder = tmp_path_factory.mktemp("adapters")
     for number, name in enumerate(("law", "tax")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / CONFIG).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+        (folder / name).mkdir()
+        (folder / name / CONFIG).write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
         shrink, expand = torch.full((2, 4), number + 1.0), torch.ones(4, 2)
         tensors = {f"{PREFIX}.lora_A.weight": shrink, f"{PREFIX}.lora_B.weight": expand}
-        save_file(tensors, tmp_path / name / WEIGHTS)
-    return tmp_path
+        save_file(tensors, folder / name / WEIGHTS)
+    return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def front(folder: Path) -> Iterator[Front]:
-    made = Front(adapters=str(folder), max_adapters=1, max_queued=1).start()
+    made = make_front(folder).start()
     yield made
     made.close()
+
+
+def make_front(folder: Path, **more: int) -> Front:
+    """Not started yet."""
+    options = {"adapters": str(folder), "max_adapters": 1, "max_queued": 1, **more}
+    return Front(loader="tests.engine.deadly_runner:loader_with_adapters", **options)
 
 
 def submit(front: Front, name: str | None, tokens: int = TOKENS) -> int:
@@ -56,7 +63,7 @@ def test_requests_go_on_with_their_adapters(front: Front) -> None:
     front.read_until(lambda: first in front.ends and front.has(keys[-1], 10))
     front.kill()
     front.read_until(lambda: all(key in front.ends for key in keys))
-    assert front.engine.health.restarts == {"killed": 1}
+    assert front.engine.health.restarts["killed"] == 1
     for key, name in zip(keys, names, strict=True):
         assert isinstance(front.ends[key], Finished), front.ends[key]
         assert front.streams[key] == whole[name]
@@ -65,7 +72,7 @@ def test_requests_go_on_with_their_adapters(front: Front) -> None:
 def test_what_was_accepted_is_not_refused_though_it_has_no_token_yet(folder: Path) -> None:
     """After a kill three wait for room where ``max_queued`` is 2: one that had run, and those that
     had waited beside it."""
-    front = Front(adapters=str(folder), max_adapters=1, max_queued=2, max_num_seqs=1).start()
+    front = make_front(folder, max_queued=2, max_num_seqs=1).start()
     first = submit(front, "law", 40)
     front.read_until(lambda: front.has(first, 1))
     tax = submit(front, "tax", 5)

@@ -201,6 +201,8 @@ class Proxy:
     def __init__(
         self, server: Server, kept_back: str = "", names: int | None = None, **settings: str
     ) -> None:
+        if reason := why_not():
+            raise RuntimeError(f"{reason}: make test-compose installs it")
         self._kept_back = kept_back
         # Not pytest's folder: the path of a socket is at most 107 bytes long.
         self.folder = Path(tempfile.mkdtemp(prefix="proxy-"))

@@ -31,6 +31,15 @@ def loader() -> LoadModel:
     return load
 
 
+def loader_with_adapters() -> Load:
+    """The same, where engines have adapters: it imports what they need, ten seconds of work, once
+    for all that are forked."""
+    from jitney.adapters import pool  # noqa: F401
+    from jitney.execution import low_rank  # noqa: F401
+
+    return load
+
+
 def load(
     config: EngineConfig, tokenizer: bytes
 ) -> tuple[FakeRunner, bytes, Compile, Source[Adapter] | None]:

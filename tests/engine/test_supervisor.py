@@ -32,9 +32,9 @@ PATIENCE_S = 60.0
 class Front:
     """An engine's process, the thread that runs it, and what came of each request."""
 
-    def __init__(self, model: str = "fine", **options: Any) -> None:
+    def __init__(self, model: str = "fine", loader: str = LOADER, **options: Any) -> None:
         config = make_config({"model": model, "block_size": 4, **options})
-        self.engine = SupervisedEngine(config, LOADER)
+        self.engine = SupervisedEngine(config, loader)
         self.reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
         self.streams: dict[int, list[int]] = {}
         self.ends: dict[int, Finished | Cancelled | Failed] = {}

@@ -1,6 +1,5 @@
 """What the tests here have in common: programs that are fetched if need be."""
 
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -29,9 +28,7 @@ def binary() -> Path:
 
 
 def client(name: str) -> Path:
-    """The command of a client whose environment, of a gigabyte, somebody has fetched."""
-    if not (Path(sys.prefix) / name / "bin" / name).is_file():
-        pytest.skip(f"`python scripts/fetch_clients.py {name}` was not run here")
+    """The command of a client. Its environment, of a gigabyte, is fetched if it is not there."""
     return fetched("fetch_clients", name)
 
 

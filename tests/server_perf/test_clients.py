@@ -16,7 +16,7 @@ from jitney_server.server import TritonServer
 
 from tests.docs.blocks import read_page
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.clients]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/clients.md")

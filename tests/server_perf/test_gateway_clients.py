@@ -27,7 +27,7 @@ from tests.server_perf.test_clients import (
 )
 
 __all__ = ["folder"]  # a fixture
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.clients]
 
 ROOT = Path(__file__).resolve().parents[2]
 POOLING = ("embed", "minilm", "minilm_tokenizer", "rank")

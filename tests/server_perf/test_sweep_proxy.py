@@ -11,13 +11,13 @@ import pytest
 from jitney_measure import record
 from jitney_server.server import TritonServer
 
-from tests.compose.proxy import Proxy, Server, why_not
+from tests.compose.proxy import Proxy, Server
 
 pytestmark = [
     pytest.mark.server,
     pytest.mark.usefixtures("binary"),
     pytest.mark.slow,  # half a minute of computing: a server, six sweeps, as many interpreters
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.debian,
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate"),
 ]
 
