@@ -2,7 +2,7 @@
 
 The pages are read in the repository too, where a link may lead to a file outside docs/. The site
 does not have that file: there the link becomes its text, with the path behind it. That the file
-exists is tested in tests/house/test_docs.py.
+exists is tested in tests/project/test_docs.py.
 """
 
 import re

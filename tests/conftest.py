@@ -20,7 +20,7 @@ from tests import ran_again
 
 TESTS = Path(__file__).parent
 # They wait more than they compute: begun first, they are over when the others are.
-FIRST = ["server", "survival", "server_perf", "house", "export", "benchmarks"]
+FIRST = ["real_server", "survival", "server_perf", "server", "project", "export", "benchmarks"]
 # Folders whose files share a server: it is started once, in one process.
 TOGETHER = ["tests/real_server", "tests/server_perf"]
 

@@ -18,7 +18,7 @@ PAGES = ("index", "sweep", "deploying")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `make docs` builds it; that it builds without warnings is tests/house/test_site.py's."""
+    """As `make docs` builds it; that it builds without warnings is tests/project/test_site.py's."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)],

@@ -79,7 +79,7 @@ def test_what_is_wrong_is_found(language: str, text: str, said: str) -> None:
     ("mark", "language", "text", "said"),
     [
         ("run by: .ci/run", "bash", "make test-gpu", "runs make test-gpu"),
-        ("tested by: tests/house/test_cli.py", "bash", "make test-gpu", "runs make test-gpu"),
+        ("tested by: tests/server/test_serve.py", "bash", "make test-gpu", "runs make test-gpu"),
         ("fragment: c = tritonclient.grpc.InferInput", "python", "c.nonsense()", "no nonsense"),
         ("fragment: c = value", "python", "d.nonsense()", "the name d is"),
     ],

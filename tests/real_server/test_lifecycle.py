@@ -125,7 +125,7 @@ def answers(server: TritonServer) -> bool:
 
 def test_a_killed_stub_and_a_killed_server(server: TritonServer, reasons: dict[str, str]) -> None:
     """Each stream ends with an error (within 5 s on a machine that is not busy), and the model is
-    served again. `jitney serve` itself does so in tests/house/test_cli.py."""
+    served again. `jitney serve` itself does so in tests/server/test_serve.py."""
     said: list[str] = []
     supervisor = Supervisor(server, said.append)
 

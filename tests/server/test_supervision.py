@@ -1,6 +1,6 @@
 """What the supervisor repairs, and when, over a server that is a record, with a clock of its own.
 
-Real processes are in `test_cli.py`, `tests/compose/test_entrypoint.py` and `tests/real_server`.
+Real processes are in `test_serve.py`, `tests/compose/test_entrypoint.py` and `tests/real_server`.
 """
 
 import itertools

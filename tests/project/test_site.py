@@ -58,9 +58,9 @@ def test_a_link_out_of_docs_becomes_a_path(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import site_hooks
 
-    text = "See [the tests](../tests/house), [`Makefile`](../Makefile) and [options](options.md)."
+    text = "See [the tests](../tests/project), [`Makefile`](../Makefile) and [options](options.md)."
     assert site_hooks.on_page_markdown(text, page=None) == (
-        "See the tests (`tests/house`), `Makefile` and [options](options.md)."
+        "See the tests (`tests/project`), `Makefile` and [options](options.md)."
     )
 
 

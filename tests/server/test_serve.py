@@ -1,4 +1,4 @@
-"""The `jitney` command: its help, its one-line errors, and a server run from start to Ctrl-C."""
+"""`jitney serve` and `jitney doctor`: one-line errors, and a server run from start to Ctrl-C."""
 
 import os
 import re
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jitney import __version__, cli
-from jitney.errors import InvalidArgumentError
+from jitney import cli
 from jitney_server.admin import Admin
 from jitney_server.doctor import Finding
 from jitney_server.server import choose_ports
@@ -44,10 +43,6 @@ def invoke(words: list[str], **options: Any) -> Result:
     return CliRunner().invoke(cli.make_app(), words, **options)
 
 
-def test_version() -> None:
-    assert invoke(["--version"]).output.strip() == f"jitney {__version__}"
-
-
 def test_an_error_is_one_line_and_no_traceback(tmp_path: Path) -> None:
     result = run("serve", str(tmp_path / "nowhere"))
     assert result.returncode == 1
@@ -60,30 +55,6 @@ def test_an_unknown_model_is_named(tmp_path: Path) -> None:
     result = run("serve", str(tmp_path), "--model", "[bold]not[/]")
     assert result.returncode == 1
     assert "'[bold]not[/]' is not in" in result.stderr, "text from outside is never markup"
-
-
-def test_generate_without_a_model_outside_of_a_checkout(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("jitney.generate.__file__", str(tmp_path / "a/b/c/generate.py"))
-    result = invoke(["generate", "x"])
-    assert isinstance(result.exception, InvalidArgumentError)
-    assert "--model" in str(result.exception)
-
-
-def test_generate_streams_the_demo_model() -> None:
-    prompt = "def add(a, b):"
-    words = ["generate", "-", "--max-tokens=12", "--threads=1"]
-    result = invoke(words, input=prompt)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(prompt)
-    assert len(result.stdout.strip()) > len(prompt) + 10
-    assert "Loading weights" not in result.stderr, "no library writes to our terminal"
-    refused = CliRunner().invoke(
-        cli.make_app(), ["generate", "x", "--threads=1", "--temperature=-1"]
-    )
-    assert isinstance(refused.exception, InvalidArgumentError)
-    assert "temperature is -1.0, but must be" in str(refused.exception)
 
 
 @pytest.mark.parametrize(("state", "status"), [("ok", 0), ("warns", 0), ("fails", 1)])
