@@ -31,7 +31,7 @@ def loader() -> LoadModel:
     return load
 
 
-def loader_with_adapters() -> Load:
+def loader_with_adapters() -> LoadModel:
     """The same, where engines have adapters: it imports what they need, ten seconds of work, once
     for all that are forked."""
     from jitney.adapters import pool  # noqa: F401
