@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the tables in frontend/metrics.py and offline/metrics.py, and from
+"""Write docs/metrics.md from the tables in frontend/metrics.py and jobs' metrics.py, and from
 what a gateway counts, so that they cannot differ.
 
     python scripts/metrics_table.py
@@ -16,36 +16,30 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 INTRODUCTION = """# Metrics
 
-The server's metrics endpoint serves them, beside Triton's (`http://127.0.0.1:8002/metrics`;
-`jitney serve` prints the address). Every sample has the labels `model`, `version` and
-`model_instance`. Each instance counts separately: sum over `model_instance` for a model.
-
-The model's process adds up its events and sends the metrics that changed four times a second
-(`metrics_flush_s`). Names end in their unit.
+The server's metrics endpoint serves them, beside Triton's (`http://127.0.0.1:8002/metrics`). Every
+sample has the labels `model`, `version` and `model_instance`: sum over the last for a model. They
+change four times a second (`metrics_flush_s`). Names end in their unit.
 
 """
 
 HISTOGRAMS = """
-Triton accepts one observation of a histogram at a time, which is too slow for thousands of tokens a
-second. So each histogram is sent as its three families: the counters `NAME_bucket` (label `le`,
-cumulative, up to `+Inf`), `NAME_sum` and `NAME_count`. Prometheus' `histogram_quantile` works on
-them as on any other histogram; only their declared type is `counter`.
+Triton accepts one observation of a histogram at a time, too slow for thousands of tokens a second.
+So each histogram is sent as the counters `NAME_bucket`, `NAME_sum` and `NAME_count`. Prometheus'
+`histogram_quantile` works on them; only their declared type is `counter`.
 
 """
 
 TIERS = """
 ## By tier
 
-With the option [`tiers`](tiers.md) the histograms of requests (all but those of steps) and
-`jitney_requests_total` have the label `tier`, so sum over it for a model. A request that was
-refused before its tier was known counts without it. These come in addition:
+With the option [`tiers`](tiers.md) the histograms of requests and `jitney_requests_total` have the
+label `tier`. These come in addition:
 
 """
 
 ORCA = """
-Triton makes the load headers of ORCA (`endpoint-load-metrics`), by which gateways choose a server,
-from the family of this name, whichever backend sends it. The server in the `nvidia-pytriton` wheel
-(2.51) was built without these headers: it serves the family, but sends no headers.
+Triton makes the load headers of ORCA (`endpoint-load-metrics`) from the family of this name. The
+embedded server (2.51) was built without these headers.
 
 """
 
