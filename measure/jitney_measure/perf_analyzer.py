@@ -31,8 +31,8 @@ from jitney_measure.target import Model, Snapshot, Target, engine_work, snapshot
 
 _HOW = (
     "In a source checkout, `python scripts/fetch_perf_analyzer.py` puts it into the environment; "
-    "NVIDIA's image tritonserver:<release>-py3-sdk has it on its path (docker-compose: "
-    "`docker-compose run --rm perf`); or name it with --perf-analyzer"
+    "NVIDIA's image tritonserver:<release>-py3-sdk has it on its path (with compose: "
+    "`docker compose --profile perf run --rm perf`); or name it with --perf-analyzer"
 )
 _SETTLE_S, _LANGUAGE_SETTLE_S = 0.1, 0.6
 """The server counts a request after its answer, and metrics are a quarter of a second late: counts
