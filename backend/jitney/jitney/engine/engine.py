@@ -8,7 +8,7 @@ its own.
 A step is three calls: schedule, execute, update. Execute is a launch and the wait for its end. If
 the runner can overlap steps and the option ``overlap`` is set, step n + 1 is scheduled and launched
 before the engine waits for step n and updates. So one step is in flight between two calls of
-:meth:`Engine.step`.
+:meth:`Engine.step`. Without overlap none is.
 
 A request that needs a grammar or an adapter waits for it in :mod:`jitney.engine.pending`.
 
@@ -91,8 +91,9 @@ class Engine:
         self.runner = runner
         self._clock = clock
         self._before_step = before_step
-        self._overlaps = config.overlap and runner.info.overlap
-        self._in_flight: list[_InFlight] = []  # the oldest first, at most two
+        overlaps = config.overlap and runner.info.overlap
+        self._most_in_flight = 2 if overlaps else 1
+        self._in_flight: list[_InFlight] = []  # the oldest first
         self._busy_since = 0.0  # when the device could begin with the oldest
         self.scheduler = self._make_scheduler()
         self._out_of_memory = 0  # steps, within one call of step()
@@ -263,24 +264,12 @@ class Engine:
     # ------------------------------------------------------------------ parts of a step
 
     def _make_step(self, now: float) -> list[Event]:
-        if self._overlaps:
-            return self._step_overlapped(now)
-        if not self.scheduler.has_work:
-            return []
-        batch = self.scheduler.schedule(now)
-        began = self._clock()
-        output = self._try_step(self._execute, batch)
-        if output is None:
-            self.scheduler.revert(batch)
-            return self._execute_again(batch.rows)
-        done = self._clock()
-        return self.scheduler.update(batch, output, now=done, seconds=done - began)
-
-    def _step_overlapped(self, now: float) -> list[Event]:
-        """Schedule and launch a step, then wait for the one before it and update: that one runs
-        while this one is scheduled."""
+        """Schedule and launch a step, and complete the oldest in flight if there are enough. With
+        overlap that is the step before: it runs while this one is scheduled."""
         events: list[Event] = []
-        if not self.scheduler.can_plan_ahead:
+        if not (self.scheduler.has_work or self._in_flight):
+            return events
+        if self._in_flight and not self.scheduler.can_plan_ahead:
             # This step depends on what the one before samples.
             events += self._complete_oldest()
         batch = self.scheduler.schedule(now)
@@ -294,46 +283,70 @@ class Engine:
             if self._in_flight:
                 events += self._complete_oldest()
             return events
-        began = self._clock()
-        launched = self._try_step(self.runner.launch, batch)
-        if launched is None:
+        if not self._launch(batch):
             self.scheduler.revert(batch)
             if self._in_flight:
                 events += self._complete_oldest()
             return events + self._execute_again(batch.rows)
-        if not self._in_flight:
-            self._busy_since = began
-        self._in_flight.append(_InFlight(batch, launched))
-        if _asks(batch) or len(self._in_flight) == 2:
+        if _asks(batch) or len(self._in_flight) == self._most_in_flight:
             events += self._complete_oldest()
         return events
 
     def _complete_oldest(self) -> list[Event]:
         """Wait for the oldest step in flight and update. If it failed, the later one, which took
         its tokens, is dropped: the scheduler plans its rows again."""
-        oldest = self._in_flight[0]
-        output = self._try(oldest.step.wait)
-        del self._in_flight[0]
+        batch = self._in_flight[0].batch
+        output = self._wait_for_oldest()
         if output is not None:
             began = self._busy_since
             done = self._clock()
             self._busy_since = done
-            return self.scheduler.update(oldest.batch, output, now=done, seconds=done - began)
+            return self.scheduler.update(batch, output, now=done, seconds=done - began)
         later = [each.batch for each in self._in_flight]
         self.abandon()
-        for batch in later:
-            self.scheduler.revert(batch)
-        self.scheduler.revert(oldest.batch)
-        return self._execute_again(oldest.batch.rows)
+        for each in later:
+            self.scheduler.revert(each)
+        self.scheduler.revert(batch)
+        return self._execute_again(batch.rows)
 
-    def _execute(self, batch: Batch) -> StepOutput:
-        """Compute a whole step, with nothing else in flight."""
-        return self.runner.launch(batch).wait()
+    def _execute_again(self, rows: list[Row]) -> list[Event]:
+        """Execute the rows of a reverted step in halves, and those of a half that raises in halves
+        again. A row that raises alone fails its request. Nothing else is in flight."""
+        events: list[Event] = []
+        middle = len(rows) // 2
+        for half in (rows[:middle], rows[middle:]):
+            part = self.scheduler.retry(half)
+            if not part.rows:
+                continue
+            output = self._wait_for_oldest() if self._launch(part) else None
+            if output is not None:
+                events += self.scheduler.update(part, output, self._clock())
+                continue
+            self.scheduler.revert(part)
+            if len(part.rows) > 1:
+                events += self._execute_again(part.rows)
+            else:
+                error = InternalError("the request failed in a step")
+                events += self.scheduler.fail(part.rows[0].key, error)
+        return events
 
-    def _try_step(self, call: Callable[[Batch], T], batch: Batch) -> T | None:
-        """Begin a step. None: it raised."""
+    def _launch(self, batch: Batch) -> bool:
+        """Begin a step. False: it raised, and nothing of it runs."""
         self._before_step([*(each.batch for each in self._in_flight), batch])
-        return self._try(lambda: call(batch))
+        began = self._clock()
+        step = self._try(lambda: self.runner.launch(batch))
+        if step is None:
+            return False
+        if not self._in_flight:
+            self._busy_since = began
+        self._in_flight.append(_InFlight(batch, step))
+        return True
+
+    def _wait_for_oldest(self) -> StepOutput | None:
+        """The output of the oldest step in flight, which is over then. None: it raised."""
+        output = self._try(self._in_flight[0].step.wait)
+        del self._in_flight[0]
+        return output
 
     def _try(self, call: Callable[[], T]) -> T | None:
         """Call the runner. None: the step raised."""
@@ -346,27 +359,6 @@ class Engine:
                 self._out_of_memory += 1
             log.exception("a step raised")
             return None
-
-    def _execute_again(self, rows: list[Row]) -> list[Event]:
-        """Execute the rows of a reverted step in halves, and those of a half that raises in halves
-        again. A row that raises alone fails its request."""
-        events: list[Event] = []
-        middle = len(rows) // 2
-        for half in (rows[:middle], rows[middle:]):
-            part = self.scheduler.retry(half)
-            if not part.rows:
-                continue
-            output = self._try_step(self._execute, part)
-            if output is not None:
-                events += self.scheduler.update(part, output, self._clock())
-                continue
-            self.scheduler.revert(part)
-            if len(part.rows) > 1:
-                events += self._execute_again(part.rows)
-            else:
-                error = InternalError("the request failed in a step")
-                events += self.scheduler.fail(part.rows[0].key, error)
-        return events
 
     # ------------------------------------------------------------------ parts of the loop
 
