@@ -228,7 +228,10 @@ class Engine:
             self.pending.receive(message, now)
             return []
         if isinstance(message, Cancel):
-            return self.scheduler.cancel(message.key)
+            events = self.scheduler.cancel(message.key)
+            # At once: its resources may come in this very step.
+            self._close({event.key for event in events}, now)
+            return events
         if self.pending.keep(message):
             return []
         return self.scheduler.finish(message.key, message.index, now)
