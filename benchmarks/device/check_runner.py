@@ -3,20 +3,17 @@
 In float32 the paths differ by rounding alone, so their tokens are equal: the GPU path with graphs
 and overlap, the same without either, and plain modules with the attention in plain torch. Some
 requests sample, and more come than fit. Among thousands of tokens one near-tie may fall otherwise,
-so one of many requests may differ; the long one, which outgrows its graphs, may not. Batch
-invariance is judged in bfloat16 by log-probabilities, to the bit.
+so one of many requests may differ; the long one, which outgrows its graphs, may not.
 """
 
 import gc
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
-from jitney.messages import Finished, Tokens
 
 from benchmarks.device.environment import device_of
-from benchmarks.device.serving import Served, make_engine, serve, submit
+from benchmarks.device.serving import Served, make_engine, serve
 from benchmarks.device.shapes import TINY, Shape
 from benchmarks.device.supervise import Bench
 from benchmarks.workloads import Workload
@@ -32,7 +29,6 @@ PATHS: dict[str, dict[str, object]] = {
     "eager, synchronous": {"cuda_graphs": "never", "overlap": False},
     "graphs, synchronous": {"cuda_graphs": "lazy", "overlap": False},
     "eager, overlapped": {"cuda_graphs": "never", "overlap": True},
-    "batch invariant": {"batch_invariant": True},
 }
 TINY_PATHS = ("graphs, overlapped",)
 _MANY = 40  # requests of a workload among which one may differ
@@ -58,7 +54,6 @@ def run(bench: Bench) -> None:
         bench.case(
             name, partial(_same, bench, name, shape, device, workloads, references), seconds=15
         )
-    bench.case("invariance", partial(_invariance, bench, shape, device), seconds=15)
 
 
 def _workloads(bench: Bench, shape: Shape) -> list[tuple[Workload, dict[str, object]]]:
@@ -122,39 +117,3 @@ def _same(
         name, value=sum(different), unit="differ", ratio=excess, bar=0, at_most=True,
         details={"differ": different, "steps": [one.steps for one in made]},
     )  # fmt: skip
-
-
-def _invariance(bench: Bench, shape: Shape, device: torch.device) -> None:
-    """Log-probabilities of one request, alone and among others, bitwise."""
-    if not bench.tiny:
-        shape = replace(shape, itemsize=2)
-    engine = make_engine(
-        bench, shape, device, batch_invariant=True, max_num_seqs=16,
-        kv_cache_bytes=1 << (20 if bench.tiny else 28),
-    )  # fmt: skip
-    random = np.random.RandomState(9)
-    count, length = (2, 2) if bench.tiny else (11, 40)
-    prompts = [
-        random.randint(10, shape.vocab - 10, 4 + (3 if bench.tiny else 17) * i).tolist()
-        for i in range(count)
-    ]
-
-    def logprobs(prompts: list[list[int]]) -> list[tuple[int, float]]:
-        """Of the first request."""
-        keys = [submit(engine, prompt, length, seed=3, logprobs=3) for prompt in prompts]
-        found: list[tuple[int, float]] = []
-        ended = 0
-        while engine.has_work:
-            report = engine.step()
-            for event in report.events if report else ():
-                if isinstance(event, Tokens) and event.key == keys[0]:
-                    assert event.logprobs is not None
-                    found += [(best.token_id, best.logprob) for (best, *_) in event.logprobs]
-                ended += isinstance(event, Finished)
-        assert ended == len(prompts)
-        return found
-
-    alone, among = logprobs(prompts[:1]), logprobs(prompts)
-    differ = sum(a != b for a, b in zip(alone, among, strict=True))
-    bench.add("invariance: tokens that differ", value=differ, ratio=differ, bar=0, at_most=True)
-    engine.runner.close()  # type: ignore[attr-defined]

@@ -88,9 +88,9 @@ def test_a_batch_of_adapters_gives_the_tokens_of_peft(
     expected: Callable[[str], Expected], architecture: str, options: dict[str, object]
 ) -> None:
     peft = expected(architecture)
-    options = {"adapters": str(peft.adapters), "kv_cache_bytes": 1 << 22, **options}
+    given = {"adapters": str(peft.adapters), "dtype": "float32", "kv_cache_bytes": 1 << 22}
     asked = [greedy(name) for name in NAMES]
-    with LLM(peft.checkpoint, **options) as llm:
+    with LLM(peft.checkpoint, **given, **options) as llm:
         together = llm.generate(PROMPTS, asked, progress=False)
         alone = [
             llm.generate([prompt], params, progress=False)[0]

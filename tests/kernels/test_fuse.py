@@ -1,7 +1,5 @@
-"""What is fused in which architecture, that it gives the same, and that what differs is kept: with
-the kernels of a CPU, and with those of a GPU in the interpreter."""
+"""What is fused in which architecture, that it gives the same, and that what differs is kept."""
 
-import itertools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +21,8 @@ from torch import nn
 from tests.tiny_models import ARCHITECTURES, MAX_LENGTH, make_checkpoint
 
 pytest.importorskip("numba")
-pytest.importorskip("triton")
 
 from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
-from jitney.kernels.gpu.layer_kernels import fuse_for_gpu
 
 # Layers, gated MLPs, norms (the last two standing alone), whether the whole is fused.
 WHOLE = (2, 0, 1, True)
@@ -73,27 +69,9 @@ class Fused:
         return max(relative_error(each, self.before) for each in logits)
 
 
-@pytest.fixture
-def device(request) -> str:
-    """The CPU, where :func:`on` says nothing else: what is fused is decided by the same code."""
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
     torch.set_num_threads(1)
-    name = getattr(request, "param", "cpu")
-    if name == "gpu" and torch.cuda.is_available():
-        pytest.skip("the kernels are compiled: tests/gpu runs them")
-    return name
-
-
-def on(*cases: tuple[str, str]) -> pytest.MarkDecorator:
-    """Of (device, architecture): the interpreter takes seconds for each, most of them when slow
-    tests run."""
-    often = {("gpu", "llama"), ("gpu", "gemma2"), *(case for case in cases if case[0] == "cpu")}
-    marked = [
-        pytest.param(*case, marks=() if case in often else pytest.mark.slow) for case in cases
-    ]
-    return pytest.mark.parametrize(("device", "name"), marked, indirect=["device"])
-
-
-BOTH = pytest.mark.parametrize("device", ["cpu", "gpu"], indirect=True)
 
 
 def load(tmp_path, name: str, dtype: str = "float32"):
@@ -101,31 +79,27 @@ def load(tmp_path, name: str, dtype: str = "float32"):
     return load_model(make_config(options)).module
 
 
-def fuse(module, device: str) -> Fused:
+def fuse(module) -> Fused:
     before = interface.forward(module, *INPUTS, attend)
-    if device == "cpu":
-        kernels = CpuLayerKernels(embedding_weight(module).dtype, 8)
-        report = search.fuse(module, kernels, MAX_LENGTH)
-    else:
-        report = fuse_for_gpu(module, make_config({"model": "any", "device": "cpu"}), MAX_LENGTH)
+    kernels = CpuLayerKernels(embedding_weight(module).dtype, 8)
+    report = search.fuse(module, kernels, MAX_LENGTH)
     return Fused(module, before, report)
 
 
-@on(*itertools.product(("cpu", "gpu"), sorted(ARCHITECTURES)))
-def test_the_same_logits(tmp_path, device: str, name: str) -> None:
-    fused = fuse(load(tmp_path, name), device)
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_the_same_logits(tmp_path, name: str) -> None:
+    fused = fuse(load(tmp_path, name))
     assert fused.counts == EXPECTED[name], fused.report.reasons
     assert fused.error < TOLERANCE["float32"]
-    if device == "cpu":
-        prepack_linears(fused.module, 8, FuseReport())
-        assert fused.error < TOLERANCE["float32"]
+    prepack_linears(fused.module, 8, FuseReport())
+    assert fused.error < TOLERANCE["float32"]
 
 
-@on(*itertools.product(("cpu", "gpu"), ["llama", "olmo2", "phi3"]))  # gpt_oss' router may flip
-def test_the_same_logits_in_16_bits(tmp_path, device: str, name: str) -> None:
-    fused = fuse(load(tmp_path, name, "bfloat16"), device)
+@pytest.mark.parametrize("name", ["llama", "olmo2", "phi3"])  # gpt_oss' router may flip
+def test_the_same_logits_in_16_bits(tmp_path, name: str) -> None:
+    fused = fuse(load(tmp_path, name, "bfloat16"))
     assert fused.error < TOLERANCE["bfloat16"]
-    if (device, name) == ("cpu", "olmo2"):
+    if name == "olmo2":
         reason = "the angles of its rotary embedding are of another dtype"
         assert fused.report.reasons[f"layer: {reason}"] == 2
     else:
@@ -133,7 +107,7 @@ def test_the_same_logits_in_16_bits(tmp_path, device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
-def test_attention_is_called_as_before(tmp_path, device: str, name: str) -> None:
+def test_attention_is_called_as_before(tmp_path, name: str) -> None:
     """Layer, scale, window, cap and sinks reach attention as the original passes them."""
     calls: list[tuple] = []
 
@@ -145,35 +119,35 @@ def test_attention_is_called_as_before(tmp_path, device: str, name: str) -> None
     module = load(tmp_path, name)
     interface.forward(module, *INPUTS, note)
     before, calls = calls, []
-    forward = fuse(module, device).report.forward
+    forward = fuse(module).report.forward
     with torch.inference_mode():
         forward(*INPUTS, note)
     assert calls == before
     assert any(call[2] or call[3] or call[5] for call in before), "which would prove nothing"
 
 
-def test_a_layer_that_computes_something_else_is_kept(tmp_path, device: str) -> None:
+def test_a_layer_that_computes_something_else_is_kept(tmp_path) -> None:
     """Of the right structure, but with a factor on what it adds: the numbers tell."""
     module = load(tmp_path, "llama")
     odd = module.model.layers[1]
     original = odd.forward
     odd.forward = lambda x, **more: x + 1.05 * (original(x, **more) - x)
-    fused = fuse(module, device)
+    fused = fuse(module)
     assert fused.counts == (1, 1, 3, False)
     assert fused.report.reasons["layer: its result differs"] == 1
     assert fused.error < TOLERANCE["float32"]
 
 
-def test_a_norm_with_another_epsilon_is_kept(tmp_path, device: str) -> None:
+def test_a_norm_with_another_epsilon_is_kept(tmp_path) -> None:
     module = load(tmp_path, "olmo2")
     norm = module.model.norm
     original = norm.forward
     norm.forward = lambda x: original(x) / (1.0 + 1e-3)
-    assert fuse(module, device).counts == (2, 0, 0, False)
+    assert fuse(module).counts == (2, 0, 0, False)
     assert module.model.norm is norm
 
 
-def test_an_mlp_that_clamps_is_called_as_it_is(tmp_path, device: str) -> None:
+def test_an_mlp_that_clamps_is_called_as_it_is(tmp_path) -> None:
     """Its bound lies beyond what random input of scale 1 reaches."""
     module = load(tmp_path, "llama")
 
@@ -183,28 +157,14 @@ def test_an_mlp_that_clamps_is_called_as_it_is(tmp_path, device: str) -> None:
 
     for layer in module.model.layers:
         layer.mlp.forward = clamped.__get__(layer.mlp)
-    fused = fuse(module, device)
+    fused = fuse(module)
     assert fused.counts == WHOLE
     assert not any(isinstance(layer.mlp, FusedMLP) for layer in module.model.layers)
     assert set(fused.report.reasons) == {"gated MLP: its result differs"}
     assert fused.error < TOLERANCE["float32"]
 
 
-def test_float16_is_compared_below_where_it_overflows(tmp_path) -> None:
-    """An MLP of large weights, on input that would show a bound."""
-    module = load(tmp_path, "llama").half()
-    for layer in module.model.layers:
-        for weight in layer.mlp.parameters():
-            # What many inputs of usual weights add up to.
-            weight.data *= 0.16 / weight.float().std()
-    wide = 256 * torch.randn(1, 7, module.config.hidden_size).half()
-    assert not module.model.layers[0].mlp(wide).isfinite().all()
-    fused = fuse(module, "gpu")
-    assert (fused.counts, fused.report.reasons) == (WHOLE, {})
-    assert all(isinstance(layer.mlp, FusedMLP) for layer in module.model.layers)
-
-
-def test_attentions_that_clamp_are_kept(tmp_path, device: str) -> None:
+def test_attentions_that_clamp_are_kept(tmp_path) -> None:
     """As option clip_qkv of some models: its bound lies beyond what random input of scale 1
     reaches."""
     module = load(tmp_path, "llama")
@@ -212,22 +172,22 @@ def test_attentions_that_clamp_are_kept(tmp_path, device: str) -> None:
         layer.self_attn.v_proj.forward = lambda x, linear=layer.self_attn.v_proj: (
             nn.functional.linear(x, linear.weight).clamp(-10, 10)
         )
-    fused = fuse(module, device)
+    fused = fuse(module)
     assert fused.counts == (0, 2, 5, False)
     assert fused.report.reasons["layer: its result differs"] == 2
 
 
-def test_layers_that_clamp_their_sums_are_kept(tmp_path, device: str) -> None:
+def test_layers_that_clamp_their_sums_are_kept(tmp_path) -> None:
     module = load(tmp_path, "llama")
     for layer in module.model.layers:
         original = layer.forward
         layer.forward = lambda x, original=original, **more: original(x, **more).clamp(-50, 50)
-    fused = fuse(module, device)
+    fused = fuse(module)
     assert fused.counts == (0, 2, 5, False)
     assert fused.report.reasons["layer: its result differs"] == 2
 
 
-def test_projections_that_give_more_than_heads_are_kept(tmp_path, device: str) -> None:
+def test_projections_that_give_more_than_heads_are_kept(tmp_path) -> None:
     """A gate on the queries, say."""
     module = load(tmp_path, "llama")
     for layer in module.model.layers:
@@ -236,12 +196,12 @@ def test_projections_that_give_more_than_heads_are_kept(tmp_path, device: str) -
         attention.q_proj.forward = lambda x, wide=attention.q_proj: nn.functional.linear(
             x, wide.weight
         )[..., :64]
-    fused = fuse(module, device)
+    fused = fuse(module)
     assert fused.report.reasons["layer: its projections do not give the heads alone"] == 2
     assert fused.error < TOLERANCE["float32"]
 
 
-def test_a_layer_that_needs_more_than_its_arguments_is_kept(tmp_path, device: str) -> None:
+def test_a_layer_that_needs_more_than_its_arguments_is_kept(tmp_path) -> None:
     """It looks for something that only a whole forward pass leaves for it."""
     module = load(tmp_path, "llama")
     left: list[int] = []
@@ -254,36 +214,33 @@ def test_a_layer_that_needs_more_than_its_arguments_is_kept(tmp_path, device: st
         return original(*args, **kwargs)
 
     layer.self_attn.forward = forward
-    fused = fuse(module, device)
+    fused = fuse(module)
     assert fused.counts[0] == 1
     assert fused.report.reasons["layer: it cannot be run alone (IndexError)"] == 1
     assert fused.error < TOLERANCE["float32"]
 
 
-def test_some_projections_with_a_bias(tmp_path, device: str) -> None:
+def test_some_projections_with_a_bias(tmp_path) -> None:
     module = load(tmp_path, "llama")
     for layer in module.model.layers:
         bias = torch.randn(layer.self_attn.k_proj.out_features)
         layer.self_attn.k_proj.bias = nn.Parameter(bias)
-    fused = fuse(module, device)
+    fused = fuse(module)
     assert fused.counts == WHOLE
     assert fused.error < TOLERANCE["float32"]
 
 
-@BOTH
-def test_merged_weights_are_not_kept_twice(tmp_path, device: str) -> None:
+def test_merged_weights_are_not_kept_twice(tmp_path) -> None:
     module = load(tmp_path, "llama")
     size = sum(each.numel() for each in module.parameters())
     layer = module.model.layers[0]
     old = [weakref.ref(x.weight) for x in (layer.self_attn.q_proj, layer.mlp.gate_proj)]
     del layer
-    fuse(module, device)
+    fuse(module)
     assert all(reference() is None for reference in old)
     assert {type(layer) for layer in module.model.layers} == {FusedDecoderLayer}
-    norms = 5 * module.config.hidden_size  # float32 beside the parameters
-    if device == "cpu":  # so are packed weights
-        size = module.model.embed_tokens.weight.numel() + norms
-    assert sum(each.numel() for each in module.parameters()) == size - norms
+    packed = size - module.model.embed_tokens.weight.numel()  # no parameters any more
+    assert sum(each.numel() for each in module.parameters()) == size - packed
 
 
 def test_memory_beyond_the_model_is_one_layers(tmp_path, monkeypatch) -> None:
@@ -299,16 +256,15 @@ def test_memory_beyond_the_model_is_one_layers(tmp_path, monkeypatch) -> None:
         return original(tensors, *args, **more)
 
     monkeypatch.setattr(torch, "cat", cat)
-    fuse(module, "gpu")
+    fuse(module)
     assert alive == [[True, True], [False, True]]
 
 
-@BOTH
-def test_a_tied_head_is_counted_when_it_is_packed(tmp_path, device: str) -> None:
+def test_a_tied_head_is_counted_when_it_is_packed(tmp_path) -> None:
     module = load(tmp_path, "llama")
     module.lm_head.weight = module.model.embed_tokens.weight
-    added = fuse(module, device).report.added_bytes
-    assert added == (module.model.embed_tokens.weight.nbytes if device == "cpu" else 0)
+    added = fuse(module).report.added_bytes
+    assert added == module.model.embed_tokens.weight.nbytes
 
 
 def test_known_activations() -> None:
@@ -336,22 +292,22 @@ def test_rotary_table(half: bool) -> None:
         assert torch.equal(got, torch.cat((one, one), -1) if half else one)
 
 
-def test_no_table_where_the_longest_position_decides(tmp_path, device: str) -> None:
+def test_no_table_where_the_longest_position_decides(tmp_path) -> None:
     """As with forms of scaling that stretch with the context: such a model is fused by layers."""
     module = load(tmp_path, "llama")
     original = module.model.rotary_emb.forward
     module.model.rotary_emb.forward = lambda x, position_ids: original(
         x, position_ids * (1.0 if position_ids.max() < 40 else 0.5)
     )
-    fused = fuse(module, device)
+    fused = fuse(module)
     assert fused.counts == (2, 0, 1, False)
     assert fused.report.reasons == {"model: its result without transformers' forward differs": 1}
     assert fused.error < TOLERANCE["float32"]
 
 
-def test_no_table_that_is_too_large(tmp_path, device: str, monkeypatch) -> None:
+def test_no_table_that_is_too_large(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(layers, "_MOST_TABLE_BYTES", 1000)
-    fused = fuse(load(tmp_path, "llama"), device)
+    fused = fuse(load(tmp_path, "llama"))
     assert fused.counts == (2, 0, 1, False)
     assert "the table of its rotary embedding would take" in str(fused.report.reasons)
     assert fused.error < TOLERANCE["float32"]

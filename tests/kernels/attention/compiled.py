@@ -42,7 +42,6 @@ class Form:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    fused: bool = True
     in_parts: bool = True
 
 
@@ -132,9 +131,6 @@ def _launches(capability: int, form: Form) -> list[tuple[Any, tuple[Any, ...], d
         options["sinks"] = empty(heads, of=torch.float32)
     if form.float8:
         options |= {f"{x}_scale": empty(kv_heads, of=torch.float32) for x in ("key", "value")}
-    if form.fused:
-        angles = empty(tokens, size)
-        options["transform"] = gpu.HeadTransform(angles, angles, empty(size), empty(size), 1e-6)
     qkv = empty(tokens, heads + 2 * kv_heads, size).split([heads, kv_heads, kv_heads], 1)
     attend_over(attend, *qkv, *caches, meta, **options)
     return recorded

@@ -80,6 +80,27 @@ def test_compiled(path: Path, plain, monkeypatch) -> None:
     torch._dynamo.reset()
 
 
+def test_batch_invariant_says_that_attention_alone_keeps_it(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was refused or kept by kernels that are no more: what started before starts still."""
+    runner = load_runner(options(path, batch_invariant=True))
+    (attention,) = {cache.attend for cache in runner._caches}
+    assert attention.batch_invariant
+    assert "batch_invariant holds for attention alone on a GPU" in caplog.text
+    runner.close()
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_modules_stay_as_transformers_has_them(path: Path, fuse: bool) -> None:
+    config = options(path, fuse=fuse)
+    model = load_model(config)
+    names = [type(each) for each in model.module.modules()]
+    faster = load_module.GpuAccelerator(config, model.device).speed_up(model, 8)
+    assert [type(each) for each in faster.module.modules()] == names
+    assert not faster.fused
+
+
 def test_without_overlap(path: Path) -> None:
     runner = load_runner(options(path, overlap=False))
     assert not runner.info.overlap

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.attention import AttentionMetadata
-from jitney.execution.low_rank import BeginProducts, Hooks, Pack, Site, plain_products
+from jitney.execution.low_rank import Hooks, Pack, Site
 
 NAME = "jitney"
 
@@ -180,15 +180,13 @@ def forward(
     positions: Tensor,
     rows: Tensor,
     paged: PagedFunction,
-    begin: BeginProducts = plain_products,
 ) -> Tensor:
     """Run T flattened tokens and return logits [len(rows), vocabulary] of the chosen ones.
 
-    ids and positions are int64 [T], rows int64 indices into them, at least one. ``begin`` has what
-    adapters add.
+    ids and positions are int64 [T], rows int64 indices into them, at least one.
     """
     adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
-    with torch.inference_mode(), Hooks(module, adapted, begin):
+    with torch.inference_mode(), Hooks(module, adapted):
         output = module(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),

@@ -65,10 +65,6 @@ class Span(NamedTuple):
     adapter: LowRank
 
 
-BeginProducts = Callable[[Sequence[Span]], AddProducts]
-"""Called once for a step that has spans."""
-
-
 def spans_of(rows: Sequence[Row]) -> list[Span]:
     """The spans of a step's flattened tokens, neighbours of one adapter as one; those of tokens
     without an adapter are left out."""
@@ -126,10 +122,10 @@ def plain_products(spans: Sequence[Span]) -> AddProducts:
 class Hooks:
     """For a while, the linear layers of a module add what the adapters of a step give."""
 
-    def __init__(self, module: nn.Module, spans: Sequence[Span], begin: BeginProducts) -> None:
+    def __init__(self, module: nn.Module, spans: Sequence[Span]) -> None:
         paths = {path for span in spans for path in span.adapter.factors}
         self._layers = [(path, module.get_submodule(path)) for path in sorted(paths)]
-        self._add = begin(spans) if spans else None
+        self._add = plain_products(spans)
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
@@ -143,7 +139,6 @@ class Hooks:
     def _hook(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
         def add(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
             total = out.reshape(-1, out.shape[-1]).clone()
-            assert self._add is not None
             x = given[0].reshape(-1, given[0].shape[-1])
             self._add([Part(path, 0, total.shape[1])], x, total)
             return total.view(out.shape)

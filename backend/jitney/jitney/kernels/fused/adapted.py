@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jitney.execution.interface import PagedFunction, PagedStep
-from jitney.execution.low_rank import AddProducts, Part, Site
+from jitney.execution.low_rank import AddProducts, Part, Site, plain_products
 from jitney.kernels.fused.layers import (
     FusedDecoderLayer,
     FusedForward,
@@ -53,7 +53,7 @@ class AdaptedForward:
         paths = {part.path for place in self._places for parts in place for part in parts}
         self.sites = {path: site for path, site in sites.items() if path in paths}
         """Those that adapters may change: not inside of an MLP that is called as it is."""
-        self._begin, self.pack, self.program = model.kernels.adapted(model, self._places)
+        self.pack, self.program = model.kernels.adapted(model, self._places)
 
     @torch.inference_mode()
     def __call__(
@@ -67,7 +67,8 @@ class AdaptedForward:
         if logits is not None:
             return model.cap(logits)
         residual: Tensor = model.embed(ids)
-        angles, add = model.angles(positions), self._begin(paged.meta.adapted)
+        angles = model.angles(positions)
+        add = plain_products(paged.meta.adapted)
         for layer, kind, places in zip(model.layers, model.kinds, self._places, strict=True):
             residual = _run(layer, residual, angles[kind], paged, places, add)
         return model.cap(model.head(model.norm(residual[rows])))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.interface import AttentionCall, PagedFunction
-from jitney.execution.low_rank import BeginProducts, Pack, Part, plain_products
+from jitney.execution.low_rank import Pack, Part
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -78,13 +78,11 @@ def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
 @dataclass(frozen=True)
 class NormForm:
     """An RMS norm: x / sqrt(mean(x²) + epsilon) * scale over the last dimension (Zhang and Sennrich
-    2019); with a bias a layer norm: that of x - mean(x), plus the bias."""
+    2019)."""
 
     scale: Tensor
     """float32, contiguous; the weight, or 1 + the weight."""
     epsilon: float
-    bias: Tensor | None = None
-    """As ``scale``; for a GPU's kernel alone."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +136,8 @@ StepProgram = Callable[[Tensor, Tensor, PagedFunction], Tensor | None]
 class AdaptedKernels(NamedTuple):
     """What steps with adapters are computed with."""
 
-    begin: BeginProducts = plain_products
-    """Where they run module by module."""
     pack: Pack | None = None
-    """Makes ``LowRank.packed``, if the others need it."""
+    """Makes ``LowRank.packed``, if the program needs it."""
     program: StepProgram | None = None
     """All layers as one native call."""
 

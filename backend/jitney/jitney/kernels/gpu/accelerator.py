@@ -6,8 +6,6 @@ interpreted on a CPU, the same path runs without graphs and without a measuremen
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,10 +22,8 @@ from jitney.execution.interface import (
     LayerCache,
     LoadedModel,
     PagedStep,
-    forward,
     paged_attention,
 )
-from jitney.execution.low_rank import Part
 from jitney.execution.memory import StepMemory
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.gpu.graphs import DecodeGraphs, capture_on, padded_sizes
@@ -38,13 +34,18 @@ _log = logging.getLogger(__name__)
 
 
 class GpuAccelerator:
-    """Attention, fused modules, and a runner that overlaps steps."""
+    """Attention over the paged cache, CUDA graphs, and a runner that overlaps steps."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Raises ConfigError for options that kernels, or interpreted ones, give no meaning."""
         self._config = config
         if config.kv_cache_dtype == "int8":
             raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
+        if config.batch_invariant:
+            _log.warning(
+                "batch_invariant holds for attention alone on a GPU: the products and norms there "
+                "are torch's, whose last bits depend on the batch"
+            )
         self._capture = capture_on(device)
         if device.type == "cuda":
             return
@@ -82,23 +83,11 @@ class GpuAccelerator:
         return all(attend.name == "gpu" for attend in attention)
 
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
-        """Compile the module, if option ``compile`` says so, or fuse what fits."""
-        if model.sites and self._config.batch_invariant:
-            bound = "left out with batch_invariant on a GPU"
-            raise ConfigError.of("adapters", self._config.adapters, bound)
-        if self._config.compile:  # which fuses by itself, and cannot look into kernels
+        """Compile the module if option ``compile`` says so. Else it runs as transformers has it."""
+        _skip_padding_check(model.module)
+        if self._config.compile:
             compile_module(model.module)
-            return model
-        from jitney.kernels.gpu.layer_kernels import fuse_for_gpu
-        from jitney.kernels.gpu.low_rank import GroupedProducts
-
-        faster = fuse_for_gpu(model.module, self._config, model.max_model_len).applied(model)
-        if faster.fused or not faster.sites:
-            return faster
-        layers = [[Part(path, 0, site.outputs)] for path, site in faster.sites.items()]
-        products = GroupedProducts(layers)
-        step = partial(forward, faster.module, begin=products.begin)
-        return replace(faster, forward=step, pack=products.pack)
+        return model
 
     def kv_scales(self, model: LoadedModel) -> list[tuple[Tensor, Tensor]] | None:
         """Those of a float8 cache: the checkpoint's, or found by a run over some tokens."""
@@ -141,6 +130,14 @@ class GpuAccelerator:
         if self._config.cuda_graphs == "load":
             graphs.capture_all()
         return TorchRunner(model, caches, info, graphs)
+
+
+def _skip_padding_check(module: PreTrainedModel) -> None:
+    """Keep transformers from looking for padding among the ids: the host would wait for the device.
+    There is no padding here."""
+    for each in module.modules():
+        if isinstance(each, PreTrainedModel):
+            vars(each)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
 
 
 def compile_module(module: PreTrainedModel, backend: str = "inductor") -> None:

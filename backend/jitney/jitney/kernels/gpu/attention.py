@@ -35,18 +35,6 @@ class LaunchPlan(NamedTuple):
     tiles: Tiles
 
 
-class HeadTransform(NamedTuple):
-    """What is done to the heads of Q and K before they meet: RMS norm, then rotary embedding."""
-
-    cos: Tensor
-    """[T, R], as sin: the first R elements of a head are rotated; d and d + R/2 are a pair."""
-    sin: Tensor
-    q_norm: Tensor | None = None
-    """[head size]: weights of the norm."""
-    k_norm: Tensor | None = None
-    epsilon: float = 0.0
-
-
 class GpuAttention:
     """The attention function ``gpu``; see :class:`execution.interface.AttentionFunction`.
 
@@ -88,18 +76,12 @@ class GpuAttention:
         enough = round(tiles.programs / (num_rows * self._shape[1]))
         return LaunchPlan(only_decodes, max(1, min(most, enough)), tiles)
 
-    def __call__(
-        self,
-        call: AttentionCall,
-        cache: LayerCache,
-        meta: AttentionMetadata,
-        transform: HeadTransform | None = None,
-    ) -> Tensor:
+    def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write K and V to their slots, then attend: products in the cache's dtype (for float8, in
-        q's), all else in float32. ``transform`` is applied to q and k on the way, at the cost of
-        one copy of q."""
+        q's), all else in float32."""
         self._check(call, cache, meta)
-        return self._attend(self._write(call, cache, meta, transform), call, cache, meta)
+        self._write(call, cache, meta)
+        return self._attend(call, cache, meta)
 
     def _check(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> None:
         """The kernels trust addresses: what they point to is checked here."""
@@ -117,38 +99,22 @@ class GpuAttention:
         assert padded >= head_size
         assert meta.last_block < blocks
 
-    def _write(
-        self,
-        call: AttentionCall,
-        cache: LayerCache,
-        meta: AttentionMetadata,
-        transform: HeadTransform | None,
-    ) -> Tensor:
-        """Returns q as attention needs it."""
-        q, k, v = map(_dense, (call.query, call.key, call.value))
-        heads, kv_heads, head_size = self._shape
-        per_program = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(kv_heads))
-        programs = triton.cdiv(kv_heads, per_program)
-        rotated = cos = sin = q_norm = k_norm = None
-        epsilon, rotary, strides = 0.0, 0, (0, 0)
-        if transform is not None:
-            cos, sin, q_norm, k_norm, epsilon = transform
-            rotary, strides = cos.shape[1], (cos.stride(0), sin.stride(0))
-            rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            programs += triton.cdiv(heads, per_program)
-        write_kernel[(q.shape[0], programs)](
-            rotated, q, k, v, cache.keys, cache.values, meta.slot_mapping, cos, sin,
-            q_norm, k_norm, epsilon, cache.key_scale, cache.value_scale,
-            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), *strides,
-            heads, kv_heads, head_size, cache.keys.shape[3], triton.next_power_of_2(head_size),
-            meta.block_size, rotary, per_program,
+    def _write(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> None:
+        """Launch the kernel that writes K and V to their slots."""
+        k = _dense(call.key)
+        v = _dense(call.value)
+        _, kv_heads, head_size = self._shape
+        heads_tile = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(kv_heads))
+        grid = (k.shape[0], triton.cdiv(kv_heads, heads_tile))
+        write_kernel[grid](
+            k, v, cache.keys, cache.values, meta.slot_mapping, cache.key_scale, cache.value_scale,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            kv_heads, head_size, cache.keys.shape[3], triton.next_power_of_2(head_size),
+            meta.block_size, heads_tile,
         )  # fmt: skip
-        return q if rotated is None else rotated
 
-    def _attend(
-        self, q: Tensor, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata
-    ) -> Tensor:
-        """``q`` is in the place of the call's."""
+    def _attend(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
+        q = _dense(call.query)
         window, sinks = call.window, call.sinks
         heads, kv_heads, head_size = self._shape
         tokens, rows = q.shape[0], meta.num_rows
