@@ -34,7 +34,9 @@ def write_config(folder: Path, weights_args: dict, **more: object) -> None:
 
 
 def load(folder: Path, **options: object) -> LoadedModel:
-    return load_model(make_config({"model": str(folder), "device": "cpu", **options}))
+    """In bfloat16, unless ``options`` name a dtype: ``auto`` depends on the processor."""
+    given = {"model": str(folder), "device": "cpu", "dtype": "bfloat16", **options}
+    return load_model(make_config(given))
 
 
 def eager_logits(module: nn.Module) -> Tensor:
@@ -48,13 +50,16 @@ def relative(got: Tensor, right: Tensor) -> float:
 
 
 def serve(folder: Path, **options: object) -> list[int]:
-    """Ten tokens through the runner."""
-    runner = load_runner(
-        make_config({
-            "model": str(folder), "device": "cpu", "kv_cache_bytes": 4 << 20, "block_size": 4,
-            **options,
-        })
-    )  # fmt: skip
+    """Ten tokens through the runner, with the dtype of :func:`load`."""
+    given = {
+        "model": str(folder),
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "kv_cache_bytes": 4 << 20,
+        "block_size": 4,
+        **options,
+    }
+    runner = load_runner(make_config(given))
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, seed=0)
     driven = drive(runner, [(IDS[0].tolist(), params)], budget=9, num_blocks=40)
     return driven.outputs[0, 0]

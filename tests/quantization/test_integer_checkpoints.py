@@ -10,13 +10,14 @@ from jitney.config import make_config
 from jitney.errors import UnsupportedModelError
 from jitney.execution.checkpoint import check_checkpoint
 from jitney.execution.interface import LoadedModel
-from jitney.quantization import checkpoint as quantize_checkpoint
+from jitney.quantization import devices
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
+from jitney.quantization.quantized_checkpoint import weight_format
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.quantization.loading import Tensors, eager_logits, linears, load, relative, serve
+from tests.quantization.loading import Tensors, eager_logits, load, relative, serve
 from tests.tiny_models import make_checkpoint
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -54,19 +55,6 @@ def make_packed(folder: Path, weights_args: dict = INT4, kind: str = "pack-quant
     return folder / "packed"
 
 
-def test_packed_int4_is_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no kernel multiplies it."""
-    monkeypatch.setattr(quantize_checkpoint, "_integer_rooms", lambda *_: {})
-    packed = make_packed(tmp_path)
-    model = load(packed, dtype="float32")
-    assert all(type(each) is nn.Linear for each in linears(model))
-    assert (model.num_parameters, model.weight_bytes) == (82_240, 329_024)
-    plain = load(tmp_path / "plain", dtype="float32")
-    for each, right in zip(linears(model), linears(plain), strict=True):
-        assert 0 < relative(each.weight, right.weight) < 0.12
-    assert len(serve(packed)) == 10
-
-
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
@@ -85,7 +73,7 @@ def test_integers_of_compressed_tensors(
     packed = make_packed(tmp_path, weights_args, kind)
     model = load(packed, dtype="float32")
     with monkeypatch.context() as patch:
-        patch.setattr(quantize_checkpoint, "_integer_rooms", lambda *_: {})
+        patch.setattr(devices, "has_integer_kernels", lambda device: False)
         dense = load(packed, dtype="float32")
     check_integers(model, dense.module, layer)
     assert len(serve(packed)) == 10
@@ -217,9 +205,9 @@ def test_memory_that_a_load_asks_for(tmp_path: Path, config: dict) -> None:
     """Groups of scattered inputs take twice the file's bytes."""
     folder, _ = make_gptq(tmp_path / "m", **GPTQ, **config)
     model = load(folder)
-    options = make_config({"model": str(folder), "device": "cpu"})
+    options = make_config({"model": str(folder), "device": "cpu", "dtype": "bfloat16"})
     checkpoint = check_checkpoint(folder)
-    weights = quantize_checkpoint.weight_format(checkpoint, options, model.dtype, model.device)
+    weights = weight_format(checkpoint, options, model.dtype, model.device)
     assert weights is not None
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(model.config)

@@ -1,7 +1,5 @@
 """Option ``quantization``: the layers against float64, the choice of layers, a model served."""
 
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from jitney.execution.quantized import QuantizedLinear, coarse_layers
 from jitney.execution.support import layer_windows
 from jitney.execution.weights import count_bytes
 from jitney.quantization import quantize
-from jitney.quantization.e4m3 import DTYPE, MAX, quantize_rows
+from jitney.quantization.e4m3 import E4M3, LARGEST, quantize_rows
 from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
 from jitney.quantization.four_bits import Int4Linear
 from jitney.quantization.quantize import quantize_linears
@@ -67,8 +65,8 @@ def test_fp8_product_is_within_the_bound_of_its_roundings(
     assert got.dtype == dtype
     wide, right = x.double(), weight.double()
     exact = wide @ right.T + bias.double()
-    off_x = torch.maximum(HALF * wide.abs(), SMALL * wide.abs().amax(1, keepdim=True) / MAX)
-    off_w = torch.maximum(HALF * right.abs(), SMALL * right.abs().amax(1, keepdim=True) / MAX)
+    off_x = torch.maximum(HALF * wide.abs(), SMALL * wide.abs().amax(1, keepdim=True) / LARGEST)
+    off_w = torch.maximum(HALF * right.abs(), SMALL * right.abs().amax(1, keepdim=True) / LARGEST)
     bound = wide.abs() @ off_w.T + off_x @ right.abs().T + off_x @ off_w.T
     last = torch.finfo(dtype).eps
     bound = bound * (1 + inputs * 2.0**-24) + last * (exact.abs() + bound + bias.double().abs())
@@ -103,8 +101,8 @@ def test_rows_of_zeros_and_rows_that_are_broken() -> None:
     x[2, 3] = float("nan")
     x[3, 5] = float("inf")
     quantized, scale = quantize_rows(x)
-    assert quantized.dtype == DTYPE
-    assert (quantized[0].float().abs().max(), scale[0, 0]) == (MAX, x[0].abs().max() / MAX)
+    assert quantized.dtype == E4M3
+    assert (quantized[0].float().abs().max(), scale[0, 0]) == (LARGEST, x[0].abs().max() / LARGEST)
     assert (quantized[1].float() == 0).all()
     y = Fp8Linear.of(draw(16, 64, seed=1), None)(x)
     assert torch.isfinite(y[:2]).all()
@@ -130,85 +128,6 @@ def test_merged_layers_give_what_the_separate_ones_give(
         for part, layer in zip(parts, layers, strict=True):
             torch.testing.assert_close(part, layer(x), rtol=0, atol=0)
     assert count_bytes(merged) == sum(map(count_bytes, layers))
-
-
-# --------------------------------------------------------------------------- the kernel
-
-
-def _kernel():
-    pytest.importorskip("triton")
-    from jitney.quantization import fp8_kernel as quantize_kernel
-
-    return quantize_kernel
-
-
-WIDE = [(1, 20000), (4, 4096)]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled there: tests/gpu")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("tokens", "size"),
-    [
-        (1, 64),
-        (5, 96),
-        (3, 640),
-        *(pytest.param(*wide, marks=SLOW) for wide in ((1, 20000), (4, 4096))),
-    ],
-)
-def test_kernel_gives_bit_for_bit_what_torch_gives(
-    dtype: torch.dtype, tokens: int, size: int
-) -> None:
-    """Up to the cast to e4m3, which the interpreter gets wrong; tests/gpu has that."""
-    kernel = _kernel()
-    whole = draw(tokens, size + 32, dtype=dtype)
-    whole[-1] *= 1e3
-    whole[0, size // 2] = float("nan") if tokens > 2 else 7.0
-    if tokens > 3:
-        whole[1] = 0
-    x = whole[:, 16 : size + 16]  # rows that are not back to back
-    products, scale = kernel.quantize_rows(x, torch.float32)
-    right, right_scale = quantize_rows(x)
-    assert torch.equal(products.to(DTYPE).view(torch.uint8), right.view(torch.uint8))
-    assert torch.equal(scale.view(torch.int32), right_scale.view(torch.int32))
-
-
-_COMPILE = """
-import subprocess, sys, tempfile, pathlib, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from jitney.quantization import fp8_kernel as kernel
-
-tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
-for size in map(int, sys.argv[1:]):
-    block, warps = kernel.launch_shape(size)
-    source = ASTSource(
-        fn=kernel._quantize_row,
-        signature={
-            "x": "*bf16", "stride": "i64", "q": "*fp8e4nv", "scales": "*fp32", "size": "i32",
-            "BLOCK": "constexpr",
-        },
-        constexprs={"BLOCK": block},
-        attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 2, 4)},
-    )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
-    )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.check_output([tools / "cuobjdump", "-res-usage", file.name], text=True)
-        code = subprocess.check_output([tools / "nvdisasm", "-c", file.name], text=True)
-    assert " STACK:0 " in usage and " LOCAL:0 " in usage, usage
-    assert "LDG.E.128" in code and "STG.E.128" in code, "not 16 bytes at a time"
-    assert "cvt.rn.satfinite.e4m3x2" in compiled.asm["ptx"]
-"""
-
-
-@pytest.mark.slow
-def test_kernel_compiles_for_hopper_without_spills() -> None:
-    _kernel()
-    subprocess.run([sys.executable, "-c", _COMPILE, "640", "4096", "14336", "28672"], check=True)
 
 
 # --------------------------------------------------------------------------- the pass

@@ -11,9 +11,8 @@ from jitney.config import make_config
 from jitney.engine.supervisor import SupervisedEngine
 from jitney.errors import CheckpointError, ConfigError, UnsupportedModelError
 from jitney.execution import weights
-from jitney.quantization import checkpoint as quantize_checkpoint
-from jitney.quantization.e4m3 import DTYPE, MAX
-from jitney.quantization.eight_bits import Fp8Linear, Int8Linear
+from jitney.quantization.e4m3 import E4M3, LARGEST
+from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.torchao import TorchaoLinear
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -29,7 +28,7 @@ from tests.quantization.loading import (
 )
 from tests.tiny_models import make_checkpoint, write_tokenizer
 
-E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
 def make_fp8(
@@ -47,13 +46,13 @@ def make_fp8(
         if "proj" in name and name.endswith("weight"):
             wide = tensor.float().abs()
             largest = wide.amax(1, keepdim=True) if strategy == "channel" else wide.amax()[None]
-            scale = (largest / MAX).to(torch.bfloat16)
-            stored[name] = (tensor.float() / scale.float()).clamp(-MAX, MAX).to(DTYPE)
+            scale = (largest / LARGEST).to(torch.bfloat16)
+            stored[name] = (tensor.float() / scale.float()).clamp(-LARGEST, LARGEST).to(E4M3)
             stored[f"{name}_scale"] = scale
             dense[name] = stored[name].float() * scale.float()
     save_file({**stored, **(extra or {})}, folder / "model.safetensors", {"format": "pt"})
-    tokens = {**E4M3, "strategy": "token", "dynamic": True}
-    write_config(folder, {**E4M3, "strategy": strategy}, input_activations=activations or tokens)
+    tokens = {**FLOATS, "strategy": "token", "dynamic": True}
+    write_config(folder, {**FLOATS, "strategy": strategy}, input_activations=activations or tokens)
     return folder, dense
 
 
@@ -94,45 +93,10 @@ def test_e4m3_is_computed_in_int8_on_a_cpu(
     assert len(serve(folder)) == 10
 
 
-@pytest.mark.parametrize("strategy", ["channel", "tensor"])
-def test_e4m3_weights_are_taken_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
-    """Where there is a product of them."""
-    monkeypatch.setattr(quantize_checkpoint, "_multiplies_e4m3", lambda device: True)
-    folder, dense = make_fp8(tmp_path / "m", strategy)
-    model = load(folder, dtype="float32")
-    assert all(type(each) is Fp8Linear for each in linears(model))
-    for name, each in model.module.named_modules():
-        if isinstance(each, Fp8Linear):
-            assert torch.equal(each.dequantized(), dense[f"{name}.weight"])
-    assert (model.num_parameters, model.weight_bytes) == (82_240, 148_288)
-    assert not hasattr(model.module.config, "quantization_config")
-    reference = transformers.AutoModelForCausalLM.from_config(model.config)
-    reference.load_state_dict(dense)
-    assert 0 < relative(eager_logits(model.module), eager_logits(reference)) < 0.08
-    assert len(serve(folder)) == 10
-
-
-def test_e4m3_that_is_decompressed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where the device has no such product, and where activations are not to be rounded."""
+def test_e4m3_whose_activations_are_not_to_be_rounded(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    folder, dense = make_fp8(tmp_path / "m")
-
-    def no_product(*_: object) -> None:
-        raise ConfigError("the product needs 8.9")
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
-        patch.setattr(quantize_checkpoint, "check_option", no_product)
-        model = load(folder, dtype="float32")
-    assert "e4m3 weights are decompressed: the product needs 8.9" in caplog.text
-    assert all(type(each) is nn.Linear for each in linears(model))
-    for name, each in model.module.named_modules():
-        if name.endswith("proj"):
-            assert relative(each.weight, dense[f"{name}.weight"]) < 5e-3  # bf16 on the way
-    write_config(folder, {**E4M3, "strategy": "channel"})
+    folder, _ = make_fp8(tmp_path / "m")
+    write_config(folder, {**FLOATS, "strategy": "channel"})
     assert all(type(each) is nn.Linear for each in linears(load(folder)))
 
 
@@ -168,7 +132,6 @@ def test_torchao(tmp_path: Path, kind: str, bound: float) -> None:
     assert model.num_parameters == 82_240
     assert model.weight_bytes < 120_000
     plain = load(tmp_path / "plain")
-    assert model.dtype == plain.dtype, "that of the checkpoint, as far as the device has it"
     assert 0 < relative(eager_logits(model.module), eager_logits(plain.module)) < bound
     assert len(serve(folder)) == 10
 
@@ -176,7 +139,8 @@ def test_torchao(tmp_path: Path, kind: str, bound: float) -> None:
 def test_torchao_in_a_process_that_has_imported_transformers_without_it(tmp_path: Path) -> None:
     folder = make_torchao(tmp_path, "int8")
     write_tokenizer(folder)
-    engine = SupervisedEngine(make_config({"model": str(folder), "device": "cpu"}))
+    options = {"model": str(folder), "device": "cpu", "dtype": "bfloat16"}
+    engine = SupervisedEngine(make_config(options))
     engine.start()
     engine.kill()
     assert engine.info.num_parameters == 82_240
@@ -207,7 +171,7 @@ def test_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(weights.metadata, "version", missing)
     assert all(type(each) is Int8Linear for each in linears(load(folder)))
-    write_config(folder, {**E4M3, "strategy": "channel"})
+    write_config(folder, {**FLOATS, "strategy": "channel"})
     with pytest.raises(UnsupportedModelError, match=r"compressed-tensors>=0\.18 is not installed"):
         load(folder)
 

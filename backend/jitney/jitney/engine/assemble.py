@@ -21,7 +21,7 @@ from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.accelerator import CpuAccelerator, prepare_kernels
 from jitney.kernels.gpu.accelerator import GpuAccelerator
 from jitney.messages import Adapter, Footprint, ModelInfo
-from jitney.quantization.checkpoint import weight_format
+from jitney.quantization.quantized_checkpoint import weight_format
 from jitney.text.grammar import GrammarCompiler
 from jitney.text.tokenizer import TokenizerData, read_tokenizer
 

@@ -1,10 +1,14 @@
 """Linear layers whose weights and activations have 8 bits: e4m3, or int8 on a CPU.
 
-A weight has one scale per output channel, fixed at load; an activation has one per token, taken
-anew at every call. The product is scaled once at the end. That of e4m3 is torch's
-(``torch._scaled_mm``), which sums in float32 on a CPU and in the tensor cores' accumulators on a
-GPU; that of int8 is one of floats, since a CPU's kernels take the place of such layers. Made by
-``quantize`` (options ``fp8`` and ``int8``) and ``checkpoint`` (checkpoints stored that way).
+A weight has one scale for each output channel, fixed at load. An activation has one for each token,
+computed in every call. The product is multiplied by both scales at the end.
+
+- e4m3: torch multiplies (``torch._scaled_mm``). It sums in float32 on a CPU, and in the tensor
+  cores' accumulators on a GPU.
+- int8: here the product is one of floats, for loads and for models that are not fused. In service a
+  CPU's kernels take the place of these layers.
+
+Made by ``quantize`` (options ``fp8`` and ``int8``) and by the readers of quantized checkpoints.
 """
 
 from collections.abc import Sequence
@@ -17,22 +21,25 @@ from torch.nn import functional
 from jitney.execution.quantized import MOST_OUTLIERS, OUTLIER, QuantizedLinear
 from jitney.quantization import e4m3
 
-_MOST = 127
-_LEAST_RATIO, _MOST_RATIO = 8, 2**16
-"""Of the mean size of a weight's columns to that of one which is enlarged, and by how much."""
-_ROWS = 8192
-"""Of a weight that are floats at a time."""
+_LARGEST_INT8 = 127
+_TINY = 1e-30
+"""Keeps a divisor from being 0."""
+_SMALL_COLUMN = 8
+"""A column whose weights are this many times smaller than the mean column is enlarged."""
+_MOST_ENLARGED = 2**16
+_ROWS_AT_ONCE = 8192
+"""Rows of a weight that are floats at the same time."""
 
 
 class EightBitLinear(QuantizedLinear):
     """A :class:`QuantizedLinear` of 8 bits; x and the result are in ``dtype``."""
 
+    kind: torch.dtype
+    """The weight's dtype."""
     weight: Tensor
     """[out_features, in_features]; the kernels read its transpose, which is column-major."""
     bias: Tensor | None
     rounds_inputs = True
-    kind: torch.dtype
-    """Of the weight."""
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -66,24 +73,26 @@ class EightBitLinear(QuantizedLinear):
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "EightBitLinear | None":
-        """One layer that gives the results of all, one after the other, for the same input: every
-        output channel keeps its weights and scale, so nothing is rounded again. None if the layers
-        do not fit together."""
-        each = [linear for linear in linears if isinstance(linear, EightBitLinear)]
-        if len(each) != len(linears) or not each:
+        """One layer that gives the results of all, one after the other, for the same input.
+
+        Every output channel keeps its weights and its scale, so nothing is rounded again unless the
+        layers enlarge different columns. None if the layers do not fit together.
+        """
+        layers = [each for each in linears if isinstance(each, EightBitLinear)]
+        forms = {(type(x), x.in_features, x.dtype, x.bias is None) for x in layers}
+        if len(layers) != len(linears) or len(forms) != 1:
             return None
-        keys = {(type(x), x.in_features, x.dtype, x.bias is None) for x in each}
-        if len(keys) > 1:
-            return None
-        biases = [linear.bias for linear in each if linear.bias is not None]
-        given = [linear.factors for linear in each if linear.factors is not None]
-        factors = torch.stack(given).amax(0) if len(given) == len(each) else None
-        merged = type(each[0])(
-            # Bytes: not every version of torch concatenates e4m3.
-            torch.cat([x.weight_for(factors).view(torch.uint8) for x in each]).view(each[0].kind),
-            torch.cat([linear.scale for linear in each], 1),
-            torch.cat(biases) if biases else None,
-            each[0].dtype,
+
+        factors = _common_factors(layers)
+        # As bytes: not every version of torch concatenates e4m3.
+        weights = [each.weight_for(factors).view(torch.uint8) for each in layers]
+        biases = [each.bias for each in layers if each.bias is not None]
+        first = layers[0]
+        merged = type(first)(
+            weight=torch.cat(weights).view(first.kind),
+            scale=torch.cat([each.scale for each in layers], 1),
+            bias=torch.cat(biases) if biases else None,
+            dtype=first.dtype,
         )
         merged.factors = factors
         return merged
@@ -106,34 +115,36 @@ class EightBitLinear(QuantizedLinear):
         rows = x.reshape(-1, self.in_features)
         if self.factors is not None:
             rows = rows * self.factors
-        y = self.by_floats(rows.float(), self.scale) if self.exact else self.product(rows)
+        y = self.float_product(rows.float()) if self.exact else self.product(rows)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def by_floats(self, x: Tensor, scale: Tensor) -> Tensor:
-        """float32 x [T, in_features] times the weight, times ``scale``, plus the bias."""
-        parts = [functional.linear(x, part.float()) for part in self.weight.split(_ROWS)]
-        y = torch.cat(parts, 1) * scale
-        return (y if self.bias is None else y + self.bias).to(self.dtype)
+    def float_product(self, x: Tensor) -> Tensor:
+        """float32 x [T, in_features] times the weight, plus the bias; x is not rounded."""
+        parts = [functional.linear(x, rows.float()) for rows in self.weight.split(_ROWS_AT_ONCE)]
+        y = torch.cat(parts, 1) * self.scale
+        if self.bias is not None:
+            y = y + self.bias
+        return y.to(self.dtype)
+
+
+def _common_factors(layers: Sequence[EightBitLinear]) -> Tensor | None:
+    """The factors of a merged layer's input: the largest of each column. A layer without any has
+    1 everywhere, and so then has the merged one."""
+    given = [each.factors for each in layers if each.factors is not None]
+    if len(given) < len(layers):
+        return None
+    return torch.stack(given).amax(0)
 
 
 class Fp8Linear(EightBitLinear):
     """In e4m3."""
 
-    kind = e4m3.DTYPE
+    kind = e4m3.E4M3
     quantize_rows = staticmethod(e4m3.quantize_rows)
 
-    def __init__(
-        self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> None:
-        super().__init__(weight, scale, bias, dtype)
-        self._round = e4m3.quantize_rows
-        if weight.device.type == "cuda":
-            from jitney.quantization import fp8_kernel  # needs triton
-
-            self._round = fp8_kernel.quantize_rows
-
     def product(self, x: Tensor) -> Tensor:
-        quantized, scale = self._round(x)
+        """See :class:`EightBitLinear`."""
+        quantized, scale = e4m3.quantize_rows(x)
         y: Tensor = torch._scaled_mm(
             quantized,
             self.weight.t(),
@@ -154,38 +165,65 @@ class Int8Linear(EightBitLinear):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
-        """As of every class. A column of weights that are all far below those of others, and would
-        be rounded to zeros, is enlarged by a power of 2, and its input made as much smaller: the
-        inputs of such columns are often outliers."""
-        sizes = weight.detach().abs().amax(0).float()
-        ratio = sizes.mean() / sizes.clamp_min(1e-30)
-        factors = 0.5 ** ratio.clamp(1, _MOST_RATIO).log2().floor()
-        factors = factors.where(ratio >= _LEAST_RATIO, 1.0)
-        quantized, scale = cls.quantize_rows(weight.detach() / factors)
+        """Quantize a weight [out_features, in_features]; the layer computes in its dtype.
+
+        A column whose weights are far smaller than those of others would be rounded to zeros. It is
+        enlarged by a power of 2, and its input made as much smaller. The inputs of such columns are
+        often outliers.
+        """
+        weight = weight.detach()
+        column_sizes = weight.abs().amax(0).float()
+        smaller = column_sizes.mean() / column_sizes.clamp_min(_TINY)
+        factors = 0.5 ** smaller.clamp(1, _MOST_ENLARGED).log2().floor()
+        factors = factors.where(smaller >= _SMALL_COLUMN, 1.0)
+
+        quantized, scale = cls.quantize_rows(weight / factors)
         layer = cls(quantized, scale.t(), bias, weight.dtype)
-        layer.factors = factors if factors.min() < 1 else None
+        if factors.min() < 1:
+            layer.factors = factors
         return layer
 
     @staticmethod
     def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of x [T, K] as int8 [T, K] and their scales, float32 [T, 1]: x ≈ q · scale. A NaN or
-        an infinity in a row makes the row's scale NaN: a broken activation is never hidden."""
+        """Rows of x [T, K] as int8 [T, K] and their scales, float32 [T, 1]: x ≈ q · scale.
+
+        A NaN or an infinity in a row makes the row's scale NaN: a broken activation is never
+        hidden.
+        """
         wide = x.float()
         largest = wide.abs().amax(1, keepdim=True)
-        share = torch.where(largest > 0, _MOST / largest, 0.0)
-        scale = largest / _MOST + (wide * 0).sum(1, keepdim=True)
+        share = torch.where(largest > 0, _LARGEST_INT8 / largest, 0.0)
+        nan_if_broken = (wide * 0).sum(1, keepdim=True)
+        scale = largest / _LARGEST_INT8 + nan_if_broken
         return (wide * share).nan_to_num().round().to(torch.int8), scale
 
     def product(self, x: Tensor) -> Tensor:
-        wide, size = x.float(), x.float().abs()
-        limit = size.mean(1, keepdim=True) * OUTLIER
-        for _ in range(2):  # outliers are no part of the mean
-            closer = size.where(size <= limit, 0.0).mean(1, keepdim=True) * OUTLIER
-            few = (size > limit).sum(1, keepdim=True) <= MOST_OUTLIERS
-            limit = closer.where(few, limit)
-        while (many := (size > limit).sum(1, keepdim=True) > MOST_OUTLIERS).any():
-            limit = limit.where(~many, 2 * limit + 1e-30)
-        outliers = wide.where(size > limit, 0.0)
+        """As the kernels do: outliers stay floats, and what is left is rounded to bytes.
+
+        Not by ``torch._int_mm``, whose sums clip with AVX2.
+        """
+        wide = x.float()
+        sizes = wide.abs()
+        outliers = wide.where(sizes > _outlier_bounds(sizes), 0.0)
         quantized, scale = self.quantize_rows(wide - outliers)
-        # Not by torch._int_mm: with AVX2 its sums clip.
-        return self.by_floats(quantized * scale + outliers, self.scale)
+        return self.float_product(quantized * scale + outliers)
+
+
+def _outlier_bounds(sizes: Tensor) -> Tensor:
+    """[T, 1]: the largest value of each row of ``sizes`` [T, K] that is no outlier."""
+    bounds = sizes.mean(1, keepdim=True) * OUTLIER
+
+    # Outliers do not belong into the mean: compute it again without them, as long as few are left.
+    for _ in range(2):
+        closer = sizes.where(sizes <= bounds, 0.0).mean(1, keepdim=True) * OUTLIER
+        bounds = closer.where(_outlier_counts(sizes, bounds) <= MOST_OUTLIERS, bounds)
+
+    while True:
+        too_many = _outlier_counts(sizes, bounds) > MOST_OUTLIERS
+        if not too_many.any():
+            return bounds
+        bounds = bounds.where(~too_many, 2 * bounds + _TINY)
+
+
+def _outlier_counts(sizes: Tensor, bounds: Tensor) -> Tensor:
+    return (sizes > bounds).sum(1, keepdim=True)

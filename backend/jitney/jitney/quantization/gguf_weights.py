@@ -1,35 +1,54 @@
 """The quantized weights of a GGUF file, as layers that a CPU's kernels multiply.
 
-Types of 4 bits in groups of 32 become ``Int4Linear``, with scales and minima rounded to bfloat16;
-all other types of blocks are rounded once more, to ``Int8Linear``. Elsewhere than on a CPU all of
-the file is read as floats. Called by ``checkpoint``.
+Types of 4 bits in groups of 32 become ``Int4Linear``, with scales and minima rounded to bfloat16.
+All other types of blocks are rounded once more, to ``Int8Linear``. On a GPU all of the file is read
+as floats. Called by ``quantized_checkpoint``.
 """
 
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.gguf_file import FLOATS, GgufFile
-from jitney.execution.quantized import QuantizedLinear
+from jitney.execution.quantized import weight_of
 from jitney.execution.weights import count_bytes
+from jitney.quantization import devices
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear
-from jitney.quantization.rooms import make_room, take_marks_off
+from jitney.quantization.transformers_reading import read_as_stored, remove_quantizer_marks
 
 _log = logging.getLogger(__name__)
 
-_NIBBLES = {"Q4_0": (18, 2, 16), "Q4_1": (20, 4, 16), "Q4_K": (144, 16, 32)}
-"""Types of 4 bits in groups of 32: a block's bytes, those before its nibbles, and how many bytes
-in a row hold values that are neighbours, in their low halves and then in their high ones."""
 _EMBEDDING = "model.embed_tokens.weight"
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that are multiplied as one, for which all must be of one kind."""
+
+
+class _BlockForm(NamedTuple):
+    """How a block of 4-bit values is laid out."""
+
+    size: int
+    """Bytes of a block."""
+    header: int
+    """Bytes before the values."""
+    run: int
+    """Bytes in a row that hold neighbouring values: first in their low halves, then in their high
+    ones."""
+
+
+_FOUR_BITS = {
+    "Q4_0": _BlockForm(size=18, header=2, run=16),
+    "Q4_1": _BlockForm(size=20, header=4, run=16),
+    "Q4_K": _BlockForm(size=144, header=16, run=32),
+}
+"""ggml's types of 4 bits in groups of 32."""
 
 
 @dataclass(frozen=True)
@@ -48,105 +67,163 @@ class GgufWeights:
         cls, checkpoint: Checkpoint, file: GgufFile, dtype: torch.dtype, device: torch.device
     ) -> "GgufWeights":
         """How the file is read on ``device``."""
-        kinds = {
-            name.removesuffix(".weight"): each.dtype
-            for name, each in checkpoint.tensors.items()
-            if each.dtype not in FLOATS and name != _EMBEDDING and device.type == "cpu"
+        if not devices.has_integer_kernels(device):
+            return cls(checkpoint, file, dtype, layers={})
+        types = {
+            name.removesuffix(".weight"): tensor.dtype
+            for name, tensor in checkpoint.tensors.items()
+            if tensor.dtype not in FLOATS and name != _EMBEDDING
         }
-        layers = {}
-        for layer in kinds:
-            name = layer.rpartition(".")[2]
-            parent = layer.removesuffix(name)
-            names = next((each for each in _JOINED if name in each), (name,))
-            layers[layer] = all(kinds.get(f"{parent}{each}") in _NIBBLES for each in names)
+        layers = {layer: _gets_four_bits(layer, types) for layer in types}
         return cls(checkpoint, file, dtype, layers)
 
     @property
     def packed(self) -> list[str]:
-        """See :class:`WeightFormat`."""
+        """See :class:`WeightFormat`, here and below."""
         return [f"{layer}.weight" for layer in self.layers]
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
-        """See :class:`WeightFormat`."""
         needed = count_bytes(skeleton)
         for layer, has_four in self.layers.items():
             outputs, inputs = self.checkpoint.tensors[f"{layer}.weight"].shape
             made = inputs // 2 + inputs // 32 * 4 if has_four else inputs + 4
             needed += outputs * (made - inputs * self.dtype.itemsize)
-        head = self._tied_head(skeleton) if self.layers else None
-        return needed + (0 if head is None else head.numel())
+        head = self._tied_head(skeleton)
+        return needed if head is None else needed + head.numel()
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
-        """Leave the weights of ``layers`` out."""
+        """Leave the weights of ``layers`` out: they are read from the file afterwards."""
         if self.layers:
-            make_room(hf_config, {layer: {} for layer in self.layers})
+            read_as_stored(hf_config, {layer: {} for layer in self.layers})
 
     @torch.inference_mode()
     def after_reading(self, module: PreTrainedModel) -> None:
-        """Make them of the file's blocks; and a head, of an embedding's that it is one with."""
+        """Make the layers of the file's blocks, and a head of an embedding's that it is tied to."""
         made_as: Counter[str] = Counter()
-        off: list[float] = []
+        errors: list[float] = []
         for layer, has_four in self.layers.items():
             linear: Any = module.get_submodule(layer)
-            name, rest = f"{layer}.weight", (linear.bias, self.dtype)
-            made: QuantizedLinear
             if has_four:
-                kind = self.checkpoint.tensors[name].dtype
-                made = Int4Linear.stored(*four_bits(self.file.blocks(name), kind), *rest)
+                module.set_submodule(layer, self._four_bit_layer(layer, linear))
+                made_as["int4"] += 1
             else:
-                q, scale, error = self._eight_bits(name)
-                made = Int8Linear(q, scale, *rest)
-                off.append(error)
-            module.set_submodule(layer, made)
-            made_as["int4" if has_four else "int8"] += 1
-        if self.layers and (weight := self._tied_head(module)) is not None:
-            module.set_output_embeddings(Int8Linear.of(weight, None))
+                rounded = self._round_to_bytes(f"{layer}.weight")
+                made = Int8Linear(rounded.q, rounded.scale, linear.bias, self.dtype)
+                module.set_submodule(layer, made)
+                made_as["int8"] += 1
+                errors.append(rounded.error)
+        head = self._tied_head(module)
+        if head is not None:
+            module.set_output_embeddings(Int8Linear.of(head, None))
             made_as["int8"] += 1
-        take_marks_off(module)
-        kinds = "; ".join(f"{count} computed as {kind}" for kind, count in sorted(made_as.items()))
-        if off:
-            kinds += f" (rounding once more changed weights by up to {max(off):.2%} of their norm)"
-        _log.info("the checkpoint is quantized: GGUF, %s", kinds or "read as floats")
+        remove_quantizer_marks(module)
+        _log_layers(made_as, errors)
 
-    def _eight_bits(self, name: str) -> tuple[Tensor, Tensor, float]:
-        """int8 [outputs, inputs] and scales [1, outputs] of a tensor, and how far they are from
-        it: the norm of the difference over its own."""
-        parts, off, whole = [], 0.0, 0.0
+    def _four_bit_layer(self, layer: str, linear: nn.Linear) -> Int4Linear:
+        name = f"{layer}.weight"
+        form = self.checkpoint.tensors[name].dtype
+        q, scale = four_bits(self.file.blocks(name), form)
+        return Int4Linear.stored(q, scale, linear.bias, self.dtype)
+
+    def _round_to_bytes(self, name: str) -> "_Rounded":
+        """A tensor of blocks in int8, read and rounded part by part."""
+        qs: list[Tensor] = []
+        scales: list[Tensor] = []
+        difference = 0.0
+        whole = 0.0
         for part in self.file.parts(name):
             q, scale = Int8Linear.quantize_rows(part)
-            parts.append((q, scale))
-            off += (q * scale - part).square().sum().item()
+            qs.append(q)
+            scales.append(scale)
+            difference += (q * scale - part).square().sum().item()
             whole += part.square().sum().item()
-        q, scale = (torch.cat(each) for each in zip(*parts, strict=True))
-        return q, scale.t(), (off / whole) ** 0.5 if whole else 0.0
+        error = math.sqrt(difference / whole) if whole else 0.0
+        return _Rounded(torch.cat(qs), torch.cat(scales).t(), error)
 
     def _tied_head(self, module: PreTrainedModel) -> Tensor | None:
-        """The head's weight, if it is that of an embedding in blocks."""
+        """The head's weight, if it is that of an embedding in blocks and gets bytes."""
+        if not self.layers:
+            return None
         head = module.get_output_embeddings()
-        tied = head.weight is module.get_input_embeddings().weight
         stored = self.checkpoint.tensors.get(_EMBEDDING)
-        in_blocks = stored is not None and stored.dtype not in FLOATS
-        return head.weight.detach() if tied and in_blocks else None
+        if head.weight is not module.get_input_embeddings().weight:
+            return None
+        if stored is None or stored.dtype in FLOATS:
+            return None
+        return weight_of(head)
 
 
-def four_bits(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+class _Rounded(NamedTuple):
+    """A tensor in int8."""
+
+    q: Tensor
+    """int8 [outputs, inputs]"""
+    scale: Tensor
+    """float32 [1, outputs]"""
+    error: float
+    """Norm of the difference over the norm of the tensor."""
+
+
+def _gets_four_bits(layer: str, types: dict[str, str]) -> bool:
+    """Whether a layer, and all that are multiplied as one with it, have 4 bits in the file."""
+    name = layer.rpartition(".")[2]
+    parent = layer.removesuffix(name)
+    joined = next((names for names in _JOINED if name in names), (name,))
+    return all(types.get(f"{parent}{each}") in _FOUR_BITS for each in joined)
+
+
+def _log_layers(made_as: Counter[str], errors: list[float]) -> None:
+    kinds = "; ".join(f"{count} computed as {kind}" for kind, count in sorted(made_as.items()))
+    if errors:
+        kinds += f" (rounding once more changed weights by up to {max(errors):.2%} of their norm)"
+    _log.info("the checkpoint is quantized: GGUF, %s", kinds or "read as floats")
+
+
+# ------------------------------------------------------------------ blocks of 4 bits
+
+
+def four_bits(rows: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """Blocks, uint8 [outputs, bytes], as q, uint8 [outputs, inputs], and scales and leasts,
     bfloat16 [2, outputs, groups]. The types are those of ggml's ``ggml-common.h``."""
-    size, begin, width = _NIBBLES[kind]
-    blocks = rows.unflatten(1, (-1, size))
-    pairs = blocks[..., begin:].unflatten(2, (-1, width))
-    q = torch.stack((pairs & 15, pairs >> 4), 3).flatten(1)
-    halves = blocks[..., : 2 if kind == "Q4_0" else 4].contiguous().view(torch.float16).float()
-    step, least = halves[..., :1], halves[..., 1:]
-    if kind == "Q4_0":
+    layout = _FOUR_BITS[form]
+    blocks = rows.unflatten(1, (-1, layout.size))
+    runs = blocks[..., layout.header :].unflatten(2, (-1, layout.run))
+    q = torch.stack((runs & 15, runs >> 4), 3).flatten(1)
+
+    step, least = _scales(blocks, form)
+    return q, torch.stack((step.flatten(1), least.flatten(1))).bfloat16()
+
+
+def _scales(blocks: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Step and least of each group of uint8 [outputs, blocks, bytes]: float32 [outputs, blocks,
+    groups of a block]. A value is ``q * step + least``."""
+    step = _float16(blocks[..., :2])
+    if form == "Q4_0":  # values are from -8 to 7 steps
         step = step.bfloat16().float()
-        least = -8 * step
-    elif kind == "Q4_K":  # 6 bits for each of eight groups, those of the last four in two pieces
-        low, high, rest = blocks[..., 4:16].split(4, 2)
-        scales = torch.cat((low & 63, rest & 15 | low >> 6 << 4), 2)
-        minima = torch.cat((high & 63, rest >> 4 | high >> 6 << 4), 2)
-        step, least = step * scales, -least * minima
-    step, least = step.flatten(1), least.flatten(1)
-    if kind != "Q4_0":  # what rounding takes from the scale, the least gives back in the middle
-        least = least + 7.5 * (step - step.bfloat16().float())
-    return q, torch.stack((step, least)).bfloat16()
+        return step, -8 * step
+
+    least = _float16(blocks[..., 2:4])
+    if form == "Q4_K":
+        scales, minima = _six_bits(blocks[..., 4:16])
+        step = step * scales
+        least = -least * minima
+    # What rounding to bfloat16 takes from the step, the least gives back at the middle value.
+    lost = step - step.bfloat16().float()
+    return step, least + 7.5 * lost
+
+
+def _float16(pairs: Tensor) -> Tensor:
+    """Pairs of bytes as float32."""
+    return pairs.contiguous().view(torch.float16).float()
+
+
+def _six_bits(header: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of eight groups, 6 bits each, from the 12 bytes of ``Q4_K``. Those of the
+    last four groups are in two pieces: four bits, and the highest two of the first groups' bytes.
+    """
+    first_scales, first_minima, last = header.split(4, 2)
+    last_scales = last & 15 | first_scales >> 6 << 4
+    last_minima = last >> 4 | first_minima >> 6 << 4
+    scales = torch.cat((first_scales & 63, last_scales), 2)
+    minima = torch.cat((first_minima & 63, last_minima), 2)
+    return scales, minima

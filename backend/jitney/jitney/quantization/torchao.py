@@ -1,11 +1,11 @@
 """Linear layers whose weights are torchao's tensors: int8 or int4 weights, 16- or 32-bit inputs.
 
-torchao chooses the scales, packs the weights and multiplies; this module is the only one that
-imports it. Made by ``quantize`` (options ``int8`` and ``int4``) and ``checkpoint``
-(checkpoints that torchao wrote).
+torchao chooses the scales, packs the weights and multiplies. No other module imports it. Made by
+``quantize`` (options ``int8`` and ``int4`` on a GPU) and ``stored_weights`` (checkpoints that
+torchao wrote).
 
-int8 has one scale per output channel. int4 has a scale and a zero point per group of inputs, and is
-packed for torch's own int4 product on a GPU, eight to a word.
+int8 has one scale for each output channel. int4 has a scale and a zero point for each group of
+inputs, and is packed for torch's own int4 product on a GPU, eight to a word.
 """
 
 from typing import Any, Literal
@@ -17,10 +17,11 @@ from torch.nn import functional
 from jitney.execution.quantized import QuantizedLinear
 from jitney.quantization.four_bits import group_size
 
-Kind = Literal["int8", "int4"]
+TorchaoKind = Literal["int8", "int4"]
 
 # Output channels and inputs of one tile of the packed int4 weight; what is not full is padded.
-_TILE, _DEPTH = 8, 1024
+_TILE_OUTPUTS = 8
+_TILE_INPUTS = 1024
 
 
 class TorchaoLinear(QuantizedLinear):
@@ -37,14 +38,14 @@ class TorchaoLinear(QuantizedLinear):
         self.register_buffer("bias", None if bias is None else bias.detach())
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, kind: Kind) -> "TorchaoLinear":
+    def of(cls, weight: Tensor, bias: Tensor | None, kind: TorchaoKind) -> "TorchaoLinear":
         """Quantize a weight [out_features, in_features] on its device."""
         from torchao.quantization import quantize_
 
         out_features, in_features = weight.shape
         linear = nn.Linear(in_features, out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        quantize_(linear, _recipe(kind, in_features, weight.device))
+        quantize_(linear, _recipe(kind, in_features))
         return cls(linear.weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,24 +57,28 @@ class TorchaoLinear(QuantizedLinear):
 
 def is_torchao(weight: object) -> bool:
     """Whether a weight is one of torchao's tensors; does not import it."""
-    return isinstance(weight, Tensor) and any(
-        base.__name__ == "TorchAOBaseTensor" for base in type(weight).__mro__
-    )
+    if not isinstance(weight, Tensor):
+        return False
+    return any(base.__name__ == "TorchAOBaseTensor" for base in type(weight).__mro__)
 
 
-def packed_bytes(
-    out_features: int, in_features: int, kind: Kind, dtype: torch.dtype, device: torch.device
-) -> int:
-    """What a weight of ``dtype`` takes once it is quantized on ``device``."""
+def packed_bytes(out_features: int, in_features: int, kind: TorchaoKind, dtype: torch.dtype) -> int:
+    """What a weight of ``dtype`` takes once it is quantized on a GPU."""
     if kind == "int8":
-        return out_features * (in_features + 5)  # a scale of 4 bytes and a zero point of one
-    size = group_size(in_features)
-    rows = -(-out_features // _TILE) * _TILE
-    columns = -(-in_features // _DEPTH) * _DEPTH
-    return rows * columns // 2 + rows * (columns // size) * 2 * dtype.itemsize
+        scale_and_zero = 4 + 1
+        return out_features * (in_features + scale_and_zero)
+    rows = _round_up(out_features, _TILE_OUTPUTS)
+    columns = _round_up(in_features, _TILE_INPUTS)
+    groups = columns // group_size(in_features)
+    scales_and_zeros = rows * groups * 2 * dtype.itemsize
+    return rows * columns // 2 + scales_and_zeros
 
 
-def _recipe(kind: Kind, in_features: int, device: torch.device) -> Any:
+def _round_up(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
+
+
+def _recipe(kind: TorchaoKind, in_features: int) -> Any:
     """torchao's configuration. ``set_inductor_config`` would change options of the process."""
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
 

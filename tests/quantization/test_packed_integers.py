@@ -4,7 +4,7 @@ import pytest
 import torch
 from jitney.errors import CheckpointError
 from jitney.quantization.eight_bits import Int8Linear
-from jitney.quantization.packed import make_linear
+from jitney.quantization.packed_integers import make_linear
 
 BF16 = torch.bfloat16
 
@@ -66,5 +66,7 @@ def test_groups_that_do_not_divide_the_inputs() -> None:
         "weight_scale": torch.ones(32, 8),
     }
     with pytest.raises(CheckpointError, match=r"group_size .* is \[128\].* 8 groups of 960 inputs"):
-        make_linear("compressed-tensors", stored, 960, BF16, sizes={128})
-    assert make_linear("compressed-tensors", stored, 960, BF16, sizes={120}).in_features == 960
+        make_linear("compressed-tensors", stored, 960, BF16, group_sizes={128})
+    assert (
+        make_linear("compressed-tensors", stored, 960, BF16, group_sizes={120}).in_features == 960
+    )

@@ -1,0 +1,120 @@
+"""Which linear layers of a checkpoint are stored quantized in a form that becomes a layer of ours,
+and in which tensors. Called by ``quantized_checkpoint``; looks at names, shapes and dtypes alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jitney.errors import CheckpointError
+from jitney.execution.checkpoint import Checkpoint
+from jitney.quantization.e4m3 import ALIGNMENT
+from jitney.quantization.transformers_reading import LayerContents
+
+Layers = dict[str, LayerContents]
+"""By the layer's name."""
+
+
+# ------------------------------------------------------------------ integers
+
+
+def integer_layers(method: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers:
+    """The layers whose integers ``packed_integers`` reads. Empty if some are of another kind."""
+    groups = (config.get("config_groups") or {}).values()
+    if method == "torchao":
+        return {}
+    if not all(_has_readable_integers(group, config.get("format")) for group in groups):
+        return {}
+
+    layers = Layers()
+    for name, entry in checkpoint.tensors.items():
+        layer, _, tensor = name.rpartition(".")
+        packed = tensor in ("qweight", "weight_packed")
+        if packed or (tensor == "weight" and entry.dtype == "I8"):
+            layers[layer] = {}
+    # Experts are merged into one tensor, which is no linear layer.
+    if any(".experts." in layer for layer in layers):
+        return {}
+
+    for name, entry in checkpoint.tensors.items():
+        layer, _, tensor = name.rpartition(".")
+        if layer in layers:
+            layers[layer][tensor] = entry
+    return layers
+
+
+def _has_readable_integers(group: Any, checkpoint_format: str | None) -> bool:
+    """Whether a group of layers of compressed-tensors has integers that ``packed_integers`` reads.
+    A group may have a format of its own."""
+    weights = group.get("weights") or {}
+    if weights.get("type") != "int":
+        return False
+    bits = weights.get("num_bits")
+    strategy = weights.get("strategy")
+    stored_as = group.get("format") or checkpoint_format
+    if stored_as == "pack-quantized":
+        return bits in (4, 8) and strategy in ("channel", "group")
+    if stored_as == "int-quantized":
+        return bits == 8 and strategy in ("tensor", "channel")
+    return False
+
+
+# ------------------------------------------------------------------ e4m3
+
+
+def e4m3_layers(config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers:
+    """The layers that can become e4m3 layers of ours. Empty if not all quantized ones can.
+
+    Raises CheckpointError if a scale is missing.
+    """
+    _check_scales(checkpoint)
+    groups = (config.get("config_groups") or {}).values()
+    if not all(_is_plain_e4m3(group) for group in groups):
+        return {}
+
+    layers = Layers()
+    for name in checkpoint.tensors:
+        layer, _, tensor = name.rpartition(".")
+        if tensor != "weight_scale":
+            continue
+        contents = _e4m3_contents(layer, checkpoint)
+        if contents is None:
+            return {}
+        layers[layer] = contents
+    return layers
+
+
+def _check_scales(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a weight has no scale, which would then count as 1."""
+    for name, entry in checkpoint.tensors.items():
+        if entry.dtype == "F8_E4M3" and f"{name}_scale" not in checkpoint.tensors:
+            raise CheckpointError(f"{entry.file} lacks {name}_scale")
+
+
+def _is_plain_e4m3(group: Any) -> bool:
+    """Whether a group of layers has symmetric 8-bit floats in weights and activations."""
+    for name in ("weights", "input_activations"):
+        part = group.get(name)
+        if not part or not part.get("symmetric", True):
+            return False
+        if part.get("type") != "float" or part.get("num_bits") != 8:
+            return False
+    return True
+
+
+def _e4m3_contents(layer: str, checkpoint: Checkpoint) -> LayerContents | None:
+    """The two tensors of a layer, or None if they do not make an e4m3 layer of ours."""
+    scale = checkpoint.tensors[f"{layer}.weight_scale"]
+    weight = checkpoint.tensors.get(f"{layer}.weight")
+    if weight is None or weight.dtype != "F8_E4M3" or len(weight.shape) != 2:
+        return None
+    if ".experts." in layer:  # experts are merged into one tensor, which is no linear layer
+        return None
+
+    outputs, inputs = weight.shape
+    one_scale = scale.shape in ([], [1], [1, 1])
+    scale_per_output = scale.shape in ([outputs], [outputs, 1])
+    if not one_scale and not scale_per_output:  # but one for each block or group
+        return None
+    if outputs % ALIGNMENT or inputs % ALIGNMENT:
+        return None
+    return {"weight": weight, "weight_scale": scale}
