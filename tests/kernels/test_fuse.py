@@ -12,9 +12,10 @@ from jitney.execution import interface
 from jitney.execution.probe import embedding_weight
 from jitney.kernels.cpu.linear import prepack_linears
 from jitney.kernels.fused import fuse as search
-from jitney.kernels.fused import layers
-from jitney.kernels.fused.fuse import FuseReport, known_activation
+from jitney.kernels.fused import rotary
+from jitney.kernels.fused.fuse import FuseReport
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
+from jitney.kernels.fused.recognise import known_activation
 from jitney.kernels.fused.trial import relative_error
 from torch import nn
 
@@ -278,16 +279,16 @@ def test_known_activations() -> None:
 # --------------------------------------------------------------------------- rotary tables
 
 
-def rotary(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def some_angles(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     angles = positions[..., None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
     return angles.cos(), angles.sin()
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_rotary_table(half: bool) -> None:
-    table = layers.rotary_table(rotary, half, 100, torch.zeros(1))
+    table = rotary.rotary_table(some_angles, half, 100, torch.zeros(1))
     positions = torch.tensor([0, 99, 7])
-    right = [x[0] for x in rotary(torch.zeros(1), positions[None])]
+    right = [x[0] for x in some_angles(torch.zeros(1), positions[None])]
     for got, one in zip(table[positions].unbind(1), right, strict=True):
         assert torch.equal(got, torch.cat((one, one), -1) if half else one)
 
@@ -306,7 +307,7 @@ def test_no_table_where_the_longest_position_decides(tmp_path) -> None:
 
 
 def test_no_table_that_is_too_large(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(layers, "_MOST_TABLE_BYTES", 1000)
+    monkeypatch.setattr(rotary, "_MOST_TABLE_BYTES", 1000)
     fused = fuse(load(tmp_path, "llama"))
     assert fused.counts == (2, 0, 1, False)
     assert "the table of its rotary embedding would take" in str(fused.report.reasons)

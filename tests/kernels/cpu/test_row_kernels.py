@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("numba")
 
 from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
-from jitney.kernels.fused.layers import AttentionForm, NormForm
+from jitney.kernels.fused.forms import AttentionForm, NormForm
 from jitney.kernels.fused.trial import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}

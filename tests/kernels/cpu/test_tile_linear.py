@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from jitney.kernels.fused.layers import ACTIVATIONS, Activation
+from jitney.kernels.fused.forms import ACTIVATIONS, Activation
 from jitney.kernels.fused.trial import relative_error
 from jitney.quantization.eight_bits import Int8Linear
 from jitney.quantization.four_bits import Int4Linear

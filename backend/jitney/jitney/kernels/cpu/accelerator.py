@@ -75,7 +75,7 @@ class CpuAccelerator:
             prepack_linears(module, rows, report, make, batch_invariant=invariant)
         faster = report.applied(model)
         if invariant:
-            check_invariant(module, report.forward, on_cpu=True)
+            check_invariant(module, report.forward)
             if model.sites and (faster.pack is None or self._config.kv_cache_dtype != "auto"):
                 bound = "left out with batch_invariant: a step of this model is no native call"
                 raise ConfigError.of("adapters", self._config.adapters, bound)

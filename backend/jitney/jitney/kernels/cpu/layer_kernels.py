@@ -14,24 +14,22 @@ from jitney.kernels.cpu.linear import PackedLinear, can_pack
 from jitney.kernels.cpu.program import LayerProgram
 from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm, rows_body
 from jitney.kernels.cpu.tile_linear import TileLinear, fits_tiles
-from jitney.kernels.fused.layers import (
+from jitney.kernels.fused.forms import (
     ACTIVATIONS,
     Activation,
-    AdaptedKernels,
     AttentionForm,
     EndBranch,
-    FusedForward,
     Misfit,
     Norm,
     NormForm,
-    Places,
     RowFunction,
-    merged_linears,
 )
+from jitney.kernels.fused.layers import merged_linears
+from jitney.kernels.fused.whole_model import AdaptedKernels, FusedForward, Places
 
 
 class CpuLayerKernels:
-    """The :class:`fused.layers.LayerKernels` of a CPU, for one dtype."""
+    """The :class:`fused.whole_model.ModelKernels` of a CPU, for one dtype."""
 
     def __init__(self, dtype: torch.dtype, rows: int, *, batch_invariant: bool = False) -> None:
         """Compile, or load from Numba's cache. ``rows`` are the tokens of a usual step. With
@@ -42,7 +40,7 @@ class CpuLayerKernels:
         self._obstacle = cache(can_pack)
 
     def norm(self, form: NormForm) -> RowNorm:
-        """See :class:`fused.layers.LayerKernels`, here and below."""
+        """See :class:`fused.whole_model.ModelKernels`, here and below."""
         return RowNorm(form, self._dtype, self._kernel)
 
     def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:

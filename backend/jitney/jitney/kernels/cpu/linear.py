@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
+from jitney.kernels.fused.forms import ACTIVATIONS, Activation, Misfit
 from jitney.kernels.fused.fuse import FuseReport, swap_children
-from jitney.kernels.fused.layers import ACTIVATIONS, Activation, Misfit
 from jitney.kernels.fused.trial import relative_error
 
 # oneDNN's name and algorithm.
@@ -116,7 +116,7 @@ def prepack_linears(
     batch_invariant: bool = False,
 ) -> None:
     """Replace each ``nn.Linear``, each of GPT-2's transposed ones, and each of bytes below
-    ``module``; ``make`` is that of :class:`fused.layers.LayerKernels`, if it has any.
+    ``module``; ``make`` is that of :class:`fused.whole_model.ModelKernels`, if it has any.
 
     ``rows`` is the number of tokens of a usual step. Layers whose class is derived from these (and
     so may do something else), and those of another dtype, stay as they are. What others hold too is

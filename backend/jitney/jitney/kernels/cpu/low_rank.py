@@ -34,7 +34,7 @@ from jitney.kernels.cpu.simd import (
     store_as,
     store_i64,
 )
-from jitney.kernels.fused.layers import Places
+from jitney.kernels.fused.whole_model import Places
 
 SPAN_TOKENS = MAX_ROWS
 PARTS = 4

@@ -56,7 +56,7 @@ from jitney.kernels.cpu.simd import (
     store_as,
     store_i64,
 )
-from jitney.kernels.fused.layers import Activation
+from jitney.kernels.fused.forms import Activation
 
 STEP_BYTES = 64
 """Of an output's weights: what one tile holds."""

@@ -44,7 +44,8 @@ from jitney.kernels.cpu.low_rank import (
 from jitney.kernels.cpu.product_kernel import ProductCall
 from jitney.kernels.cpu.simd import LANES, emitted, fetch_add, i32, i64, inner, load_i64, pointer
 from jitney.kernels.cpu.tile_linear import TileLinear
-from jitney.kernels.fused.layers import FusedDecoderLayer, FusedForward, FusedMLP, Places
+from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
+from jitney.kernels.fused.whole_model import FusedForward, Places
 
 SPINS = 2000
 _LEAST_TOKENS = 64

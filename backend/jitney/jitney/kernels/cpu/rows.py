@@ -41,7 +41,7 @@ from jitney.kernels.cpu.simd import (
     store_i32,
     store_one,
 )
-from jitney.kernels.fused.layers import AttentionForm, Misfit, NormForm
+from jitney.kernels.fused.forms import AttentionForm, Misfit, NormForm
 
 _BYTES_PER_THREAD = 1 << 16
 """Below this, waking a second thread costs more than it saves."""
@@ -365,7 +365,7 @@ class CpuHeadAttention:
             )  # fmt: skip
 
     def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, paged: PagedFunction) -> Tensor:
-        """See :data:`fused.layers.AttentionKernel`. All are in the dtype of the model."""
+        """See :data:`fused.forms.AttentionKernel`. All are in the dtype of the model."""
         self.rotate(qkv, cos, sin)
         return paged(self.form.call(*self.form.split(qkv)))
 

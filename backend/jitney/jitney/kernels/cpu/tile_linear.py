@@ -23,7 +23,7 @@ from jitney.kernels.cpu.product_kernel import (
 from jitney.kernels.cpu.products import may_use_amx, widens
 from jitney.kernels.cpu.rows import ConvertCall, convert_body
 from jitney.kernels.cpu.simd import BF16, F32, I4, I8, LANES, UNIT_BYTES, WIDE, host_has
-from jitney.kernels.fused.layers import Activation
+from jitney.kernels.fused.forms import Activation
 
 
 @lru_cache(typed=True)  # tags of all types are equal

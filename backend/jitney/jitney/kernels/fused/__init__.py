@@ -1,1 +1,1 @@
-"""Fused modules, recognised, checked and built from the kernels of whatever device there is."""
+"""Fused modules: recognised, checked, and built from the kernels of a device (today a CPU's)."""

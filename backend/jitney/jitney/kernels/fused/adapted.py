@@ -1,4 +1,4 @@
-"""A step with LoRA adapters, through a model that is fused as a whole.
+"""A step with LoRA adapters, through a model that is fused as a whole. Built by ``fuse``.
 
 What adapters give is added between the fused modules, where the module that they replace had it:
 before the rotary embedding, the residual sum or the activation. Steps without adapters go the
@@ -13,43 +13,49 @@ from torch import Tensor
 
 from jitney.execution.interface import PagedFunction, PagedStep
 from jitney.execution.low_rank import AddProducts, Part, Site, plain_products
-from jitney.kernels.fused.layers import (
-    FusedDecoderLayer,
-    FusedForward,
-    FusedMLP,
-    Places,
-    first_of,
-)
+from jitney.kernels.fused.forms import Norm
+from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, call_mlp
+from jitney.kernels.fused.rotary import CosSin
+from jitney.kernels.fused.whole_model import FusedForward, Places
 
 
 def find_places(model: FusedForward, sites: Mapping[str, Site]) -> list[Places]:
     """By decoder layer."""
-
-    def parts(prefix: str, *names: str) -> list[Part]:
-        found = list[Part]()
-        for path in (prefix + name for name in names):
-            if path in sites:
-                first = found[-1].last if found else 0
-                found.append(Part(path, first, first + sites[path].outputs))
-        return found
-
     places = []
     for number, layer in enumerate(model.layers):
-        own = f"model.layers.{number}.self_attn.", f"model.layers.{number}.mlp."
-        qkv = parts(own[0], "q_proj", "k_proj", "v_proj", "qkv_proj")
-        gated, down = list[Part](), list[Part]()
-        if isinstance(layer.mlp, FusedMLP):
-            gated = parts(own[1], "gate_proj", "up_proj", "gate_up_proj")
-            down = parts(own[1], "down_proj")
-        places.append(Places(qkv, parts(own[0], "o_proj"), gated, down))
+        attention = f"model.layers.{number}.self_attn."
+        mlp = f"model.layers.{number}.mlp."
+        is_fused = isinstance(layer.mlp, FusedMLP)  # one that is called as it is has no adapters
+        gate_up = ("gate_proj", "up_proj", "gate_up_proj")
+        found = Places(
+            qkv=_parts(sites, attention, "q_proj", "k_proj", "v_proj", "qkv_proj"),
+            output=_parts(sites, attention, "o_proj"),
+            gated=_parts(sites, mlp, *gate_up) if is_fused else [],
+            down=_parts(sites, mlp, "down_proj") if is_fused else [],
+        )
+        places.append(found)
     return places
+
+
+def _parts(sites: Mapping[str, Site], prefix: str, *names: str) -> list[Part]:
+    """The sites of these names, side by side."""
+    found = list[Part]()
+    first = 0
+    for name in names:
+        site = sites.get(prefix + name)
+        if site is not None:
+            last = first + site.outputs
+            found.append(Part(prefix + name, first, last))
+            first = last
+    return found
 
 
 class AdaptedForward:
     """An ``interface.StepFunction`` around a fused model."""
 
     def __init__(self, model: FusedForward, sites: Mapping[str, Site]) -> None:
-        self._model, self._places = model, find_places(model, sites)
+        self._model = model
+        self._places = find_places(model, sites)
         paths = {part.path for place in self._places for parts in place for part in parts}
         self.sites = {path: site for path, site in sites.items() if path in paths}
         """Those that adapters may change: not inside of an MLP that is called as it is."""
@@ -63,45 +69,69 @@ class AdaptedForward:
         model = self._model
         if not isinstance(paged, PagedStep) or not paged.meta.adapted:
             return model(ids, positions, rows, paged)
-        logits = None if self.program is None else self.program(ids, rows, paged)
-        if logits is not None:
-            return model.cap(logits)
-        residual: Tensor = model.embed(ids)
+        if self.program is not None:
+            logits = self.program(ids, rows, paged)
+            if logits is not None:
+                return model.cap(logits)
+
         angles = model.angles(positions)
         add = plain_products(paged.meta.adapted)
+        residual: Tensor = model.embed(ids)
         for layer, kind, places in zip(model.layers, model.kinds, self._places, strict=True):
-            residual = _run(layer, residual, angles[kind], paged, places, add)
+            residual = _run_layer(layer, residual, angles[kind], paged, places, add)
         return model.cap(model.head(model.norm(residual[rows])))
 
 
-def _run(
+def _run_layer(
     layer: FusedDecoderLayer,
     residual: Tensor,
-    angles: tuple[Tensor, Tensor],
+    angles: CosSin,
     paged: PagedStep,
     places: Places,
     add: AddProducts,
 ) -> Tensor:
     """The residual [T, hidden size] behind a layer."""
-    attention, mlp, norms = layer.self_attn, layer.mlp, layer.norms
-    x = residual if norms.attention is None else norms.attention(residual)
+    norms = layer.norms
+    x = _normed(norms.attention, residual)
+    attended = _attend(layer.self_attn, x, angles, paged, places, add)
+    residual = residual + _normed(norms.attended, attended)
+
+    x = _normed(norms.mlp, residual)
+    if isinstance(layer.mlp, FusedMLP):
+        out = _run_mlp(layer.mlp, x, places, add)
+    else:
+        out = call_mlp(layer.mlp, x)
+    return residual + _normed(norms.mixed, out)
+
+
+def _normed(norm: Norm, x: Tensor) -> Tensor:
+    return x if norm is None else norm.kernel(x)
+
+
+def _attend(
+    attention: FusedAttention,
+    x: Tensor,
+    angles: CosSin,
+    paged: PagedStep,
+    places: Places,
+    add: AddProducts,
+) -> Tensor:
     qkv = attention.qkv(x)
     add(places.qkv, x, qkv)
-    x = attention.kernel(qkv, *angles, paged).reshape(len(x), -1)
-    out = attention.output(x)
-    add(places.output, x, out)
-    residual = residual + (out if norms.attended is None else norms.attended(out))
-    x = residual if norms.mlp is None else norms.mlp(residual)
-    if isinstance(mlp, FusedMLP):
-        gated: Any = mlp.gated
-        if places.gated:
-            more = x.new_zeros(len(x), places.gated[-1].last)
-            add(places.gated, x, more)
-            x = gated.plus(x, more)
-        else:
-            x = gated(x)
-        out = mlp.down(x)
-        add(places.down, x, out)
+    heads = attention.kernel(qkv, *angles, paged).reshape(len(x), -1)
+    out: Tensor = attention.output(heads)
+    add(places.output, heads, out)
+    return out
+
+
+def _run_mlp(mlp: FusedMLP, x: Tensor, places: Places, add: AddProducts) -> Tensor:
+    gated: Any = mlp.gated
+    if places.gated:
+        more = x.new_zeros(len(x), places.gated[-1].last)
+        add(places.gated, x, more)
+        inner = gated.plus(x, more)
     else:
-        out = first_of(mlp, x)
-    return residual + (out if norms.mixed is None else norms.mixed(out))
+        inner = gated(x)
+    out: Tensor = mlp.down(inner)
+    add(places.down, inner, out)
+    return out

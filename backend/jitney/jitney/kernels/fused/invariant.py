@@ -1,8 +1,9 @@
-"""Option ``batch_invariant``: no operation of a model may depend on what else is in the batch.
+"""Option ``batch_invariant`` on a CPU: no operation of a model may depend on what else is in the
+batch.
 
-Once a device's kernels have taken the place of what does, :func:`check_invariant` runs the model
-once and refuses it if an operation of torch is left whose result may: sums and matrix products
-choose their order by the shape of all they are given.
+Once our kernels have replaced what does, :func:`check_invariant` runs the model once. It refuses a
+model in which an operation of torch is left whose result may depend on the batch: sums and matrix
+products choose their order by the shape of all they are given.
 """
 
 import contextlib
@@ -36,11 +37,9 @@ _EXACT = frozenset({
 })  # fmt: skip
 
 
-def check_invariant(
-    module: PreTrainedModel, step: StepFunction | None, *, on_cpu: bool = False
-) -> None:
+def check_invariant(module: PreTrainedModel, step: StepFunction | None) -> None:
     """Raise ConfigError, naming a module and an operation, if one depends on the batch. ``step`` is
-    the whole model, if that was fused; ``on_cpu``: by kernels of a CPU."""
+    the whole model, if that was fused."""
     names: list[str] = []
 
     def enter(name: str, *_: object) -> None:
@@ -53,37 +52,40 @@ def check_invariant(
         for name, each in module.named_modules():
             hooks.enter_context(each.register_forward_pre_hook(partial(enter, name)))
             hooks.enter_context(each.register_forward_hook(leave, always_call=True))
-        with _Watch(names, on_cpu):
+        with _Watch(names):
             run_trial(module, step)
 
 
 class _Watch(TorchDispatchMode):
     """Looks at each operation that torch runs."""
 
-    def __init__(self, names: list[str], on_cpu: bool) -> None:
+    def __init__(self, names: list[str]) -> None:
         """``names``: of the modules that are being called, the outermost first."""
         super().__init__()
-        self._names, self._on_cpu = names, on_cpu
+        self._names = names
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_harmless(func, args, kwargs, self._on_cpu):
-            with self:  # an operation made of others is judged by these
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-            where = self._names[-1] if self._names and self._names[-1] else "the model"
-            dtype = next((x.dtype for x in args if isinstance(x, torch.Tensor)), "no tensor")
-            raise ConfigError(
-                f"option batch_invariant is true, but {where} computes {func} of {dtype}, whose "
-                "result may depend on the batch"
-            )
-        return func(*args, **kwargs)
+        if _is_harmless(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self:  # an operation made of others is judged by these
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise self._error(func, args)
+        return result
+
+    def _error(self, func: Any, args: Any) -> ConfigError:
+        where = self._names[-1] if self._names and self._names[-1] else "the model"
+        dtype = next((x.dtype for x in args if isinstance(x, torch.Tensor)), "no tensor")
+        return ConfigError(
+            f"option batch_invariant is true, but {where} computes {func} of {dtype}, whose "
+            "result may depend on the batch"
+        )
 
 
-def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any], on_cpu: bool) -> bool:
+def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether each element of the result depends on the same elements in every batch, by the same
     computation."""
     name = func._schema.name.removeprefix("aten::")
@@ -91,6 +93,6 @@ def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any], on_cpu: bool) -> 
         return True
     if torch.Tag.pointwise in func.tags:
         # A multiple that is added may be rounded before or not.
-        return not on_cpu or (name in _EXACT and kwargs.get("alpha", 1) == 1)
+        return name in _EXACT and kwargs.get("alpha", 1) == 1
     # A product of one summand: frequencies times positions.
     return name in _PRODUCTS and args[0].shape[-1] == 1

@@ -1,4 +1,6 @@
-"""Trials: modules run on random input, to see whether a fused one computes the same."""
+"""Trials: modules run on random input, to see whether a fused one computes the same. Called by
+``fuse`` and ``invariant``.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jitney.execution.interface import AttentionCall, StepFunction, forward
-from jitney.kernels.fused.layers import Misfit, Rotary
+from jitney.kernels.fused.forms import Misfit
+from jitney.kernels.fused.rotary import CosSin, Rotary
 
 _TOKENS = 7
 # Relative to the norm of the right result.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # Likewise where activations are rounded to 8 bits: a difference in a last bit tips some of them to
 # the next value, which is up to 1/8 away.
 _COARSE_TOLERANCE = 1e-1
@@ -42,8 +45,8 @@ class Mixer:
         return 0.5 * call.query + call.value.repeat_interleave(group, 1)
 
 
-class Angles(tuple[Tensor, Tensor]):
-    """(cos, sin) as a rotary module gave them in a trial."""
+class Angles(CosSin):
+    """cos and sin as a rotary module gave them in a trial."""
 
     rotary: Rotary
     """The same call for other input."""
@@ -53,7 +56,9 @@ def run_trial(module: PreTrainedModel, step: StepFunction | None = None) -> Tens
     """The logits of ``module`` with a :class:`Mixer` as attention, or of ``step`` in its place."""
     positions = torch.arange(_TOKENS, device=module.device)
     inputs = (positions + 1, positions, positions[::2], Mixer())
-    return forward(module, *inputs) if step is None else step(*inputs)
+    if step is None:
+        return forward(module, *inputs)
+    return step(*inputs)
 
 
 def record_calls(
@@ -66,13 +71,12 @@ def record_calls(
     def record(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[each] = {name: x for name, x in kwargs.items() if name != "hidden_states"}
 
-    hooks: list[Any] = [
-        each.register_forward_hook(_mark_angles, with_kwargs=True)
-        for name, each in module.named_modules()
-        if name == "model.rotary_emb"
-    ]
-    for each in filter(fits, module.modules()):
-        hooks.append(each.register_forward_pre_hook(record, with_kwargs=True))
+    hooks: list[Any] = []
+    for name, each in module.named_modules():
+        if name == "model.rotary_emb":
+            hooks.append(each.register_forward_hook(_mark_angles, with_kwargs=True))
+        if fits(each):
+            hooks.append(each.register_forward_pre_hook(record, with_kwargs=True))
     try:
         run_trial(module)
     finally:
@@ -94,11 +98,14 @@ def run_alone(
     module: nn.Module, x: Tensor, call: dict[str, Any]
 ) -> tuple[Tensor, list[AttentionCall]]:
     """What ``module`` gives for x by itself, and its calls of attention if it takes the keyword
-    arguments ``call``. Raises Misfit if it needs more around it: what another layer has left for
-    it, say."""
+    arguments ``call``.
+
+    Raises Misfit if it needs more around it: what another layer has left for it, say.
+    """
     mixer = Mixer()
+    arguments = {**call, "paged": mixer} if call else {}
     try:
-        result = module(x, **{**call, "paged": mixer}) if call else module(x)
+        result = module(x, **arguments)
     except (TypeError, LookupError, AttributeError, ValueError, AssertionError) as error:
         raise Misfit(f"it cannot be run alone ({type(error).__name__})") from error
     if isinstance(result, tuple) and not any(isinstance(each, Tensor) for each in result[1:]):
@@ -135,15 +142,12 @@ class Checker:
         for scale in scales:
             x = self.random(width) * scale
             right, before = run_alone(module, x, call)
-            while scale > 1 and not bool(right.isfinite().all()):  # a float16 overflows
-                x, scale = x / 2, scale / 2
-                right, before = run_alone(module, x, call)
             got, after = run_alone(fused, x, call)
             self.same("its result", got, right)
-            for one, other in zip(after, before, strict=True):
-                self.same("its query", one.query, other.query)
-                self.same("its key", one.key, other.key)
-                self.same("its value", one.value, other.value)
+            for ours, theirs in zip(after, before, strict=True):
+                self.same("its query", ours.query, theirs.query)
+                self.same("its key", ours.key, theirs.key)
+                self.same("its value", ours.value, theirs.value)
 
     def same(self, what: str, got: Tensor, right: Tensor) -> None:
         """Raise Misfit if they differ by more than rounding."""
