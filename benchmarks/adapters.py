@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jitney.adapters.checkpoint import CONFIG, WEIGHTS
+from jitney.adapters.peft_files import CONFIG, WEIGHTS
 from jitney.config import make_config
 from jitney.engine.assemble import adapter_pool, load_runner
 from jitney.engine.engine import Engine

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from jitney.adapters.checkpoint import CONFIG, WEIGHTS, read_adapter
+from jitney.adapters.peft_files import CONFIG, WEIGHTS, read_adapter
 from jitney.errors import InvalidArgumentError
 from jitney.execution.low_rank import Site
 from safetensors.torch import save_file

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jitney.adapters.checkpoint import CONFIG, WEIGHTS
+from jitney.adapters.peft_files import CONFIG, WEIGHTS
 from jitney.messages import Failed, Finished
 from safetensors.torch import save_file
 

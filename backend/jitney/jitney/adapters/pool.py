@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jitney.adapters.checkpoint import CONFIG, WEIGHTS, read_adapter
+from jitney.adapters.peft_files import CONFIG, WEIGHTS, read_adapter
 from jitney.config import EngineConfig
 from jitney.errors import InternalError, JitneyError
 from jitney.execution.low_rank import LowRank

@@ -1,0 +1,192 @@
+"""An adapter's files in PEFT's format: read, judged, and made into factors. Called by ``pool``.
+
+A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. Whatever would change the
+result and is not computed here is refused by name. PEFT itself is not needed.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from jitney.errors import CheckpointError, InvalidArgumentError, nearest, show
+from jitney.execution.checkpoint import first_line, parse_json
+from jitney.execution.low_rank import Factors, Site
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
+
+# The values that a field may have; absent is fine. PEFT's other fields are of training, or told by
+# the tensors.
+_ALLOWED: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None, []),
+    "layer_replication": (None, []),
+    # PEFT's other ways to begin change the weights of the model itself.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+}
+
+
+class _Pair(NamedTuple):
+    """The two tensors of a layer."""
+
+    a: Tensor | None
+    b: Tensor | None
+
+
+def read_adapter(
+    folder: Path, sites: Mapping[str, Site], max_rank: int
+) -> tuple[str, dict[str, Factors]]:
+    """The sha256 of the files, and factors in float32, by the layer's path.
+
+    Each file is read once: the sum and the factors are of the same bytes, whatever is written
+    meanwhile or later. Raises InvalidArgumentError for what is no adapter of this model, or cannot
+    be computed: it names the field or tensor, what it is and what it must be.
+    """
+    config_bytes = _read(folder, CONFIG)
+    try:
+        config = parse_json(config_bytes, CONFIG)
+    except CheckpointError as error:
+        raise InvalidArgumentError(first_line(error, folder)) from None
+    weights_bytes = _read(folder, WEIGHTS)
+    tensors = _parse_weights(weights_bytes, folder)
+    digest = hashlib.sha256(config_bytes)
+    digest.update(weights_bytes)
+
+    _check_config(config)
+    factors = {}
+    for path, pair in _by_layer(tensors, sites).items():
+        rank = int(_by_pattern(config.get("rank_pattern"), path, config["r"]))
+        _check_pair(path, pair, rank, sites[path], max_rank)
+        factors[path] = _factors(path, pair, rank, config)
+    return digest.hexdigest(), factors
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except FileNotFoundError:
+        raise InvalidArgumentError(f"{name} is missing") from None
+    except OSError as error:
+        raise InvalidArgumentError(first_line(error, folder)) from None
+
+
+def _parse_weights(data: bytes, folder: Path) -> dict[str, Tensor]:
+    try:
+        return load(data)
+    except SafetensorError as error:
+        raise InvalidArgumentError(first_line(error, folder)) from None
+    except KeyError as error:
+        raise InvalidArgumentError(f"{WEIGHTS} has a tensor of dtype {error}") from None
+
+
+# ------------------------------------------------------------------ the configuration
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    for name, allowed in _ALLOWED.items():
+        value = config.get(name, allowed[0])
+        if not any(_is_same(value, each) for each in allowed):
+            bound = " or ".join(repr(each) for each in allowed)
+            raise InvalidArgumentError.of(name, value, bound)
+    for name in ("r", "lora_alpha"):
+        value = config.get(name)
+        if not _is_positive(value):
+            raise InvalidArgumentError.of(name, value, "a number above 0")
+    for name in ("rank_pattern", "alpha_pattern"):
+        value = config.get(name) or {}
+        if not isinstance(value, dict) or not all(map(_is_positive, value.values())):
+            raise InvalidArgumentError.of(name, value, "an object of numbers above 0")
+
+
+def _is_same(value: object, allowed: object) -> bool:
+    """Of one type, too: 0 is not False."""
+    return type(value) is type(allowed) and value == allowed
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+
+
+def _by_pattern(pattern: Mapping[str, float] | None, path: str, default: float) -> float:
+    """PEFT's rule: the first key that is the path's end, or a regular expression for it."""
+    for key, value in (pattern or {}).items():
+        try:
+            matches = re.match(rf"(.*\.)?({key})$", path)
+        except re.error:
+            raise InvalidArgumentError.of("a pattern", key, "a regular expression") from None
+        if matches:
+            return value
+    return default
+
+
+# ------------------------------------------------------------------ the tensors
+
+
+def _by_layer(tensors: Mapping[str, Tensor], sites: Mapping[str, Site]) -> dict[str, _Pair]:
+    """The pair of each layer that the tensors name, by its path, in order."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name.removeprefix(_PREFIX))
+        if match is None:
+            raise InvalidArgumentError(
+                f"tensor {show(name)} is of another kind: weights lora_A and lora_B alone are taken"
+            )
+        path, kind = match.groups()
+        if path not in sites:
+            raise _no_site(path, sites)
+        found.setdefault(path, {})[kind] = tensor
+    if not found:
+        raise InvalidArgumentError(f"{WEIGHTS} holds no tensor")
+    return {path: _Pair(pair.get("A"), pair.get("B")) for path, pair in sorted(found.items())}
+
+
+def _no_site(path: str, sites: Mapping[str, Site]) -> InvalidArgumentError:
+    hint = nearest(path, sites)
+    if not hint:
+        names = sorted({each.rpartition(".")[2] for each in sites})
+        hint = f" (these can: {', '.join(names)})"
+    return InvalidArgumentError(f"{show(path)} cannot have an adapter{hint}")
+
+
+def _check_pair(path: str, pair: _Pair, rank: int, site: Site, max_rank: int) -> None:
+    """Raise InvalidArgumentError for a rank, shape or value that is not what it must be."""
+    if not 1 <= rank <= max_rank:
+        raise InvalidArgumentError.of(f"r of {path}", rank, f"from 1 to {max_rank}")
+    _check_tensor(f"{path}.lora_A.weight", pair.a, (rank, site.inputs))
+    _check_tensor(f"{path}.lora_B.weight", pair.b, (site.outputs, rank))
+
+
+def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> None:
+    found = None if tensor is None else tuple(tensor.shape)
+    if tensor is None or found != shape:
+        raise InvalidArgumentError.of(f"the shape of {name}", found, str(shape))
+    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
+        raise InvalidArgumentError(f"{name} must hold finite numbers of floating point")
+
+
+def _factors(path: str, pair: _Pair, rank: int, config: Mapping[str, Any]) -> Factors:
+    """The factors of a checked pair, with the adapter's scale in B."""
+    assert pair.a is not None
+    assert pair.b is not None
+    alpha = _by_pattern(config.get("alpha_pattern"), path, config["lora_alpha"])
+    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+    scaled = pair.b.float() * (alpha / divisor)
+    return Factors(a=pair.a.float(), b=scaled.T.contiguous())
