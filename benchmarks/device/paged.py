@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from jitney.execution.attention import AttentionMetadata, build_metadata, cache_shape
 from jitney.execution.interface import AttentionCall, LayerCache
-from jitney.kernels.gpu.attention import GpuAttention
+from jitney.kernels.gpu.gpu_attention import GpuAttention
 from jitney.kernels.gpu.tiles import Tiles
 from jitney.messages import Row
 from jitney.sampling_params import SamplingParams

@@ -82,7 +82,7 @@ def uses(capability: int, forms: list[Form]) -> list[list[Use]]:
 def _launches(capability: int, form: Form) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """(kernel, arguments, options) of each launch of a form's step."""
     from jitney.execution.attention import AttentionMetadata, cache_shape
-    from jitney.kernels.gpu import attention as gpu
+    from jitney.kernels.gpu import gpu_attention as gpu
     from jitney.kernels.gpu import tiles as gpu_tiles
 
     from tests.kernels.attention.rows import attend_over

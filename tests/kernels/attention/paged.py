@@ -32,7 +32,7 @@ class Case:
 
     def attention(self, device: str = "cpu", **options: Any) -> AttentionFunction:
         """The GPU's."""
-        from jitney.kernels.gpu.attention import GpuAttention
+        from jitney.kernels.gpu.gpu_attention import GpuAttention
 
         dtype = self.cache_dtype or self.dtype
         return GpuAttention(torch.device(device), dtype, self.size, *self.heads, **options)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 from jitney.errors import ConfigError
-from jitney.kernels.gpu.attention import GpuAttention
+from jitney.kernels.gpu.gpu_attention import GpuAttention
 from jitney.kernels.gpu.language import INTERPRETED
 from jitney.kernels.gpu.tiles import look_up, why_not
 from triton import knobs

@@ -19,7 +19,7 @@ from tests.kernels.attention.choose import for_layers
 from tests.kernels.gpu.small_gpu import GREEDY, options
 
 pytest.importorskip("triton")
-from jitney.kernels.gpu import accelerator as load_module
+from jitney.kernels.gpu import gpu_accelerator as load_module
 from jitney.kernels.gpu import measure as measure_module
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU")

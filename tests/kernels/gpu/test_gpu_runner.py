@@ -21,7 +21,7 @@ from tests.kernels.gpu.test_graphs import FakeCapture
 from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
 pytest.importorskip("triton")
-from jitney.kernels.gpu import accelerator as load_module
+from jitney.kernels.gpu import gpu_accelerator as load_module
 from jitney.kernels.gpu.graphs import DecodeGraphs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU")

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 from jitney.execution.attention import AttentionMetadata, cache_shape
 from jitney.execution.interface import AttentionCall, LayerCache
-from jitney.kernels.gpu.attention import GpuAttention
+from jitney.kernels.gpu.gpu_attention import GpuAttention
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction

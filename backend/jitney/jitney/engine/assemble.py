@@ -19,7 +19,7 @@ from jitney.execution.interface import LoadedModel
 from jitney.execution.machine import resolve_device
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.accelerator import CpuAccelerator, prepare_kernels
-from jitney.kernels.gpu.accelerator import GpuAccelerator
+from jitney.kernels.gpu.gpu_accelerator import GpuAccelerator
 from jitney.messages import Adapter, Footprint, ModelInfo
 from jitney.quantization.quantized_checkpoint import weight_format
 from jitney.text.grammar import GrammarCompiler

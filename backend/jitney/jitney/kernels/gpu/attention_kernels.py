@@ -1,15 +1,29 @@
 """The kernels in the Triton language of attention over the paged cache.
 
-Compiled at first use by ``attention.GpuAttention``, which alone launches them. Query heads,
+Compiled at first use by ``gpu_attention.GpuAttention``, which alone launches them. Query heads,
 causality, window, cap and sinks are those of :class:`execution.attention.AttentionFunction`. Scores
 are in units of log2, so that one exponential of base 2 does; maxima, sums and results are float32.
 
 The query heads that share a KV head are packed with the tokens of a tile into its rows: row i of a
-tile is token ``i // GROUP`` and head ``i % GROUP``, so that each K and V is loaded once per group.
-A row of the batch with one new token is cut along its context into parts, one program each, which
-``reduction_kernel`` joins; a longer one is cut into tiles of tokens. Tiles of the context begin at
-multiples of BLOCK_N of the position, whatever the queries: a position meets the same tiles in every
-chunk.
+tile is token ``i // GROUP`` and head ``i % GROUP``. So each K and V is loaded once for the group.
+
+- A row of the batch with one new token is cut along its context into parts, one program each, which
+  ``reduction_kernel`` joins.
+- A longer row of the batch is cut into tiles of tokens.
+
+Tiles of the context begin at multiples of BLOCK_N of the position, whatever the queries: a position
+meets the same tiles in every chunk.
+
+| name | meaning |
+|---|---|
+| KV_HEADS, GROUP | KV heads, and the query heads that share one |
+| HEAD_SIZE, PADDED, HEAD_TILE | elements of a head; of its row in the cache; a power of 2 |
+| BLOCK_SIZE | tokens of a block of the cache |
+| OPERAND | the dtype in which products are computed |
+| ROWS, BLOCK_N | rows and keys of a tile |
+| MIN_PART | keys that a part of a context has at least |
+| top, total, result | of each row: the largest score, the sum of weights, the weighted sum of V |
+| parts | part_tops, part_totals [rows, heads, num_parts], part_results […, HEAD_SIZE], float32 |
 """
 
 import triton
@@ -64,13 +78,32 @@ def _store(
 
 
 @triton.jit
+def _load_tile(
+    cache, offset, inside, element,
+    HEAD_SIZE: tl.constexpr, HEAD_TILE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """[keys, elements] of K or V. MASKED: keys that are not ``inside`` are 0."""
+    if MASKED and HEAD_SIZE == HEAD_TILE:
+        tile = tl.load(cache + offset, mask=inside[:, None], other=0.0)
+    elif MASKED:
+        real = inside[:, None] & (element < HEAD_SIZE)[None, :]
+        tile = tl.load(cache + offset, mask=real, other=0.0)
+    elif HEAD_SIZE < HEAD_TILE:
+        tile = tl.load(cache + offset, mask=(element < HEAD_SIZE)[None, :], other=0.0)
+    else:
+        tile = tl.load(cache + offset)
+    return tile
+
+
+@triton.jit
 def _attend(
     query, top, total, result,
     keys, values, table, head, begin, end, first, position, scale, softcap, window,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys begin (a multiple of BLOCK_N) to end - 1 of a sequence.
+    """Attend to the keys begin (a multiple of BLOCK_N) to end - 1 of a sequence; (top, total,
+    result) with them.
 
     MASKED: some are before ``first`` (and may never have been written) or hidden from a query.
     """
@@ -87,19 +120,11 @@ def _attend(
         next_block = tl.load(table + following // BLOCK_SIZE, following < end, other=0)
         row = row_offset(block, head, key % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE, PADDED)
         offset = row[:, None] + element[None, :]
-        if MASKED or HEAD_SIZE < HEAD_TILE:
-            if HEAD_SIZE == HEAD_TILE:
-                real = inside[:, None]
-            elif MASKED:
-                real = inside[:, None] & (element < HEAD_SIZE)[None, :]
-            else:
-                real = (element < HEAD_SIZE)[None, :]
-            k = tl.load(keys + offset, mask=real, other=0.0)
-            v = tl.load(values + offset, mask=real, other=0.0)
-        else:
-            k = tl.load(keys + offset)
-            v = tl.load(values + offset)
-        k, v = k.to(query.dtype), v.to(query.dtype)
+        k = _load_tile(keys, offset, inside, element, HEAD_SIZE, HEAD_TILE, MASKED)
+        v = _load_tile(values, offset, inside, element, HEAD_SIZE, HEAD_TILE, MASKED)
+        k = k.to(query.dtype)
+        v = v.to(query.dtype)
+
         scores = dot(query, k.T)
         if softcap is not None:  # tanh(x) = 1 - 2 / (exp(2x) + 1), also at both infinities
             power = tl.exp2(scores * (scale * 2.0 / softcap))
@@ -110,16 +135,18 @@ def _attend(
             if window is not None:
                 seen &= key[None, :] > position[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
+
         # The factor is positive: it is applied to the maximum, and in the exponent by one fma.
         largest = tl.maximum(top, tl.max(scores, 1) * factor)
         safe = largest
-        if MASKED:
+        if MASKED:  # a row that has seen no key yet
             safe = tl.where(largest == float("-inf"), 0.0, largest)
         weight = tl.exp2(tl.fma(scores, factor, -safe[:, None]))
         shrink = tl.exp2(top - safe)
         total = tl.fma(total, shrink, tl.sum(weight, 1))
         result = dot(weight.to(query.dtype), v, result * shrink[:, None])
-        top, block = largest, next_block
+        top = largest
+        block = next_block
     return top, total, result
 
 
@@ -142,7 +169,8 @@ def _tile(
     end = tl.minimum(first_position + TOKENS, context)
     low, begin, size, parts = _part_span(first_position, end, window, num_parts, MIN_PART, BLOCK_N)
     if part < tl.maximum(parts, 1):
-        index, element = tl.arange(0, ROWS), tl.arange(0, HEAD_TILE)
+        index = tl.arange(0, ROWS)
+        element = tl.arange(0, HEAD_TILE)
         nth = skipped + index // GROUP
         query_head = head * GROUP + index % GROUP
         real_row = (index < TOKENS * GROUP) & (nth < length)
@@ -153,6 +181,7 @@ def _tile(
         if num_parts > 1:
             begin += part * size
             end = tl.minimum(begin + size, end)
+
         position = context - length + nth
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -170,7 +199,8 @@ def _tile(
             q, top, total, result, keys, values, table, head, middle, end, low, position,
             scale, softcap, window, KV_HEADS, BLOCK_SIZE, PADDED, HEAD_SIZE, BLOCK_N, True,
         )  # fmt: skip
-        if (parts > 1) & (num_parts > 1):
+
+        if (parts > 1) & (num_parts > 1):  # for the reduction kernel to join
             at = (row.to(tl.int64) * HEADS + query_head) * num_parts + part
             tl.store(part_tops + at, top, real_row)
             tl.store(part_totals + at, total, real_row)
@@ -180,6 +210,21 @@ def _tile(
                 out, tokens, query_head, real_row, top, total, result, sinks, factor,
                 HEADS, HEAD_SIZE,
             )  # fmt: skip
+
+
+@triton.jit
+def _row_of_tile(tile, query_start, num_rows, TOKENS: tl.constexpr):
+    """The last row whose tiles begin at or before ``tile``. A row's first tile is its first token
+    divided by TOKENS, plus one for each row before it."""
+    row = num_rows * 0
+    upper = num_rows
+    while upper - row > 1:
+        middle = (row + upper) // 2
+        if tl.load(query_start + middle) // TOKENS + middle <= tile:
+            row = middle
+        else:
+            upper = middle
+    return row
 
 
 @triton.jit(
@@ -200,19 +245,22 @@ def attention_kernel(
     """Programs (num_rows * num_parts + tiles, KV heads). The first compute a part of a row that has
     one new token, the others a tile of a longer row's; what has no work ends at once.
 
-    out is [T, heads, HEAD_SIZE]; part_results float32 [rows, heads, num_parts, HEAD_SIZE] and the
-    other two [rows, heads, num_parts] are written where a row has more than one part.
-    ``scale`` is in units of log2, and includes no scale of the cache. ALWAYS_MASKED: a longer row's
-    tiles run the very loop that a single token's does, so that both give the same bits.
+    out is [T, heads, HEAD_SIZE]; the parts are written where a row has more than one. ``scale`` is
+    in units of log2, and includes no scale of the cache. ALWAYS_MASKED: a longer row's tiles run
+    the very loop that a single token's does, so that both give the same bits.
     """
-    program, head = tl.program_id(0), tl.program_id(1)
+    program = tl.program_id(0)
+    head = tl.program_id(1)
     factor = 1.0
     if key_scale is not None:
         scale = scale * tl.load(key_scale + head)
         factor = tl.load(value_scale + head)
+
     if program < num_rows * num_parts:
-        row, part = program // num_parts, program % num_parts
-        token, length = row, 1
+        row = program // num_parts
+        part = program % num_parts
+        token = row
+        length = 1
         if not ONLY_DECODES:
             token = tl.load(query_start + row)
             length = tl.load(query_start + row + 1) - token
@@ -229,13 +277,7 @@ def attention_kernel(
         # Later tiles of a row have more keys: they go first.
         tile = tl.num_programs(0) - 1 - program
         TOKENS: tl.constexpr = TILE_ROWS // GROUP
-        row, upper = num_rows * 0, num_rows
-        while upper - row > 1:  # the last row whose tiles begin at or before this one
-            middle = (row + upper) // 2
-            if tl.load(query_start + middle) // TOKENS + middle <= tile:
-                row = middle
-            else:
-                upper = middle
+        row = _row_of_tile(tile, query_start, num_rows, TOKENS)
         token = tl.load(query_start + row)
         length = tl.load(query_start + row + 1) - token
         skipped = (tile - token // TOKENS - row) * TOKENS
@@ -261,7 +303,8 @@ def reduction_kernel(
     MOST_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr,
 ):  # fmt: skip
     """Programs (rows, heads): join the parts of a row that has more than one."""
-    row, query_head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    query_head = tl.program_id(1)
     token = tl.load(query_start + row)
     length = tl.load(query_start + row + 1) - token
     context = tl.load(context_len + row)
@@ -269,7 +312,8 @@ def reduction_kernel(
         context - 1, context, window, num_parts, MIN_PART, BLOCK_N
     )
     if (length == 1) & (parts > 1):
-        element, part, one = tl.arange(0, HEAD_TILE), tl.arange(0, MOST_PARTS), tl.arange(0, 1)
+        element = tl.arange(0, HEAD_TILE)
+        part = tl.arange(0, MOST_PARTS)
         at = (row.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_parts + part
         real = part < parts
         tops = tl.load(part_tops + at, real, other=float("-inf"))
@@ -285,8 +329,11 @@ def reduction_kernel(
         factor = 1.0
         if value_scale is not None:
             factor = tl.load(value_scale + query_head // GROUP)
-        no = tl.zeros([1], tl.float32)
+
+        # A tile of one row.
+        one = tl.arange(0, 1)
+        zero = tl.zeros([1], tl.float32)
         _store(
-            out, token.to(tl.int64) + one, query_head + one, one == 0, top + no, total + no, result,
-            sinks, factor, KV_HEADS * GROUP, HEAD_SIZE,
+            out, token.to(tl.int64) + one, query_head + one, one == 0, top + zero, total + zero,
+            result, sinks, factor, KV_HEADS * GROUP, HEAD_SIZE,
         )  # fmt: skip

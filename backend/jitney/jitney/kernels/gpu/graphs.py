@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: their many small kernels become one launch.
 
 A graph launches the very kernels that were captured, over the same memory, with the sizes they had.
-Of these only the number of rows differs between decode steps: a step is padded to one of a few.
-Attention is planned for the longest context there can be, which is right for every shorter one.
+Of these only the number of rows differs between decode steps, so a step is padded to one of a few
+numbers. Attention is planned for the longest context there can be, which is right for every shorter
+one. Made by ``gpu_accelerator``; called by the runner.
 """
 
 import contextlib
@@ -25,22 +26,22 @@ from jitney.messages import ModelInfo
 
 _log = logging.getLogger(__name__)
 
-# Larger decode steps keep the device busy for longer than launching their kernels takes.
 _MOST_ROWS = 512
+"""Larger decode steps keep the device busy for longer than launching their kernels takes."""
 
-Work = Callable[[], None]
+Launch = Callable[[], None]
 """Launches kernels, on the same memory in every call."""
-Capture = Callable[[Work], Work]
-"""Runs work once, then captures what it launches; returns what launches that again. Raises
+Capture = Callable[[Launch], Launch]
+"""Runs a launch once, then captures what it launches; returns what launches that again. Raises
 CaptureError, or whatever the first run raises."""
 
 
 class CaptureError(Exception):
-    """Work that runs cannot be captured: it waits for the device, say."""
+    """A launch that runs cannot be captured: it waits for the device, say."""
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """What captures work on a device; None on a CPU, which has no graphs."""
+    """What captures on a device; None on a CPU, which has no graphs."""
     return CudaCapture(device) if device.type == "cuda" else None
 
 
@@ -52,7 +53,7 @@ class CudaCapture:
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, launch: Launch) -> Launch:
         """Run it once on a side stream, so that kernels are compiled and libraries have allocated
         what they keep, then capture it there. Threads other than this one may go on meanwhile."""
         if self._side is None:
@@ -61,32 +62,40 @@ class CudaCapture:
         current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            work()
+            launch()
         current.wait_stream(self._side)
+
         graph = torch.cuda.CUDAGraph()
         try:
-            # torch makes the random numbers' state of all graphs of the process with the first one:
-            # made in inference mode, it would keep anybody else from capturing outside of it.
-            with (
-                torch.inference_mode(False),
-                torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
-                ),
-                torch.inference_mode(),
-            ):
-                work()
+            self._capture_into(graph, launch)
         except Exception as error:
             # The end of a spoilt capture raises too, and says only that it was spoilt: not by what.
             cause = error.__context__ or error
-            # Nor does it tell the allocator, in some versions of torch, which then gives no cached
-            # memory back however short it is.
-            with contextlib.suppress(Exception):  # it was told
-                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            self._end_allocations()
             raise CaptureError(*str(cause).splitlines()[:1]) from cause
         finally:
-            # And then leaves the thread on the side stream, unordered with what was launched here.
+            # A spoilt capture leaves the thread on the side stream, unordered with what was
+            # launched here.
             torch.cuda.set_stream(current)
         return graph.replay
+
+    def _capture_into(self, graph: torch.cuda.CUDAGraph, launch: Launch) -> None:
+        # torch makes the random state of all graphs of the process with the first one. Made in
+        # inference mode, it would keep anybody else from capturing outside of it.
+        with (
+            torch.inference_mode(False),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"
+            ),
+            torch.inference_mode(),
+        ):
+            launch()
+
+    def _end_allocations(self) -> None:
+        """Tell the allocator that a spoilt capture is over. Some versions of torch do not, and then
+        give no cached memory back however short it is; others raise here."""
+        with contextlib.suppress(Exception):
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
 
 
 def padded_sizes(config: EngineConfig, info: ModelInfo) -> list[int]:
@@ -95,9 +104,10 @@ def padded_sizes(config: EngineConfig, info: ModelInfo) -> list[int]:
     if config.cuda_graphs == "never":
         return []
     rows = min(config.max_num_seqs, info.max_num_batched_tokens)
-    most = min(rows, _MOST_ROWS)
-    sizes = config.cuda_graph_sizes
-    chosen = (1, 2, 4, 8, *range(16, most, 16), most) if sizes is None else sizes
+    chosen = config.cuda_graph_sizes
+    if chosen is None:
+        most = min(rows, _MOST_ROWS)
+        chosen = (1, 2, 4, 8, *range(16, most, 16), most)
     return sorted({size for size in chosen if size <= rows})
 
 
@@ -105,7 +115,7 @@ class DecodeGraphs:
     """A ``runner.Forward``: decode steps by graphs, captured at first use, others kernel by kernel.
 
     Owns the graphs and the buffers that they read and write. A decode step is copied into the
-    beginning of these; the rows behind it are padding, which sees nothing and is written nowhere.
+    beginning of these. The rows behind it are padding, which sees nothing and is written nowhere.
     """
 
     def __init__(
@@ -117,11 +127,15 @@ class DecodeGraphs:
         device: torch.device,
     ) -> None:
         """``forward`` launches a step's kernels one by one; ``sizes`` are :func:`padded_sizes`."""
-        self.graphs: dict[int, Work] = {}
+        self.graphs: dict[int, Launch] = {}
         """By number of rows."""
-        self._forward, self._sizes, self._capture = forward, sizes, capture
+        self._forward = forward
+        self._sizes = sizes
+        self._capture = capture
         self._device = device
-        rows, columns = max(sizes, default=0), -(-info.max_model_len // info.block_size)
+
+        rows = max(sizes, default=0)
+        columns = -(-info.max_model_len // info.block_size)
         self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._indices = torch.arange(rows, device=device)
         self._step = AttentionMetadata(
@@ -135,18 +149,25 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=info.max_model_len,
         )
-        self._logits: Tensor | None = None  # [most rows, vocabulary]
+        self._logits: Tensor | None = None
+        """[most rows, vocabulary], from the first capture on."""
 
     def __call__(self, ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
         """Logits of a step."""
         rows = len(ids)
-        decodes = meta.max_query_len == 1 and not meta.adapted
-        if decodes and len(indices) == rows <= max(self._sizes, default=0):
+        if self._has_graph_for(rows, meta, indices):
             self._load(ids, meta)
-            if self._run(self._sizes[bisect_left(self._sizes, rows)]):
+            size = self._sizes[bisect_left(self._sizes, rows)]
+            if self._run(size):
                 assert self._logits is not None
                 return self._logits[:rows]
         return self._forward(ids, meta, indices)
+
+    def _has_graph_for(self, rows: int, meta: AttentionMetadata, indices: Tensor) -> bool:
+        """Whether all rows are decodes without adapters, and not too many."""
+        if meta.max_query_len > 1 or meta.adapted or len(indices) != rows:
+            return False
+        return rows <= max(self._sizes, default=0)
 
     def capture_all(self) -> None:
         """Capture every graph that steps may need. The buffers hold a step of padding."""
@@ -162,7 +183,8 @@ class DecodeGraphs:
 
     def _load(self, ids: Tensor, meta: AttentionMetadata) -> None:
         """Copy a step into the buffers, in stream order."""
-        step, (rows, columns) = self._step, meta.block_table.shape
+        step = self._step
+        rows, columns = meta.block_table.shape
         step.context_len.zero_()
         step.slot_mapping.fill_(-1)
         self._ids[:rows].copy_(ids)

@@ -29,7 +29,8 @@ def measure_steps(
     model: LoadedModel, caches: list[LayerCache], info: ModelInfo, config: EngineConfig
 ) -> StepMemory:
     """Measure on a CUDA device. ``caches`` have one block, and so says ``info``."""
-    runner, adapter = TorchRunner(model, caches, info), None
+    runner = TorchRunner(model, caches, info)
+    adapter = None
     if model.sites:
         adapter = runner.make_adapter("", idle_factors(model.sites, config.max_adapter_rank))
     torch.cuda.empty_cache()

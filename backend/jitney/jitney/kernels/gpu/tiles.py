@@ -8,6 +8,8 @@ import torch
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 _LARGEST_GROUP = 128
+_LEAST_PART = 256
+"""Keys that a part of a context has at least."""
 _LARGE = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities with at least 163 KiB of shared memory for a program; others have 99."""
 
@@ -92,24 +94,58 @@ def look_up(
     times what latency times bandwidth asks for. In a mixed step one program of 8 warps computes 128
     rows, so that each K and V that comes from L2 is used 128 times.
     """
-    wide = max(64, 1 << (head_size - 1).bit_length())
-    decode_rows = max(16, 1 << (group - 1).bit_length())
-    keys = max(16, 64 * 128 // wide)
-    least, programs = 256, 2 * processors
-    if dtype == torch.float32:  # without matrix units: products in registers
-        keys, warps = (32, 4) if wide <= 64 else (16, 8)
-        rows = max(32 if wide <= 128 else 16, decode_rows)
-        decodes = mixed = Tiles(decode_rows, rows, keys, warps, 2, least, programs)
+    wide = max(64, _power_of_2(head_size))
+    decode_rows = max(16, _power_of_2(group))
+    if dtype == torch.float32:
+        table = _without_matrix_units(wide, decode_rows, processors)
     else:
-        decodes = Tiles(decode_rows, decode_rows, keys, 4, 3, least, programs)
-        mixed = Tiles(decode_rows, 128, min(keys, 64), 8, 3, least, programs)
-        if wide == 256 and capability < (9, 0):  # the sums of 128 rows would not fit the registers
-            mixed = mixed._replace(chunk_rows=max(64, decode_rows))
-        if capability not in _LARGE:
-            mixed = mixed._replace(chunk_rows=max(64, decode_rows), block_n=keys // 2, stages=2)
-    if batch_invariant:
-        # One token or many: the same tiles, so the same instructions in the same order.
-        rows = max(mixed.chunk_rows // 2, decode_rows)
-        mixed = mixed._replace(decode_rows=rows, chunk_rows=rows)
-        return TileTable(mixed, mixed)
+        table = _with_matrix_units(wide, decode_rows, processors, capability)
+    if not batch_invariant:
+        return table
+    # One token or many: the same tiles, so the same instructions in the same order.
+    rows = max(table.mixed.chunk_rows // 2, decode_rows)
+    tiles = table.mixed._replace(decode_rows=rows, chunk_rows=rows)
+    return TileTable(tiles, tiles)
+
+
+def _power_of_2(number: int) -> int:
+    """The least power of 2 that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+def _without_matrix_units(wide: int, decode_rows: int, processors: int) -> TileTable:
+    """For float32, whose products are made in registers."""
+    most_rows = 32 if wide <= 128 else 16
+    tiles = Tiles(
+        decode_rows=decode_rows,
+        chunk_rows=max(most_rows, decode_rows),
+        block_n=32 if wide <= 64 else 16,
+        warps=4 if wide <= 64 else 8,
+        stages=2,
+        least_part=_LEAST_PART,
+        programs=2 * processors,
+    )
+    return TileTable(tiles, tiles)
+
+
+def _with_matrix_units(
+    wide: int, decode_rows: int, processors: int, capability: tuple[int, int]
+) -> TileTable:
+    """For 16 and 8 bits."""
+    keys = max(16, 64 * 128 // wide)
+    decodes = Tiles(
+        decode_rows=decode_rows,
+        chunk_rows=decode_rows,
+        block_n=keys,
+        warps=4,
+        stages=3,
+        least_part=_LEAST_PART,
+        programs=2 * processors,
+    )
+    mixed = decodes._replace(chunk_rows=128, block_n=min(keys, 64), warps=8)
+    fewer_rows = max(64, decode_rows)
+    if wide == 256 and capability < (9, 0):  # the sums of 128 rows would not fit the registers
+        mixed = mixed._replace(chunk_rows=fewer_rows)
+    if capability not in _LARGE:
+        mixed = mixed._replace(chunk_rows=fewer_rows, block_n=keys // 2, stages=2)
     return TileTable(decodes, mixed)

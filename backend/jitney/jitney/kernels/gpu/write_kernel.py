@@ -1,6 +1,6 @@
 """The kernel in the Triton language that writes a step's K and V to their slots.
 
-It quantizes for a cache of float8_e4m3. Launched by ``attention.GpuAttention`` alone. All
+It quantizes for a cache of float8_e4m3. Launched by ``gpu_attention.GpuAttention`` alone. All
 arithmetic is float32; each value is rounded once, when it is stored.
 """
 

@@ -39,6 +39,7 @@ class GpuAccelerator:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Raises ConfigError for options that kernels, or interpreted ones, give no meaning."""
         self._config = config
+        self._capture = capture_on(device)
         if config.kv_cache_dtype == "int8":
             raise ConfigError.of("kv_cache_dtype", "int8", "float8_e4m3 or auto on a GPU")
         if config.batch_invariant:
@@ -46,36 +47,30 @@ class GpuAccelerator:
                 "batch_invariant holds for attention alone on a GPU: the products and norms there "
                 "are torch's, whose last bits depend on the batch"
             )
-        self._capture = capture_on(device)
-        if device.type == "cuda":
-            return
-        if config.cuda_graphs == "load":
-            raise ConfigError.of("cuda_graphs", "load", "lazy or never on a CPU")
-        if config.cuda_graph_sizes is not None:
-            raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, "left out on a CPU")
-        if config.compile:
-            raise ConfigError.of("compile", True, "false on a CPU")
+        if device.type != "cuda":
+            _refuse_where_interpreted(config)
 
     def attention(self, shape: AttentionShape) -> AttentionFunction | str:
         """See :class:`Accelerator`."""
         try:
             import triton
         except ImportError as error:
-            return (
-                "the GPU's kernels need the Triton language "
-                f"(pip install 'triton-jitney[gpu]'): {error}"
-            )
+            install = "pip install 'triton-jitney[gpu]'"
+            return f"the GPU's kernels need the Triton language ({install}): {error}"
         interpreted = shape.device.type == "cpu" and triton.knobs.runtime.interpret
         if shape.device.type != "cuda" and not interpreted:
             return f"the GPU's kernels need a CUDA device, not {shape.device.type}"
         triton.knobs.runtime.jit_cache_hook = _say_compiled
-        from jitney.kernels.gpu.attention import GpuAttention
+        # These two import the language.
+        from jitney.kernels.gpu.gpu_attention import GpuAttention
         from jitney.kernels.gpu.tiles import why_not
 
-        device, dtype, _, *heads, batch_invariant = shape
-        return why_not(device, dtype, *heads) or GpuAttention(
-            device, dtype, *heads, batch_invariant=batch_invariant
-        )
+        heads = (shape.head_size, shape.num_heads, shape.num_kv_heads)
+        obstacle = why_not(shape.device, shape.dtype, *heads)
+        if obstacle is not None:
+            return obstacle
+        invariant = shape.batch_invariant
+        return GpuAttention(shape.device, shape.dtype, *heads, batch_invariant=invariant)
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
         """Whether all layers attend through kernels of our own, which plan without looking at the
@@ -125,11 +120,26 @@ class GpuAccelerator:
         def run(ids: Tensor, meta: AttentionMetadata, indices: Tensor) -> Tensor:
             return model.forward(ids, meta.positions, indices, PagedStep(caches, meta))
 
-        sizes = padded_sizes(self._config, info)
-        graphs = DecodeGraphs(run, sizes, self._capture, info, model.device)
+        graphs = DecodeGraphs(
+            forward=run,
+            sizes=padded_sizes(self._config, info),
+            capture=self._capture,
+            info=info,
+            device=model.device,
+        )
         if self._config.cuda_graphs == "load":
             graphs.capture_all()
         return TorchRunner(model, caches, info, graphs)
+
+
+def _refuse_where_interpreted(config: EngineConfig) -> None:
+    """Raise ConfigError for options that need a GPU: kernels are interpreted, on a CPU."""
+    if config.cuda_graphs == "load":
+        raise ConfigError.of("cuda_graphs", "load", "lazy or never on a CPU")
+    if config.cuda_graph_sizes is not None:
+        raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, "left out on a CPU")
+    if config.compile:
+        raise ConfigError.of("compile", True, "false on a CPU")
 
 
 def _skip_padding_check(module: PreTrainedModel) -> None:

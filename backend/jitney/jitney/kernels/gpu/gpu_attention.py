@@ -1,0 +1,203 @@
+"""Paged attention for the GPU: plans a step and launches the kernels of ``attention_kernels``.
+
+Imported by ``gpu_accelerator``, and only where the Triton language is installed.
+
+A :class:`GpuAttention` keeps no state of a step. Beside the tensors' shapes a launch depends only
+on its :class:`LaunchPlan`, which the host makes without looking at the device. So a CUDA graph that
+captured a call is right for every step of the same shapes and plan, and for shorter contexts.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jitney.execution.attention import AttentionMetadata
+from jitney.execution.interface import AttentionCall, LayerCache
+from jitney.kernels.gpu.attention_kernels import attention_kernel, reduction_kernel
+from jitney.kernels.gpu.tiles import Tiles, TileTable, tiles_for
+from jitney.kernels.gpu.write_kernel import write_kernel
+
+LOG2_E = 1.4426950408889634
+_MOST_PARTS = 64
+_HEADS_PER_PROGRAM = 8
+"""KV heads that a program of the write kernel writes."""
+_OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class LaunchPlan(NamedTuple):
+    """What a step's kernels bake in beside the shapes of its tensors."""
+
+    only_decodes: bool
+    """Each of the T tokens is its own row."""
+    parts: int
+    """Most parts that a row of one token is cut into."""
+    tiles: Tiles
+
+
+class _Parts(NamedTuple):
+    """What the parts of contexts give, for the reduction kernel to join; see the kernels' names."""
+
+    results: Tensor
+    tops: Tensor
+    totals: Tensor
+
+
+class GpuAttention:
+    """The attention function ``gpu``; see :class:`execution.interface.AttentionFunction`.
+
+    With ``batch_invariant``, a token's output is bitwise the same whatever other rows are in the
+    step, however its sequence was cut into chunks, and whether it came in a chunk or alone.
+    """
+
+    name = "gpu"
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        head_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        batch_invariant: bool = False,
+        tiles: Tiles | None = None,
+    ) -> None:
+        """For caches of ``dtype`` on ``device``. ``tiles``: in place of the table's."""
+        self.batch_invariant = batch_invariant
+        self._dtype = dtype
+        self._heads = num_heads
+        self._kv_heads = num_kv_heads
+        self._head_size = head_size
+        self._head_tile = triton.next_power_of_2(head_size)
+        self._group = num_heads // num_kv_heads
+        if tiles is None:
+            self.tiles = tiles_for(device, dtype, head_size, self._group, batch_invariant)
+        else:
+            self.tiles = TileTable(tiles, tiles)
+        self._compiled: set[tuple[object, ...]] = set()
+        """Forms of a step whose reduction kernel is compiled."""
+
+    def plan(
+        self, num_rows: int, num_tokens: int, max_query_len: int, max_context_len: int
+    ) -> LaunchPlan:
+        """The plan of a step of at most these lengths. Asks nothing of the device."""
+        if self.batch_invariant:  # another kernel, or parts to join, would change bits
+            return LaunchPlan(only_decodes=False, parts=1, tiles=self.tiles.mixed)
+        only_decodes = max_query_len == 1 and num_rows == num_tokens
+        tiles = self.tiles.decodes if only_decodes else self.tiles.mixed
+        most = min(_MOST_PARTS, triton.cdiv(max_context_len, tiles.least_part))
+        that_keep_busy = round(tiles.programs / (num_rows * self._kv_heads))
+        return LaunchPlan(only_decodes, max(1, min(most, that_keep_busy)), tiles)
+
+    def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
+        """Write K and V to their slots, then attend: products in the cache's dtype (for float8, in
+        q's), all else in float32."""
+        self._check(call, cache, meta)
+        self._write(call, cache, meta)
+        return self._attend(call, cache, meta)
+
+    def _check(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> None:
+        """The kernels trust addresses: what they point to is checked here."""
+        keys = cache.keys
+        values = cache.values
+        assert keys.dtype == values.dtype == self._dtype
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        assert keys.shape == values.shape
+        tokens = meta.slot_mapping.shape[0]
+        assert call.query.shape == (tokens, self._heads, self._head_size)
+        assert call.key.shape == (tokens, self._kv_heads, self._head_size)
+        assert call.value.shape == call.key.shape
+        blocks, cache_heads, block_size, padded = keys.shape
+        assert cache_heads == self._kv_heads
+        assert block_size == meta.block_size
+        assert padded >= self._head_size
+        assert meta.last_block < blocks
+
+    def _write(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> None:
+        """Launch the kernel that writes K and V to their slots."""
+        k = _with_dense_heads(call.key)
+        v = _with_dense_heads(call.value)
+        heads_tile = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(self._kv_heads))
+        grid = (k.shape[0], triton.cdiv(self._kv_heads, heads_tile))
+        write_kernel[grid](
+            k, v, cache.keys, cache.values, meta.slot_mapping, cache.key_scale, cache.value_scale,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            self._kv_heads, self._head_size, cache.keys.shape[3], self._head_tile,
+            meta.block_size, heads_tile,
+        )  # fmt: skip
+
+    def _attend(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
+        q = _with_dense_heads(call.query)
+        tokens = q.shape[0]
+        rows = meta.num_rows
+        plan = self.plan(rows, tokens, meta.max_query_len, meta.max_context_len)
+        tiles = plan.tiles
+        out = torch.empty((tokens, self._heads, self._head_size), dtype=q.dtype, device=q.device)
+        parts = self._make_parts(rows, plan.parts, q.device)
+
+        programs = rows * plan.parts
+        if not plan.only_decodes:
+            programs += tokens // (tiles.chunk_rows // self._group) + rows
+        attention_kernel[(programs, self._kv_heads)](
+            out, *parts,
+            q, cache.keys, cache.values, cache.key_scale, cache.value_scale, call.sinks,
+            meta.block_table, meta.context_len, meta.query_start,
+            call.scale * LOG2_E, call.softcap, call.window, rows, plan.parts,
+            q.stride(0), q.stride(1), meta.block_table.stride(0),
+            self._kv_heads, self._group, self._head_size, cache.keys.shape[3], self._head_tile,
+            meta.block_size, self._operand(q.dtype), tiles.decode_rows, tiles.chunk_rows,
+            tiles.block_n, tiles.least_part, plan.only_decodes, self.batch_invariant,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        self._join(out, parts, plan, call, cache, meta)
+        return out
+
+    def _make_parts(self, rows: int, parts: int, device: torch.device) -> _Parts:
+        """Memory for what the parts give; none if contexts are not cut."""
+        count = rows * self._heads * parts if parts > 1 else 0
+        floats = torch.empty(count * (self._head_size + 2), dtype=torch.float32, device=device)
+        results, tops, totals = floats.split([count * self._head_size, count, count])
+        return _Parts(results, tops, totals)
+
+    def _operand(self, query_dtype: torch.dtype) -> tl.dtype:
+        """The dtype in which products are computed: the cache's; of a float8 cache the query's, or
+        bfloat16 if that is float32."""
+        if self._dtype in _OPERANDS:
+            return _OPERANDS[self._dtype]
+        if query_dtype == torch.float32:
+            return tl.bfloat16
+        return _OPERANDS[query_dtype]
+
+    def _join(
+        self,
+        out: Tensor,
+        parts: _Parts,
+        plan: LaunchPlan,
+        call: AttentionCall,
+        cache: LayerCache,
+        meta: AttentionMetadata,
+    ) -> None:
+        """Launch the kernel that joins the parts, if there are any. Compile it at the first step of
+        a form in any case: a request's context may grow long enough to need it."""
+        arguments = (
+            out, *parts, cache.value_scale, call.sinks, meta.context_len, meta.query_start,
+            call.window, plan.parts, self._kv_heads, self._group, self._head_size, self._head_tile,
+            _MOST_PARTS,
+        )  # fmt: skip
+        form = (out.dtype, call.window is None, call.sinks is None)
+        if form not in self._compiled:
+            self._compiled.add(form)
+            for tiles in self.tiles:
+                reduction_kernel.warmup(*arguments, tiles.block_n, tiles.least_part, grid=(1,))
+        if plan.parts > 1:
+            grid = (meta.num_rows, self._heads)
+            reduction_kernel[grid](*arguments, plan.tiles.block_n, plan.tiles.least_part)
+
+
+def _with_dense_heads(x: Tensor) -> Tensor:
+    """With the elements of a head side by side, as the kernels read them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
