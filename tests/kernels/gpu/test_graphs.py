@@ -8,7 +8,7 @@ import pytest
 import torch
 from jitney.config import make_config
 from jitney.execution.attention import AttentionMetadata, build_metadata
-from jitney.kernels.gpu.graphs import Capture, CaptureError, DecodeGraphs, Work, padded_sizes
+from jitney.kernels.gpu.graphs import Capture, CaptureError, DecodeGraphs, Launch, padded_sizes
 from jitney.messages import ModelInfo
 
 from tests.kernels.attention.rows import row
@@ -29,7 +29,7 @@ class FakeCapture:
         self.captures = 0
         self.replays = 0
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Launch) -> Launch:
         work()  # the run before a capture
         self.captures += 1
 
@@ -40,7 +40,7 @@ class FakeCapture:
         return replay
 
 
-def fail_to_capture(work: Work) -> Work:
+def fail_to_capture(work: Launch) -> Launch:
     work()
     raise CaptureError("operation not permitted when stream is capturing")
 
