@@ -70,7 +70,7 @@ CONFINED = {
     # generate, to silence it
     "transformers": {"execution", "kernels", "quantization", "text", "generate", "export"},
     "numba": {"kernels"},
-    "triton": {"kernels", "quantization"},
+    "triton": {"kernels"},
     "llguidance": {"text"},
     "triton_python_backend_utils": {"frontend"},
     "onnxruntime": {"jitney_server", "export"},
