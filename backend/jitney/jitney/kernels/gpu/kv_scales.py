@@ -1,9 +1,8 @@
-"""Scales of an 8-bit KV cache: called once, while a GPU's runner loads.
+"""Scales of a float8 KV cache. Called by ``gpu_accelerator``, once while a runner loads.
 
 A float8_e4m3 reaches from 2^-9 to 448. Each KV head of a layer gets one scale for its keys and one
-for its values, so that what it holds lies in that range: a cached number times the scale is the
-number. They are found by running some hundred tokens over a cache of the model's own dtype and
-noting the largest magnitudes.
+for its values: a cached number times the scale is the number. The scales are found by running some
+hundred tokens over a cache of the model's own dtype and noting the largest magnitudes.
 """
 
 import torch
@@ -16,11 +15,11 @@ from jitney.execution.probe import probe_row
 from jitney.execution.reference import ReferenceAttention
 
 _TOKENS = 256
-# Other texts may go beyond what was seen; what lies below loses no precision by it.
 _MARGIN = 2.0
-_LARGEST = 448.0
-# A head that gave only zeros keeps a scale that divides.
+"""Other texts may go beyond what was seen. Smaller numbers lose no precision by it."""
+_LARGEST_E4M3 = 448.0
 _SMALLEST = 1e-6
+"""A head that gave only zeros still needs a scale to divide by."""
 
 
 @torch.inference_mode()
@@ -34,20 +33,26 @@ def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Te
     )
     row = probe_row([0] * count, 0, count, list(range(blocks)))
     meta = build_metadata([row], block_size, model.device)
-    # Far apart in the vocabulary, each another one.
-    stride = 7919 if model.vocab_size % 7919 else 1
-    ids = (torch.arange(count, device=model.device) * stride + 1) % model.vocab_size
-    step, scales = PagedStep(caches, meta), {}
+    step = PagedStep(caches, meta)
+    scales: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(call: AttentionCall) -> Tensor:
-        scales[call.layer] = _scale(call.key), _scale(call.value)
+        scales[call.layer] = (_scale(call.key), _scale(call.value))
         return step(call)
 
-    model.forward(ids, meta.positions, torch.tensor([count - 1], device=ids.device), attend)
+    ids = _spread_ids(count, model)
+    last = torch.tensor([count - 1], device=model.device)
+    model.forward(ids, meta.positions, last, attend)
     return [scales[layer] for layer in range(len(caches))]
+
+
+def _spread_ids(count: int, model: LoadedModel) -> Tensor:
+    """Tokens far apart in the vocabulary, each another one."""
+    stride = 7919 if model.vocab_size % 7919 else 1
+    return (torch.arange(count, device=model.device) * stride + 1) % model.vocab_size
 
 
 def _scale(x: Tensor) -> Tensor:
     """Of keys or values [T, KV heads, head size]."""
     largest = x.float().abs().amax((0, 2))
-    return (largest * (_MARGIN / _LARGEST)).clamp_(min=_SMALLEST)
+    return (largest * (_MARGIN / _LARGEST_E4M3)).clamp_(min=_SMALLEST)

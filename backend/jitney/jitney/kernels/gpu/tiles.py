@@ -1,5 +1,7 @@
 """What the GPU's attention kernels can do, and their tile sizes: a small table by device, dtype and
-head size. There is no tuning at run time: a step's speed does not depend on what came before it.
+head size. Called by ``gpu_accelerator`` and ``gpu_attention``.
+
+There is no tuning at run time: a step's speed does not depend on what came before it.
 """
 
 from typing import NamedTuple
@@ -72,11 +74,19 @@ def tiles_for(
     device: torch.device, dtype: torch.dtype, head_size: int, group: int, batch_invariant: bool
 ) -> TileTable:
     """The table's line for a device; the interpreter takes that of compute capability 9.0."""
-    if device.type != "cuda":
-        return look_up((9, 0), 132, dtype, head_size, group, batch_invariant)
-    capability = torch.cuda.get_device_capability(device)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return look_up(capability, processors, dtype, head_size, group, batch_invariant)
+    capability = (9, 0)
+    processors = 132
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return look_up(
+        capability=capability,
+        processors=processors,
+        dtype=dtype,
+        head_size=head_size,
+        group=group,
+        batch_invariant=batch_invariant,
+    )
 
 
 def look_up(
