@@ -97,14 +97,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention: Literal["auto", "reference", "cpu", "gpu"] = "auto"
     """``auto``: the fast kernel of the device, if it can be built. ``reference``: plain torch."""
     fuse: bool = True
-    """Replace norms, projections and gated activations by fused kernels, where they fit."""
+    """Replace norms, projections and gated activations by fused kernels, where they fit: only on a
+    CPU."""
     prepack: bool = True
     """Prepack linear layers for the CPU, if the operators for it exist."""
     compile: bool = False
-    """Use ``torch.compile`` instead of ``fuse``: only on a GPU. Loading then takes minutes."""
+    """Use ``torch.compile``: only on a GPU. Loading then takes minutes."""
     batch_invariant: bool = False
     """A request's logits are bitwise the same in every batch: fixed tiles and split sizes. A model
-    with an operation that does not hold this is refused, by the operation's name."""
+    with an operation that does not hold this is refused, by the operation's name. On a GPU it
+    holds for attention alone."""
 
     # -- the step on a GPU
     overlap: bool = True
