@@ -1,0 +1,172 @@
+"""Requests that wait for a grammar and an adapter, each made when the test wants it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from jitney.adapters.pool import Adapters
+from jitney.config import make_config
+from jitney.engine.engine import Engine
+from jitney.errors import InvalidArgumentError
+from jitney.execution.low_rank import LowRank
+from jitney.messages import (
+    Cancel,
+    Cancelled,
+    Emitted,
+    Event,
+    Failed,
+    Finish,
+    Finished,
+    Submit,
+    Tokens,
+)
+from jitney.sampling_params import SamplingParams
+
+from tests.fake_runner import FakeGrammar, FakeRunner, solo_stream
+from tests.inline import make_at_once
+
+GRAMMAR = "0,2:6"
+
+
+class Later:
+    """In place of a thread: notes what it is to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def submit(self, call: Callable[..., None], *args: Any) -> None:
+        self.calls.append(partial(call, *args))
+
+    def go_on(self) -> None:
+        """Do the first thing."""
+        self.calls.pop(0)()
+
+
+class House:
+    """An engine whose clock and threads stand still."""
+
+    def __init__(self, compile_grammar: Callable[[str], FakeGrammar] = FakeGrammar) -> None:
+        config = make_config({"model": "fake", "block_size": 4})
+        pool = Adapters(lambda name: LowRank(name, {}), lambda name: (), most=1, patience=1.0)
+        self.now = 0.0
+        self.engine = Engine(
+            config,
+            FakeRunner(),
+            lambda: self.now,
+            compile_grammar=compile_grammar,
+            adapters=pool,
+        )
+        self.grammars, self.adapters = Later(), Later()
+        self.engine.pending.threads = [self.grammars, self.adapters]  # type: ignore[list-item]
+        self.events: list[Event] = []
+
+    def send(self, *messages: Submit | Cancel | Finish) -> None:
+        for message in messages:
+            self.engine.send(message)
+        self.engine.send(plain(99))  # so that the step has something to do, and waits for nobody
+        self.step()
+
+    def step(self) -> None:
+        report = self.engine.step()
+        self.engine.scheduler.check_integrity()
+        self.events += report.events if report is not None else []
+
+    def drain(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+    def of(self, key: int) -> list[Event]:
+        return [event for event in self.events if event.key == key]
+
+    def ids(self, key: int) -> list[int]:
+        return [id for event in self.of(key) if isinstance(event, Tokens) for id in event.ids]
+
+
+def plain(key: int) -> Submit:
+    params = SamplingParams(seed=key, max_tokens=40)
+    return Submit(key=key, prompt=[1, 2, 3], params=params, arrival=0.0)
+
+
+def demanding(key: int, **more: Any) -> Submit:
+    params = SamplingParams(seed=key, max_tokens=6, lora_name="law")
+    return Submit(key=key, prompt=[1, 2, 3], params=params, arrival=0.0, grammar=GRAMMAR, **more)
+
+
+@pytest.mark.parametrize("grammar_first", [True, False])
+def test_a_request_waits_for_all_that_it_needs(grammar_first: bool) -> None:
+    house = House()
+    house.send(demanding(0), demanding(1))
+    assert [len(house.grammars.calls), len(house.adapters.calls)] == [1, 1], "once for both"
+    assert house.engine.scheduler.stats().queued == 2
+    threads = [house.grammars, house.adapters]
+    for thread in threads if grammar_first else reversed(threads):
+        assert not house.of(0)
+        thread.go_on()
+        house.step()
+    house.drain()
+    for key in (0, 1):
+        assert house.ids(key) == solo_stream(demanding(key))
+        assert isinstance(house.of(key)[-1], Finished)
+
+
+def test_a_failure_of_one_ends_the_request_and_releases_the_other() -> None:
+    def fail(text: str) -> FakeGrammar:
+        raise InvalidArgumentError("structured_outputs: bad")
+
+    house = House(fail)
+    house.send(demanding(0))
+    house.grammars.go_on()
+    house.step()
+    assert not house.of(0), "the adapter is still on its way"
+    house.adapters.go_on()
+    house.drain()
+    assert house.of(0) == [Failed(0, "INVALID_ARGUMENT", "structured_outputs: bad")]
+    assert not house.engine.pending
+
+
+def test_a_cancel_ends_it_even_in_the_step_that_makes_it_ready() -> None:
+    house = House()
+    make_at_once(house.engine)
+    house.send(demanding(0), Cancel(0))
+    house.drain()
+    assert house.of(0) == [Cancelled(0)]
+    assert not house.engine.pending
+
+
+def resumed(key: int, **more: Any) -> Submit:
+    """It had emitted three tokens of a sequence that is still open."""
+    ids = solo_stream(demanding(key))[:3]
+    return demanding(key, emitted=[Emitted(ids)], first_token=0.0, **more)
+
+
+def test_a_stop_string_that_was_found_before_is_not_forgotten() -> None:
+    """The front saw it before the engine died; the new engine still waits for the adapter."""
+    house = House()
+    house.send(resumed(0), Finish(0, 0))
+    house.grammars.go_on()
+    house.adapters.go_on()
+    house.drain()
+    (end, finished) = house.of(0)
+    assert isinstance(end, Tokens)
+    assert (end.ids, end.finish_reason) == ([], "stop")
+    assert isinstance(finished, Finished)
+
+
+def test_a_deadline_ends_a_resumed_request_with_what_it_has() -> None:
+    house = House()
+    house.send(resumed(0, deadline=1.0), demanding(1, deadline=1.0))
+    house.now = 1.0
+    house.step()
+    (end, finished) = house.of(0)
+    assert isinstance(end, Tokens)
+    assert (end.ids, end.finish_reason) == ([], "deadline")
+    assert isinstance(finished, Finished)
+    (failed,) = house.of(1)
+    assert isinstance(failed, Failed)
+    assert failed.code == "DEADLINE_EXCEEDED"
+    house.grammars.go_on()
+    house.adapters.go_on()
+    house.drain()
+    assert len(house.of(0)) == 2, "what comes later is for nobody"
+    assert not house.engine.pending
