@@ -24,93 +24,26 @@ import triton_python_backend_utils as pb_utils
 from jitney.engine.handle import Health
 from jitney.engine.supervisor import CAUSES
 from jitney.errors import JitneyError
+from jitney.frontend.families import (
+    COUNTERS,
+    DRAFT_COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    OF_STEPS,
+    ORCA,
+    OUTCOMES,
+    REQUESTS,
+    RESTARTS,
+    TIER_COUNTERS,
+    TIER_GAUGES,
+    edges_of,
+    outcome_of,
+)
 from jitney.messages import ModelInfo, StepStats, Timing
 
 _LOG = logging.getLogger(__name__)
 
-_SECONDS = (
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
-    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0),
-)
-_SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
-
-# Name -> what it is. Gauges show the last step, counters grow.
-GAUGES = {
-    "jitney_waiting_requests": "Requests that wait to be encoded or to join the batch",
-    "jitney_running_requests": "Requests accepted and not waiting",
-    "jitney_running_sequences": "Sequences in the running batch (a request with n > 1 has several)",
-    "jitney_waiting_reports": "Reports of steps that wait to be read; at 64 the engine waits too",
-    "jitney_kv_used_blocks": "KV blocks that a live sequence refers to",
-    "jitney_kv_cached_blocks": "KV blocks kept only for the prefix cache, which can be evicted",
-    "jitney_kv_free_blocks": "KV blocks that hold nothing",
-    "jitney_resident_adapters": "LoRA adapters in memory",
-    "jitney_engine_up": "1 while the engine's process is loaded, 0 while it is started again",
-}
-COUNTERS = {
-    "jitney_prompt_tokens_total": "Prompt tokens of requests, also of those that find a full queue",
-    "jitney_generated_tokens_total": "Tokens generated, also those after a stop string",
-    "jitney_structured_output_forced_tokens_total": "Of these, tokens that a grammar forced",
-    "jitney_computed_prompt_tokens_total": "Prompt tokens computed, also again after a preemption",
-    "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
-    "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
-    "jitney_preemptions_total": "Sequences that lost their blocks and were computed again",
-    "jitney_adapter_loads_total": "LoRA adapters read from their files, with success or without",
-    "jitney_adapter_hits_total": "Requests whose LoRA adapter was in memory",
-    "jitney_adapter_wait_seconds_total": "Sum over requests that waited for their LoRA adapter",
-    "jitney_out_of_memory_total": "Steps too large for the device's memory, made again in halves",
-    "jitney_replayed_requests_total": "Requests resumed in an engine that replaced another",
-    "jitney_replayed_tokens_total": "Tokens that these had emitted, computed again, not sent again",
-    "jitney_responses_total": "Responses sent; tokens made while one is sent share the next one",
-    "jitney_thread_errors_total": "Exceptions in threads of the front; the server's log has them",
-    "jitney_send_failures_total": "Responses that failed although their client was there",
-}
-DRAFT_COUNTERS = {
-    "jitney_draft_rows_total": "With option `speculation`, times that a sequence computed drafts",
-    "jitney_draft_tokens_total": "Drafts computed",
-    "jitney_accepted_draft_tokens_total": "Of these, drafts that became output",
-}
-"""With the label ``drafter``."""
-TIER_GAUGES = {
-    "jitney_tier_waiting_sequences": "Sequences that wait",
-    "jitney_tier_running_sequences": "Sequences that run",
-    "jitney_tier_oldest_wait_seconds": "Of the sequence that waits longest",
-}
-TIER_COUNTERS = {
-    "jitney_tier_held_back_total": "Times that a running sequence had no row, or less of a prompt "
-    "than the token budget allowed, for the target of another",
-    "jitney_tier_overdue_requests_total": "Requests that were not admitted while they aged, those "
-    "included that wait still or ended in the queue",
-}
-HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "jitney_step_seconds": ("Duration of a step", _SECONDS),
-    "jitney_batch_sequences": ("Sequences in a step", _SEQUENCES),
-    "jitney_queue_seconds": ("From arrival until the first step of a finished request", _SECONDS),
-    "jitney_time_to_first_token_seconds": ("From arrival until the first token", _SECONDS),
-    "jitney_inter_token_seconds": ("Between two tokens of a sequence", _SECONDS),
-    "jitney_request_seconds": ("From arrival until the end of a finished request", _SECONDS),
-}
-OF_STEPS = ("jitney_step_seconds", "jitney_batch_sequences")
-"""These histograms have no label ``tier``."""
-REQUESTS = "jitney_requests_total"
-OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
-"""How a request ended: finished for that reason (of its last sequence), refused at once, …"""
-_OUTCOMES = {
-    "INVALID_ARGUMENT": "refused",
-    "UNAVAILABLE": "unavailable",
-    "CANCELLED": "cancelled",
-    "DEADLINE_EXCEEDED": "deadline",
-}  # of an error's code; else "failed"
-RESTARTS = "jitney_engine_restarts_total"
-ORCA = "nv_trt_llm_kv_cache_block_metrics"
-"""The one family from which the server makes ORCA load headers; its names are fixed."""
-
-
-def _edges(bounds: Sequence[float]) -> list[str]:
-    """Values of the label ``le``."""
-    return [*(f"{bound:g}" for bound in bounds), "+Inf"]
-
-
-_EDGES = {name: _edges(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+_EDGES = {name: edges_of(name) for name in HISTOGRAMS}
 _Key = tuple[str, ...]
 """A server metric: the name of its family and, if it has them, the values of a label of its own and
 of the label ``tier``."""
@@ -139,6 +72,12 @@ class OpenCounts(NamedTuple):
 
 def _key(*parts: str) -> _Key:
     return tuple(part for part in parts if part)
+
+
+def _edge_of(histogram: str, value: float) -> str:
+    """The bucket that a value falls into."""
+    _, bounds = HISTOGRAMS[histogram]
+    return _EDGES[histogram][bisect.bisect_left(bounds, value)]
 
 
 class ModelMetrics:
@@ -178,11 +117,11 @@ class ModelMetrics:
     def failed(self, error: JitneyError, tier: str = "") -> None:
         """Count a request that ended with ``error``; without a tier if that was not known yet."""
         with self._lock:
-            self._totals[_key(REQUESTS, _OUTCOMES.get(error.code, "failed"), tier)] += 1
+            self._totals[_key(REQUESTS, outcome_of(error), tier)] += 1
 
     def observe(self, name: str, value: float, times: int = 1, tier: str = "") -> None:
         """Count ``value`` ``times`` times in one of ``HISTOGRAMS``."""
-        edge = _EDGES[name][bisect.bisect_left(HISTOGRAMS[name][1], value)]
+        edge = _edge_of(name, value)
         with self._lock:
             self._totals[_key(f"{name}_bucket", edge, tier)] += times
             self._totals[_key(f"{name}_sum", tier)] += value * times
