@@ -98,7 +98,8 @@ def test_a_request_waits_for_all_that_it_needs(grammar_first: bool) -> None:
     house = House()
     house.send(demanding(0), demanding(1))
     assert [len(house.grammars.calls), len(house.adapters.calls)] == [1, 1], "once for both"
-    assert house.engine.scheduler.stats().queued == 2
+    stats = house.engine.scheduler.stats()
+    assert (stats.queued, stats.waiting, stats.running) == (2, 2, 1)
     threads = [house.grammars, house.adapters]
     for thread in threads if grammar_first else reversed(threads):
         assert not house.of(0)

@@ -172,6 +172,7 @@ class StepStats(msgspec.Struct, array_like=True, kw_only=True):
     with overlap is the next one."""
 
     waiting: int = 0
+    """Sequences, and requests that wait for a grammar or an adapter."""
     running: int = 0
     """Sequences."""
     queued: int = 0

@@ -108,7 +108,7 @@ class Scheduler:
         """Gauges as of now, and the counts since :meth:`reset_counts`."""
         return msgspec.structs.replace(
             self._counts,
-            waiting=self.live.num_waiting,
+            waiting=self.live.num_waiting + len(self._held),
             running=len(self.live.running),
             queued=sum(self._num_queued()),
             blocks_total=self.kv.num_blocks,
