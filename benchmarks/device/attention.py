@@ -15,7 +15,8 @@ from benchmarks.device.paged import Batch, Case, function_of, make_batch
 from benchmarks.device.supervise import Bench
 from benchmarks.device.timing import Timing, time_calls
 
-DECODE_BAR, CHUNK_BAR = 0.85, 0.5
+DECODE_BAR = 0.85
+CHUNK_BAR = 0.5
 _ROTATED = 512 << 20  # bytes of caches in turn: many times L2
 
 DECODES = [

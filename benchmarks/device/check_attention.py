@@ -73,7 +73,8 @@ def _report(bench: Bench, name: str, error: float, most: float) -> None:
 
 def _wrongly_written(batch: Batch, keys: torch.Tensor, values: torch.Tensor) -> int:
     """Elements of the cache that differ from a plain write of the new tokens."""
-    case, size = batch.case, batch.case.heads[2]
+    case = batch.case
+    size = batch.case.heads[2]
     block = batch.meta.slot_mapping // case.block_size
     offset = batch.meta.slot_mapping % case.block_size
     wrong = 0
@@ -116,7 +117,8 @@ def _invariance(bench: Bench, device: torch.device) -> None:
     batch = make_batch(case, device)
     attend = function_of(case, device, batch_invariant=True)
     together = batch.run(attend)
-    differing, begin = 0, 0
+    differing = 0
+    begin = 0
     for row, span in enumerate(spans):
         end = begin + span[1]
         alone = Batch(
@@ -133,7 +135,8 @@ def _invariance(bench: Bench, device: torch.device) -> None:
 
 def _row_of(batch: Batch, row: int, begin: int, end: int) -> AttentionMetadata:
     """The metadata of one row of a batch alone."""
-    meta, (start, count) = batch.meta, batch.case.spans[row]
+    meta = batch.meta
+    start, count = batch.case.spans[row]
     return AttentionMetadata(
         query_start=torch.tensor([0, count], dtype=torch.int32, device=batch.q.device),
         context_len=meta.context_len[row : row + 1],

@@ -57,11 +57,13 @@ def _cases() -> Any:
 
 def _check(bench: Bench, name: str, holds: Callable[[], object]) -> None:
     """A row that says whether ``holds`` raised nothing."""
-    wrong, note = 0.0, ""
+    wrong = 0.0
+    note = ""
     try:
         holds()
     except AssertionError as error:
-        wrong, note = 1.0, str(error)[:200]
+        wrong = 1.0
+        note = str(error)[:200]
     bench.add(name, value=wrong, unit="wrong", ratio=wrong, bar=0, at_most=True, note=note)
 
 

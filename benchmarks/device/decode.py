@@ -26,7 +26,9 @@ from benchmarks.device.shapes import LLAMA_8B, TINY, Shape
 from benchmarks.device.supervise import Bench
 from benchmarks.device.timing import WaitWatch
 
-STEP_BAR, IDLE_BAR, HOST_BAR_MS = 0.8, 0.03, 1.5
+STEP_BAR = 0.8
+IDLE_BAR = 0.03
+HOST_BAR_MS = 1.5
 CONTEXT = 1024
 _GAP_US = 5.0  # a shorter gap is between two kernels of one graph
 
@@ -93,7 +95,8 @@ class Steady:
     """A batch of equal requests in the middle of their outputs."""
 
     def __init__(self, engine: Engine, shape: Shape, plan: Plan, batch: int, seed: int = 0) -> None:
-        self.engine, self.batch = engine, batch
+        self.engine = engine
+        self.batch = batch
         random = np.random.RandomState(seed)
         before = plan.steps // 2 + 8  # so that the measured steps lie around the context
         prompt = plan.context - before
@@ -165,7 +168,8 @@ def report_steps(
     bench: Bench, name: str, shape: Shape, batch: int, found: StepTime, bar: float | None
 ) -> None:
     """A row of a step's time against its floor."""
-    bandwidth, rate = bench.facts.get("bandwidth"), bench.facts.get("matrix_rate")
+    bandwidth = bench.facts.get("bandwidth")
+    rate = bench.facts.get("matrix_rate")
     floor = shape.step_bytes(batch, round(found.context)) / bandwidth if bandwidth else None
     computing = shape.step_operations(batch) / rate if rate else None
     bench.add(

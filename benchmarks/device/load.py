@@ -25,7 +25,8 @@ from benchmarks.device.shapes import LLAMA_8B, TINY, Shape, make_module
 from benchmarks.device.supervise import Bench
 
 LOAD_BAR_S = 25.0
-COMPILED, CACHED = "kernels compiled", "kernels cached"
+COMPILED = "kernels compiled"
+CACHED = "kernels cached"
 _ROOT = Path(__file__).parents[2]
 
 

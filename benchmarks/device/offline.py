@@ -18,7 +18,8 @@ from benchmarks.device.supervise import Bench
 from benchmarks.workloads import Workload
 
 SEQUENCES = 256
-STATIC_BAR, CONTINUOUS_BAR = 5.0, 1.5
+STATIC_BAR = 5.0
+CONTINUOUS_BAR = 1.5
 # transformers' paged sdpa gathers all of K and V in every layer: fewer at once may be faster.
 FEWER_SEQUENCES = 64
 
@@ -108,7 +109,8 @@ def _ours(
 def _least_seconds(bench: Bench, shape: Shape, workload: Workload) -> float | None:
     """Counted: every prompt token's products at the matrix rate; then, with the batch always full,
     the weights once a step and every output token's context once, at the copy bandwidth."""
-    bandwidth, rate = bench.facts.get("bandwidth"), bench.facts.get("matrix_rate")
+    bandwidth = bench.facts.get("bandwidth")
+    rate = bench.facts.get("matrix_rate")
     if not bandwidth or not rate:
         return None
     prefill = 2 * shape.prompt_values * workload.prompt_tokens / rate

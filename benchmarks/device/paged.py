@@ -92,7 +92,8 @@ def rows_of(case: Case, generator: torch.Generator) -> tuple[list[Row], int]:
     ids = (torch.randperm(used, generator=generator) + total - used).tolist()
     rows = []
     for (start, count), blocks in zip(case.spans, need, strict=True):
-        table, ids = ids[:blocks], ids[blocks:]
+        table = ids[:blocks]
+        ids = ids[blocks:]
         rows.append(
             Row(
                 key=0, index=0, token_ids=[0] * count, start=start, block_table=table, sample=(),
@@ -150,7 +151,8 @@ def function_of(
 
 def expected(batch: Batch) -> Tensor:
     """float64 [T, heads, head size] of a batch whose K and V have been written."""
-    case, meta = batch.case, batch.meta
+    case = batch.case
+    meta = batch.meta
     heads, _, size = case.heads
     out = torch.zeros(case.tokens, heads, size, dtype=torch.float64, device=batch.q.device)
     begin = 0

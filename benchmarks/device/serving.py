@@ -99,7 +99,8 @@ def serve(engine: Engine, workload: Workload, **params: object) -> Served:
     pairs = zip(workload.prompts, workload.output_lengths, strict=True)
     for prompt, length in pairs:
         outputs[submit(engine, prompt, length, **params)] = []
-    steps, first = 0, 0.0
+    steps = 0
+    first = 0.0
     while engine.has_work:
         report = engine.step()
         steps += 1

@@ -109,7 +109,8 @@ def supervise(parts: list[Part], report: Report, seconds: float, tiny: bool = Fa
             state = report.parts[part.name]
             left = deadline - time.monotonic()
             if left < part.least:
-                state.status, state.error = "skipped", f"{max(left, 0):.0f} s were left"
+                state.status = "skipped"
+                state.error = f"{max(left, 0):.0f} s were left"
                 report.save()
                 continue
             worker = worker or _Worker(tiny)
@@ -147,7 +148,8 @@ class _Worker:
             self._pipe.send((part.name, part.target, until, report.facts))
             while True:
                 if not self._pipe.poll(max(0.0, until - time.monotonic())):
-                    state.status, state.error = "late", f"killed after {seconds:.0f} s"
+                    state.status = "late"
+                    state.error = f"killed after {seconds:.0f} s"
                     return False
                 kind, *content = self._pipe.recv()
                 if kind == "row":
@@ -161,7 +163,8 @@ class _Worker:
                     return not gone
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._process.join(5)
-            state.status, state.error = "died", f"exit status {self._process.exitcode}"
+            state.status = "died"
+            state.error = f"exit status {self._process.exitcode}"
             return False
 
     def kill(self) -> None:

@@ -38,11 +38,13 @@ def time_calls(
     """
     for call in calls:  # compiles, fills caches of handles
         call()
-    turn, graphed = _turn(calls), False
+    turn = _turn(calls)
+    graphed = False
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if graph and (replay := _capture(turn)) is not None:
-            turn, graphed = replay, True
+            turn = replay
+            graphed = True
     clock = _event_time if device.type == "cuda" else _wall_time
     clock(turn)
     least = 2 if device.type == "cpu" else 10
