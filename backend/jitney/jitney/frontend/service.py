@@ -38,7 +38,7 @@ from jitney.messages import Submit
 from jitney.sampling_params import check_sampling_params
 from jitney.text.completion import Completion
 from jitney.text.grammar_process import CHECKER, setup
-from jitney.text.intake import check_prompt_size, encode_input, make_submit
+from jitney.text.intake import check_prompt_size, deadline_of, encode_input, make_submit
 from jitney.text.logprobs import LogprobsEncoder
 from jitney.text.tokenizer import Tokenizer
 from jitney.tracing import Tracing
@@ -157,9 +157,6 @@ class Service:
         self._check_size(request)
         size = request.prompt_bytes + REQUEST_BYTES
         self._check_open_bytes(size)
-        deadline = None
-        if params.deadline_ms is not None:
-            deadline = now + params.deadline_ms / 1000
         tier = ""
         if self._tier_names:
             tier = self._tier_names[self._config.tier_of(params.tier)]
@@ -167,7 +164,7 @@ class Service:
             key=next(self._keys),
             channel=channel,
             at=now,
-            deadline=deadline,
+            deadline=deadline_of(params, now),
             size=size,
             request_id=request.request_id,
             trace=request.trace,

@@ -131,7 +131,6 @@ def make_submit(
     if structured is not None:
         grammar = check_grammar(structured)
         params = msgspec.structs.replace(params, structured_outputs=None)
-    deadline = None if params.deadline_ms is None else now + params.deadline_ms / 1000
     return Submit(
         key=key,
         prompt=prompt_ids,
@@ -139,10 +138,17 @@ def make_submit(
         stop_ids=stop_ids,
         bad_words_ids=_encode_bad_words(params.bad_words, tokenizer, info.vocab_size),
         arrival=now,
-        deadline=deadline,
+        deadline=deadline_of(params, now),
         request_id=request_id,
         grammar=grammar,
     )
+
+
+def deadline_of(params: SamplingParams, arrival: float) -> float | None:
+    """When a request that came at ``arrival`` is to end, in seconds of the same clock."""
+    if params.deadline_ms is None:
+        return None
+    return arrival + params.deadline_ms / 1000
 
 
 def adapter_names(config: EngineConfig) -> list[str]:
