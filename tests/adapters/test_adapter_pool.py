@@ -300,7 +300,7 @@ def test_what_was_reported_failed_does_not_run() -> None:
         key = house.submit(name)
         house.engine._take_messages([])
         house.files.gates[name].set()
-        while not house.engine._inbox:
+        while not house.engine._results:
             time.sleep(0.001)
         end()
         later = house.submit(None)

@@ -171,3 +171,17 @@ def test_a_deadline_ends_a_resumed_request_with_what_it_has() -> None:
     house.drain()
     assert len(house.of(0)) == 2, "what comes later is for nobody"
     assert not house.engine.pending
+
+
+def test_a_fault_while_messages_are_taken_forgets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House()
+
+    def fail(message: Submit) -> list[Event]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(house.engine.scheduler, "submit", fail)
+    for key in (0, 1):
+        house.engine.send(plain(key))
+    report = house.engine._step_or_recover()
+    assert report is not None
+    assert [(event.key, type(event)) for event in report.events] == [(0, Failed), (1, Failed)]

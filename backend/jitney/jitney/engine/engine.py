@@ -101,7 +101,8 @@ class Engine:
         grammars = Grammars(compile_grammar, config.grammar_cache)
         self.pending = Pending(grammars, adapters, self._post)
         self._woken = threading.Condition()
-        self._inbox: list[Message | Made] = []  # this and the next one: under _woken
+        self._inbox: list[Message] = []  # this and the two below: under _woken
+        self._results: list[Made] = []  # for requests that wait
         self._stopped = False
 
     @property
@@ -131,9 +132,9 @@ class Engine:
             self._woken.notify()
 
     def _post(self, made: Made) -> None:
-        """A result for a request that waits; from a thread of its source."""
+        """A result for requests that wait; from a thread of its source."""
         with self._woken:
-            self._inbox.append(made)
+            self._results.append(made)
             self._woken.notify()
 
     # ------------------------------------------------------------------ the engine's thread
@@ -141,7 +142,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would find anything to do."""
-        return bool(self.scheduler.has_work or self._in_flight or self.pending or self._inbox)
+        has_come = self._inbox or self._results
+        return bool(has_come or self.scheduler.has_work or self._in_flight or self.pending)
 
     def step(self) -> StepReport | None:
         """Make one step. None: there was nothing to do, and nothing is in flight. If all that is
@@ -179,7 +181,7 @@ class Engine:
         """Forget every request and message, without an event: the caller keeps track of them."""
         self.abandon()
         with self._woken:
-            self._inbox[:] = [one for one in self._inbox if isinstance(one, Made)]
+            self._inbox.clear()
         self._close(self._open.copy(), self._clock())
         self.scheduler = self._make_scheduler()
 
@@ -208,25 +210,29 @@ class Engine:
     # ------------------------------------------------------------------ messages
 
     def _take_messages(self, events: list[Event]) -> float:
-        """Apply all messages that have come, in order. Returns the time after the last arrival."""
+        """Apply all messages that have come, in order, and begin the requests whose resources are
+        there by now. Returns the time after the last arrival."""
         while True:
             with self._woken:
-                messages = self._inbox.copy()
-                self._inbox.clear()
+                results = self._results
+                messages = self._inbox
+                self._results = []
+                self._inbox = []
                 now = self._clock()
+            # All of them first: whatever fails below, each gets its terminal event.
+            self._open.update(each.key for each in messages if isinstance(each, Submit))
+            for made in results:
+                self.pending.receive(made, now)
             for message in messages:
                 events += self._apply(message, now)
             for held in self.pending.take_ready():
                 events += self._begin(held, now)
-            if not messages:
+            if not (messages or results):
                 return now
 
-    def _apply(self, message: Message | Made, now: float) -> list[Event]:
+    def _apply(self, message: Message, now: float) -> list[Event]:
         if isinstance(message, Submit):
             return self._accept(message, now)
-        if isinstance(message, Made):
-            self.pending.receive(message, now)
-            return []
         if isinstance(message, Cancel):
             events = self.scheduler.cancel(message.key)
             # At once: its resources may come in this very step.
@@ -238,7 +244,6 @@ class Engine:
 
     def _accept(self, message: Submit, now: float) -> list[Event]:
         """Submit a request, or hold it if it needs a resource. The scheduler may refuse it."""
-        self._open.add(message.key)
         if not self.pending.is_needed_by(message):
             return self.scheduler.submit(message)
         refusal = self.scheduler.hold(message)
@@ -405,7 +410,11 @@ class Engine:
 
     def _wait_for_message(self, timeout: float | None) -> bool:
         with self._woken:
-            return self._woken.wait_for(lambda: bool(self._inbox) or self._stopped, timeout)
+            return self._woken.wait_for(self._has_news, timeout)
+
+    def _has_news(self) -> bool:
+        """Under the lock."""
+        return bool(self._inbox or self._results or self._stopped)
 
     def _make_scheduler(self) -> Scheduler:
         info = self.runner.info
