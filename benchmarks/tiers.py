@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from jitney.config import EngineConfig, make_config
-from jitney.core.cost import StepShape
+from jitney.core.policy.cost import StepShape
 from jitney.core.scheduler import Scheduler
 from jitney.messages import TERMINAL, Event, Failed, Message, RowOutput, StepOutput, Submit, Tokens
 from jitney.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from jitney.config import make_config
-from jitney.core.drafts import Prices
+from jitney.core.policy.speculation import Prices, Speculation
 from jitney.engine.engine import Engine
 from jitney.messages import (
     Batch,
@@ -89,8 +89,8 @@ class Play:
         """Have each token of what is to come proposed, rightly with this probability, and all of
         it computed. For a play with the option ``speculation``."""
         drawn = random.Random(seed)
-        speculation = self.scheduler.speculation
-        assert speculation is not None
+        speculation = self.scheduler.policies.drafts
+        assert isinstance(speculation, Speculation)
         self.prophet = Prophet(lambda: drawn.random() < chance)
         if speculation.asks:
             self.runner.foresee = self.prophet.foresee

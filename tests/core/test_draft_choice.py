@@ -2,10 +2,12 @@
 
 import pytest
 from jitney.config import SpeculationConfig, make_config
-from jitney.core.cost import StepCost, StepShape
-from jitney.core.drafts import Prices, Speculation
+from jitney.core.policy.cost import StepCost, StepShape
+from jitney.core.policy.plain import NoLimits
+from jitney.core.policy.seam import DraftChoice
+from jitney.core.policy.speculation import Prices, Speculation
 from jitney.core.request import Drafting, Request, Sequence
-from jitney.messages import Batch, Row, RowOutput, Submit
+from jitney.messages import Row, RowOutput, Submit
 from jitney.sampling_params import SamplingParams
 
 from tests.core.play import MODEL, Play, check_streams, drafting
@@ -28,12 +30,17 @@ def with_model(prices: Prices | None = None) -> Speculation:
     return speculation
 
 
+def choice_of(speculation: Speculation, sequence: Sequence) -> DraftChoice:
+    """With a budget for anything."""
+    return speculation.choice_of(sequence, most=99, most_read=9999)
+
+
 def asked(speculation: Speculation, running: list[Sequence]) -> list[int]:
     """How many tokens a draft model is to propose for each."""
-    speculation.choose(running)
-    wanted = [speculation.drafts_of(one)[1] for one in running]
+    speculation.begin(running, NoLimits())
+    wanted = [choice_of(speculation, one).propose for one in running]
     rows = [Row(0, 0, [1], 0, [], (0,), None, [], [], [], [], propose=each) for each in wanted]
-    speculation.note_step(Batch(rows))
+    speculation.note_rows(rows)
     return wanted
 
 
@@ -41,7 +48,8 @@ def of_acceptance(*chances: float, read: int = 1) -> list[Sequence]:
     """Sequences whose drafts were right so often, for long."""
     running = [sequence_of([1] * 60, [1, 2]) for _ in chances]
     for one, chance in zip(running, chances, strict=True):
-        one.drafting = Drafting(compared=1e4, right=chance * 1e4, read=read)
+        one.drafting = Drafting(compared=1e4, right=chance * 1e4)
+        one.num_read = read
     return running
 
 
@@ -49,7 +57,7 @@ def test_a_model_that_was_wrong_is_asked_now_and_then() -> None:
     """For one of the sequences: the one of which it has the least to read."""
     speculation = with_model()
     running = of_acceptance(0.01, 0.01)
-    running[1].drafting.read = 9
+    running[1].num_read = 9
     steps = [asked(speculation, running) for _ in range(130)]
     tries = [step for step, wanted in enumerate(steps) if wanted != [0, 0]]
     assert [steps[step] for step in tries] == [[0, 4]] * len(tries)
@@ -72,8 +80,8 @@ def test_a_try_that_found_no_row_is_made_in_the_next_step() -> None:
     speculation = with_model()
     running = of_acceptance(0.01)
     for _ in range(70):
-        speculation.choose(running)
-    assert speculation.drafts_of(running[0])[1] == 4
+        speculation.begin(running, NoLimits())
+    assert choice_of(speculation, running[0]).propose == 4
     assert asked(speculation, running) == [4]
     assert asked(speculation, running) == [0]
 
@@ -103,7 +111,7 @@ def test_a_try_that_raises_is_over() -> None:
 
     one = drafting(Play, 0.0, MODEL, num_blocks=2000, faults=fault)
     key = one.submit([1, 2, 3], max_tokens=300)
-    one.scheduler.speculation._prices = lambda some: Prices(0.5)
+    one.scheduler.policies.drafts._prices = lambda some: Prices(0.5)
     one.drain()
     check_streams(one, key)
     assert 2 < len(raised) < 6
@@ -114,9 +122,9 @@ def test_one_sequence_a_step_is_new_to_the_model() -> None:
     running[1] = sequence_of([1] * 30, [1])
     running[1].drafting = Drafting(compared=1e4, right=9e3)
     assert asked(speculation, running) == [0, 6, 0], "the shortest"
-    running[1].drafting.read = 31
+    running[1].num_read = 31
     assert asked(speculation, running) == [6, 6, 0]
-    running[0].drafting.read = 62
+    running[0].num_read = 62
     assert asked(speculation, running) == [6, 6, 6]
 
 
@@ -149,7 +157,7 @@ def test_what_is_not_known_of_a_sequence_is_taken_from_all() -> None:
         sequence = sequence_of([1] * 60, [1, 2])
         sequence.drafting = Drafting(proposal=[1], made_at=61)
         sequence.output[-1] = token
-        speculation.choose([sequence])
+        speculation.begin([sequence], NoLimits())
         assert (speculation._chance(Drafting()) > before) == (token == 1)
         own = speculation._chance(sequence.drafting)
         assert (own > speculation._chance(Drafting())) == (token == 1)
@@ -162,8 +170,8 @@ def test_one_step_in_64_is_without_drafts() -> None:
     running[0].drafting = Drafting(compared=1e4, right=9e3)
     taken = []
     for _ in range(129):
-        speculation.choose(running)
-        taken.append(len(speculation.drafts_of(running[0])[0]))
+        speculation.begin(running, NoLimits())
+        taken.append(len(choice_of(speculation, running[0]).drafts))
     rests = [step for step, count in enumerate(taken, 1) if not count]
     assert rests == [1, 65, 129]
 
@@ -184,10 +192,10 @@ def test_a_first_step_that_was_held_up_does_not_end_drafts(rows: int, times: int
     for step in range(4000):
         for one in running:
             one.drafting = Drafting(compared=1e4, right=9e3)
-        speculation.choose(running)
-        counts = [len(speculation.drafts_of(one)[0]) for one in running]
+        speculation.begin(running, NoLimits())
+        counts = [len(choice_of(speculation, one).drafts) for one in running]
         some = [Row(0, 0, [1], 0, [], (0,), None, [], [], [], [], drafts=each) for each in counts]
-        speculation.note_step(Batch(some))
+        speculation.note_rows(some)
         shape = StepShape(1.0, 0.0, rows, rows, 60.0, sum(map(bool, counts)), sum(counts))
         seconds = 10e-3 + 0.2e-3 * (rows + sum(counts))
         cost.add(shape, seconds * (held_up if sum(counts) else 1))
@@ -201,7 +209,7 @@ def test_a_first_step_that_was_held_up_does_not_end_drafts(rows: int, times: int
 
 def follow(speculation: Speculation, sequence: Sequence) -> Drafting:
     speculation._prices = lambda some: Prices(0.9)
-    speculation.choose([sequence])
+    speculation.begin([sequence], NoLimits())
     return sequence.drafting
 
 
@@ -314,9 +322,9 @@ def test_drafts_are_taken_where_they_pay(rows: int, acceptance: float, drafts: i
     running = [sequence_of([1, 2, 3, 1], [2, 3, 1]) for _ in range(rows)]
     for one in running:
         one.drafting = Drafting(compared=1e4, right=acceptance * 1e4)
-    speculation.choose(running)  # the first step has none
-    speculation.choose(running)
-    assert {len(speculation.drafts_of(one)[0]) for one in running} == {drafts}
+    speculation.begin(running, NoLimits())  # the first step has none
+    speculation.begin(running, NoLimits())
+    assert {len(choice_of(speculation, one).drafts) for one in running} == {drafts}
 
 
 def test_acceptance_follows_what_no_step_computed() -> None:

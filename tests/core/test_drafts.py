@@ -1,7 +1,7 @@
 """Drafts: the same tokens in fewer steps, nothing that is not accepted, nobody's blocks."""
 
 import pytest
-from jitney.core.drafts import NO_DRAFTS, Prices
+from jitney.core.policy.speculation import NO_DRAFTS, Prices
 from jitney.messages import Tokens
 
 from tests.core.play import MODEL, Play, check_streams, drafting, overlapped
@@ -79,7 +79,7 @@ def test_drafts_preempt_nobody(count: int, drafter: dict, num_blocks: int, gramm
     grammar forces several tokens of others too."""
     options = {"num_blocks": num_blocks, "max_num_seqs": 6, "watermark": 0.0}
     plays = [drafting(Play, 0.0, drafter, **options) for _ in range(2)]
-    plays[1].scheduler.speculation._prices = lambda some: NO_DRAFTS
+    plays[1].scheduler.policies.drafts._prices = lambda some: NO_DRAFTS
     for one in plays:
         keys = []
         for key in range(count):
@@ -101,7 +101,7 @@ def test_drafts_preempt_nobody(count: int, drafter: dict, num_blocks: int, gramm
 def test_drafts_leave_prompts_their_tokens(priority: int) -> None:
     """Of one that waits, then runs, at either rank: every step is what it would be without."""
     plays = [drafting(Play, 0.0, {"max_drafts": 16}, max_num_batched_tokens=16) for _ in range(2)]
-    plays[1].scheduler.speculation._prices = lambda some: NO_DRAFTS
+    plays[1].scheduler.policies.drafts._prices = lambda some: NO_DRAFTS
     for one in plays:
         one.submit([1, 2, 3], max_tokens=30)
         one.step(3)
@@ -173,7 +173,9 @@ def test_nothing_overlaps_with_a_step_that_asks() -> None:
     some.runner.launch = note
     keys = [some.submit([1, 2, 3, key], max_tokens=40) for key in range(2)]
     keys += [some.submit([4, key], max_tokens=40, temperature=0.0) for key in range(6)]
-    some.scheduler.speculation._prices = lambda some: Prices(0.0) if len(some) < 4 else NO_DRAFTS
+    some.scheduler.policies.drafts._prices = lambda some: (
+        Prices(0.0) if len(some) < 4 else NO_DRAFTS
+    )
     some.drain()
     check_streams(some, *keys)
     assert {(True, 0), (False, 1)} <= set(seen)
@@ -185,7 +187,7 @@ def test_a_try_is_made_beside_others(play: type[Play]) -> None:
     """With overlap it is planned twice: a plan that is dropped spends nothing."""
     some = drafting(play, 0.0, MODEL, num_blocks=2000)
     keys = [some.submit([1, 2, 3, key], max_tokens=120) for key in range(4)]
-    some.scheduler.speculation._prices = lambda some: Prices(0.5)
+    some.scheduler.policies.drafts._prices = lambda some: Prices(0.5)
     some.drain()
     check_streams(some, *keys)
     asked = [any(row.propose for row in batch.rows) for batch in some.batches]

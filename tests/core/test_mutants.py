@@ -58,58 +58,98 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "the first running sequence is preempted": ("plan", "running[-1]", "running[0]"),
     "one token too many": ("outcome", ">= request.max_output", "> request.max_output"),
     "forks run beyond max_num_seqs": (
-        "live", ">= self.max_running or of_tier >= self.caps[tier]", ">= 1 << 30",
+        "policy/plain", "return len(running) >= self.max_running", "return False",
     ),
     "a prompt counts as one sequence": ("plan", "= 1 + sequence.request.forks_due", "= 1"),
-    "forks are promised no place": ("plan", "self._size(sequence) > places", "not places"),
-    "forks that wait share blocks": ("admission", " if params.n <= max_running else 0", ""),
-    "decodes leave nothing to chunks": ("plan", "return min(most, sum", "return min(0, sum"),
+    "forks are promised no place": (
+        "plan", "sequence.request.places_needed > places", "not places",
+    ),
+    "forks that wait share blocks": ("admission", " if n <= max_running else 0", ""),
+    "decodes leave nothing to chunks": ("plan", "return min(share, sum", "return min(0, sum"),
     "a wrong draft is accepted": (
-        "outcome", "drafts[accepted : accepted + 1] == [token]", "drafts[accepted : accepted + 1]",
+        "outcome", " and drafts[accepted] == token", "",
     ),
     "a draft too many is accepted": (
         "outcome", "return event, accepted", "return event, min(accepted + 1, len(drafts))",
     ),
-    "a rejected draft is hashed": ("outcome", "- row.drafts + accepted\n", "\n"),
+    "a rejected draft is hashed": (
+        "outcome", "num_computed += known + accepted", "num_computed += len(row.token_ids)",
+    ),
     "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
-    "drafts take blocks that others need": ("plan", "kv.num_free <= spare or ", ""),
-    "a draft may end the sequence": ("drafts", "id not in stop_ids", "True"),
-    "drafts go beyond the end": ("drafts", "taken, sequence.limit", "taken, 99 + sequence.limit"),
-    "drafts take the budget of others": ("plan", "- len(after), 0)", ", 0)"),
-    "what goes on is refused": ("scheduler", "if message.emitted:", "if False:"),
-    "a held request does not count": ("scheduler", "[live + held for", "[live for"),
-    "the budget is ignored": ("plan", "min(end - start, most)", "end - start"),
+    "drafts take blocks that others need": (
+        "plan", "kv.num_free <= self._blocks_due(after) or ", "",
+    ),
+    "a draft may end the sequence": ("policy/speculation", "id not in stop_ids", "True"),
+    "drafts go beyond the end": (
+        "policy/speculation", "taken, sequence.limit", "taken, 99 + sequence.limit",
+    ),
+    "drafts take the budget of others": ("plan", " - len(after)\n", "\n"),
+    "what goes on is refused": ("scheduler", "if not message.emitted:", "if True:"),
+    "a held request does not count": (
+        "scheduler", "self._held.add(message)", "self._admission.count_dequeued(message)",
+    ),
+    "the budget is ignored": (
+        "plan", "min(sequence.num_tokens - start, most)", "sequence.num_tokens - start",
+    ),
 }  # fmt: skip
 # The same, noticed by the tests of tiers alone.
 TIER_FAULTS: dict[str, tuple[str, ...]] = {
-    "forks run beyond their tier's cap": ("live", " or of_tier >= self.caps[tier]", ""),
-    "a tier's cap is ignored": ("plan", "live.places(tier) >= self._size(", "9 >= self._size("),
-    "a full tier holds up the others": ("plan", "and self._finds_place(one)]", "]"),
-    "a tier's queue has no limit": ("scheduler", "limits.append(", "limits.copy().append("),
-    "the share of lower tiers is ignored": ("tiers", ".share * (", ".share * 0 * ("),
-    "the gap target is ignored": ("tiers", "gap = tier.gap_ms", "gap = None"),
-    "chunks are not cut": ("tiers", "if left >= each * most or not each", "if True"),
-    "decodes are not held back": ("tiers", "self._reserved) < seconds", "self._reserved) < -1.0"),
-    "the others' share is not kept from prompts": (
-        "tiers", "kept = sum(map(self._share, self._lower))", "kept = 0.0",
+    "forks run beyond their tier's cap": (
+        "policy/tiers", "return of_tier >= self._caps[request.tier]", "return False",
     ),
-    "bulk is not limited where nobody decodes": ("tiers", "= tier.ttft_ms if", "= None if"),
-    "the aim stays": ("tiers", "self._aim * _EXCEEDED", "self._aim * 1.0"),
-    "a tier does not age": ("scheduler", "+= self.live.aging[tier]", "+= 1e6 * tier"),
-    "all tiers are ranked alike": ("scheduler", "+= self.live.aging[tier]", "+= 0.0"),
+    "a tier's cap is ignored": (
+        "policy/tiers", "return self._places_of(tier, running) >=", "return 9 >=",
+    ),
+    "a full tier holds up the others": (
+        "policy/tiers", "if not self._finds_place(sequence, running):", "if False:",
+    ),
+    "a tier's queue has no limit": (
+        "policy/tiers", "if own_limit is not None:", "if False:",
+    ),
+    "the share of lower tiers is ignored": ("policy/pace", ".share * self", ".share * 0 * self"),
+    "the gap target is ignored": ("policy/pace", "and tier.gap_ms is not None", "and False"),
+    "chunks are not cut": (
+        "policy/pace", "left >= each * most or not each", "True",
+    ),
+    "decodes are not held back": (
+        "policy/pace", ">= self._of_decode(sequence):", ">= -1.0:",
+    ),
+    "the others' share is not kept from prompts": (
+        "policy/pace", "kept = self._shares_left()", "kept = 0.0",
+    ),
+    "bulk is not limited where nobody decodes": (
+        "policy/pace", "if tier.ttft_ms is not None:", "if False:",
+    ),
+    "the aim stays": ("policy/pace", "self.aim * _EXCEEDED", "self.aim * 1.0"),
+    "a tier does not age": (
+        "policy/tiers", "delay_s=self._aging[tier]", "delay_s=1e6 * tier",
+    ),
+    "all tiers are ranked alike": (
+        "policy/tiers", "delay_s=self._aging[tier]", "delay_s=0.0",
+    ),
     "who makes way frees what others hold": (
         "kv_cache", "given_up[block] == self._refs[block]", "self._refs[block]",
     ),
-    "who makes way frees hits twice": ("plan", "block not in hits for block", "1 for block"),
-    "a waiting request has no hits": ("plan", "hits = set(self._hits(first))", "hits = set()"),
-    "forks beyond a cap make way for others": ("live", "if caps[tier] < most else", "if 0 else"),
-    "nobody makes way": ("plan", "victims.append(one)", "pass"),
-    "an old request makes way": ("plan", " or one.rank < first.rank", ""),
-    "bulk makes way without a target": ("plan", " or not self._awaited[first.request.tier]", ""),
-    "a step ahead delays an urgent prompt": (
-        "plan", "is not None and self._in_the_way(first)", "is 0",
+    "who makes way frees hits twice": ("policy/tiers", "set(freed) - kept", "freed"),
+    "a waiting request has no hits": (
+        "policy/tiers", "kept = set(hits)", "kept = set[int]()",
     ),
-    "no bulk request is overdue": ("live", "self.overdue[tier] +=", "self.overdue[0] +="),
+    "forks beyond a cap make way for others": (
+        "policy/tiers", "if cap < self.max_running:", "if False:",
+    ),
+    "nobody makes way": ("policy/tiers", "victims.append(sequence)", "pass"),
+    "an old request makes way": (
+        "policy/tiers", " or by_rank(sequence) < by_rank(first)", "",
+    ),
+    "bulk makes way without a target": (
+        "policy/tiers", "[first.request.tier].ttft_ms is None", "[first.request.tier].name is None",
+    ),
+    "a step ahead delays an urgent prompt": (
+        "plan", "urgent is not None and self._in_the_way(urgent)", "False",
+    ),
+    "no bulk request is overdue": (
+        "policy/tiers", "self._counts.overdue[tier] += 1", "self._counts.overdue[0] += 1",
+    ),
 }  # fmt: skip
 # The copy comes before the installed package, which an editable installation finds by itself.
 PROGRAM = """

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from jitney.adapters.pool import Adapters
 from jitney.config import make_config
-from jitney.core.cost import StepShape
-from jitney.core.drafts import NO_DRAFTS, Prices
 from jitney.core.kv_cache import block_hash, root_hash
+from jitney.core.policy.cost import StepCost, StepShape
+from jitney.core.policy.speculation import NO_DRAFTS, Prices, Speculation
 from jitney.engine.engine import Engine
 from jitney.execution.low_rank import LowRank
 from jitney.messages import (
@@ -158,12 +158,16 @@ class Traffic(RuleBasedStateMachine):
         self.engine._wait_for_message = self._go_on_loading
         self.prophet = Prophet(lambda: chance.random() < foresight)
         self.runner.foresee = self.prophet.foresee
-        if (speculation := self.engine.scheduler.speculation) is not None:
+        policies = self.engine.scheduler.policies
+        speculation = policies.drafts
+        if isinstance(speculation, Speculation):
             if not asks:
                 speculation.drafter = self.prophet
             speculation._prices = lambda some: chance.choice([Prices(0.0), Prices(0.0), NO_DRAFTS])
-        cost = self.engine.scheduler.cost  # a millisecond for each step, token and sample
-        cost.weights = StepShape(1e-3, 0.0, 1e-3, 1e-3, drafts=2e-3, passes=1e-3, read=1e-3)
+        if isinstance(policies.cost, StepCost):  # a millisecond for each step, token and sample
+            policies.cost.weights = StepShape(
+                1e-3, 0.0, 1e-3, 1e-3, drafts=2e-3, passes=1e-3, read=1e-3
+            )
         self.requests: dict[int, Expected] = {}
         self.poisoned: set[int] = set()
         self.raise_once: str | None = None

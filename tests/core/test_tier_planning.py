@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from jitney.config import make_config
-from jitney.core.cost import StepCost, StepShape
-from jitney.core.tiers import Pace
+from jitney.core.policy.cost import StepCost, StepShape
+from jitney.core.policy.pace import Pace
+from jitney.core.policy.plain import NoCosts
+from jitney.core.policy.tiers import TierCounts
 from jitney.messages import Batch, Cancel, Failed, StepOutput
 
 from tests.core.play import Play, check_streams
@@ -58,7 +60,9 @@ class Timed(Play):
             self._learn(cost, shape._replace(**added, read=read))
 
     def _learn(self, cost: StepShape, shape: StepShape) -> None:
-        self.scheduler.cost.add(shape, sum(a * b for a, b in zip(cost, shape, strict=True)))
+        self.scheduler.policies.cost.add(
+            shape, sum(a * b for a, b in zip(cost, shape, strict=True))
+        )
 
     def _after(self, batch: Batch, output: StepOutput) -> StepOutput:
         self.taken.append(seconds_of(batch, output))
@@ -501,7 +505,7 @@ def test_the_default_tier_is_the_last_and_without_tiers_there_are_no_figures() -
     play = Timed(tiers=[])
     play.submit([1], max_tokens=2)
     assert play.step().stats.tiers == []
-    assert play.scheduler.cost.weights is None
+    assert isinstance(play.scheduler.policies.cost, NoCosts)
 
 
 @OVERLAP
@@ -601,18 +605,20 @@ def test_a_draft_model_is_not_asked_for_what_would_never_end() -> None:
 def test_the_aim_shrinks_until_one_gap_in_a_hundred_exceeds_the_target() -> None:
     """Where steps take longer than planned by chance, by 15 % in the mean, half again at most."""
     tiers = make_config({"model": "m", "tiers": [FAST, BULK]}).tiers
-    pace, chance, now, exceeded = Pace(tiers, StepCost(), 4), random.Random(3), 0.0, 0
+    counts = TierCounts([0, 0], [0, 0])
+    pace = Pace(tiers, StepCost(), 4, counts)
+    chance, now, exceeded = random.Random(3), 0.0, 0
     for step in range(20_000):
-        taken = 22e-3 * pace._aim * (1.0 + 0.3 * chance.random())
+        taken = 22e-3 * pace.aim * (1.0 + 0.3 * chance.random())
         now += taken
         exceeded += step >= 2000 and taken > 22e-3
-        pace.complete(22e-3, now)
+        pace.note_step(22e-3, now)
     assert 0.003 < exceeded / 18_000 < 0.02
-    assert 0.72 < pace._aim < 0.85
-    aim = pace._aim
-    pace.complete(None, now + 60.0)
-    pace.complete(22e-3, now + 90.0)
-    assert pace._aim == aim, "neither is a gap"
+    assert 0.72 < pace.aim < 0.85
+    aim = pace.aim
+    pace.note_step(None, now + 60.0)
+    pace.note_step(22e-3, now + 90.0)
+    assert pace.aim == aim, "neither is a gap"
 
 
 @pytest.mark.parametrize("size", range(1, 13))

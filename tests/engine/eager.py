@@ -1,7 +1,7 @@
 """A loader for :class:`SupervisedEngine`: the real one, of an engine that computes every draft,
 whether it pays or not."""
 
-from jitney.core.drafts import Prices, Speculation
+from jitney.core.policy.speculation import Prices, Speculation
 from jitney.engine.assemble import prepare
 from jitney.engine.process import LoadModel
 

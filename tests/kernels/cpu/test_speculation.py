@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 from jitney.config import EngineConfig, make_config
-from jitney.core.drafts import Prices
+from jitney.core.policy.speculation import Prices
 from jitney.engine.assemble import grammar_compiler, load_runner
 from jitney.engine.engine import Engine
 from jitney.errors import ConfigError
@@ -67,10 +67,12 @@ class Run:
     def __init__(self, config, runner, compiler, asked, streams=None, eager=False) -> None:
         engine = Engine(config, runner, clock=lambda: 0.0, compile_grammar=compiler)
         if streams is not None or eager:
-            engine.scheduler.speculation._prices = lambda some: Prices(0.0)
+            engine.scheduler.policies.drafts._prices = lambda some: Prices(0.0)
         if streams is not None:
             chance = random.Random(3)
-            engine.scheduler.speculation.drafter = drafter = Prophet(lambda: chance.random() < 0.8)
+            engine.scheduler.policies.drafts.drafter = drafter = Prophet(
+                lambda: chance.random() < 0.8
+            )
             drafter.streams = streams
         self.bits: Bits = {}
         self.streams: dict[tuple[int, int], list[int]] = {}

@@ -32,24 +32,28 @@ def needs_of(
     With ``eviction: preempt`` one sequence must fit, because the others can wait for it; with
     ``never`` all n must fit together.
     """
-    size, params, block_size = len(message.prompt), message.params, config.block_size
-    max_output = min(params.max_tokens, max_model_len - size)
+    size = len(message.prompt)
+    max_output = min(message.params.max_tokens, max_model_len - size)
     if max_output < 1:
         raise InvalidArgumentError(
             f"the prompt has {size:,} tokens, but must leave room for at least one more in a "
             f"context of {max_model_len:,}"
         )
-    sequence = together = -(-(size + max_output - 1) // block_size)
+    block_size = config.block_size
+    sequence_blocks = -(-(size + max_output - 1) // block_size)
+    request_blocks = sequence_blocks
+    n = message.params.n
     if max_output > 1:  # else it never forks
-        shared = size // block_size if params.n <= max_running else 0
-        together = shared + min(params.n, max_running) * (sequence - shared)
-    never = config.eviction == "never"
-    blocks = together if never else sequence
+        at_once = min(n, max_running)
+        shared = size // block_size if n <= max_running else 0
+        request_blocks = shared + at_once * (sequence_blocks - shared)
+    never_evicts = config.eviction == "never"
+    blocks = request_blocks if never_evicts else sequence_blocks
     if blocks > num_blocks:
-        sequences = f" in each of n = {params.n} sequences" if never and params.n > 1 else ""
+        sequences = f" in each of n = {n} sequences" if never_evicts and n > 1 else ""
         raise InvalidArgumentError(
             f"a prompt of {size:,} tokens with up to {max_output:,} output tokens{sequences} "
             f"needs {blocks:,} KV blocks of {block_size}, but the cache has {num_blocks:,} "
             f"({num_blocks * block_size:,} tokens)"
         )
-    return Needs(max_output, sequence, together)
+    return Needs(max_output, sequence_blocks, request_blocks)

@@ -13,23 +13,20 @@ from jitney.messages import Submit
 class HeldRequests:
     """Held requests by key."""
 
-    def __init__(self, num_tiers: int) -> None:
-        self.num_queued = [0] * num_tiers
-        """By tier."""
+    def __init__(self) -> None:
         self.deadlines = Deadlines()
-        self._requests: dict[int, tuple[Submit, int]] = {}
+        self._messages: dict[int, Submit] = {}
 
     def __contains__(self, key: int) -> bool:
-        return key in self._requests
+        return key in self._messages
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._messages)
 
-    def add(self, message: Submit, tier: int) -> None:
-        """Hold a request of this tier."""
-        assert message.key not in self._requests, "a key was used twice"
-        self._requests[message.key] = (message, tier)
-        self.num_queued[tier] += 1
+    def add(self, message: Submit) -> None:
+        """Hold a request."""
+        assert message.key not in self._messages, "a key was used twice"
+        self._messages[message.key] = message
         self.deadlines.add(message)
 
     def get(self, key: int) -> Submit:
@@ -39,7 +36,6 @@ class HeldRequests:
 
     def remove(self, key: int) -> Submit:
         """A held request has ended, or its resources are there."""
-        message, tier = self._requests.pop(key)
-        self.num_queued[tier] -= 1
+        message = self._messages.pop(key)
         self.deadlines.remove(message)
         return message

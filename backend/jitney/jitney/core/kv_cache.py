@@ -19,7 +19,6 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 _CHECKED_AT_ONCE = 2048
 
@@ -95,8 +94,11 @@ class KvCache:
     def freed_by(self, table: list[int], given_up: Counter[int]) -> list[int]:
         """The blocks that nobody would hold any more if ``table`` were given up too: beside the
         references that ``given_up`` counts, to which it is added."""
-        sources = [self._pending_copies[block] for block in table if block in self._pending_copies]
-        blocks = table + sources  # of a copy that is not made, its source is held no longer
+        blocks = list(table)
+        for block in table:
+            source = self._pending_copies.get(block)
+            if source is not None:  # the copy will not be made, so its source is held no longer
+                blocks.append(source)
         given_up.update(blocks)
         return [block for block in set(blocks) if given_up[block] == self._refs[block]]
 
@@ -222,17 +224,19 @@ class KvCache:
             assert owners[destination] == 1, f"a copy is pending to the free block {destination}"
             owners[source] += 1
         released = bytearray(self.num_blocks)  # 1: free, 2: cached
-        for state, blocks in ((1, iter(self._free)), (2, iter(self._cached))):
-            while some := list(islice(blocks, _CHECKED_AT_ONCE)):
-                yield
-                for block in some:
-                    assert not released[block], "a block is free or cached twice"
-                    released[block] = state
+        for state, blocks in ((1, self._free), (2, self._cached)):
+            for count, block in enumerate(blocks):
+                if count % _CHECKED_AT_ONCE == 0:
+                    yield
+                assert not released[block], "a block is free or cached twice"
+                released[block] = state
         hashed = 0
         for block in range(self.num_blocks):
             if block % _CHECKED_AT_ONCE == 0:
                 yield
-            refs, key, state = self._refs[block], self._hash_of[block], released[block]
+            refs = self._refs[block]
+            key = self._hash_of[block]
+            state = released[block]
             owned = owners.get(block, 0)
             assert refs == owned, f"block {block}: {refs} references, {owned} owners"
             assert (refs == 0) == bool(state), f"block {block} is lost, or free and owned"

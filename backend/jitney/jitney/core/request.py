@@ -6,7 +6,9 @@ its own.
 """
 
 import enum
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from jitney.core.kv_cache import block_hash, root_hash
 from jitney.messages import Adapter, Grammar, GrammarState, Logprob, Submit, Timing
@@ -30,18 +32,23 @@ class Request:
     reserved_blocks: int
     """Blocks reserved for it while any sequence runs (``eviction: never``); else 0."""
     aged_arrival: float
-    """Arrival, shifted by priority and tier: what its sequences are ranked by."""
+    """Arrival, shifted by priority and policy: what its sequences are ranked by."""
     grammar: Grammar | None = None
     adapter: Adapter | None = None
     tier: int = 0
     """Index among the option ``tiers``; 0 without."""
+    most_running: int = 1
+    """Most sequences of its tier, or of all, that may run at once."""
     running: int = field(default=0, init=False)
     """Sequences that run."""
     live: int = field(init=False)
     """Sequences that have not ended, those not yet made included."""
     reads_output: bool = field(init=False)
+    """Whether the host must know a token before the next one can be sampled."""
     takes_forced: bool = field(init=False)
+    """Whether tokens that its grammar forces are appended without being sampled."""
     root: bytes = field(init=False)
+    """Where the hashes of its blocks begin."""
     prompt_logprobs: list[list[Logprob] | None] = field(default_factory=lambda: [None], init=False)
     """One entry per prompt position as far as known; nothing precedes the first."""
     first_scheduled: float | None = field(default=None, init=False)
@@ -53,11 +60,11 @@ class Request:
     sequences: list["Sequence"] = field(init=False)
 
     def __post_init__(self) -> None:
-        message, adapter = self.message, self.adapter
+        message = self.message
         self.live = message.params.n
         self.reads_output = _reads_output(message)
         self.takes_forced = _takes_forced(message)
-        version = "" if adapter is None else adapter.version
+        version = "" if self.adapter is None else self.adapter.version
         self.root = root_hash(message.params.cache_salt, version)
         self.sequences = [Sequence(self, 0)]
         if message.first_token is not None:
@@ -84,19 +91,44 @@ class Request:
         return self.message.params.n - len(self.sequences)
 
     @property
+    def places_needed(self) -> int:
+        """Places that a waiting sequence of it needs to be admitted: with ``eviction: never`` those
+        of all of its forks that can ever run at once."""
+        if not self.reserved_blocks:
+            return 1
+        return min(1 + self.forks_due, self.most_running)
+
+    @property
     def reads_cache(self) -> bool:
         """Whether a cached prefix may be used: not while its logprobs are asked for."""
         asked = self.message.params.prompt_logprobs is not None
         return not asked or len(self.prompt_logprobs) == len(self.message.prompt)
+
+    def count_prefill(self, sequence: "Sequence", num_cached: int) -> None:
+        """One of its sequences is about to be admitted, with so many cached tokens: what of the
+        prompt is computed counts from here."""
+        if not sequence.output:
+            self.cached_prompt_tokens = num_cached
+            self.computed_prompt_tokens = 0
+        elif self.first_scheduled is None:  # resumed: its prompt is computed once more
+            size = len(sequence.prompt)
+            self.cached_prompt_tokens = min(num_cached, size)
+            self.computed_prompt_tokens = size - self.cached_prompt_tokens
 
     def timing(self, now: float) -> Timing:
         """Seconds since arrival, for the terminal event at ``now``."""
         arrival = self.message.arrival
         # A resumed request is scheduled anew, long after its first token perhaps.
         scheduled = [at for at in (self.first_scheduled, self.first_token) if at is not None]
+        queue_s = None
+        if scheduled:
+            queue_s = min(scheduled) - arrival
+        first_token_s = None
+        if self.first_token is not None:
+            first_token_s = self.first_token - arrival
         return Timing(
-            queue_s=min(scheduled) - arrival if scheduled else None,
-            first_token_s=None if self.first_token is None else self.first_token - arrival,
+            queue_s=queue_s,
+            first_token_s=first_token_s,
             total_s=now - arrival,
             cached_prompt_tokens=self.cached_prompt_tokens,
             computed_prompt_tokens=self.computed_prompt_tokens,
@@ -106,7 +138,7 @@ class Request:
 
 
 def _reads_output(message: Submit) -> bool:
-    """Whether the host must know a token before the next one can be sampled."""
+    """See :attr:`Request.reads_output`."""
     params = message.params
     return bool(
         params.presence_penalty
@@ -118,16 +150,20 @@ def _reads_output(message: Submit) -> bool:
 
 
 def _takes_forced(message: Submit) -> bool:
-    """Whether tokens that its grammar forces are appended without being sampled: not if their
-    logprobs are asked for, nor if parameters weigh which tokens a forced text is made of."""
+    """See :attr:`Request.takes_forced`."""
     params = message.params
-    weighs = message.bad_words_ids or params.logit_bias or params.allowed_token_ids is not None
-    return bool(message.grammar) and params.logprobs is None and not weighs
+    if not message.grammar:
+        return False
+    if params.logprobs is not None:  # a forced token has none
+        return False
+    # These weigh which tokens a forced text is made of.
+    weighs_tokens = message.bad_words_ids or params.logit_bias
+    return not weighs_tokens and params.allowed_token_ids is None
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Drafting:
-    """What ``drafts`` knows of one sequence."""
+    """What ``policy.speculation`` knows of one sequence."""
 
     compared: float = 0.0
     """Proposed tokens that were compared with sampled ones, the latest ones counted most."""
@@ -142,9 +178,7 @@ class Drafting:
     """How many tokens a draft model is to propose in that step for the next one."""
     refused: int = 0
     """For so many steps it does not wait for a token that is pending."""
-    read: int = 0
-    """How many of its tokens the draft model had computed when it was asked last."""
-    places: dict[int, int] = field(default_factory=dict)
+    ngrams: dict[int, int] = field(default_factory=dict)
     """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
     indexed: int = 0
 
@@ -187,6 +221,8 @@ class Sequence:
     """Leading blocks of the table that have been offered to the prefix cache."""
     cumulative_logprob: float = field(default=0.0, init=False)
     drafting: Drafting | None = field(default=None, init=False)
+    num_read: int = field(default=0, init=False)
+    """How many of its tokens the draft model had computed when it was asked last."""
     proposed: list[int] = field(default_factory=list, init=False)
     """What a draft model expects behind its last token."""
     reserved_blocks: int = field(default=0, init=False)
@@ -194,8 +230,10 @@ class Sequence:
     state: State = field(default=State.WAITING, init=False)
     waiting_since: float = field(default=0.0, init=False)
     """If it waits: arrival, or when it was preempted or forked."""
-    rank: tuple[int, float, int, int] = field(init=False)
-    """Begins with the tier; with 0 for what goes with the first one, see ``live``."""
+    level: int = field(default=0, init=False)
+    """Lower levels come first. Policies alone set it: 0 without."""
+    rank: tuple[float, int, int] = field(init=False)
+    """Within a level, lower ranks come first. It never changes."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -205,7 +243,7 @@ class Sequence:
             self.grammar = request.grammar.begin(may_end=not ignores)
         self.num_tokens = len(self.prompt)
         self.limit = self.num_tokens + request.max_output - 1
-        self.rank = (request.tier, request.aged_arrival, request.message.key, self.index)
+        self.rank = (request.aged_arrival, request.message.key, self.index)
 
     @property
     def prefill_left(self) -> int:
@@ -230,3 +268,16 @@ class Sequence:
             parent = hashes[-1] if hashes else self.request.root
             hashes.append(block_hash(parent, self.tokens(start, start + block_size)))
         return hashes[:count] if len(hashes) > count else hashes
+
+
+by_rank = attrgetter("level", "rank")
+"""The key that lists of waiting and of running sequences are sorted by."""
+
+
+def remove_ranked(ranked: list[Sequence], sequence: Sequence) -> bool:
+    """Take a sequence out of a list that is sorted by rank. False: it was not there."""
+    position = bisect_left(ranked, by_rank(sequence), key=by_rank)
+    if position == len(ranked) or ranked[position] is not sequence:
+        return False
+    del ranked[position]
+    return True

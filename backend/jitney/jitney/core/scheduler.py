@@ -1,7 +1,8 @@
 """The scheduler: which sequence computes which tokens in the next step, and what follows.
 
 Owns all requests from submission to their terminal event, and the KV manager. The engine's thread
-alone calls it. How a step is filled is in ``plan``, what its result does in ``outcome``.
+alone calls it. How a step is filled is in ``plan``, what its result does in ``outcome``, and what
+options such as tiers and drafts change of that in ``policy``.
 
 Steps take sequences by *rank*: ``priority * aging_s + arrival``, lower first. Waiting ``aging_s``
 seconds weighs as much as one level of priority, so an old request overtakes younger ones without
@@ -15,25 +16,24 @@ Without overlap, every :meth:`Scheduler.schedule` is followed by :meth:`Schedule
 Whatever ends a sequence then, its rows in flight are *surplus*: their results are dropped.
 """
 
-from collections import Counter
+import math
 from collections.abc import Iterator
 from dataclasses import replace
-from operator import attrgetter
 
 import msgspec
 
 from jitney.config import EngineConfig
 from jitney.core.admission import Needs, needs_of
-from jitney.core.cost import StepCost, StepShape
-from jitney.core.drafts import Speculation
 from jitney.core.held import HeldRequests
+from jitney.core.integrity import integrity_checks
 from jitney.core.kv_cache import KvCache
 from jitney.core.live import LiveRequests
-from jitney.core.outcome import apply_output, final_event
+from jitney.core.outcome import Outcome, final_event
 from jitney.core.plan import Planner
+from jitney.core.policy.choose import choose_policies
+from jitney.core.policy.seam import Terms
 from jitney.core.request import Request, Sequence, State
 from jitney.core.step_in_flight import StepInFlight
-from jitney.core.tiers import Pace
 from jitney.errors import DeadlineExceededError, InvalidArgumentError, JitneyError, UnavailableError
 from jitney.messages import (
     Adapter,
@@ -47,7 +47,6 @@ from jitney.messages import (
     StepOutput,
     StepStats,
     Submit,
-    TierStats,
     Tokens,
 )
 
@@ -67,29 +66,34 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
         self.kv = KvCache(num_blocks, config.block_size)
-        # With a token for each in every step, so that none of them holds up the others.
-        max_running = min(config.max_num_seqs, max_num_batched_tokens)
-        self.live = LiveRequests(self.kv, max_running, config.tiers)
         self._preempts = config.eviction == "preempt"
-        self.cost = StepCost()
-        """Learned where anything asks for it: ``speculation`` or ``tiers``."""
-        options, tiers = config.speculation, config.tiers
-        self.speculation = None if options is None else Speculation(options, self.cost)
-        self._pace = Pace(tiers, self.cost, config.block_size) if tiers else None
-        self._planner = Planner(
-            config, self.live, max_num_batched_tokens, self.speculation, self._pace
+        watermark = 0
+        if self._preempts:
+            watermark = math.ceil(config.watermark * num_blocks)
+        self.policies = choose_policies(
+            config,
+            self.kv,
+            # With a token for each in every step, so that none of them holds up the others.
+            max_running=min(config.max_num_seqs, max_num_batched_tokens),
+            watermark=watermark,
         )
-        self._held = HeldRequests(len(self.live.caps))
-        self._now = 0.0
-        # By tier: whether the last step had no room for all that waited.
-        self._left_waiting = [False] * len(self.live.caps)
+        self._admission = self.policies.admission
+        self.live = LiveRequests(self.kv, self._admission)
+        self._held = HeldRequests()
+        self._planner = Planner(
+            config,
+            self.live,
+            self.policies,
+            max_num_batched_tokens=max_num_batched_tokens,
+            watermark=watermark,
+        )
         self.reset_counts()
 
     # ------------------------------------------------------------------ queries
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has yet to end."""
+        """Whether any request that is not held has yet to end."""
         return bool(self.live.requests)
 
     @property
@@ -110,23 +114,21 @@ class Scheduler:
             self._counts,
             waiting=self.live.num_waiting + len(self._held),
             running=len(self.live.running),
-            queued=sum(self._num_queued()),
+            queued=self._admission.num_queued,
             blocks_total=self.kv.num_blocks,
             blocks_used=self.kv.num_used,
             blocks_cached=self.kv.num_cached,
             step_seconds=step_seconds,
             preemptions=self.live.preemptions - self._preemptions_before,
             out_of_memory=out_of_memory,
-            tiers=[] if self._pace is None else self._tier_stats(self._pace),
+            tiers=self._admission.stats(self.live.running),
         )
 
     def reset_counts(self) -> None:
         """Count from zero: the engine does so at the beginning of its step."""
         self._counts = StepStats()
         self._preemptions_before = self.live.preemptions
-        self.live.overdue = [0] * len(self.live.caps)
-        if self._pace is not None:
-            self._pace.held_back = [0] * len(self.live.caps)
+        self._admission.reset_counts()
 
     def check_integrity(self) -> None:
         """Assert every invariant of requests, queues, steps in flight and blocks. Call it while at
@@ -137,7 +139,7 @@ class Scheduler:
     def integrity_checks(self) -> Iterator[None]:
         """:meth:`check_integrity` in slices of well below a millisecond or two. Once the scheduler
         has been called in between, what is left must be dropped."""
-        return self.live.integrity_checks()
+        return integrity_checks(self.live, num_held=len(self._held))
 
     # ------------------------------------------------------------------ messages
 
@@ -145,13 +147,11 @@ class Scheduler:
         """Accept a request that must wait for a resource, or refuse it as :meth:`submit` does. It
         counts as queued until it is submitted, or ends: by :meth:`cancel`, :meth:`fail` or
         :meth:`expire`."""
-        tier = self.config.tier_of(message.params.tier)
         try:
-            self._needs_of(message, tier)
-            self._check_queue(message, tier)
+            self._accept(message, self._admission.terms_of(message))
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
-        self._held.add(message, tier)
+        self._held.add(message)
         return []
 
     def submit(
@@ -165,19 +165,23 @@ class Scheduler:
         resumed, was accepted before: the queue may be full. The sequences of a resumed request go
         on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
-        tier = self.config.tier_of(message.params.tier)
-        aged = message.params.priority * self.config.aging_s + message.arrival
-        aged += self.live.aging[tier]
+        terms = self._admission.terms_of(message)
         try:
-            needs = self._needs_of(message, tier)
-            if message.key in self._held:
-                self._held.remove(message.key)
-            else:
-                self._check_queue(message, tier)
+            needs = self._accept(message, terms)
         except (InvalidArgumentError, UnavailableError) as refusal:
             return [Failed(message.key, refusal.code, str(refusal))]
-        reserved = 0 if self._preempts else needs.request_blocks
-        request = Request(message, needs.max_output, reserved, aged, grammar, adapter, tier)
+        if message.key in self._held:
+            self._held.remove(message.key)
+        request = Request(
+            message,
+            max_output=needs.max_output,
+            reserved_blocks=0 if self._preempts else needs.request_blocks,
+            aged_arrival=self._aged_arrival(message, terms),
+            grammar=grammar,
+            adapter=adapter,
+            tier=terms.tier,
+            most_running=terms.most_running,
+        )
         if message.first_token is not None and not self._preempts:
             # Each computes the prompt on its own, so each reserves all of its blocks.
             request.reserved_blocks = 0
@@ -215,7 +219,7 @@ class Scheduler:
         for key in self._held.deadlines.reached(now):
             message = self._held.get(key)
             if message.first_token is None:
-                self._held.remove(key)
+                self._release_held(key)
                 events.append(_nothing_made(message, "in the queue"))
             else:  # a resumed request: it ends below with what it has, and needs no resource
                 events += self.submit(message)
@@ -224,11 +228,12 @@ class Scheduler:
             if request.first_token is None:
                 queued = request.first_scheduled is None
                 self.live.close(request)
-                state = "in the queue" if queued else "at work on its prompt"
-                events.append(_nothing_made(request.message, state))
+                where = "in the queue" if queued else "at work on its prompt"
+                events.append(_nothing_made(request.message, where))
                 continue
-            unfinished = [one for one in request.sequences if one.state is not State.ENDED]
-            events += [self._end(one, "deadline") for one in unfinished]
+            for sequence in request.sequences:
+                if sequence.state is not State.ENDED:
+                    events.append(self._end(sequence, "deadline"))
             events.append(self.live.finish(request, now))
         return events
 
@@ -239,9 +244,7 @@ class Scheduler:
         step is in flight, and there is nothing to do before it is updated."""
         live = self.live
         assert len(live.in_flight) < 2, "two steps are neither updated nor reverted"
-        live.count_overdue(now)
         step = self._planner.make(now, self._counts)
-        self._left_waiting, self._now = [len(each) > 0 for each in live.queues], now
         rows = step.batch.rows
         assert rows or live.in_flight or not live.requests, "work waits, and the step is empty"
         if rows:
@@ -255,31 +258,22 @@ class Scheduler:
     ) -> list[Event]:
         """Complete the oldest step in flight and apply its output: new tokens, ends, full blocks,
         forks. ``seconds`` is how long the device took; 0 if that was not measured."""
-        live, counts, caching = self.live, self._counts, self.config.prefix_caching
-        step = live.complete(batch)
-        if self.speculation is not None:
-            self.speculation.note_step(batch)
-        if self.speculation or self._pace:
-            self.cost.add(StepShape.of(batch, output.rows), seconds)
-        if self._pace is not None:
-            self._pace.complete(step.gap, now)
-        events: list[Event] = []
+        step = self.live.complete(batch)
+        self.policies.note_step(step, output, seconds=seconds, now=now)
+        outcome = Outcome(
+            self.live, self._counts, caching=self.config.prefix_caching, now=now, events=[]
+        )
         for row, result in zip(batch.rows, output.rows, strict=True):
-            sequence = live.sequence_of(row)
-            prefill_end = len(row.prompt) if sequence is None else sequence.prefill_end
-            if row.start < prefill_end:
-                counts.prefill_tokens += len(row.token_ids)
+            sequence = self.live.sequence_of(row)
+            self._count_prefill(row, sequence)
             if sequence is None:
                 continue  # surplus
             if result.error is not None:
-                grammar, error = sequence.grammar, result.error
-                if grammar is not None and grammar.error is not None:
-                    error = InvalidArgumentError(f"structured_outputs: {grammar.error}")
-                events += self.fail(row.key, error)
-                continue
-            events += apply_output(live, sequence, row, result, now, caching, counts)
-        counts.batch_sequences += len(batch.rows)
-        return events
+                outcome.events += self.fail(row.key, _error_of(sequence, result.error))
+            else:
+                outcome.apply(sequence, row, result)
+        self._counts.batch_sequences += len(batch.rows)
+        return outcome.events
 
     def revert(self, batch: Batch) -> None:
         """The latest step in flight failed or is dropped: it counts as not made, and its copies are
@@ -292,36 +286,53 @@ class Scheduler:
         those of the reverted ``rows`` whose sequences still live, with every pending copy."""
         live = self.live
         assert not live.in_flight
-        if self.speculation is not None:  # a try that failed is over, too
-            self.speculation.note_step(Batch(rows))
+        self.policies.drafts.note_rows(rows)
         again: list[Row] = []
         for row in rows:
             sequence = live.sequence_of(row)
-            if sequence is None:
-                continue
-            assert sequence.num_planned == row.start, "a row does not follow what is computed"
-            if row.carried is not None:  # by now it is known
-                row = replace(row, token_ids=[sequence.output[-1]], carried=None)
-            elif row.drafts or row.propose:
-                tokens = row.token_ids[: len(row.token_ids) - row.drafts]
-                row = replace(row, token_ids=tokens, drafts=0, propose=0)
-            sequence.num_planned = row.end
-            again.append(row)
+            if sequence is not None:
+                row = _plain_row(row, sequence)
+                sequence.num_planned = row.end
+                again.append(row)
         batch = Batch(again, self.kv.pending_copies())
         if again:
             live.in_flight.append(StepInFlight(batch))
         return batch
 
+    # ------------------------------------------------------------------ parts
+
+    def _accept(self, message: Submit, terms: Terms) -> Needs:
+        """Count a request as queued. Raises InvalidArgumentError if an empty cache could not hold
+        it, UnavailableError if the queue is full."""
+        needs = needs_of(
+            message,
+            self.config,
+            num_blocks=self.kv.num_blocks,
+            max_model_len=self.max_model_len,
+            max_running=terms.most_running,
+        )
+        if message.key in self._held:  # it was accepted when it came
+            return needs
+        if not message.emitted:  # else it was accepted by an engine that has ended
+            self._admission.check_queue(message, self.live.running)
+        self._admission.count_queued(message)
+        return needs
+
+    def _aged_arrival(self, message: Submit, terms: Terms) -> float:
+        """What the sequences of a request are ranked by, in seconds."""
+        aged = message.params.priority * self.config.aging_s + message.arrival
+        return aged + terms.delay_s
+
     def _end(self, sequence: Sequence, reason: FinishReason) -> Tokens:
         """End a sequence for a reason other than a token of its own."""
         self.live.end(sequence)
-        message, logprob = sequence.request.message, sequence.cumulative_logprob
-        return final_event(message, sequence.index, logprob, reason)
+        message = sequence.request.message
+        return final_event(message, sequence.index, sequence.cumulative_logprob, reason)
 
     def _close(self, key: int, event: Cancelled | Failed) -> list[Event]:
         """End a request by this event, unless it is unknown or has ended."""
         if key in self._held:
-            self._held.remove(key)
+            self._release_held(key)
             return [event]
         request = self.live.requests.get(key)
         if request is None:
@@ -329,54 +340,35 @@ class Scheduler:
         self.live.close(request)
         return [event]
 
-    def _needs_of(self, message: Submit, tier: int) -> Needs:
-        return needs_of(
-            message,
-            self.config,
-            num_blocks=self.kv.num_blocks,
-            max_model_len=self.max_model_len,
-            max_running=self.live.caps[tier],
-        )
+    def _release_held(self, key: int) -> None:
+        """A held request ends."""
+        message = self._held.remove(key)
+        self._admission.count_dequeued(message)
 
-    def _num_queued(self) -> list[int]:
-        """By tier: requests of which nothing was ever admitted, held ones included."""
-        pairs = zip(self.live.num_queued, self._held.num_queued, strict=True)
-        return [live + held for live, held in pairs]
+    def _count_prefill(self, row: Row, sequence: Sequence | None) -> None:
+        """Count the tokens of a row as prefill, if they are part of one."""
+        prefill_end = len(row.prompt) if sequence is None else sequence.prefill_end
+        if row.start < prefill_end:
+            self._counts.prefill_tokens += len(row.token_ids)
 
-    def _check_queue(self, message: Submit, tier: int) -> None:
-        """Raise UnavailableError if the queue is full, lower tiers not counted, or what a tier may
-        have of it. Requests that the next steps will admit do not count as waiting; if the last
-        step left some of the tier waiting, the next may admit none. A resumed request was accepted
-        before."""
-        if message.emitted:
-            return
-        live, tiers = self.live, self.config.tiers
-        held_up = self._left_waiting[tier] and live.queues[tier]
-        queued = self._num_queued()
-        limits = [(sum(queued[: tier + 1]), self.config.max_queued)]
-        if tiers and (most := tiers[tier].max_queued) is not None:
-            limits.append((queued[tier], most))
-        for waiting, most in limits:
-            if not held_up and waiting >= most:
-                waiting -= max(live.places(tier), 0)
-            if waiting >= most:
-                raise UnavailableError.of_queue(waiting, most)
 
-    def _tier_stats(self, pace: Pace) -> list[TierStats]:
-        live, running = self.live, Counter(one.request.tier for one in self.live.running)
-        stats = []
-        for tier, queue in enumerate(live.queues):
-            since = min(map(attrgetter("waiting_since"), queue), default=self._now)
-            stats.append(
-                TierStats(
-                    waiting=len(queue),
-                    running=running[tier],
-                    held_back=pace.held_back[tier],
-                    overdue=live.overdue[tier],
-                    oldest_s=self._now - since,
-                )
-            )
-        return stats
+def _plain_row(row: Row, sequence: Sequence) -> Row:
+    """A reverted row as it is executed again: with nothing in flight and without drafts."""
+    assert sequence.num_planned == row.start, "a row does not follow what is computed"
+    if row.carried is not None:  # by now the token is known
+        return replace(row, token_ids=[sequence.output[-1]], carried=None)
+    if row.drafts or row.propose:
+        tokens = row.token_ids[: len(row.token_ids) - row.drafts]
+        return replace(row, token_ids=tokens, drafts=0, propose=0)
+    return row
+
+
+def _error_of(sequence: Sequence, error: JitneyError) -> JitneyError:
+    """Why a row failed: its grammar knows better than the runner, which found nothing allowed."""
+    grammar = sequence.grammar
+    if grammar is not None and grammar.error is not None:
+        return InvalidArgumentError(f"structured_outputs: {grammar.error}")
+    return error
 
 
 def _nothing_made(message: Submit, where: str) -> Failed:

@@ -20,8 +20,8 @@ class StepInFlight:
     leaves_out: bool = False
     """Whether it samples for sequences that a plan ahead leaves out: the host must know the sample
     before it can plan their next row."""
-    gap: float | None = None
-    """What limits it, see ``tiers``."""
+    target: float | None = None
+    """Seconds that it should take at most, if ``policy`` limits it."""
     deferred: list[tuple[list[int], int]] = field(default_factory=list)
     """Deferred frees: tables given up while it is in flight, each with its number of computed
     tokens."""

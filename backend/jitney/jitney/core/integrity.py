@@ -1,0 +1,128 @@
+"""Checks of the live requests: each is in exactly one state, and queues, steps in flight and blocks
+agree. Called by the scheduler, which the engine asks when it is idle and tests ask after each step.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from jitney.core.kv_cache import KvCache
+from jitney.core.live import LiveRequests
+from jitney.core.request import Request, Sequence, State, by_rank
+
+
+def integrity_checks(live: LiveRequests, num_held: int) -> Iterator[None]:
+    """Assert every invariant. The blocks, of which there may be many, are checked in slices, each
+    of which ends in a yield. ``num_held``: queued requests that are not live yet."""
+    for key, request in live.requests.items():
+        assert request.message.key == key
+        _check_request(request, live.kv)
+    _check_running(live)
+    _check_waiting(live, num_held)
+    _check_deadlines(live)
+    _check_sequences_in_flight(live)
+    _check_copies_in_flight(live)
+    tables = [(one.table, one.num_computed) for one in live.running]
+    for step in live.in_flight:
+        tables += step.deferred
+    yield from live.kv.integrity_checks(tables)
+
+
+def _check_request(request: Request, kv: KvCache) -> None:
+    states = [sequence.state for sequence in request.sequences]
+    forks_due = request.forks_due
+    not_ended = len(states) - states.count(State.ENDED)
+    key = request.message.key
+    assert request.live == forks_due + not_ended
+    assert request.live > 0, f"request {key} has ended but is still here"
+    assert forks_due == 0 or request.first_token is None, f"request {key} did not fork"
+    assert request.running == states.count(State.RUNNING)
+    for sequence in request.sequences:
+        _check_sequence(sequence, kv)
+
+
+def _check_sequence(sequence: Sequence, kv: KvCache) -> None:
+    assert sequence.num_tokens == len(sequence.prompt) + len(sequence.output)
+    if sequence.state is State.RUNNING:
+        planned = sequence.num_planned
+        capacity = len(sequence.table) * kv.block_size
+        assert sequence.num_computed < sequence.num_tokens, "nothing is left to compute"
+        assert planned <= sequence.limit, "more is planned than is ever computed"
+        assert planned <= capacity, "tokens were planned into no block"
+        assert sequence.num_cached_blocks <= sequence.num_computed // kv.block_size
+    else:
+        assert not sequence.table, "a sequence that does not run holds blocks"
+    if sequence.state is State.WAITING:
+        nothing_computed = sequence.num_computed == sequence.num_planned == 0
+        assert nothing_computed, "a sequence without blocks has nothing computed"
+
+
+def _in_state(live: LiveRequests, state: State) -> list[Sequence]:
+    """All sequences in a state, by rank."""
+    found = []
+    for request in live.requests.values():
+        found += [one for one in request.sequences if one.state is state]
+    return sorted(found, key=by_rank)
+
+
+def _check_running(live: LiveRequests) -> None:
+    running = _in_state(live, State.RUNNING)
+    assert running == live.running, "running is out of order or incomplete"
+    assert len(running) <= live.admission.max_running, "more sequences run than may"
+    by_tier = Counter(one.request.tier for one in running)
+    for sequence in running:
+        request = sequence.request
+        assert by_tier[request.tier] <= request.most_running, "too many sequences of a tier run"
+    reserved = sum(one.reserved_blocks for one in running)
+    for request in live.requests.values():
+        if request.running:
+            reserved += request.reserved_blocks
+    assert reserved == live.reserved_blocks <= live.kv.num_blocks, "too much is reserved"
+
+
+def _check_waiting(live: LiveRequests, num_held: int) -> None:
+    queued = sorted(live.admission.waiting(), key=by_rank)
+    assert queued == _in_state(live, State.WAITING), "a queue is incomplete"
+    never_admitted = [one for one in live.requests.values() if one.first_scheduled is None]
+    assert live.admission.num_queued == len(never_admitted) + num_held
+
+
+def _check_deadlines(live: LiveRequests) -> None:
+    messages = [request.message for request in live.requests.values()]
+    timed = [(one.deadline, one.key) for one in messages if one.deadline is not None]
+    assert sorted(timed) == live.deadlines.entries, "a deadline is missing, or of nobody"
+
+
+def _check_sequences_in_flight(live: LiveRequests) -> None:
+    """What is planned beyond the computed tokens is what the steps in flight compute."""
+    tokens: Counter[tuple[int, int]] = Counter()
+    samples: Counter[tuple[int, int]] = Counter()
+    lookahead: Counter[tuple[int, int]] = Counter()
+    for step in live.in_flight:
+        for row in step.batch.rows:
+            sequence = live.sequence_of(row)
+            if sequence is None:
+                continue
+            assert row.block_table == sequence.table, "a row in flight has another table"
+            key = (row.key, row.index)
+            tokens[key] += len(row.token_ids)
+            samples[key] += row.drafts
+            if row.sample:
+                samples[key] += 1
+            lookahead[key] = row.propose
+    for sequence in live.running:
+        key = (sequence.request.message.key, sequence.index)
+        ahead = sequence.num_planned - sequence.num_computed
+        assert ahead == tokens[key], f"{ahead} tokens are planned, {tokens[key]} in flight"
+        end = max(sequence.num_planned + lookahead[key], sequence.num_tokens)
+        assert len(sequence.table) <= live.kv.blocks_for(end), "a block is not needed"
+        pending = max(sequence.num_planned + 1 - sequence.num_tokens, 0)
+        assert pending == samples[key], f"{pending} samples pending, {samples[key]} in flight"
+
+
+def _check_copies_in_flight(live: LiveRequests) -> None:
+    """Each pending copy is made by exactly one step in flight, if there is any."""
+    copies = set(live.kv.pending_copies())
+    for step in live.in_flight:
+        assert copies.issuperset(step.batch.copies), "a copy in flight is not pending any more"
+        copies.difference_update(step.batch.copies)
+    assert not live.in_flight or not copies, "no step in flight makes a pending copy"

@@ -1,0 +1,150 @@
+"""No policy: one queue by rank, steps without limits, no drafts. What an engine without options
+runs by."""
+
+from bisect import insort
+from collections.abc import Iterator
+
+from jitney.core.policy.seam import DraftChoice, StepLimits, Terms
+from jitney.core.request import Request, Sequence, by_rank, remove_ranked
+from jitney.errors import UnavailableError
+from jitney.messages import Batch, Row, StepOutput, Submit, TierStats
+
+
+class ByRank:
+    """One queue, the lowest rank first. An ``Admission``."""
+
+    def __init__(self, max_running: int, max_queued: int) -> None:
+        self.max_running = max_running
+        self.num_queued = 0
+        self._max_queued = max_queued
+        self._queue: list[Sequence] = []
+        self._left_waiting = False  # whether the last step did not admit all that waited
+
+    # ------------------------------------------------------------------ requests
+
+    def terms_of(self, message: Submit) -> Terms:
+        return Terms(most_running=self.max_running)
+
+    def check_queue(self, message: Submit, running: list[Sequence]) -> None:
+        queued = self.num_queued
+        if queued < self._max_queued:
+            return
+        # Requests that the next step will admit do not wait. If the last step left anybody
+        # waiting, the next one may admit nobody.
+        held_up = self._left_waiting and self._queue
+        if not held_up:
+            queued -= max(self.places(running), 0)
+        if queued >= self._max_queued:
+            raise UnavailableError.of_queue(queued, self._max_queued)
+
+    def count_queued(self, message: Submit) -> None:
+        self.num_queued += 1
+
+    def count_dequeued(self, message: Submit) -> None:
+        self.num_queued -= 1
+
+    # ------------------------------------------------------------------ waiting sequences
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._queue, sequence, key=by_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        remove_ranked(self._queue, sequence)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def waiting(self) -> Iterator[Sequence]:
+        assert sorted(self._queue, key=by_rank) == self._queue, "the queue is out of order"
+        return iter(self._queue)
+
+    def first(self, running: list[Sequence]) -> Sequence | None:
+        return self._queue[0] if self._queue else None
+
+    # ------------------------------------------------------------------ running sequences
+
+    def places(self, running: list[Sequence]) -> int:
+        forks_due = sum(one.request.forks_due for one in running)
+        return self.max_running - len(running) - forks_due
+
+    def is_full(self, request: Request, running: list[Sequence]) -> bool:
+        return len(running) >= self.max_running
+
+    def sort(self, running: list[Sequence], now: float) -> None:
+        """Ranks never change."""
+
+    def urgent(self, running: list[Sequence]) -> Sequence | None:
+        return None
+
+    def in_the_way(
+        self, first: Sequence, hits: list[int], running: list[Sequence]
+    ) -> list[Sequence]:
+        return []
+
+    # ------------------------------------------------------------------ reports
+
+    def note_planned(self, now: float) -> None:
+        self._left_waiting = bool(self._queue)
+
+    def stats(self, running: list[Sequence]) -> list[TierStats]:
+        return []
+
+    def reset_counts(self) -> None:
+        """Nothing is counted."""
+
+
+class NoLimits:
+    """Nothing but the token budget limits a step. A ``StepLimits``."""
+
+    is_active = False
+    target = None
+
+    def begin(self, running: list[Sequence]) -> None:
+        """Nothing is limited."""
+
+    def limits(self, sequence: Sequence) -> bool:
+        return False
+
+    def may_decode(self, sequence: Sequence) -> bool:
+        return True
+
+    def count_decode(self, sequence: Sequence) -> None:
+        """Nothing is limited."""
+
+    def limit_chunk(self, sequence: Sequence, most: int) -> int:
+        return most
+
+    def limit_drafts(self, choice: DraftChoice) -> None:
+        """Nothing is limited."""
+
+    def note_step(self, target: float | None, now: float) -> None:
+        """Nothing is learned."""
+
+
+class NoDrafts:
+    """No sequence has drafts. A ``DraftPolicy``."""
+
+    is_active = False
+
+    def begin(self, running: list[Sequence], limits: StepLimits) -> None:
+        """There is nothing to choose."""
+
+    def choice_of(self, sequence: Sequence, most: int, most_read: int) -> DraftChoice:
+        return DraftChoice()
+
+    def waits_for_sample(self, sequence: Sequence) -> bool:
+        return False
+
+    def note_refused(self, sequence: Sequence) -> None:
+        """Nothing was chosen."""
+
+    def note_rows(self, rows: list[Row]) -> None:
+        """Nothing is learned."""
+
+
+class NoCosts:
+    """Nobody asks what a step costs. A ``CostModel``."""
+
+    def note_step(self, batch: Batch, output: StepOutput, seconds: float) -> None:
+        """Nothing is learned."""
