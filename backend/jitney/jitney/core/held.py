@@ -31,8 +31,7 @@ class HeldRequests:
 
     def get(self, key: int) -> Submit:
         """A held request."""
-        message, _ = self._requests[key]
-        return message
+        return self._messages[key]
 
     def remove(self, key: int) -> Submit:
         """A held request has ended, or its resources are there."""

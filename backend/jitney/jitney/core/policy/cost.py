@@ -1,14 +1,15 @@
 """What a step costs: a sum over its shape, with weights that are fitted to measured steps.
 
-    seconds = steps + chunked + tokens * … + samples * … + context * …, and what drafts add
+    seconds = w0 + w1 * chunked + w2 * tokens + w3 * samples + w4 * context, and what drafts add
 
-Weights are fitted while the first steps run (after 1, 2, 4, … 64 of them), and then stay, until
-predictions are off: until the mean error of the last steps exceeds a tenth. A fit minimizes the
-squared *relative* error, so a step that something else held up, whose error is at most 1, moves
-little. Each kind of step counts with the last few that were measured, and less the longer ago that
-was: so a batch that is full for an hour does not forget what a step of one row takes, nor does an
-engine that has become slower stay with what it knew. No weight is negative. What no step has told
-apart, such as tokens and samples while all are decodes, shares the seconds.
+Weights are fitted while the first steps run (after 1, 2, 4, … 64 of them), and then stay until
+predictions are off: until 16 steps with chunks, or 16 without, took 3 % more or less in the mean
+than was predicted. A fit minimizes the squared *relative* error, so a step that something else held
+up, whose error is at most 1, moves little. It is made of the last 64 steps, and of a few older ones
+of each kind, which count less: so a batch that is full for an hour does not forget what a step of
+one row takes, nor does an engine that has become slower stay with what it knew. No weight is
+negative. What no step has told apart, such as tokens and samples while all are decodes, shares the
+seconds.
 
 What drafts and a draft model add is fitted to the steps that have any, and all else to the others:
 so what a step would take without them stays what such steps took. While no step has drafts, what
@@ -28,8 +29,9 @@ _OFF = 0.03  # mean relative error, of one sign, from which weights are fitted a
 _CHECKED = 16  # steps with chunks, or without, whose errors that is the mean of
 _RECENT = 64  # steps that count fully in a fit
 _OF_A_KIND = 4  # older steps of a kind that are kept beside them
+_SHARE_OF_OLDER = 0.2  # how much such a step counts
 _MOST_KINDS = 64
-_HALF_AS_MUCH = 512  # steps, after which one that is kept counts half
+_HALF_AS_MUCH = 512  # steps, after which it counts half as much
 _PRECISION = 1e-3  # of the weights as they were, beside measured steps
 _FADING = 1 / 400  # share of the weights of drafts that a step without them takes away
 
@@ -194,7 +196,7 @@ class _Fitted:
         for of_kind in self._kinds.values():
             for one in of_kind:
                 age = self._count - one.number
-                recency = _HALF_AS_MUCH / (_HALF_AS_MUCH + age)
+                recency = _SHARE_OF_OLDER * _HALF_AS_MUCH / (_HALF_AS_MUCH + age)
                 rows.append((one.shape, one.added, recency / one.step**2))
         precision = [_PRECISION * (unit / self._unit) ** 2 for unit in self._units]
         self.weights = fit(rows, before=self.weights, precision=precision)

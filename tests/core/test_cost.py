@@ -1,0 +1,95 @@
+"""The cost of a step: fitted while the first steps run, and then only where predictions are off."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from jitney.core.policy.cost import StepCost, StepShape
+from jitney.core.policy.least_squares import dot, fit
+
+TRUE = StepShape(steps=8e-3, chunked=1e-3, tokens=0.1e-3, samples=0.2e-3, context=0.3e-6)
+
+
+def shape_of(rows: int, chunk: int = 0) -> StepShape:
+    return StepShape(
+        chunked=1.0 if chunk else 0.0,
+        tokens=rows + chunk,
+        samples=rows,
+        context=200 * rows + chunk,
+    )
+
+
+def shapes(count: int, most_rows: int = 32) -> Iterator[StepShape]:
+    chance = random.Random(3)
+    for _ in range(count):
+        chunk = chance.choice([0, 0, 0, chance.randrange(30, 200)])
+        yield shape_of(chance.randrange(1, most_rows + 1), chunk)
+
+
+def seconds_of(shape: StepShape) -> float:
+    return sum(a * b for a, b in zip(TRUE, shape, strict=True))
+
+
+def test_it_is_known_after_the_first_steps_and_stays() -> None:
+    cost = StepCost()
+    for shape in shapes(64):
+        cost.add(shape, seconds_of(shape))
+    fitted = cost.weights
+    chance = random.Random(5)
+    for shape in shapes(500):
+        assert cost.seconds(shape) == pytest.approx(seconds_of(shape), rel=0.02)
+        cost.add(shape, seconds_of(shape) * chance.uniform(0.96, 1.04))
+    assert cost.weights == fitted, "such noise makes no prediction off in the mean"
+
+
+@pytest.mark.parametrize("slower", [0.6, 1.5])
+def test_it_is_fitted_anew_when_it_is_off(slower: float) -> None:
+    cost = StepCost()
+    for shape in shapes(200):
+        cost.add(shape, seconds_of(shape))
+    for shape in shapes(200):
+        cost.add(shape, slower * seconds_of(shape))
+    for shape in shapes(50):
+        assert cost.seconds(shape) == pytest.approx(slower * seconds_of(shape), rel=0.1)
+
+
+def test_chunks_that_are_off_count_though_most_steps_have_none() -> None:
+    cost = StepCost()
+    for _ in range(64):
+        cost.add(shape_of(8), seconds_of(shape_of(8)))
+    for step in range(400):
+        shape = shape_of(8, chunk=100 if step % 10 == 0 else 0)
+        cost.add(shape, seconds_of(shape))
+    chunk = shape_of(8, chunk=100)
+    assert cost.seconds(chunk) == pytest.approx(seconds_of(chunk), rel=0.05)
+
+
+def test_a_full_batch_does_not_forget_what_one_row_takes() -> None:
+    cost = StepCost()
+    for shape in shapes(200):
+        cost.add(shape, seconds_of(shape))
+    chance = random.Random(5)
+    for _ in range(3000):
+        shape = shape_of(32)
+        cost.add(shape, seconds_of(shape) * chance.uniform(0.9, 1.1))
+    assert cost.seconds(shape_of(1)) == pytest.approx(seconds_of(shape_of(1)), rel=0.15)
+
+
+def test_a_step_that_took_no_time_is_none() -> None:
+    cost = StepCost()
+    cost.add(shape_of(1), 0.0)
+    assert cost.weights is None
+
+
+def test_no_weight_is_negative() -> None:
+    rows = [((1.0, 1.0), 1.0, 1.0), ((1.0, 2.0), 0.5, 1.0), ((1.0, 3.0), 0.2, 1.0)]
+    weights = fit(rows, before=(0.0, 0.0), precision=(1e-9, 1e-9))
+    assert weights[1] == 0.0
+    assert weights[0] == pytest.approx(1.7 / 3, rel=1e-6)
+
+
+def test_a_weight_that_no_step_tells_stays() -> None:
+    rows = [((1.0, 0.0), 2.0, 1.0)]
+    weights = fit(rows, before=(0.5, 0.7), precision=(1e-9, 1e-9))
+    assert weights == pytest.approx([2.0, 0.7])
+    assert dot(weights, (1.0, 1.0)) == pytest.approx(2.7)
