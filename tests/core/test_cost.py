@@ -47,7 +47,7 @@ def test_it_is_fitted_anew_when_it_is_off(slower: float) -> None:
     cost = StepCost()
     for shape in shapes(200):
         cost.add(shape, seconds_of(shape))
-    for shape in shapes(200):
+    for shape in shapes(400):
         cost.add(shape, slower * seconds_of(shape))
     for shape in shapes(50):
         assert cost.seconds(shape) == pytest.approx(slower * seconds_of(shape), rel=0.1)

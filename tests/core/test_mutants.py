@@ -77,16 +77,20 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
     "drafts take blocks that others need": (
-        "plan", "kv.num_free <= self._blocks_due(after) or ", "",
+        "lookahead", " or kv.num_free <= self._blocks_due(after)", "",
     ),
     "a draft may end the sequence": ("policy/speculation", "id not in stop_ids", "True"),
     "drafts go beyond the end": (
         "policy/speculation", "taken, sequence.limit", "taken, 99 + sequence.limit",
     ),
-    "drafts take the budget of others": ("plan", " - len(after)\n", "\n"),
+    "drafts take the budget of others": ("lookahead", " - len(after)\n", "\n"),
     "what goes on is refused": ("scheduler", "if not message.emitted:", "if True:"),
     "a held request does not count": (
         "scheduler", "self._held.add(message)", "self._admission.count_dequeued(message)",
+    ),
+    "a cost that is off stays": ("policy/cost", "return abs(sum(errors)) >", "return 9e9 <"),
+    "a weight that no step tells is lost": (
+        "policy/least_squares", "vector[i] += precision[i] * before[i]", "pass",
     ),
     "the budget is ignored": (
         "plan", "min(sequence.num_tokens - start, most)", "sequence.num_tokens - start",

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 
 from jitney.config import EngineConfig
 from jitney.core.live import LiveRequests
+from jitney.core.lookahead import Lookahead
 from jitney.core.policy.choose import Policies
 from jitney.core.policy.seam import DraftChoice
 from jitney.core.request import Request, Sequence, State
@@ -54,12 +55,8 @@ class _Plan:
     counts: StepStats
     ahead: bool
     tokens_left: int
-    reads_left: int
-    """Tokens that a draft model may still read."""
     kept_for_prefill: int
     """Of the tokens that are left, those that no decode may take."""
-    kept_from_drafts: int
-    """Of the tokens that are left, those that no draft may take."""
     num_samples: int = 0
     step: StepInFlight = field(default_factory=lambda: StepInFlight(Batch([])))
 
@@ -82,6 +79,7 @@ class Planner:
         self._admission = policies.admission
         self._limits = policies.limits
         self._drafts = policies.drafts
+        self._lookahead = Lookahead(live, policies)
         self._block_size = config.block_size
         self._caching = config.prefix_caching
         self._preempts = config.eviction == "preempt"
@@ -118,10 +116,10 @@ class Planner:
             counts=counts,
             ahead=bool(live.in_flight),
             tokens_left=self._max_tokens,
-            reads_left=self._max_tokens,
             kept_for_prefill=self._keep_for_prefill(),
-            kept_from_drafts=self._keep_from_drafts(),
         )
+        if self._drafts.is_active:
+            self._lookahead.begin(self._max_tokens)
         preemptions = live.preemptions
         self._admission.sort(live.running, now)
         self._admit_urgent(plan)
@@ -172,19 +170,6 @@ class Planner:
         if len(running) <= self._max_tokens - share:  # decodes cannot take them
             return 0
         return min(share, sum(one.prefill_left for one in running))
-
-    def _keep_from_drafts(self) -> int:
-        """Tokens that the prompts of running sequences need, and the first waiting sequence if it
-        may run."""
-        if not self._drafts.is_active:
-            return 0
-        running = self._live.running
-        kept = sum(one.prefill_left for one in running)
-        if self._admission.places(running) > 0:
-            first = self._admission.first(running)
-            if first is not None:
-                kept += first.num_tokens
-        return kept
 
     def _plan_decodes(self, plan: _Plan) -> list[Sequence]:
         """Plan every running sequence that decodes, making room by preemption. Returns the other
@@ -244,58 +229,11 @@ class Planner:
         """Plan a decode of one token, and its drafts."""
         choice = _NO_DRAFTS
         if self._drafts.is_active:
-            choice = self._take_drafts(plan, sequence, position)
+            choice = self._lookahead.choice_of(
+                sequence, tokens_left=plan.tokens_left, position=position
+            )
         tokens = [sequence.output[-1], *choice.drafts]
         self._add_row(plan, sequence, tokens, (sequence.index,), choice=choice)
-
-    def _take_drafts(self, plan: _Plan, sequence: Sequence, position: int) -> DraftChoice:
-        """What a decode may compute behind its token: what is chosen, as far as there is room.
-
-        Sequences from ``position`` on keep a token of the budget each, and prompts keep theirs.
-        """
-        after = self._live.running[position:]
-        spare_tokens = plan.tokens_left - 1 - plan.kept_from_drafts - len(after)
-        choice = self._drafts.choice_of(sequence, max(spare_tokens, 0), plan.reads_left)
-        if choice.is_empty:
-            return choice
-        self._limits.limit_drafts(choice)
-        self._make_room_for_drafts(sequence, choice, after)
-        if choice.is_empty:
-            self._drafts.note_refused(sequence)
-        plan.reads_left -= choice.read
-        return choice
-
-    def _make_room_for_drafts(
-        self, sequence: Sequence, choice: DraftChoice, after: list[Sequence]
-    ) -> None:
-        """Allocate blocks for drafts and proposals, and cut the choice down to the slots there are.
-
-        A block is left to every fork that is due, and to each sequence ``after`` this one what its
-        known tokens need. While any sequence waits, drafts take no blocks.
-        """
-        live = self._live
-        kv = self._kv
-        table = sequence.table
-        start = sequence.num_planned + 1
-        while True:
-            slots = len(table) * self._block_size - start
-            if slots >= len(choice.drafts) + choice.propose:
-                return
-            if live.num_waiting or kv.num_free <= self._blocks_due(after) or not kv.grow(table):
-                break
-        del choice.drafts[slots:]
-        choice.propose = min(choice.propose, slots - len(choice.drafts))
-        if not choice.propose:
-            choice.ask_nothing()
-
-    def _blocks_due(self, after: list[Sequence]) -> int:
-        """Blocks that forks and the decodes of these sequences need in this step and the next."""
-        running = self._live.running
-        forks = self._admission.max_running - self._admission.places(running) - len(running)
-        due = forks
-        for sequence in after:
-            due += max(1, self._kv.blocks_for(sequence.num_tokens) - len(sequence.table))
-        return due
 
     def _make_room(self, plan: _Plan, sequence: Sequence, end: int) -> bool:
         """Allocate blocks for the positions below ``end`` of ``sequence``, one at most in a plan

@@ -4,12 +4,11 @@
 
 Weights are fitted while the first steps run (after 1, 2, 4, … 64 of them), and then stay until
 predictions are off: until 16 steps with chunks, or 16 without, took 3 % more or less in the mean
-than was predicted. A fit minimizes the squared *relative* error, so a step that something else held
-up, whose error is at most 1, moves little. It is made of the last 64 steps, and of a few older ones
-of each kind, which count less: so a batch that is full for an hour does not forget what a step of
-one row takes, nor does an engine that has become slower stay with what it knew. No weight is
-negative. What no step has told apart, such as tokens and samples while all are decodes, shares the
-seconds.
+than was predicted. A fit minimizes the squared *relative* error over the last 256 steps, so a step
+that something else held up, whose error is at most 1, moves little. What these steps do not tell
+stays as it was: a batch that is full for an hour does not forget what a step of one row takes. What
+no step has told apart, such as tokens and samples while all are decodes, shares the seconds. No
+weight is negative.
 
 What drafts and a draft model add is fitted to the steps that have any, and all else to the others:
 so what a step would take without them stays what such steps took. While no step has drafts, what
@@ -27,11 +26,8 @@ from jitney.messages import Batch, RowOutput, StepOutput
 
 _OFF = 0.03  # mean relative error, of one sign, from which weights are fitted anew
 _CHECKED = 16  # steps with chunks, or without, whose errors that is the mean of
-_RECENT = 64  # steps that count fully in a fit
-_OF_A_KIND = 4  # older steps of a kind that are kept beside them
-_SHARE_OF_OLDER = 0.2  # how much such a step counts
-_MOST_KINDS = 64
-_HALF_AS_MUCH = 512  # steps, after which it counts half as much
+_WARM_UP = 64  # steps, in which weights are fitted whenever their number has doubled
+_RECENT = 256  # steps, to which weights are fitted
 _PRECISION = 1e-3  # of the weights as they were, beside measured steps
 _FADING = 1 / 400  # share of the weights of drafts that a step without them takes away
 
@@ -132,7 +128,6 @@ class _Measured(NamedTuple):
     """Seconds that these fields of the shape added to the step."""
     step: float
     """Seconds of the whole step, to which errors are relative."""
-    number: int
 
 
 class _Fitted:
@@ -143,8 +138,7 @@ class _Fitted:
         self._units = units
         self._unit = 0.0  # seconds of the first step
         self._count = 0
-        self._recent: deque[_Measured] = deque()
-        self._kinds: dict[tuple[int, ...], deque[_Measured]] = {}
+        self._recent: deque[_Measured] = deque(maxlen=_RECENT)
         # Of steps with and without the second field: chunks, or drafts.
         self._errors = {each: deque[float](maxlen=_CHECKED) for each in (False, True)}
 
@@ -156,7 +150,7 @@ class _Fitted:
         error = (dot(self.weights, shape) - added) / step
         errors = self._errors[shape[1] > 0.0]
         errors.append(max(min(error, 1.0), -1.0))
-        self._keep(_Measured(shape, added, step, self._count))
+        self._recent.append(_Measured(shape, added, step))
         if self._is_due(errors):
             self._fit()
 
@@ -164,26 +158,10 @@ class _Fitted:
         """A step told nothing of these weights."""
         self.weights = [weight * (1 - _FADING) for weight in self.weights]
 
-    def _keep(self, measured: _Measured) -> None:
-        """Among the recent steps. The one that this was so long ago is kept by its kind."""
-        self._recent.append(measured)
-        if len(self._recent) <= _RECENT:
-            return
-        older = self._recent.popleft()
-        # Of one kind are steps whose fields are of about the same size.
-        kind = tuple(int(each).bit_length() for each in older.shape)
-        of_kind = self._kinds.pop(kind, None)
-        if of_kind is None:
-            of_kind = deque(maxlen=_OF_A_KIND)
-            if len(self._kinds) == _MOST_KINDS:  # the kind not seen for longest goes
-                del self._kinds[next(iter(self._kinds))]
-        of_kind.append(older)
-        self._kinds[kind] = of_kind
-
     def _is_due(self, errors: deque[float]) -> bool:
         """Whether to fit: whenever the number of steps has doubled at first, then if predictions
         are off."""
-        if self._count <= _RECENT:
+        if self._count <= _WARM_UP:
             return self._count & (self._count - 1) == 0
         if len(errors) < _CHECKED:
             return False
@@ -193,10 +171,5 @@ class _Fitted:
         for errors in self._errors.values():
             errors.clear()
         rows = [(one.shape, one.added, 1 / one.step**2) for one in self._recent]
-        for of_kind in self._kinds.values():
-            for one in of_kind:
-                age = self._count - one.number
-                recency = _SHARE_OF_OLDER * _HALF_AS_MUCH / (_HALF_AS_MUCH + age)
-                rows.append((one.shape, one.added, recency / one.step**2))
         precision = [_PRECISION * (unit / self._unit) ** 2 for unit in self._units]
         self.weights = fit(rows, before=self.weights, precision=precision)
