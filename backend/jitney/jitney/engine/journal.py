@@ -1,10 +1,11 @@
 """The journal: every open request, and what each of its sequences has emitted.
 
-From it an engine that has died is replaced: :meth:`Journal.due` gives the messages that bring a new
-one to where the old one was. It also finds the request that ends engines. A request is under
-suspicion if two engines died while computing the same tokens of it. It is then sent to the next
-engine alone, all others waiting, until it has emitted some tokens; if two engines die of it so, it
-is failed.
+It is what a new engine needs in place of one that has died: :meth:`Journal.due` gives the messages
+that bring it to where the old one was.
+
+It also finds the request that ends engines. A request is under suspicion if two engines died while
+computing the same tokens of it. It is then sent to the next engine alone, and all others wait until
+it has emitted some tokens. If two engines die of it when it is alone, it is failed.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
@@ -51,11 +52,11 @@ class _Entry:
     later: list[Finish | Cancel] = field(default_factory=list)
     """What was sent after it, to be sent again."""
     died_at: list[RowRange] = field(default_factory=list)
-    """What of it the last engine was computing that died with it in a step."""
+    """What was being computed of it when an engine last died."""
     deaths: int = 0
     """Engines that died at the same tokens of it, without a new one since."""
     was_sent: bool = False
-    """To any engine. What has ended before it was refused counts as accepted."""
+    """To any engine. If that died before it refused the request, this counts as accepted."""
     tokens_since_death: int = 0
     samples_since_death: int = 0
 
@@ -118,7 +119,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._open: dict[int, _Entry] = {}
-        self._held: dict[int, None] = {}  # open requests that the engine does not have, in order
+        self._held: dict[int, None] = {}  # open requests that no engine has, in order
         self._unsent: list[Finish | Cancel] = []  # of those that it has
         self._alone: int | None = None  # the request that is tried without the others
 
@@ -179,8 +180,8 @@ class Journal:
         return failed
 
     def expire(self, now: float, engine_is_silent: bool = False) -> list[Event]:
-        """End the requests whose deadline is reached, or that were cancelled, and of which no
-        engine sees to it: those that it does not have, or all if it is silent."""
+        """End the requests whose deadline is reached, or that were cancelled, if the engine will
+        not do it: those that it does not have, or all if it is silent."""
         events: list[Event] = []
         for key in list(self._open if engine_is_silent else self._held):
             ends = _ends_of(self._open[key], now)
@@ -246,7 +247,7 @@ class Journal:
 
 
 def _ends_of(entry: _Entry, now: float) -> list[Event]:
-    """The events that end a request of which no engine sees to it; none if it goes on."""
+    """The events that end a request which the engine will not end; none if it goes on."""
     submit = entry.submit
     if any(isinstance(message, Cancel) for message in entry.later):
         return [Cancelled(submit.key)]

@@ -42,7 +42,7 @@ from jitney.messages import Cancel, Event, Message, ModelInfo, StepReport, StepS
 _log = logging.getLogger(__name__)
 
 CAUSES = ("killed", "device_lost", "failed", "hung")
-"""Why an engine ended: by a signal, for want of its device, in another way, by the watchdog."""
+"""Why an engine ended: by a signal, because its device failed, in another way, by the watchdog."""
 
 _REFUSALS: dict[str, type[JitneyError]] = {
     each.__name__: each
@@ -123,10 +123,10 @@ class SupervisedEngine:
         return None if connection is None else connection.pid
 
     def send(self, message: Message) -> None:
-        """Note a message and send it to the engine, once there is one.
+        """Note a message in the journal and send it to the engine, once there is one.
 
         Raises UnavailableError for a Submit if the model is being unloaded or its engine does not
-        come up; other messages are then dropped.
+        come up.
         """
         with self._lock:
             if self._refusal is not None and isinstance(message, Submit):
@@ -231,8 +231,11 @@ class SupervisedEngine:
         return "killed" if now > self._stop_by else ""
 
     def _receive(self, connection: EngineConnection) -> Up | None:
-        """The next message, None after a while without one. Log records are logged. Meanwhile what
-        no engine has, and what one has that is silent, ends when its deadline comes."""
+        """The next message, None after a while without one. Log records are logged.
+
+        Meanwhile requests that no engine has end at their deadline. If the engine is silent, all
+        requests do.
+        """
         message = connection.frames.receive(TICK_S)
         now = self._clock()
         if message is not None or not self._journal:
@@ -241,7 +244,7 @@ class SupervisedEngine:
         with self._lock:
             events = self._journal.expire(now, silent)
         if silent:
-            for event in events:  # if it goes on after all, it must not go on with these
+            for event in events:  # should it go on after all, then without these
                 connection.send(Cancel(event.key))
         self._report(events)
         if isinstance(message, Logged):

@@ -407,8 +407,9 @@ class Responder:
                 self._spans.failed(arrival, error)
 
     def _guard(self, reply: Reply, work: Callable[[Reply], None]) -> None:
-        """What fails for one request must not end the others: a send (CancelledError if the client
-        has gone, else InternalError), an engine that takes no request any more, our own bug."""
+        """Do this, and end the request if it fails, so that it fails alone: a send does
+        (CancelledError if the client has gone, else InternalError), an engine that takes no request
+        any more, our own bug."""
         try:
             work(reply)
         except (CancelledError, UnavailableError, InternalError) as error:
