@@ -27,8 +27,8 @@ VENV = ROOT / ".venv"
 PARTS = {"demo": "what the demo needs", "rest": "tests, benchmarks, documentation, GPU"}
 COMPILED = {
     "demo": (
-        "jitney.cli jitney.engine.assemble jitney.engine.supervisor jitney.kernels.cpu.attention "
-        "jitney.kernels.cpu.compiled:import_compiler "
+        "jitney.cli jitney.engine.assemble jitney.engine.supervisor "
+        "jitney.kernels.cpu.paged_attention jitney.kernels.cpu.compiled:import_compiler "
         "transformers.models.llama.modeling_llama transformers.models.auto.tokenization_auto "
         "rapidjson onnxruntime tritonclient.grpc.aio tritonclient.http.aio jitney_jobs.run"
     ),

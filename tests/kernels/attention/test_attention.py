@@ -15,7 +15,7 @@ from jitney.execution.attention import build_metadata, cache_shape
 from jitney.execution.reference import ReferenceAttention
 
 pytest.importorskip("numba")
-from jitney.kernels.cpu.attention import CpuAttention
+from jitney.kernels.cpu.paged_attention import CpuAttention
 from numba.core.registry import cpu_target
 
 from tests.kernels.attention.choose import choose

@@ -159,7 +159,7 @@ def test_all_rows_of_a_wide_head(tmp_path, monkeypatch, quantization: str) -> No
     model = load(tmp_path, "llama", quantization)
     program = fuse(model.module, CpuLayerKernels(torch.bfloat16, 8), 256).forward.program
     program.fits(PagedStep(caches_of(model, "cpu"), build_metadata(rows_of([(0, 3)]), BLOCK_SIZE)))
-    room = program._lay_out(64).rounded.numel()
+    room = program._lay_out(64).activations.rounded.numel()
     assert room >= 64 * program._head.spare_bytes
 
 

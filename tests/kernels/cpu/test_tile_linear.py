@@ -11,7 +11,7 @@ from torch.nn import functional
 pytest.importorskip("numba")
 
 from jitney.kernels.cpu import tile_linear
-from jitney.kernels.cpu.products import may_use_amx
+from jitney.kernels.cpu.processor import may_use_amx
 from jitney.kernels.cpu.simd import I4, I8
 from jitney.kernels.cpu.tile_linear import TileLinear, convert_kernel, product_kernel
 

@@ -40,7 +40,7 @@ class CpuAccelerator:
         if shape.device.type != "cpu":
             return f"the CPU kernel does not run on {shape.device.type}"
         try:
-            from jitney.kernels.cpu.attention import CpuAttention
+            from jitney.kernels.cpu.paged_attention import CpuAttention
             from jitney.kernels.cpu.attention_kernel import TAGS
         except ImportError as error:
             return f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
@@ -100,6 +100,6 @@ def prepare_kernels() -> None:
     """Import what a load needs for kernels, if Numba is there: a second of work that a process does
     once, and those that are forked from it not again."""
     with suppress(ImportError):
-        from jitney.kernels.cpu import attention, compiled, layer_kernels  # noqa: F401
+        from jitney.kernels.cpu import compiled, layer_kernels, paged_attention  # noqa: F401
 
         compiled.import_compiler()

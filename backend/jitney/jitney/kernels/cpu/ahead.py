@@ -39,6 +39,7 @@ def compile_ahead() -> None:
                 # Whoever waits for the end of one of the parent's sockets must not wait for us.
                 os.closerange(3, theirs)
                 os.closerange(theirs + 1, _MOST_DESCRIPTORS)
+                # We end when the parent does.
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 attention_kernels(DTYPE, DTYPE)
             finally:

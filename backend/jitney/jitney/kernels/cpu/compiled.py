@@ -10,7 +10,7 @@ the same cores; torch's own is already awake. OpenMP's ``GOMP_parallel`` is the 
 make of ``#pragma omp parallel``; GNU's, LLVM's and Intel's libraries have it. A team belongs to the
 Python thread that calls, so two engines in one process do not meet.
 
-Imported only where Numba is.
+Called by every module of this folder that has a kernel of its own. Imported only where Numba is.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ import torch
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from jitney.kernels.cpu.simd import f32, i64, offset_by, pointer
+from jitney.kernels.cpu.emit import f32, i64, offset_by, pointer
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def record(cls: _Record) -> _Record:
 
 
 @record
-class Call(ctypes.Structure):
+class KernelCall(ctypes.Structure):
     """What the arguments of every kernel of a ``program`` begin with."""
 
     counter: int
@@ -55,7 +55,7 @@ class Call(ctypes.Structure):
     """Of rows; of items, for attention and its writes."""
 
 
-THREADS_OFFSET = Call.threads.offset  # type: ignore[attr-defined]
+THREADS_OFFSET = KernelCall.threads.offset  # type: ignore[attr-defined]
 
 
 def reader(cls: type[ctypes.Structure]) -> Any:
@@ -70,7 +70,8 @@ def reader(cls: type[ctypes.Structure]) -> Any:
             values = []
             for name, kind in fields.items():
                 where = offset_by(builder, args[0], getattr(cls, name).offset)
-                values.append(builder.load(pointer(builder, where, f32 if kind is float else i64)))
+                to = f32 if kind is float else i64
+                values.append(builder.load(pointer(builder, where, to)))
             return context.make_tuple(builder, result, values)
 
         return result(types.intp), emit

@@ -1,6 +1,10 @@
-"""What a CPU computes fused layers with. Imported only where Numba is."""
+"""What a CPU computes fused layers with: which kernel for which layer.
+
+Called by ``accelerator``, which hands it to ``fused``. Imported only where Numba is.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,8 +15,8 @@ from jitney.execution.quantized import QuantizedLinear, is_linear, weight_of
 from jitney.kernels.cpu.attention_kernel import TAGS
 from jitney.kernels.cpu.compiled import Kernel, source_version
 from jitney.kernels.cpu.linear import PackedLinear, can_pack
+from jitney.kernels.cpu.norm_kernel import CpuHeadAttention, RowNorm, rows_body
 from jitney.kernels.cpu.program import LayerProgram
-from jitney.kernels.cpu.rows import CpuHeadAttention, RowNorm, rows_body
 from jitney.kernels.cpu.tile_linear import TileLinear, fits_tiles
 from jitney.kernels.fused.forms import (
     ACTIVATIONS,
@@ -28,14 +32,28 @@ from jitney.kernels.fused.layers import merged_linears
 from jitney.kernels.fused.whole_model import AdaptedKernels, FusedForward, Places
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of linear layers of one x, one above the other."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None = None
+    """Of quantized ones."""
+    factors: Tensor | None = None
+
+
 class CpuLayerKernels:
     """The :class:`fused.whole_model.ModelKernels` of a CPU, for one dtype."""
 
     def __init__(self, dtype: torch.dtype, rows: int, *, batch_invariant: bool = False) -> None:
         """Compile, or load from Numba's cache. ``rows`` are the tokens of a usual step. With
         ``batch_invariant``, no product is torch's."""
-        self._dtype, self._rows, self._batch_invariant = dtype, rows, batch_invariant
-        tag, version = TAGS[dtype], source_version()
+        self._dtype = dtype
+        self._rows = rows
+        self._batch_invariant = batch_invariant
+        tag = TAGS[dtype]
+        version = source_version()
         self._kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
         self._obstacle = cache(can_pack)
 
@@ -44,35 +62,23 @@ class CpuLayerKernels:
         return RowNorm(form, self._dtype, self._kernel)
 
     def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
-        first, scale, factors = products[0], None, None
-        if isinstance(first, QuantizedLinear):
-            if not first.has_bytes or first.dtype != torch.bfloat16:
-                raise Misfit("a CPU has no fused products of such quantized weights")
-            joined = first.merge(products)
-            if joined is None:
-                raise Misfit("its products are quantized in different ways")
-            weight, bias, scale = joined.weight, joined.bias, joined.scale
-            factors = joined.factors
-        elif len(products) == 1 and is_linear(first):
-            weight, bias = weight_of(first), first.bias
-        elif any(type(each) is not nn.Linear for each in products):
-            raise Misfit("it has quantized products and others")
-        else:
-            plain = merged_linears(products)
-            weight, bias = plain.weight, plain.bias
+        joined = _join(products)
+        weight = joined.weight
+        bias = joined.bias
         # oneDNN's float32 is as fast.
-        ours = weight.dtype != torch.float32 or self._batch_invariant
-        if ours and fits_tiles(weight, activation):
-            return TileLinear(weight, bias, activation, scale, factors)
-        if scale is not None or self._batch_invariant:
+        prefers_ours = weight.dtype != torch.float32 or self._batch_invariant
+        if prefers_ours and fits_tiles(weight, activation):
+            return TileLinear(weight, bias, activation, joined.scale, joined.factors)
+        if joined.scale is not None or self._batch_invariant:
             raise Misfit("there is no product of ours for its dtype, sizes and activation")
         if reason := self._obstacle(weight.dtype):
             raise Misfit(reason)
         if activation is None:
             return PackedLinear(weight, bias, self._rows)
-        biases = (None, None) if bias is None else bias.chunk(2)
-        weights = weight.chunk(2)
-        gate, up = (PackedLinear(*each, self._rows) for each in zip(weights, biases, strict=True))
+        gate_weight, up_weight = weight.chunk(2)
+        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+        gate = PackedLinear(gate_weight, gate_bias, self._rows)
+        up = PackedLinear(up_weight, up_bias, self._rows)
         return _SplitGate(gate, up, activation)
 
     def attention(self, form: AttentionForm) -> CpuHeadAttention:
@@ -97,6 +103,24 @@ class CpuLayerKernels:
         return AdaptedKernels(pack=program.pack if program else None, program=program)
 
 
+def _join(products: Sequence[Any]) -> _Weights:
+    """The weights of ``products``. Raises Misfit if they are not of one kind."""
+    first = products[0]
+    if isinstance(first, QuantizedLinear):
+        if not first.has_bytes or first.dtype != torch.bfloat16:
+            raise Misfit("a CPU has no fused products of such quantized weights")
+        joined = first.merge(products)
+        if joined is None:
+            raise Misfit("its products are quantized in different ways")
+        return _Weights(joined.weight, joined.bias, joined.scale, joined.factors)
+    if len(products) == 1 and is_linear(first):
+        return _Weights(weight_of(first), first.bias)
+    if any(type(each) is not nn.Linear for each in products):
+        raise Misfit("it has quantized products and others")
+    plain = merged_linears(products)
+    return _Weights(plain.weight, plain.bias)
+
+
 def _sum_of(product: RowFunction, norm: Norm) -> Callable[[Tensor, Tensor], Tensor]:
     """(x, residual) -> residual + norm(product(x)), in the product's epilogue where it has one."""
     if norm is not None:
@@ -112,14 +136,19 @@ class _SplitGate(nn.Module):
 
     def __init__(self, gate: PackedLinear, up: PackedLinear, activation: Activation) -> None:
         super().__init__()
-        self.gate, self.up = gate, up
+        self.gate = gate
+        self.up = up
         self._activation: Activation = activation
-        self._activated, self._times = gate.activated, up.times
+        # Looked up once: an attribute of a module costs about a microsecond a call.
+        self._activated = gate.activated
+        self._times = up.times
 
     def forward(self, x: Tensor) -> Tensor:
         return self._times(x, self._activated(x, self._activation))
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """With ``other`` [T, 2 outputs] added to gate and up."""
-        gate, up = (each.contiguous() for each in other.chunk(2, -1))
-        return ACTIVATIONS[self._activation](self.gate.plus(x, gate)) * self.up.plus(x, up)
+        for_gate, for_up = other.chunk(2, -1)
+        gate = self.gate.plus(x, for_gate.contiguous())
+        up = self.up.plus(x, for_up.contiguous())
+        return ACTIVATIONS[self._activation](gate) * up

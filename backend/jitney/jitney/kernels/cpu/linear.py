@@ -8,6 +8,9 @@ tensor) is computed on the result while it is still in registers.
 
 A packed weight cannot be read back: it lives outside of ``parameters()``, and the plain one is
 dropped unless another module, a tied embedding, holds it as well.
+
+Called by ``layer_kernels`` for the products that ``tile_linear`` has not, and by ``accelerator``
+for linear layers that no fused module took.
 """
 
 from collections import Counter
@@ -82,29 +85,49 @@ def can_pack(dtype: torch.dtype) -> str | None:
         return f"there is no packed product for {dtype}"
     if not torch.backends.mkldnn.is_available():
         return "torch was built without oneDNN"
-    generator = torch.Generator().manual_seed(0)
-
-    weight, bias, x, other = (
-        torch.randn(*shape, generator=generator).to(dtype)
-        for shape in ((48, 32), (48,), (1, 5, 32), (1, 5, 48))
-    )
-    plain = functional.linear(x.float(), weight.float(), bias.float())
+    trial = _Trial(dtype)
     try:
-        layer = PackedLinear(weight, bias, 5)
-        pairs = [
-            (layer(x), plain),
-            (layer.times(x, other), plain * other.float()),
-            (layer.plus(x, other), plain + other.float()),
-            *((layer.activated(x, a), f(plain)) for a, f in ACTIVATIONS.items()),
-        ]
+        results = trial.results()
     except (AttributeError, NotImplementedError, TypeError) as error:
         return f"this torch has no such operators ({type(error).__name__})"
     except RuntimeError as error:  # bfloat16 without AVX-512 and without AVX-NE-CONVERT
         return f"this processor has no packed product for {dtype}: {error}"
-    for got, right in pairs:
-        if got.shape != right.shape or not relative_error(got, right) <= _TOLERANCE[dtype]:
+    for got, right in results:
+        # So that a NaN is wrong, too.
+        is_close = got.shape == right.shape and relative_error(got, right) <= _TOLERANCE[dtype]
+        if not is_close:
             return "the operators of this torch give wrong results"
     return None
+
+
+class _Trial:
+    """Every form of :class:`PackedLinear` on a small layer."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self._weight = normal(48, 32)
+        self._bias = normal(48)
+        self._x = normal(1, 5, 32)
+        self._other = normal(1, 5, 48)
+
+    def results(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of what a form gives and what is right."""
+        x = self._x
+        other = self._other
+        right = functional.linear(x.float(), self._weight.float(), self._bias.float())
+        layer = PackedLinear(self._weight, self._bias, 5)
+        found = [
+            (layer(x), right),
+            (layer.times(x, other), right * other.float()),
+            (layer.plus(x, other), right + other.float()),
+        ]
+        for activation, function in ACTIVATIONS.items():
+            found.append((layer.activated(x, activation), function(right)))
+        return found
 
 
 def prepack_linears(

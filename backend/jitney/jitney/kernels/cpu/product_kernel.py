@@ -1,47 +1,73 @@
 """The product of linear layers as a Numba kernel, with what follows it.
 
 At the few rows of a decode step it reads weights faster than oneDNN's, a call costs a tenth, and it
-can be a step of a ``program``, which a call into torch cannot. The product of a few rows is one of
-two micro-kernels: the tile unit's (AMX) where there is one, else that of vectors, which widens to
-float32 what the processor does not multiply. Imported only where Numba is.
+can be a step of a ``program``, which a call into torch cannot.
 
-A weight [N, K] is packed in columns of 16 outputs, each ``[K / 2, 16, 2]``: 16 rows of a column are
-one tile, and each row is one vector. Two columns at a time meet at most 32 rows of x in the tile
-unit, so that four tiles accumulate and each tile loaded is used twice; or MAX_ROWS in vectors. An
-item is a few pairs of columns and ROWS_PER_CHUNK rows; a row's result depends on nothing but that
-row.
+A weight [N, K] is packed in *columns* of 16 outputs, each ``[K / 2, 16, 2]`` in bfloat16::
+
+    column 0: outputs 0 to 15              column 1: outputs 16 to 31        ...
+    | unit 0 of 16 outputs | 64 bytes      |  one vector                |
+    | unit 1 of 16 outputs |               |                            |
+    |   ...                |               |   16 vectors are a tile    |
+
+A *pair* is two columns, 32 outputs. Loops, from outer to inner::
+
+    items: some pairs x 128 rows         a thread takes them from a counter      make_body
+      pairs                              a weight is streamed once for 128 rows
+        by tiles                                                                 multiply_by_tiles
+          8 steps of 64 bytes            2 columns of them: 16 KiB, in the first-level cache
+            32 rows                      2 tiles of x, 2 of weights, 4 of sums   multiply_rows
+        or by vectors                                                            multiply_by_vectors
+          6 rows                         12 sums in registers                    micro_kernel
+        finish                           scales, bias, sum, activation, rounding finish
+
+The result of a pair, [128, 32] float32, stays on the thread's stack until it is finished. A row's
+result depends on nothing but that row.
+
+Forms: tiles of bfloat16 and of bytes (AMX), or vectors of what ``dot`` has for the processor; what
+it does not multiply is widened to float32 first.
+
+Called by ``tile_linear``, which packs weights and fills the arguments. Imported only where Numba
+is.
 """
 
 from typing import Any
 
-import llvmlite.ir as ir
 import numpy as np
 from numba import types
 from numba.core import cgutils
 from numba.extending import overload
 
-from jitney.kernels.cpu.compiled import Call, reader, record
-from jitney.kernels.cpu.products import (
-    MAX_ROWS,
-    VECTOR_BYTES,
+from jitney.kernels.cpu.amx import (
+    TILE_BYTES,
+    TILE_ROWS,
     amx_end,
     emit_amx,
     emit_shapes,
+    load_tile,
+    store_tile,
+)
+from jitney.kernels.cpu.compiled import KernelCall, reader, record
+from jitney.kernels.cpu.emit import (
+    TAG,
+    VECTOR_BYTES,
+    constant,
+    emitted,
     i8,
-    make_tile,
-    move_tile,
+    i64,
+    offset_by,
+    prefetch_line,
     stack_memory,
 )
+from jitney.kernels.cpu.micro_kernel import MAX_ROWS, make_micro_kernel
 from jitney.kernels.cpu.simd import (
     BF16,
     F32,
     ONE,
-    TAG,
     element_bytes,
-    emitted,
     fetch_add,
     fma,
-    i64,
+    inlined,
     inner,
     load,
     load_as,
@@ -49,8 +75,6 @@ from jitney.kernels.cpu.simd import (
     load_f32,
     load_i32,
     load_signed,
-    offset_by,
-    prefetch_line,
     sigmoid,
     splat,
     store_as,
@@ -59,22 +83,25 @@ from jitney.kernels.cpu.simd import (
 from jitney.kernels.fused.forms import Activation
 
 STEP_BYTES = 64
-"""Of an output's weights: what one tile holds."""
-ROWS_PER_CHUNK = 128
-RESULT_BYTES = ROWS_PER_CHUNK * 128
+"""Of an output's weights: what one tile holds of it."""
+ROWS_PER_ITEM = 128
+PAIR_ROW_BYTES = 128
+"""Of a row of a pair's result: 32 float32."""
+RESULT_BYTES = ROWS_PER_ITEM * PAIR_ROW_BYTES
 UNPACKED_BYTES = 8192
 """Of nibbles: two columns of a group of 128 inputs as bytes, and int32 [32, 32]."""
-_BLOCK = 8
-"""Steps of two columns that stay in the first-level cache while all tiles of a chunk's rows meet
+_STEPS_AT_ONCE = 8
+"""Steps of two columns that stay in the first-level cache while all tiles of an item's rows meet
 them: else the tile unit waits for the second-level one."""
 ITEMS = 64
 """About so many items a product is cut into: many enough to share out, few enough to be cheap."""
-SILU, GELU_TANH = 1, 2
+SILU = 1
+GELU_TANH = 2
 ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": SILU, "gelu_tanh": GELU_TANH}
 
 
 @record
-class ProductCall(Call):
+class ProductCall(KernelCall):
     """Arguments of :func:`product_body`."""
 
     x: int
@@ -103,85 +130,204 @@ class ProductCall(Call):
     tiles: int
     """Whether the processor's tile unit is used: 0 or 1."""
     scales: int
-    """Of bytes, whose rows have a tail (``rows``) behind their steps: address of float32 [N]."""
+    """Of bytes, whose rows have a tail (``rounding_kernel``) behind their steps: address of float32
+    [N]."""
     shifts: int
     """Of bytes: address of int32 [N], 128 times the sum of each output's weights."""
 
 
 read_product = reader(ProductCall)
 
-# Tiles 0 to 3 are the results of (upper, lower rows) x (first, second column), in this order.
-_X, _COLUMN = 4, 6
-"""The first of two tiles: of rows of x, and of columns."""
-_AHEAD = 2
+_X = 4
+"""The first of two tiles of rows of x: upper and lower rows. Tiles 0 to 3 are the results of
+(upper, lower rows) x (first, second column), in this order."""
+_COLUMN = 6
+"""The first of two tiles of weights: first and second column."""
+_COLUMNS_AHEAD = 2
 """The vectors' micro-kernel asks for the pair of columns after the one it reads."""
-_TILES_AHEAD = 6
-"""Steps. Without, no weight comes in while the tile unit multiplies the second half of its rows."""
+_STEPS_AHEAD = 6
+"""Without, no weight comes in while the tile unit multiplies the second half of its rows."""
 
 
 @emitted(types.int64, TAG)
 def product_memory(builder, tag):
-    """The address of float32 [ROWS_PER_CHUNK, 32], and behind it of int64 [2 + _AHEAD], or of what
-    ``groups`` keeps there."""
-    spare = UNPACKED_BYTES if tag == types.int16 else 8 * (2 + _AHEAD)
+    """The address of float32 [ROWS_PER_ITEM, 32], and behind it of int64 [2 + _COLUMNS_AHEAD], or
+    of what ``four_bit_kernel`` keeps there."""
+    spare = UNPACKED_BYTES if tag == types.int16 else 8 * (2 + _COLUMNS_AHEAD)
     return stack_memory(builder, RESULT_BYTES + spare)
+
+
+# --------------------------------------------------------------------------- by tiles
 
 
 @emitted(types.void, *[types.int64] * 2)
 def set_shapes(builder, upper, lower):
     """Set this thread's tiles for 1 to 16 ``upper`` rows and as many ``lower`` ones of x."""
-    upper, lower = (builder.trunc(rows, i8) for rows in (upper, lower))
-    emit_shapes(builder, [upper, upper, lower, lower, upper, lower, 16, 16], [64] * 8)
+    upper = builder.trunc(upper, i8)
+    lower = builder.trunc(lower, i8)
+    results = [upper, upper, lower, lower]
+    emit_shapes(builder, [*results, upper, lower, TILE_ROWS, TILE_ROWS], [64] * 8)
 
 
-def _make_multiply(with_lower: bool, ahead: int = 0) -> Any:
+def _make_multiply(*, with_lower: bool, ahead: int = 0) -> Any:
     """``out`` [32 or 16, 32] = rows of x times two columns of the weight: float32, or int32 of
-    bytes. The second is ``second`` steps behind the first. With ``more``, they are added to it.
-    Weights so many steps ``ahead`` are prefetched, if that is not 0."""
+    bytes. The second column is ``second`` steps behind the first. With ``more``, ``out`` is added
+    to. Weights so many steps ``ahead`` are prefetched, if that is not 0."""
+    results = range(4 if with_lower else 2)
 
     @emitted(types.void, TAG, *[types.int64] * 6, types.boolean)
     def multiply(builder, tag, x, x_stride, column, steps, second, out, more):
         if tag in (types.float32, types.uint32):  # the tile unit has no such product
             return
-        dot = {types.int8: "tdpbusd", types.int16: "tdpbsud"}.get(tag, "tdpbf16ps")
-        line = ir.Constant(i64, 64)
-        second = offset_by(builder, column, second, 1024)
-        lower = offset_by(builder, x, 16, x_stride)
-        results = range(4 if with_lower else 2)
-        places = [offset_by(builder, out, tile // 2 * 16 * 128 + tile % 2 * 64) for tile in results]
-        width = ir.Constant(i64, 128)
+        line = constant(i64, STEP_BYTES)
+        width = constant(i64, PAIR_ROW_BYTES)
+        columns = [column, offset_by(builder, column, second, TILE_BYTES)]
+        lower = offset_by(builder, x, TILE_ROWS, x_stride)
+        rows = [x, lower] if with_lower else [x]
+        addresses = [offset_by(builder, out, _result_offset(tile)) for tile in results]
         with builder.if_else(more) as (then, otherwise):
             with then:
-                for tile, where in zip(results, places, strict=True):
-                    move_tile(builder, "tileloadd64", tile, where, width)
+                for tile, address in zip(results, addresses, strict=True):
+                    load_tile(builder, tile, address, width)
             with otherwise:
                 for tile in results:
                     emit_amx(builder, "tilezero", tile)
-        with cgutils.for_range(builder, steps) as loop:
-            for n, start in enumerate((column, second)):
-                where = offset_by(builder, start, loop.index, 1024)
-                move_tile(builder, "tileloadd64", _COLUMN + n, where, line)
-            for n, start in enumerate((x, lower)[: 1 + with_lower]):
-                where = offset_by(builder, start, loop.index, line)
-                move_tile(builder, "tileloadd64", _X + n, where, x_stride)
+        with cgutils.for_range(builder, steps) as step:
+            for n, start in enumerate(columns):
+                where = offset_by(builder, start, step.index, TILE_BYTES)
+                load_tile(builder, _COLUMN + n, where, line)
+            for n, start in enumerate(rows):
+                where = offset_by(builder, start, step.index, line)
+                load_tile(builder, _X + n, where, x_stride)
             for tile in results:
-                emit_amx(builder, dot, tile, _X + tile // 2, _COLUMN + tile % 2)
-                if ahead:  # a few lines at a time: else they hold up the tiles' own loads
-                    start = (column, second)[tile // 2]
-                    soon = offset_by(builder, start, loop.index, 1024)
-                    for line_number in range(8):
-                        at = ahead * 1024 + tile % 2 * 512 + line_number * 64
-                        prefetch_line(builder, offset_by(builder, soon, at))
-        for tile, where in zip(results, places, strict=True):
-            move_tile(builder, "tilestored64", tile, where, width)
+                emit_amx(builder, _tile_product(tag), tile, _X + tile // 2, _COLUMN + tile % 2)
+                if ahead:
+                    soon = offset_by(builder, columns[tile // 2], step.index, TILE_BYTES)
+                    _prefetch_half(builder, soon, ahead, tile % 2)
+        for tile, address in zip(results, addresses, strict=True):
+            store_tile(builder, tile, address, width)
 
     return multiply
 
 
-multiply_32 = _make_multiply(True)
-multiply_32_of_few = _make_multiply(True, _TILES_AHEAD)
-multiply_16 = _make_multiply(False)
-multiply_vectors = make_tile(2, across=True, ahead=_AHEAD)
+def _result_offset(tile: int) -> int:
+    """Bytes from the beginning of a pair's result to that of the tile: 16 rows down, or 16 outputs
+    to the right."""
+    return tile // 2 * TILE_ROWS * PAIR_ROW_BYTES + tile % 2 * 64
+
+
+def _tile_product(tag: Any) -> str:
+    """The instruction for weights of the tag's type: of bytes without a sign with those that have
+    one, of those with bytes of nibbles, or of bfloat16."""
+    if tag == types.int8:
+        return "tdpbusd"
+    if tag == types.int16:
+        return "tdpbsud"
+    return "tdpbf16ps"
+
+
+def _prefetch_half(builder: Any, start: Any, ahead: int, half: int) -> None:
+    """IR: ask for half of a tile so many steps further on. Not for more at once: that would hold up
+    the tiles' own loads."""
+    for line_number in range(8):
+        at = ahead * TILE_BYTES + half * 512 + line_number * 64
+        prefetch_line(builder, offset_by(builder, start, at))
+
+
+multiply_32 = _make_multiply(with_lower=True)
+multiply_32_of_few = _make_multiply(with_lower=True, ahead=_STEPS_AHEAD)
+multiply_16 = _make_multiply(with_lower=False)
+
+
+@inner
+def multiply_rows(tag, rows, once, shaped, x, x_stride, column, steps, second, out, more):
+    """As ``multiply_32``, of 1 to 32 rows; ``once``: no others read these weights. ``shaped`` is
+    the number of rows that the tiles are set for; returns the one they are set for afterwards."""
+    if rows != shaped:
+        set_shapes(min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1))
+    if rows > TILE_ROWS and once:
+        # The weights come from memory: ask for them ahead.
+        multiply_32_of_few(tag, x, x_stride, column, steps, second=second, out=out, more=more)
+    elif rows > TILE_ROWS:
+        multiply_32(tag, x, x_stride, column, steps, second=second, out=out, more=more)
+    else:
+        multiply_16(tag, x, x_stride, column, steps, second=second, out=out, more=more)
+    return rows
+
+
+@inner
+def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
+    """Rows [first, last) times one pair; ``shaped`` as in :func:`multiply_rows`."""
+    column = call.weight + pair * call.steps * 2 * TILE_BYTES
+    whole = call.steps
+    once = last - first <= 32
+    # Weights that are read once need not stay in the cache: all steps at once.
+    at_once = whole if once else _STEPS_AT_ONCE
+    for step in range(0, whole, at_once):
+        steps = min(at_once, whole - step)
+        for begin in range(first, last, 32):
+            shaped = multiply_rows(
+                tag,
+                min(last - begin, 32),
+                once,
+                shaped,
+                x=call.x + begin * call.x_stride + step * STEP_BYTES,
+                x_stride=call.x_stride,
+                column=column + step * TILE_BYTES,
+                steps=steps,
+                second=whole,
+                out=result + (begin - first) * PAIR_ROW_BYTES,
+                more=step > 0,
+            )
+    finish(tag, call, pair, first, rows=last - first, result=result)
+    return shaped
+
+
+# --------------------------------------------------------------------------- by vectors
+
+
+multiply_vectors = make_micro_kernel(2, across=True, ahead=_COLUMNS_AHEAD)
+
+
+@inlined
+def multiply_by_vectors(tag, call, pair, first, last, result):
+    """Rows [first, last) times one pair, a few rows at a time and about as many each time."""
+    # The list of the pair's columns, and of those to prefetch.
+    columns = result + RESULT_BYTES
+    for n in range(2 + _COLUMNS_AHEAD):
+        store_i64(columns + 8 * n, call.weight + (2 * pair + n) * call.steps * TILE_BYTES)
+    count = last - first
+    turns = -(-count // MAX_ROWS)
+    for i in range(turns):
+        begin = first + count * i // turns
+        rows = first + count * (i + 1) // turns - begin
+        multiply_vectors(
+            tag,
+            False,
+            rows,
+            left=call.x + begin * call.x_stride,
+            left_stride=call.x_stride,
+            sources=columns,
+            count=1,
+            units=call.steps * 16,
+            step=VECTOR_BYTES,
+            offset=0,
+            out=result,
+            out_stride=PAIR_ROW_BYTES,
+        )
+        finish(tag, call, pair, begin, rows=rows, result=result)
+
+
+@inner
+def multiply_pair(tag, call, pair, first, last, result, shaped):
+    """Rows [first, last) times one pair; ``shaped`` as in :func:`multiply_rows`."""
+    if call.tiles != 0:
+        return multiply_by_tiles(tag, call, pair, first, last, result=result, shaped=shaped)
+    multiply_by_vectors(tag, call, pair, first, last, result=result)
+    return shaped
+
+
+# --------------------------------------------------------------------------- what follows
 
 
 @inner
@@ -202,35 +348,49 @@ def _choose_result_tag(tag):
     return (lambda tag: F32) if tag == types.float32 else (lambda tag: BF16)
 
 
+@inlined
+def scale_bytes(call, pair, row, where):
+    """The two vectors at ``where`` of a row of a product of bytes: int32, as float32 in the scales
+    of row and outputs, with outliers, which the bytes of x leave out (``rounding_kernel``)."""
+    shift = call.shifts + pair * 128
+    scale = call.scales + pair * 128
+    tail = call.x + row * call.x_stride + call.steps * STEP_BYTES
+    row_scale = splat(load_f32(tail))
+    # Bytes of x are 128 too large: that times an output's weights is taken off.
+    a = load_difference(where, shift) * row_scale
+    b = load_difference(where + 64, shift + 64) * row_scale
+    outliers = load_i32(tail + 4)
+    for n in range(outliers):
+        k = np.int64(load_i32(tail + 8 + 8 * n))
+        value = splat(load_f32(tail + 12 + 8 * n))
+        units = call.weight + pair * call.steps * 2 * TILE_BYTES + k // 4 * VECTOR_BYTES
+        a = fma(load_signed(units, k % 4), value, a)
+        b = fma(load_signed(units + call.steps * TILE_BYTES, k % 4), value, b)
+    return a * load(scale), b * load(scale + 64)
+
+
 @inner
 def finish(tag, call, pair, first, rows, result):
-    """Write the [rows, 32] of one pair to the output."""
-    bias, to = call.bias + pair * 128, result_tag(tag)
+    """Write the [rows, 32] of one pair to the output, from row ``first`` on."""
+    bias = call.bias + pair * 128
+    to = result_tag(tag)
     half = 16 * element_bytes(to)
     for m in range(rows):
-        where = result + m * 128
+        where = result + m * PAIR_ROW_BYTES
         if element_bytes(tag) == 1:
-            shift, scale = call.shifts + pair * 128, call.scales + pair * 128
-            tail = call.x + (first + m) * call.x_stride + call.steps * STEP_BYTES
-            row = splat(load_f32(tail))
-            a, b = (
-                load_difference(where, shift) * row,
-                load_difference(where + 64, shift + 64) * row,
-            )
-            for n in range(load_i32(tail + 4)):  # outliers
-                k, value = np.int64(load_i32(tail + 8 + 8 * n)), splat(load_f32(tail + 12 + 8 * n))
-                units = call.weight + pair * call.steps * 2048 + k // 4 * 64
-                a = fma(load_signed(units, k % 4), value, a)
-                b = fma(load_signed(units + call.steps * 1024, k % 4), value, b)
-            a, b = a * load(scale), b * load(scale + 64)
+            a, b = scale_bytes(call, pair, first + m, where)
         else:
-            a, b = load(where), load(where + 64)
+            a = load(where)
+            b = load(where + 64)
         if call.bias != 0:
-            a, b = a + load(bias), b + load(bias + 64)
+            a = a + load(bias)
+            b = b + load(bias + 64)
         if call.other != 0:
+            # Of gate and up, so twice as wide as the output, where there is an activation.
             stride = call.out_stride * (1 if call.activation == 0 else 2)
             other = call.other + (first + m) * stride + pair * 2 * half
-            a, b = a + load_as(to, other), b + load_as(to, other + half)
+            a = a + load_as(to, other)
+            b = b + load_as(to, other + half)
         at = (first + m) * call.out_stride + pair * half * (2 if call.activation == 0 else 1)
         if call.activation != 0:
             store_as(to, call.out + at, activate(call.activation, a) * b)
@@ -239,74 +399,28 @@ def finish(tag, call, pair, first, rows, result):
         store_as(to, call.out + at + half, b)
 
 
-@inner
-def multiply_rows(tag, rows, once, shaped, x, x_stride, column, steps, second, out, more):
-    """As ``multiply_32``, of 1 to 32 rows; ``once``: no others read these weights. ``shaped`` is
-    the number of rows that the tiles are set for; returns the one they are set for afterwards."""
-    if rows != shaped:
-        set_shapes(min(rows, 16), max(rows - 16, 1))
-    if rows > 16 and once:
-        multiply_32_of_few(tag, x, x_stride, column, steps, second, out, more)
-    elif rows > 16:
-        multiply_32(tag, x, x_stride, column, steps, second, out, more)
-    else:
-        multiply_16(tag, x, x_stride, column, steps, second, out, more)
-    return rows
-
-
-@inner
-def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
-    """Rows [first, last) times one pair; ``shaped`` as in :func:`multiply_rows`."""
-    column, x_stride, whole = call.weight + pair * call.steps * 2048, call.x_stride, call.steps
-    block = whole if last - first <= 32 else _BLOCK
-    for step in range(0, whole, block):
-        steps, start = min(block, whole - step), column + step * 1024
-        for begin in range(first, last, 32):
-            x, out = call.x + begin * x_stride + step * 64, result + (begin - first) * 128
-            shaped = multiply_rows(
-                tag, min(last - begin, 32), last - first <= 32, shaped, x, x_stride, start, steps,
-                whole, out, step > 0,
-            )  # fmt: skip
-    finish(tag, call, pair, first, last - first, result)
-    return shaped
-
-
-@inner
-def multiply_pair(tag, call, pair, first, last, result, shaped):
-    """Rows [first, last) times one pair, by tiles (``shaped`` as in :func:`multiply_rows`) or by
-    vectors in slices of equal size."""
-    if call.tiles != 0:
-        return multiply_by_tiles(tag, call, pair, first, last, result, shaped)
-    count, columns = last - first, result + RESULT_BYTES
-    for n in range(2 + _AHEAD):
-        store_i64(columns + 8 * n, call.weight + (2 * pair + n) * call.steps * 1024)
-    slices = -(-count // MAX_ROWS)
-    for i in range(slices):
-        begin = first + count * i // slices
-        rows = first + count * (i + 1) // slices - begin
-        multiply_vectors(
-            tag, False, rows, call.x + begin * call.x_stride, call.x_stride, columns, 1,
-            call.steps * 16, VECTOR_BYTES, 0, result, 128,
-        )  # fmt: skip
-        finish(tag, call, pair, begin, rows, result)
-    return shaped
+# --------------------------------------------------------------------------- items
 
 
 def make_body(multiply: Any) -> Any:
-    """The body of a kernel whose items are some pairs of columns and ROWS_PER_CHUNK rows each.
-    ``multiply`` is that of a pair: :func:`multiply_pair`, or that of ``groups``."""
+    """The body of a kernel whose items are some pairs of columns and ROWS_PER_ITEM rows each.
+    ``multiply`` is that of a pair: :func:`multiply_pair`, or that of ``four_bit_kernel``."""
 
     @inner
     def body(tag, arguments):
-        call, result, shaped = read_product(arguments), product_memory(tag), np.int64(0)
-        parts = -(-call.pairs // call.pairs_per_item)
+        call = read_product(arguments)
+        result = product_memory(tag)
+        shaped = np.int64(0)
+        items_per_row = -(-call.pairs // call.pairs_per_item)
         while True:
             item = fetch_add(arguments)
-            first, begin = item // parts * ROWS_PER_CHUNK, item % parts * call.pairs_per_item
-            last = min(first + ROWS_PER_CHUNK, call.count)
+            first = item // items_per_row * ROWS_PER_ITEM
+            last = min(first + ROWS_PER_ITEM, call.count)
             if first >= last:
                 break
-            for pair in range(begin, min(begin + call.pairs_per_item, call.pairs)):
+            begin = item % items_per_row * call.pairs_per_item
+            end = min(begin + call.pairs_per_item, call.pairs)
+            for pair in range(begin, end):
                 shaped = multiply(tag, call, pair, first, last, result, shaped)
         if call.tiles != 0:
             amx_end()

@@ -3,197 +3,166 @@
 Between the products of a layer, Python takes as long as the products of a small model do. So a
 :class:`LayerProgram` writes down once which kernels a step runs, over which memory, and each step
 fills in what differs: the number of tokens, their positions, and what attention must know. The
-kernels are those that the fused modules run one by one.
+kernels are those that the fused modules run one by one. Of each layer, over [tokens, width]::
 
-The call runs the list of kernels one after the other, each on all threads of a team, which wait for
-each other between two kernels. A thread that waits spins for a moment, since the others end within
-microseconds as a rule, and then gives its core away at every turn: on a machine with other work the
-thread that is waited for may need that very core.
+    states -norm-> normed -product-> qkv -rotate-> qkv -write K, V; attend-> attended
+           -product, + states-> middle -norm-> normed -gated product-> inside
+           -product, + middle-> states
 
-One engine's thread calls it; activations are kept between calls. Imported only where Numba is.
+then the last norm of the rows that are asked for, and the head. Where a product takes another form
+of x, a rounding kernel stands before it; where adapters are, two kernels (``adapter_kernel``).
+
+Called by ``fused``'s whole model for each step, through what ``layer_kernels`` gives. One engine's
+thread calls it; activations are kept between calls. Imported only where Numba is.
 """
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
-import llvmlite.ir as ir
 import numpy as np
 import torch
-from numba import types
 from torch import Tensor, nn
 
 from jitney.execution.interface import AttentionCall, LayerCache, PagedFunction, PagedStep
 from jitney.execution.low_rank import Factors, Span
-from jitney.kernels.cpu.attention import CpuAttention, set_layer
-from jitney.kernels.cpu.compiled import Kernel, function_address, reader, record, source_version
-from jitney.kernels.cpu.layout import AttentionArguments
-from jitney.kernels.cpu.low_rank import (
-    PARTS,
-    PLACE_FIELDS,
-    PLACES,
+from jitney.kernels.cpu.adapter_kernel import (
+    EXPAND_ITEMS,
     LowRankCall,
-    PackedAdapter,
     expand_body,
-    fill_spans,
-    pack,
     shrink_body,
 )
+from jitney.kernels.cpu.adapter_table import (
+    GATED,
+    PLACE_FIELDS,
+    PLACES,
+    PackedAdapter,
+    list_items,
+    pack,
+)
+from jitney.kernels.cpu.attention_records import AttentionArguments
+from jitney.kernels.cpu.compiled import Kernel, function_address, source_version
+from jitney.kernels.cpu.emit import LANES
+from jitney.kernels.cpu.paged_attention import CpuAttention, set_layer
 from jitney.kernels.cpu.product_kernel import ProductCall
-from jitney.kernels.cpu.simd import LANES, emitted, fetch_add, i32, i64, inner, load_i64, pointer
+from jitney.kernels.cpu.program_kernel import ROW_FIELDS, ProgramCall, run_body
 from jitney.kernels.cpu.tile_linear import TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer, FusedMLP
 from jitney.kernels.fused.whole_model import FusedForward, Places
 
-SPINS = 2000
 _LEAST_TOKENS = 64
 
-# Of each kernel's arguments, in units of 8 bytes.
-_WIDTH = 64
-"""Whole cache lines; the last unit is the address of the kernel's body."""
-_HEAD, _COUNT = slice(3), 2
+# Fields of a kernel's row, 8 bytes each.
+_HEAD = slice(3)
 """Two counters, and the number of rows or of items."""
+_COUNT = 2
 _OUT = ProductCall.out.offset // 8  # type: ignore[attr-defined]
 _OTHER = ProductCall.other.offset // 8  # type: ignore[attr-defined]
 _OF_STEP = slice(
-    AttentionArguments.works.offset // 8,  # type: ignore[attr-defined]
+    AttentionArguments.plan.offset // 8,  # type: ignore[attr-defined]
     ctypes.sizeof(AttentionArguments) // 8,
 )
 
-
-# --------------------------------------------------------------------------- the native call
-
-
-@record
-class ProgramCall(ctypes.Structure):
-    """Arguments of :func:`run_body`."""
-
-    arrived: int
-    """Threads that have ended a kernel, summed over kernels: 0 at the start."""
-    count: int
-    """Of kernels."""
-    kernels: int
-    """Address of int64 [count, _WIDTH]: their arguments."""
-    team_size: int
-    """Address of int omp_get_num_threads(void)."""
-    give_way: int
-    """Address of int sched_yield(void)."""
+_Call = tuple[Kernel, ctypes.Structure]
+"""A kernel, and its arguments but for the number of rows."""
 
 
-read_program = reader(ProgramCall)
+# --------------------------------------------------------------------------- memory
 
 
-@emitted(types.void, types.int64, types.int64)
-def call_body(builder, body, arguments):
-    """Call ``void body(void *)``."""
-    kind = ir.FunctionType(ir.VoidType(), [i64])
-    builder.call(builder.inttoptr(body, kind.as_pointer()), [arguments])
+@dataclass(frozen=True)
+class _Activations:
+    """What kernels hand on: [tokens, width] each."""
+
+    states: Tensor
+    """The input of a layer, which is also what the last one gives."""
+    middle: Tensor
+    """What is behind a layer's attention."""
+    normed: Tensor
+    """In the end, the rows that were asked for."""
+    qkv: Tensor
+    attended: Tensor
+    inside: Tensor
+    """Of the MLP."""
+    indices: Tensor
+    """int64 [2, tokens]: positions; which rows are asked for."""
+    rounded: Tensor
+    """Rows of another form before a product."""
 
 
-@emitted(types.int64, types.int64)
-def call_int(builder, function):
-    """Call ``int function(void)``."""
-    kind = ir.FunctionType(i32, [])
-    return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), []), i64)
+@dataclass(frozen=True)
+class _AdapterMemory:
+    """Where what adapters add is kept: [tokens, width] each, and the list of a step's items."""
+
+    added: Tensor
+    """To a product."""
+    shrunk: Tensor
+    """x, to the ranks."""
+    items: np.ndarray
+    """int64 [most, 3], as ``adapter_kernel`` has them."""
 
 
-@emitted(types.int64, types.int64)
-def load_shared(builder, address):
-    """An int64 that other threads change: what they wrote before it is seen after it."""
-    return builder.load_atomic(pointer(builder, address, i64), ordering="acquire", align=8)
+@dataclass(frozen=True)
+class _AdaptedPlace:
+    """Rows of the kernels of one place, [layers, ROW_FIELDS] each."""
 
-
-@inner
-def wait_for_all(arrived, total, give_way):
-    """Arrive, and return when ``total`` arrivals have been counted since the start."""
-    fetch_add(arrived)
-    spins = np.int64(0)
-    while load_shared(arrived) < total:
-        spins += 1
-        if spins > SPINS:
-            call_int(give_way)
-
-
-@inner
-def run_body(arguments):
-    """Call every kernel in order."""
-    call = read_program(arguments)
-    team = call_int(call.team_size)
-    for i in range(call.count):
-        each = call.kernels + 8 * _WIDTH * i
-        call_body(load_i64(each + 8 * (_WIDTH - 1)), each)
-        wait_for_all(arguments, (i + 1) * team, call.give_way)
-
-
-# --------------------------------------------------------------------------- the list of kernels
+    shrink: np.ndarray
+    expand: np.ndarray
+    product: np.ndarray
+    other: int
+    """The address of what the product adds without adapters."""
 
 
 @dataclass(frozen=True)
 class _Adapted:
-    """What adapters add within a program's memory."""
+    """What adapters add within a program."""
 
-    tensors: list[Tensor]
-    """[tokens, width] each: what is added to the products; x shrunk to the ranks."""
-    spans: np.ndarray
-    """int64 [most, 3], as ``low_rank`` has them."""
-    places: list[tuple[np.ndarray, np.ndarray, np.ndarray, int]]
-    """Of each: the arguments of shrinking, of expanding and of the product [layers, _WIDTH], and
-    the address of what the product adds without adapters."""
+    memory: _AdapterMemory
+    places: list[_AdaptedPlace]
 
     def prepare(self, spans: Sequence[Span], tokens: int) -> None:
         """Fill in a step."""
-        count = fill_spans(self.spans, spans, tokens)
+        count = list_items(self.memory.items, spans, tokens)
         used = {place for span in spans for place in span.adapter.packed.used}
-        for place, (shrink, expand, product, other) in enumerate(self.places):
-            items = count if place in used else 0
-            shrink[:, _COUNT], expand[:, _COUNT] = items, items * PARTS
-            product[:, _OTHER] = self.tensors[0].data_ptr() if items else other
+        added = self.memory.added.data_ptr()
+        for number, place in enumerate(self.places):
+            # No adapter of this step changes the place: its two kernels have nothing to do.
+            items = count if number in used else 0
+            place.shrink[:, _COUNT] = items
+            place.expand[:, _COUNT] = items * EXPAND_ITEMS
+            place.product[:, _OTHER] = added if items else place.other
+
+
+@dataclass
+class _LayerKind:
+    """Layers whose attention takes the same of a step."""
+
+    call: AttentionCall
+    """Of one of them."""
+    cache: LayerCache
+    layers: Any
+    """Indices of all of them, or a slice."""
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """Activations of at most ``tokens`` rows, and the arguments of all kernels over them."""
+    """Activations of at most ``tokens`` rows, and the rows of all kernels over them."""
 
     tokens: int
-    activations: list[Tensor]
-    """[tokens, width] each: the input of a layer, which is also what the last one gives; what is
-    behind its attention; what is normed, at the end of the rows that were asked for; query, key and
-    value; what attention gives; what is inside of the MLP."""
-    indices: Tensor
-    """int64 [2, tokens]: positions; which rows are asked for."""
-    arguments: np.ndarray
-    """int64 [kernels, _WIDTH], in the order in which they run: those of the layers, of the last
+    activations: _Activations
+    rows: np.ndarray
+    """int64 [kernels, ROW_FIELDS], in the order in which they run: those of the layers, of the last
     norm, and of the head if it is a TileLinear."""
     of_layers: int
     """Of these, those of the layers."""
     attention: np.ndarray
-    """Of those, what writes K and V and what attends: [layers, 2, _WIDTH]."""
-    rounded: Tensor
-    """Rows of another form before a product."""
-    kinds: list[tuple[AttentionCall, LayerCache, Any]]
-    """One layer's, and the indices of all layers whose attention takes the same of a step."""
+    """Of those, what writes K and V and what attends: [layers, 2, ROW_FIELDS]."""
+    kinds: list[_LayerKind]
     adapted: _Adapted | None
 
 
-def _can_run(layer: FusedDecoderLayer) -> bool:
-    """Whether a program can run all parts of the layer."""
-    attention, mlp, norms = layer.self_attn, layer.mlp, layer.norms
-    if norms.attention is None or norms.mlp is None or norms.attended or norms.mixed:
-        return False
-    if not isinstance(mlp, FusedMLP) or attention.form.sinks is not None:
-        return False
-    return all(
-        isinstance(each, TileLinear) and each.width == each.out_features
-        for each in _products(layer)
-    )
-
-
-def _products(layer: FusedDecoderLayer) -> list[Any]:
-    """Those of query, key and value, of attention's output, and of the MLP."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [attention.qkv, attention.output, mlp.gated, mlp.down]
+# --------------------------------------------------------------------------- the program
 
 
 class LayerProgram:
@@ -202,11 +171,17 @@ class LayerProgram:
 
     def __init__(self, model: Any, places: Sequence[Places] | None) -> None:
         """See :meth:`of`."""
-        self._places, self._shrunk = places, 0
-        self._embedding, self._table = model.embed.weight.detach(), model.tables[0]
-        self._layers, self._norm, self._head = model.layers, model.norm.kernel, model.head
-        team_size, give_way = map(function_address, ("omp_get_num_threads", "sched_yield"))
-        self._call = ProgramCall(team_size=team_size, give_way=give_way)
+        self._places = places
+        self._shrunk = 0
+        self._embedding = model.embed.weight.detach()
+        self._table = model.tables[0]
+        self._layers = model.layers
+        self._norm = model.norm.kernel
+        self._head = model.head
+        self._call = ProgramCall(
+            team_size=function_address("omp_get_num_threads"),
+            give_way=function_address("sched_yield"),
+        )
         self._caches: list[LayerCache] = []
         self._memory: _Memory | None = None
         version = source_version()
@@ -226,15 +201,13 @@ class LayerProgram:
             return None
         if len(model.tables) > 1 or type(model.embed) is not nn.Embedding:
             return None
+        # The kernels of adapters have no other dtype.
         if places is not None and model.embed.weight.dtype != torch.bfloat16:
             return None
         if not all(map(_can_run, model.layers)):
             return None
-        shapes = {
-            tuple((each.in_features, each.width, each.spare_bytes > 0) for each in _products(layer))
-            for layer in model.layers
-        }
-        if len(shapes) > 1:
+        # All layers share one memory.
+        if len({_shape(layer) for layer in model.layers}) > 1:
             return None
         return cls(model, places)
 
@@ -247,12 +220,17 @@ class LayerProgram:
         if not isinstance(paged, PagedStep) or paged.meta.max_context_len > self._table.shape[0]:
             return False
         # The memory of caches that are held here belongs to no others.
-        if [c.keys.data_ptr() for c in paged.layers] != [c.keys.data_ptr() for c in self._caches]:
-            dtype = self._embedding.dtype
-            for cache in paged.layers:
-                if not isinstance(cache.attend, CpuAttention) or cache.attend.dtype != dtype:
-                    return False
-            self._caches, self._memory = paged.layers, None
+        theirs = [cache.keys.data_ptr() for cache in paged.layers]
+        ours = [cache.keys.data_ptr() for cache in self._caches]
+        if theirs == ours:
+            return True
+        for cache in paged.layers:
+            if not isinstance(cache.attend, CpuAttention):
+                return False
+            if cache.attend.dtype != self._embedding.dtype:
+                return False
+        self._caches = paged.layers
+        self._memory = None
         return True
 
     def __call__(self, ids: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor | None:
@@ -260,153 +238,312 @@ class LayerProgram:
         them, both int64. Returns what the head gives of these [rows, vocabulary]."""
         if not self.fits(paged):
             return None
-        tokens, count, meta = ids.shape[0], rows.shape[0], paged.meta
+        tokens = ids.shape[0]
+        count = rows.shape[0]
         assert count <= tokens
-        shrunk = max((span.adapter.packed.columns for span in meta.adapted), default=0)
-        if shrunk > self._shrunk:
-            self._shrunk, self._memory = shrunk, None
-        memory = self._memory
-        if memory is None or memory.tokens < tokens:
-            memory = self._memory = self._lay_out(tokens)
-        torch.index_select(self._embedding, 0, ids, out=memory.activations[0][:tokens])
-        memory.indices[0, :tokens] = meta.positions
-        memory.indices[1, :count] = rows
-        memory.arguments[:, _HEAD] = 0, 0, tokens
-        memory.arguments[memory.of_layers :, _COUNT] = count
+        memory = self._memory_for(tokens, paged.meta.adapted)
+        activations = memory.activations
+        torch.index_select(self._embedding, 0, ids, out=activations.states[:tokens])
+        activations.indices[0, :tokens] = paged.meta.positions
+        activations.indices[1, :count] = rows
+        memory.rows[:, _HEAD] = 0, 0, tokens
+        memory.rows[memory.of_layers :, _COUNT] = count
         if memory.adapted is not None:
-            memory.adapted.prepare(meta.adapted, tokens)
-        out = normed = memory.activations[2][:count]
-        if isinstance(self._head, TileLinear):
-            out = torch.empty(count, self._head.width, dtype=out.dtype)
-            memory.arguments[-1, _OUT] = out.data_ptr()
-        for call, cache, layers in memory.kinds:
-            assert isinstance(cache.attend, CpuAttention)
-            step = cache.attend.prepare(call, cache, meta)
-            assert step.arguments.tokens == tokens
-            fields = np.frombuffer(bytes(step.arguments), np.int64)[_OF_STEP]
-            memory.attention[layers, :, _OF_STEP] = fields
-            memory.attention[layers, :, _COUNT] = step.write_items, step.items
+            memory.adapted.prepare(paged.meta.adapted, tokens)
+        self._prepare_attention(memory, paged, tokens)
+        normed = activations.normed[:count]
+        if not isinstance(self._head, TileLinear):
+            self._run()
+            logits: Tensor = self._head(normed)
+            return logits
+        filled = torch.empty(count, self._head.width, dtype=normed.dtype)
+        memory.rows[-1, _OUT] = filled.data_ptr()
+        self._run()
+        return self._head.without_filling(filled)
+
+    def _run(self) -> None:
         self._call.arrived = 0
         self._kernel.run(self._call, torch.get_num_threads())
-        return self._head(normed) if out is normed else self._head.without_filling(out)
+
+    def _prepare_attention(self, memory: _Memory, paged: PagedStep, tokens: int) -> None:
+        """Fill in what attention must know of a step, once for layers of one kind."""
+        for kind in memory.kinds:
+            assert isinstance(kind.cache.attend, CpuAttention)
+            step = kind.cache.attend.prepare(kind.call, kind.cache, paged.meta)
+            assert step.arguments.tokens == tokens
+            fields = np.frombuffer(bytes(step.arguments), np.int64)[_OF_STEP]
+            memory.attention[kind.layers, :, _OF_STEP] = fields
+            memory.attention[kind.layers, :, _COUNT] = step.write_items, step.items
+
+    def _memory_for(self, tokens: int, spans: Sequence[Span]) -> _Memory:
+        """Memory for a step, made anew if it has more tokens or larger adapters than any before."""
+        shrunk = max((span.adapter.packed.columns for span in spans), default=0)
+        if shrunk > self._shrunk:
+            self._shrunk = shrunk
+            self._memory = None
+        if self._memory is None or self._memory.tokens < tokens:
+            self._memory = self._lay_out(tokens)
+        return self._memory
+
+    # ----------------------------------------------------------------- the list of kernels
 
     def _lay_out(self, tokens: int) -> _Memory:
         """Memory for steps of at most ``tokens`` rows, rounded up to a power of two."""
         tokens = max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        first, dtype, size = self._layers[0], self._embedding.dtype, self._embedding.shape[1]
-        attention, inner = first.self_attn, first.mlp.down.in_features
-        widths = size, size, size, attention.qkv.out_features, attention.output.in_features, inner
-        tensors = [torch.empty(tokens, width, dtype=dtype) for width in widths]
-        indices = torch.empty(2, tokens, dtype=torch.int64)
-        hidden, middle, normed, qkv, attended, inside = (each.data_ptr() for each in tensors)
-        positions, rows = (each.data_ptr() for each in indices)
-        cos, sin = self._table.unbind(1)
-        most = max(
-            each.spare_bytes
-            for layer in self._layers
-            for each in (*_products(layer), self._head)
-            if isinstance(each, TileLinear)
+        adapter_memory = self._adapter_memory(tokens)
+        writer = _Writer(
+            activations=self._activations(tokens),
+            layers=self._layers,
+            caches=self._caches,
+            table=self._table,
+            norm=self._norm.kernel,
+            adapter_memory=adapter_memory,
+            shrink=None if adapter_memory is None else self._shrink,
+            expand=None if adapter_memory is None else self._expand,
         )
-        rounded = torch.empty(tokens * most, dtype=torch.uint8)
-        spare = rounded.data_ptr()
-        norm, calls = self._norm.kernel, list[tuple[Kernel, ctypes.Structure]]()
-        room = self._room_for_adapters(tokens)
-        place = partial(self._product, spare=spare, room=room)
-        kinds: dict[object, tuple[AttentionCall, LayerCache, list[int]]] = {}
-        for number, layer in enumerate(self._layers):
-            attention, norms = layer.self_attn, layer.norms
-            form, rotate = attention.form, attention.kernel
-            cache, call = self._caches[form.layer], form.call(*form.split(tensors[3]))
-            assert isinstance(cache.attend, CpuAttention)
-            attend, write = cache.attend.kernels
-            arguments = AttentionArguments()
-            set_layer(arguments, call.query, call.key, call.value, cache, attended)
-            kind = (cache.attend, cache.keys.shape, replace(form, layer=0, norms=None))
-            kinds.setdefault(kind, (call, cache, []))[2].append(number)
-            calls += [
-                (norm, norms.attention.kernel.call_for(hidden, normed)),
-                *place(0, number, normed, qkv, 0),
-                (rotate.kernel, rotate.call_for(tensors[3], cos, sin, positions)),
-                (write, arguments),
-                (attend, arguments),
-                *place(1, number, attended, middle, hidden),
-                (norm, norms.mlp.kernel.call_for(middle, normed)),
-                *place(2, number, normed, inside, 0),
-                *place(3, number, inside, hidden, middle),
-            ]
-        of_layers = len(calls)
-        calls.append((norm, self._norm.call_for(hidden, normed, rows)))
-        if isinstance(self._head, TileLinear):
-            calls += self._head.calls(normed, 0, 0, spare)
-        table = np.zeros((len(calls), _WIDTH), np.int64)
-        for row, (kernel, each) in zip(table, calls, strict=True):
-            ctypes.memmove(row.ctypes.data, ctypes.addressof(each), ctypes.sizeof(each))
-            row[-1] = kernel.address
-        by_layer = table[:of_layers].reshape(len(self._layers), -1, _WIDTH)
-        of_kinds: list[tuple[AttentionCall, LayerCache, Any]] = list(kinds.values())
-        if len(of_kinds) == 1:
-            of_kinds = [(*of_kinds[0][:2], slice(None))]  # which numpy writes faster than a list
-        self._call.count, self._call.kernels = len(calls), table.ctypes.data
-        records = [type(each) for _, each in calls]
-        attending = records.index(AttentionArguments)
-        attended_by = by_layer[:, attending : attending + 2]
+        for number in range(len(self._layers)):
+            writer.add_layer(number)
+        of_layers = len(writer.calls)
+        writer.add_end(self._norm, self._head)
+        rows = writer.rows()
+        self._call.count = len(rows)
+        self._call.kernels = rows.ctypes.data
+        by_layer = rows[:of_layers].reshape(len(self._layers), -1, ROW_FIELDS)
+        kinds = list(writer.kinds.values())
+        if len(kinds) == 1:
+            kinds[0].layers = slice(None)  # which numpy writes faster than a list
+        attending = writer.indices_of(AttentionArguments)[0]
         adapted = None
-        if room is not None:
-            shrinks = [i for i, (kernel, _) in enumerate(calls) if kernel is self._shrink]
-            ends = [i for i, kind in enumerate(records) if kind is ProductCall]
-            of_places = [
-                (by_layer[:, i], by_layer[:, i + 1], by_layer[:, end], other)
-                for i, end, other in zip(shrinks, ends, (0, hidden, 0, middle), strict=False)
-            ]
-            adapted = _Adapted(*room, of_places)
+        if adapter_memory is not None:
+            adapted = _Adapted(adapter_memory, writer.adapted_places(by_layer))
         return _Memory(
-            tokens, tensors, indices, table, of_layers, attended_by, rounded, of_kinds, adapted
+            tokens=tokens,
+            activations=writer.activations,
+            rows=rows,
+            of_layers=of_layers,
+            attention=by_layer[:, attending : attending + 2],
+            kinds=kinds,
+            adapted=adapted,
         )
 
-    def _room_for_adapters(self, tokens: int) -> tuple[list[Tensor], np.ndarray] | None:
-        """See :class:`_Adapted`. None: the program has none."""
+    def _activations(self, tokens: int) -> _Activations:
+        """Memory for so many rows."""
+        dtype = self._embedding.dtype
+        size = self._embedding.shape[1]
+        first = self._layers[0]
+        attention = first.self_attn
+
+        def rows(width: int) -> Tensor:
+            return torch.empty(tokens, width, dtype=dtype)
+
+        return _Activations(
+            states=rows(size),
+            middle=rows(size),
+            normed=rows(size),
+            qkv=rows(attention.qkv.out_features),
+            attended=rows(attention.output.in_features),
+            inside=rows(first.mlp.down.in_features),
+            indices=torch.empty(2, tokens, dtype=torch.int64),
+            rounded=torch.empty(tokens * self._spare_bytes(), dtype=torch.uint8),
+        )
+
+    def _spare_bytes(self) -> int:
+        """The most that a row of another form takes before any product."""
+        most = 0
+        for layer in self._layers:
+            for product in _products(layer):
+                most = max(most, product.spare_bytes)
+        if isinstance(self._head, TileLinear):
+            most = max(most, self._head.spare_bytes)
+        return most
+
+    def _adapter_memory(self, tokens: int) -> _AdapterMemory | None:
+        """None: the program has no adapters."""
         if self._places is None:
             return None
         qkv, output, gated, down = _products(self._layers[0])
-        widths = max(qkv.width, output.width, 2 * gated.width, down.width), self._shrunk * LANES
+        widest = max(qkv.width, output.width, 2 * gated.width, down.width)
         dtype = self._embedding.dtype
-        tensors = [torch.empty(tokens, width, dtype=dtype) for width in widths]
-        return tensors, np.zeros((tokens, 3), np.int64)
+        return _AdapterMemory(
+            added=torch.empty(tokens, widest, dtype=dtype),
+            shrunk=torch.empty(tokens, self._shrunk * LANES, dtype=dtype),
+            items=np.zeros((tokens, 3), np.int64),
+        )
 
-    def _product(
-        self,
-        place: int,
-        number: int,
-        x: int,
-        out: int,
-        other: int,
-        spare: int,
-        room: tuple[list[Tensor], np.ndarray] | None,
-    ) -> list[tuple[Kernel, Any]]:
+
+@dataclass
+class _Writer:
+    """Writes down the kernels of a program, in the order in which they run."""
+
+    activations: _Activations
+    layers: Sequence[Any]
+    caches: Sequence[LayerCache]
+    table: Tensor
+    """cos and sin of all positions."""
+    norm: Kernel
+    adapter_memory: _AdapterMemory | None
+    shrink: Kernel | None
+    expand: Kernel | None
+    calls: list[_Call] = field(default_factory=list)
+    kinds: dict[object, _LayerKind] = field(default_factory=dict)
+
+    def add_layer(self, number: int) -> None:
+        """All kernels of a decoder layer."""
+        layer = self.layers[number]
+        states = self.activations.states.data_ptr()
+        middle = self.activations.middle.data_ptr()
+        normed = self.activations.normed.data_ptr()
+        qkv = self.activations.qkv.data_ptr()
+        attended = self.activations.attended.data_ptr()
+        inside = self.activations.inside.data_ptr()
+        arguments, attend, write = self._attention(number, layer)
+        self.calls.append((self.norm, layer.norms.attention.kernel.call_for(states, normed)))
+        self._add_product(number, 0, x=normed, out=qkv)
+        self.calls.append(self._rotation(layer))
+        self.calls.append((write, arguments))
+        self.calls.append((attend, arguments))
+        self._add_product(number, 1, x=attended, out=middle, other=states)
+        self.calls.append((self.norm, layer.norms.mlp.kernel.call_for(middle, normed)))
+        self._add_product(number, 2, x=normed, out=inside)
+        self._add_product(number, 3, x=inside, out=states, other=middle)
+
+    def add_end(self, norm: Any, head: Any) -> None:
+        """The last norm, of the rows that are asked for, and the head if it is one of ours."""
+        states = self.activations.states.data_ptr()
+        normed = self.activations.normed.data_ptr()
+        asked = self.activations.indices[1].data_ptr()
+        self.calls.append((self.norm, norm.call_for(states, normed, asked)))
+        if isinstance(head, TileLinear):
+            spare = self.activations.rounded.data_ptr()
+            self.calls += head.calls(normed, out=0, other=0, spare=spare)
+
+    def rows(self) -> np.ndarray:
+        """int64 [kernels, ROW_FIELDS]: see ``program_kernel``."""
+        rows = np.zeros((len(self.calls), ROW_FIELDS), np.int64)
+        for row, (kernel, call) in zip(rows, self.calls, strict=True):
+            ctypes.memmove(row.ctypes.data, ctypes.addressof(call), ctypes.sizeof(call))
+            row[-1] = kernel.address
+        return rows
+
+    def indices_of(self, record: type[ctypes.Structure]) -> list[int]:
+        """Of kernels whose arguments are such a record."""
+        return [index for index, (_, call) in enumerate(self.calls) if type(call) is record]
+
+    def adapted_places(self, by_layer: np.ndarray) -> list[_AdaptedPlace]:
+        """The places of one layer, with the rows of all layers: these are in the same order."""
+        states = self.activations.states.data_ptr()
+        middle = self.activations.middle.data_ptr()
+        others = (0, states, 0, middle)
+        shrinks = [index for index, (kernel, _) in enumerate(self.calls) if kernel is self.shrink]
+        products = self.indices_of(ProductCall)
+        found = []
+        for place, other in enumerate(others):
+            shrink = shrinks[place]
+            adapted = _AdaptedPlace(
+                shrink=by_layer[:, shrink],
+                expand=by_layer[:, shrink + 1],
+                product=by_layer[:, products[place]],
+                other=other,
+            )
+            found.append(adapted)
+        return found
+
+    def _attention(self, number: int, layer: Any) -> tuple[AttentionArguments, Kernel, Kernel]:
+        """A layer's arguments of attention, what attends, and what writes K and V."""
+        form = layer.self_attn.form
+        cache = self.caches[form.layer]
+        assert isinstance(cache.attend, CpuAttention)
+        call = form.call(*form.split(self.activations.qkv))
+        arguments = AttentionArguments()
+        set_layer(
+            arguments,
+            call.query,
+            call.key,
+            call.value,
+            cache=cache,
+            out=self.activations.attended.data_ptr(),
+        )
+        kind = (cache.attend, cache.keys.shape, replace(form, layer=0, norms=None))
+        if kind not in self.kinds:
+            self.kinds[kind] = _LayerKind(call, cache, [])
+        self.kinds[kind].layers.append(number)
+        attend, write = cache.attend.kernels
+        return arguments, attend, write
+
+    def _rotation(self, layer: Any) -> _Call:
+        """The norms and the rotary embedding of a layer's heads."""
+        rotate = layer.self_attn.kernel
+        cos, sin = self.table.unbind(1)
+        positions = self.activations.indices[0].data_ptr()
+        return rotate.kernel, rotate.call_for(self.activations.qkv, cos, sin, positions)
+
+    def _add_product(self, number: int, place: int, *, x: int, out: int, other: int = 0) -> None:
         """A product of a layer, and before it what adapters add."""
-        linear = _products(self._layers[number])[place]
-        if room is None:
-            calls: list[tuple[Kernel, Any]] = linear.calls(x, out, other, spare)
-            return calls
-        (added, shrunk), spans = room
-        width = linear.width * (2 if place == Places._fields.index("gated") else 1)
-        common = {"spans": spans.ctypes.data, "place": (number * PLACES + place) * 8 * PLACE_FIELDS}
-        first = LowRankCall(
+        linear = _products(self.layers[number])[place]
+        spare = self.activations.rounded.data_ptr()
+        memory = self.adapter_memory
+        if memory is None:
+            self.calls += linear.calls(x, out=out, other=other, spare=spare)
+            return
+        assert self.shrink is not None
+        assert self.expand is not None
+        added = memory.added.data_ptr()
+        shrunk = memory.shrunk.data_ptr()
+        shrunk_stride = 2 * memory.shrunk.shape[1]
+        width = linear.width * (2 if place == GATED else 1)
+        items = memory.items.ctypes.data
+        place_offset = (number * PLACES + place) * 8 * PLACE_FIELDS
+        shrink = LowRankCall(
             x=x,
             x_stride=2 * linear.in_features,
-            out=shrunk.data_ptr(),
-            out_stride=2 * shrunk.shape[1],
+            out=shrunk,
+            out_stride=shrunk_stride,
+            items=items,
+            place=place_offset,
             units=linear.in_features // 2,
-            **common,
         )
-        second = LowRankCall(
-            x=shrunk.data_ptr(),
-            x_stride=2 * shrunk.shape[1],
-            out=added.data_ptr(),
+        expand = LowRankCall(
+            x=shrunk,
+            x_stride=shrunk_stride,
+            out=added,
             out_stride=2 * width,
             other=other,
+            items=items,
+            place=place_offset,
             columns=width // LANES,
-            **common,
         )
-        product = linear.calls(x, out, added.data_ptr(), spare)
-        return [(self._shrink, first), (self._expand, second), *product]
+        self.calls.append((self.shrink, shrink))
+        self.calls.append((self.expand, expand))
+        self.calls += linear.calls(x, out=out, other=added, spare=spare)
+
+
+# --------------------------------------------------------------------------- what can be run
+
+
+def _can_run(layer: FusedDecoderLayer) -> bool:
+    """Whether a program can run all parts of the layer."""
+    norms = layer.norms
+    if norms.attention is None or norms.mlp is None or norms.attended or norms.mixed:
+        return False
+    if not isinstance(layer.mlp, FusedMLP) or layer.self_attn.form.sinks is not None:
+        return False
+    for product in _products(layer):
+        # Rows that are filled up would have to be cut between two kernels.
+        if not isinstance(product, TileLinear) or product.width != product.out_features:
+            return False
+    return True
+
+
+def _products(layer: FusedDecoderLayer) -> list[Any]:
+    """Those of query, key and value, of attention's output, and of the MLP."""
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    return [attention.qkv, attention.output, mlp.gated, mlp.down]
+
+
+def _shape(layer: FusedDecoderLayer) -> tuple[tuple[int, int, bool], ...]:
+    """What must be the same of all layers."""
+    return tuple(
+        (product.in_features, product.width, product.spare_bytes > 0)
+        for product in _products(layer)
+    )

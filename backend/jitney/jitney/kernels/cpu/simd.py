@@ -1,29 +1,61 @@
-"""Vectors of 16 float32 lanes and raw memory for Numba kernels, as LLVM's own vector types.
+"""Vectors of 16 float32 lanes and raw memory, as functions that Numba code calls.
 
-Numba has no vector type and leaves vectorization to chance; here a lane is explicit, and LLVM maps
-16 lanes to what the processor has: one AVX-512 register, two AVX2 ones, four of NEON. Addresses are
+A vector is a value of the Numba type ``vector``; ``+ - * /`` work on it lane by lane. Addresses are
 plain integers (``intp``); nothing is bounds-checked.
 
-Element types of a cache are told apart at compile time by the *type* of a tag value, F32, BF16 or
-I8: bfloat16 is computed in pairs, so that a "unit", what one lane holds in a product, is four bytes
-in either case: one float32, or two neighbouring bfloat16. Bytes are widened before a product.
+Element types are told apart at compile time by the *type* of a tag value: F32, BF16, I8, I4 or
+WIDE. Each tag makes a kernel of its own.
+
+Called by all kernels of this folder.
 """
 
-import inspect
 import operator
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.ir as ir
 import numpy as np
 from numba import njit, types
-from numba.core.registry import cpu_target
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import overload
+
+from jitney.kernels.cpu.emit import (
+    LANES,
+    TAG,
+    bf16,
+    broadcast,
+    call_llvm,
+    constant,
+    emitted,
+    f32,
+    f32x,
+    fused_multiply_add,
+    host_has,
+    i8,
+    i8x,
+    i16,
+    i16x,
+    i32,
+    i32x,
+    i64,
+    load_vector,
+    offset_by,
+    pointer,
+    prefetch_line,
+    round_to_bf16,
+    stack_memory,
+    store_vector,
+    vector,
+    widen_low,
+)
 
 _NO_WRAPPERS: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inner = njit(**_NO_WRAPPERS)
 """Decorates what only compiled code calls (a call from Python would crash): the wrappers for Python
 take a fifth of the time to compile."""
+inlined = njit(inline="always", **_NO_WRAPPERS)
+"""Decorates a step of one larger function, which then costs no call: Numba puts its statements
+there."""
+
+# --------------------------------------------------------------------------- tags
 
 F32 = np.float32(0)
 BF16 = np.uint16(0)
@@ -34,116 +66,21 @@ I4 = np.int16(0)
 WIDE = np.uint32(0)
 """Of products of bfloat16, where one factor has been widened to float32 before."""
 
-ZERO, ONE, LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(1.4426950408889634)
-
-LANES = 16
-UNIT_BYTES = 4
-
-i8, i16, i32, i64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-f32 = ir.FloatType()
-f32x, i32x, i16x, i8x = (ir.VectorType(t, LANES) for t in (f32, i32, i16, i8))
-
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no class for. There is one object of it."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-bf16 = _BFloat()
-
-
-class _VectorType(types.Type):
-    """Numba's view of ``<16 x float>``."""
-
-
-vector = _VectorType("f32x16")
-
-
-@register_model(_VectorType)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, fe_type: Any) -> None:
-        super().__init__(manager, fe_type, f32x)
-
-
-def host_has(feature: str) -> bool:
-    """Whether the processor that Numba compiles for has ``feature``, by LLVM's name."""
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return f"+{feature}" in features.split(",")
-
-
-def splat_value(builder: Any, scalar: Any) -> Any:
-    """IR: ``scalar`` in every lane."""
-    base = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-    first = builder.insert_element(base, scalar, ir.Constant(i32, 0))
-    zeros = ir.Constant(i32x, [0] * LANES)
-    return builder.shuffle_vector(first, base, zeros)
-
-
-def pointer(builder: Any, address: Any, to: Any) -> Any:
-    """IR: an integer address as a pointer to type ``to``."""
-    return builder.inttoptr(address, to.as_pointer())
-
-
-def prefetch_line(builder: Any, address: Any) -> None:
-    """IR: ask for the cache line at ``address``, to be read soon, in the second-level cache."""
-    where = pointer(builder, address, i8)
-    read, second_level, data = (ir.Constant(i32, n) for n in (0, 2, 1))
-    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [where, read, second_level, data])
-
-
-def call_llvm(builder: Any, name: str, result: Any, args: Sequence[Any], **options: Any) -> Any:
-    """IR: a call of an LLVM intrinsic by its full name."""
-    kind = ir.FunctionType(result, [a.type for a in args])
-    return builder.call(builder.module.declare_intrinsic(name, fnty=kind), args, **options)
-
-
-def offset_by(builder: Any, address: Any, count: Any, size: Any = 1) -> Any:
-    """IR: ``address`` + count * size. These two are numbers or 64-bit values."""
-    count, size = (ir.Constant(i64, x) if isinstance(x, int) else x for x in (count, size))
-    return builder.add(address, builder.mul(count, size))
-
-
-TAG = "tag"
-"""In :func:`emitted`: an argument that may be any tag. The emitting function gets its type."""
-
-
-def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a Numba function of one that emits LLVM code: ``emit(builder, *values)`` -> its value.
-
-    ``result`` and ``arguments`` are Numba's types.
-    """
-
-    def decorate(emit: Callable[..., Any]) -> Any:
-        def define(typingctx, *given):
-            kinds = [g if a is TAG else a for a, g in zip(arguments, given, strict=True)]
-
-            def generate(context, builder, signature, values):
-                pairs = zip(arguments, kinds, values, strict=True)
-                value = emit(builder, *(kind if a is TAG else v for a, kind, v in pairs))
-                return context.get_dummy_value() if result is types.void else value
-
-            return result(*kinds), generate
-
-        define.__name__, define.__doc__ = emit.__name__, emit.__doc__
-        # Numba asks for the names of arguments.
-        define.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
-        return intrinsic(define)
-
-    return decorate
+ZERO = np.float32(0.0)
+ONE = np.float32(1.0)
+LOG2_E = np.float32(1.4426950408889634)
 
 
 @emitted(types.int64, TAG)
 def element_bytes(builder, tag):
     """Bytes of one element of the tag's type, as a constant."""
-    return ir.Constant(i64, tag.bitwidth // 8)
+    return constant(i64, tag.bitwidth // 8)
 
 
 @emitted(types.int64, TAG)
 def second_bytes(builder, tag):
     """Bytes of one element of a product's second factor, which WIDE does not widen."""
-    return ir.Constant(i64, 4 if tag == types.float32 else 2)
+    return constant(i64, 4 if tag == types.float32 else 2)
 
 
 @emitted(types.boolean, TAG)
@@ -172,103 +109,118 @@ def _access(numba_type: Any, llvm_type: Any) -> tuple[Any, Any]:
 load_i64, store_i64 = _access(types.int64, i64)
 load_i32, store_i32 = _access(types.int32, i32)
 load_f32, store_f32 = _access(types.float32, f32)
-_, store_byte = _access(types.uint8, ir.IntType(8))
+_, store_byte = _access(types.uint8, i8)
 load, store = _access(vector, f32x)
 
 
 @emitted(types.void, TAG, types.intp, types.intp)
 def copy_element(builder, tag, source, target):
     """One element, as bits."""
-    source, target = (pointer(builder, x, ir.IntType(tag.bitwidth)) for x in (source, target))
-    builder.store(builder.load(source, align=1), target, align=1)
+    bits = ir.IntType(tag.bitwidth)
+    read = pointer(builder, source, bits)
+    written = pointer(builder, target, bits)
+    builder.store(builder.load(read, align=1), written, align=1)
 
 
 @emitted(types.int64, types.intp)
 def fetch_add(builder, address):
     """Add 1 to the int64 at ``address``, in one order for all threads; returns what it was."""
-    return builder.atomic_rmw("add", pointer(builder, address, i64), ir.Constant(i64, 1), "seq_cst")
+    where = pointer(builder, address, i64)
+    return builder.atomic_rmw("add", where, constant(i64, 1), "seq_cst")
 
 
 prefetch = emitted(types.void, types.intp)(prefetch_line)
 
 
-def widen_bf16(builder: Any, bits: Any) -> Any:
-    """IR: the lower halves of 32-bit integers, bfloat16, as float32, whose upper halves they are.
-
-    As :func:`round_to_bf16`, for one number or 16 lanes.
-    """
-    to = f32x if bits.type == i32x else f32
-    return builder.bitcast(builder.shl(bits, every(bits.type, 16)), to)
+@emitted(types.int64)
+def vector_on_stack(builder):
+    """The address of memory for one vector. It lives as long as the function that asks."""
+    return stack_memory(builder, 4 * LANES)
 
 
-def every(kind: Any, number: float) -> Any:
-    """IR: a constant, in every lane if ``kind`` is a vector type."""
-    return ir.Constant(kind, [number] * LANES if kind in (f32x, i32x, i16x) else number)
-
-
-def round_to_bf16(builder: Any, value: Any) -> Any:
-    """IR: the upper halves of float32, to nearest even, as int16; a NaN stays one.
-
-    Where the processor has no instruction for it, LLVM would call a function that is not there.
-    """
-    wide, narrow = (i32x, i16x) if value.type == f32x else (i32, i16)
-    bits = builder.bitcast(value, wide)
-    odd = builder.and_(builder.lshr(bits, every(wide, 16)), every(wide, 1))
-    rounded = builder.add(bits, builder.add(odd, every(wide, 0x7FFF)))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    kept = builder.select(is_nan, every(wide, 0x7FC00000), rounded)
-    return builder.trunc(builder.lshr(kept, every(wide, 16)), narrow)
+# --------------------------------------------------------------------------- elements as float32
 
 
 def _element_access(
-    numba_type: Any, floats: Any, words: Any, halves: Any, small: Any
+    numba_type: Any, *, floats: Any, words: Any, halves: Any, small: Any
 ) -> tuple[Any, Any]:
     """As :func:`_access`, of elements of the tag's type as float32: 16 of them, or one.
 
-    What is stored is rounded to nearest even.
+    What is stored is rounded to nearest even. The last four arguments are LLVM's types of 16 or of
+    one: float32, and integers of 32, 16 and 8 bits.
     """
+    rounds_by_instruction = floats is f32x
+    rint = "llvm.rint.v16f32" if floats is f32x else "llvm.rint.f32"
 
     @emitted(numba_type, TAG, types.intp)
     def load(builder, tag, address):
         if tag == types.float32:
             return builder.load(pointer(builder, address, floats), align=4)
         if tag == types.int8:
-            bits = builder.load(pointer(builder, address, small), align=1)
-            return builder.sitofp(builder.sext(bits, words), floats)
-        bits = builder.load(pointer(builder, address, halves), align=2)
-        return widen_bf16(builder, builder.zext(bits, words))
+            byte = builder.load(pointer(builder, address, small), align=1)
+            return builder.sitofp(builder.sext(byte, words), floats)
+        half = builder.load(pointer(builder, address, halves), align=2)
+        return widen_low(builder, builder.zext(half, words))
 
     @emitted(types.void, TAG, types.intp, numba_type)
     def store(builder, tag, address, value):
-        if tag == types.uint16 and floats is f32x and host_has("avx512bf16"):
+        if tag == types.uint16 and rounds_by_instruction and host_has("avx512bf16"):
             value = builder.fptrunc(value, ir.VectorType(bf16, LANES))
         elif tag == types.uint16:
             value = round_to_bf16(builder, value)
         elif tag == types.int8:
-            name = "llvm.rint.v16f32" if floats is f32x else "llvm.rint.f32"
-            value = builder.fptosi(call_llvm(builder, name, floats, [value]), small)
+            whole = call_llvm(builder, rint, floats, [value])
+            value = builder.fptosi(whole, small)
         align = 1 if tag == types.int8 else 2
         builder.store(value, pointer(builder, address, value.type), align=align)
 
     return load, store
 
 
-load_as, store_as = _element_access(vector, f32x, i32x, i16x, i8x)
-load_one, store_one = _element_access(types.float32, f32, i32, i16, i8)
+load_as, store_as = _element_access(vector, floats=f32x, words=i32x, halves=i16x, small=i8x)
+load_one, store_one = _element_access(types.float32, floats=f32, words=i32, halves=i16, small=i8)
 
 
 @emitted(types.void, types.intp, vector, vector)
 def store_pairs(builder, address, low, high):
     """Pairs of float32 that are bfloat16 numbers, exactly, as such."""
-    low, high = (builder.bitcast(each, i32x) for each in (low, high))
-    pairs = builder.or_(builder.lshr(low, every(i32x, 16)), high)
-    builder.store(pairs, pointer(builder, address, i32x), align=4)
+    low_bits = builder.bitcast(low, i32x)
+    high_bits = builder.bitcast(high, i32x)
+    pairs = builder.or_(builder.lshr(low_bits, constant(i32x, 16)), high_bits)
+    store_vector(builder, pairs, address)
+
+
+@emitted(vector, types.intp, types.intp)
+def load_difference(builder, address, other):
+    """int32 at ``address`` less those at ``other``, as float32."""
+    a = load_vector(builder, address)
+    b = load_vector(builder, other)
+    return builder.sitofp(builder.sub(a, b), f32x)
+
+
+@emitted(vector, types.intp, types.int64)
+def load_signed(builder, address, index):
+    """Byte ``index`` of each of 16 units of int8, as float32."""
+    units = load_vector(builder, address)
+    # The byte moves to the top of its unit, and back down with its sign.
+    up = offset_by(builder, constant(i64, 24), index, -8)
+    moved = builder.shl(units, broadcast(builder, builder.trunc(up, i32)))
+    return builder.sitofp(builder.ashr(moved, constant(i32x, 24)), f32x)
+
+
+@emitted(types.void, types.intp, vector)
+def store_bytes(builder, address, value):
+    """Lanes of -128 to 127, rounded to nearest even, plus 128, as bytes without a sign."""
+    whole = call_llvm(builder, "llvm.rint.v16f32", f32x, [value])
+    raised = builder.add(builder.fptosi(whole, i32x), constant(i32x, 128))
+    builder.store(builder.trunc(raised, i8x), pointer(builder, address, i8x), align=1)
 
 
 # --------------------------------------------------------------------------- arithmetic
 
 
-splat = emitted(vector, types.float32)(splat_value)
+splat = emitted(vector, types.float32)(broadcast)
+fma = emitted(vector, vector, vector, vector)(fused_multiply_add)
 
 
 def _overload_operator(python_operator: Any, instruction: str) -> None:
@@ -289,12 +241,6 @@ _overload_operator(operator.mul, "fmul")
 _overload_operator(operator.truediv, "fdiv")
 
 
-@emitted(vector, vector, vector, vector)
-def fma(builder, a, b, c):
-    """a * b + c, rounded once."""
-    return call_llvm(builder, "llvm.fma.v16f32", f32x, [a, b, c])
-
-
 @emitted(vector, vector, vector)
 def larger(builder, a, b):
     """The larger of each pair of lanes; b's where either is NaN."""
@@ -305,42 +251,21 @@ def larger(builder, a, b):
 def keep_between(builder, value, low, high, other):
     """Lanes low <= i < high of ``value``, and the float32 ``other`` in all else."""
     lanes = ir.Constant(i32x, list(range(LANES)))
-    low, high = (splat_value(builder, builder.trunc(bound, i32)) for bound in (low, high))
+    first = broadcast(builder, builder.trunc(low, i32))
+    end = broadcast(builder, builder.trunc(high, i32))
     inside = builder.and_(
-        builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high)
+        builder.icmp_signed(">=", lanes, first),
+        builder.icmp_signed("<", lanes, end),
     )
-    return builder.select(inside, value, splat_value(builder, other))
-
-
-@emitted(vector, types.intp, types.intp)
-def load_difference(builder, address, other):
-    """int32 at ``address`` less those at ``other``, as float32."""
-    a, b = (builder.load(pointer(builder, x, i32x), align=4) for x in (address, other))
-    return builder.sitofp(builder.sub(a, b), f32x)
-
-
-@emitted(vector, types.intp, types.int64)
-def load_signed(builder, address, index):
-    """Byte ``index`` of each of 16 units of int8, as float32."""
-    units = builder.load(pointer(builder, address, i32x), align=4)
-    up = offset_by(builder, ir.Constant(i64, 24), index, -8)
-    moved = builder.shl(units, splat_value(builder, builder.trunc(up, i32)))
-    return builder.sitofp(builder.ashr(moved, every(i32x, 24)), f32x)
-
-
-@emitted(types.void, types.intp, vector)
-def store_bytes(builder, address, value):
-    """Lanes of -128 to 127, rounded to nearest even, plus 128, as bytes without a sign."""
-    nearest = call_llvm(builder, "llvm.rint.v16f32", f32x, [value])
-    whole = builder.add(builder.fptosi(nearest, i32x), every(i32x, 128))
-    builder.store(builder.trunc(whole, i8x), pointer(builder, address, i8x), align=1)
+    return builder.select(inside, value, broadcast(builder, other))
 
 
 @emitted(types.float32, vector)
 def lane_sum(builder, value):
     """The sum of the lanes, pairwise."""
-    args = [ir.Constant(f32, -0.0), value]
-    return call_llvm(builder, "llvm.vector.reduce.fadd.v16f32", f32, args, fastmath=("reassoc",))
+    start = ir.Constant(f32, -0.0)
+    name = "llvm.vector.reduce.fadd.v16f32"
+    return call_llvm(builder, name, f32, [start, value], fastmath=("reassoc",))
 
 
 @emitted(types.float32, vector)
@@ -352,13 +277,13 @@ def lane_max(builder, value):
         lanes = [min(lane + width, LANES - 1) for lane in range(LANES)]
         other = builder.shuffle_vector(value, value, ir.Constant(i32x, lanes))
         value = builder.select(builder.fcmp_ordered(">", value, other), value, other)
-    return builder.extract_element(value, ir.Constant(i32, 0))
+    return builder.extract_element(value, constant(i32, 0))
 
 
 @emitted(types.float32, vector)
 def first_lane(builder, value):
     """Lane 0."""
-    return builder.extract_element(value, ir.Constant(i32, 0))
+    return builder.extract_element(value, constant(i32, 0))
 
 
 @emitted(vector, vector)
@@ -372,18 +297,20 @@ def _times_power_of_two(builder, value, power):
     """value * 2**power for whole powers up to 127; 0 where the power is below -126."""
     if host_has("avx512f"):
         name = "llvm.x86.avx512.mask.scalef.ps.512"
-        mask, rounding = ir.Constant(i16, -1), ir.Constant(i32, 4)
-        return call_llvm(builder, name, f32x, [value, power, value, mask, rounding])
-    least = every(f32x, -126.0)
+        all_lanes = ir.Constant(i16, -1)
+        rounding = constant(i32, 4)
+        operands = [value, power, value, all_lanes, rounding]
+        return call_llvm(builder, name, f32x, operands)
+    least = constant(f32x, -126.0)
     fits = builder.fcmp_ordered(">=", power, least)
     whole = builder.fptosi(builder.select(fits, power, least), i32x)
     # A float32 whose exponent bits hold power + 127 is 2**power.
-    biased = builder.add(whole, every(i32x, 127))
-    two = builder.bitcast(builder.shl(biased, every(i32x, 23)), f32x)
-    return builder.select(fits, builder.fmul(value, two), every(f32x, 0.0))
+    biased = builder.add(whole, constant(i32x, 127))
+    two = builder.bitcast(builder.shl(biased, constant(i32x, 23)), f32x)
+    return builder.select(fits, builder.fmul(value, two), constant(f32x, 0.0))
 
 
-@njit(inline="always")
+@inlined
 def exp2(x):
     """2**x for x <= 127, within 2 units in the last place; next to 0 below 2**-126 and at -inf.
 

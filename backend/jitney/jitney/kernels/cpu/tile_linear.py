@@ -1,8 +1,20 @@
-"""Linear layers by ``product_kernel`` and ``groups``, in bfloat16 of weights in bfloat16, int8 or 4
-bits, and in float32: the kernels that they need, and their weights as these read them. Imported
-only where Numba is.
+"""Linear layers by our own kernels: their weights as these read them, and the calls.
+
+In bfloat16 of weights in bfloat16, int8 or 4 bits, and in float32. Which kernels a weight needs::
+
+    weight      tag            before it (``rounding_kernel``)    then
+    float32     F32            nothing                            ``product_kernel``
+    bfloat16    BF16           nothing                            ``product_kernel``
+    bfloat16    WIDE (no       x is widened to float32            ``product_kernel``
+                instruction)
+    int8        I8             rows of bytes with a tail          ``product_kernel``
+    4 bits      I4             groups of bytes                    ``four_bit_kernel``
+
+Called by ``layer_kernels``, which makes a :class:`TileLinear` for a fused module, and by
+``program``, where its kernels are steps of their own. Imported only where Numba is.
 """
 
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jitney.execution.quantized import MOST_OUTLIERS, OUTLIER
-from jitney.kernels.cpu.compiled import Call, Kernel, source_version
-from jitney.kernels.cpu.groups import groups_body
+from jitney.kernels.cpu.compiled import Kernel, KernelCall, source_version
+from jitney.kernels.cpu.emit import LANES, UNIT_BYTES, host_has
+from jitney.kernels.cpu.four_bit_kernel import groups_body
+from jitney.kernels.cpu.processor import may_use_amx, widens
 from jitney.kernels.cpu.product_kernel import (
     ACTIVATIONS,
     ITEMS,
@@ -20,10 +34,18 @@ from jitney.kernels.cpu.product_kernel import (
     ProductCall,
     product_body,
 )
-from jitney.kernels.cpu.products import may_use_amx, widens
-from jitney.kernels.cpu.rows import ConvertCall, convert_body
-from jitney.kernels.cpu.simd import BF16, F32, I4, I8, LANES, UNIT_BYTES, WIDE, host_has
+from jitney.kernels.cpu.rounding_kernel import ConvertCall, convert_body
+from jitney.kernels.cpu.simd import BF16, F32, I4, I8, WIDE
 from jitney.kernels.fused.forms import Activation
+
+_PAIR = 2 * LANES
+"""Outputs of two columns."""
+_FACTOR_BYTES = 8
+"""Of a group of a row of x: its scale and its sum."""
+_LEAST_FACTORS = 32
+"""Bytes: a tile may read so far beyond a group of 32."""
+_INPUTS = {torch.bfloat16: 32, torch.float32: 16, torch.int8: 16, torch.uint8: 16}
+"""Columns of a weight, by its dtype, must be a multiple of this. Nibbles are uint8, two in each."""
 
 
 @lru_cache(typed=True)  # tags of all types are equal
@@ -47,13 +69,126 @@ def fits_tiles(weight: Tensor, activation: Activation | None = None) -> bool:
     ``activation`` is one of the kernel's; with one, ``weight`` is that of gate and up. Rows of
     bytes are filled up, and so are outputs without an activation. Nibbles are uint8, two in each.
     """
-    inputs = {torch.bfloat16: 32, torch.float32: 16, torch.int8: 16, torch.uint8: 16}.get(
-        weight.dtype
-    )
+    inputs = _INPUTS.get(weight.dtype)
     if inputs is None or not host_has("avx2"):
         return False
-    whole = activation is None or weight.shape[0] % 64 == 0
+    whole = activation is None or weight.shape[0] % (2 * _PAIR) == 0
     return whole and weight.shape[1] % inputs == 0 and activation in ACTIVATIONS
+
+
+# --------------------------------------------------------------------------- packed weights
+
+
+@dataclass(frozen=True)
+class _PackedWeight:
+    """A weight as a kernel reads it, and what the kernel must know of it."""
+
+    tag: Any
+    columns: Tensor
+    """[N / 16, ...]: of each column, its bytes in order."""
+    steps: int
+    """See :class:`ProductCall`."""
+    x_stride: int
+    """Bytes of a row of x as the product reads it."""
+    before: Any = None
+    """The tag of the kernel that makes these rows; None: they are x itself."""
+    group: int = 0
+    of_outputs: dict[str, Tensor] = field(default_factory=dict)
+    """One number for each output, by the field of :class:`ProductCall`."""
+
+
+def _pack_floats(weight: Tensor, filling: int) -> _PackedWeight:
+    """Of bfloat16, or of float32."""
+    tag: Any = F32
+    before: Any = None
+    size = weight.itemsize
+    if weight.dtype == torch.bfloat16 and widens():
+        tag = WIDE
+        before = F32
+        size = 4
+    elif weight.dtype == torch.bfloat16:
+        tag = BF16
+    step = STEP_BYTES // weight.itemsize
+    filled = _fill_up(weight, step, filling)
+    return _PackedWeight(
+        tag=tag,
+        columns=_columns(filled),
+        steps=filled.shape[1] // step,
+        x_stride=filled.shape[1] * size,
+        before=before,
+    )
+
+
+def _pack_bytes(weight: Tensor, scale: Tensor, filling: int) -> _PackedWeight:
+    """Of int8."""
+    filled = _fill_up(weight, STEP_BYTES, filling)
+    # In pieces: each is copied as int32.
+    sums = [128 * piece.sum(1, dtype=torch.int32) for piece in filled.split(1024)]
+    scales = functional.pad(scale.detach().float().view(-1), (0, filling))
+    return _PackedWeight(
+        tag=I8,
+        columns=_columns(filled),
+        steps=filled.shape[1] // STEP_BYTES,
+        x_stride=filled.shape[1] + 8 + 8 * MOST_OUTLIERS,
+        before=I8,
+        of_outputs={"scales": scales, "shifts": torch.cat(sums)},
+    )
+
+
+def _pack_nibbles(weight: Tensor, scale: Tensor, filling: int) -> _PackedWeight:
+    """Of 4 bits: ``weight`` uint8 [N, K / 2], ``scale`` bfloat16 [2, N, groups]."""
+    inputs = 2 * weight.shape[1]
+    groups = scale.shape[2]
+    columns = _columns_of_nibbles(weight, scale, filling)
+    return _PackedWeight(
+        tag=I4,
+        columns=columns,
+        steps=columns[0].numel(),
+        x_stride=inputs + max(_LEAST_FACTORS, _FACTOR_BYTES * groups),
+        before=I4,
+        group=inputs // groups,
+    )
+
+
+def _fill_up(weight: Tensor, step: int, filling: int) -> Tensor:
+    """With zeros to whole steps of inputs, and with so many outputs more."""
+    filled = weight.detach().contiguous()  # GPT-2's are transposed
+    more_inputs = -weight.shape[1] % step
+    if filling or more_inputs:  # else it would be copied
+        filled = functional.pad(filled, (0, more_inputs, 0, filling))
+    return filled
+
+
+def _columns(filled: Tensor) -> Tensor:
+    """[N / 16, units, 16, elements of a unit] of a weight [N, K]."""
+    unit = UNIT_BYTES // filled.itemsize
+    return filled.view(len(filled) // LANES, LANES, -1, unit).permute(0, 2, 1, 3)
+
+
+def _columns_of_nibbles(weight: Tensor, scale: Tensor, filling: int) -> Tensor:
+    """uint8 [N / 16, bytes of a column], as ``four_bit_kernel`` reads them, with so many outputs
+    more."""
+    weight = functional.pad(weight, (0, 0, 0, filling))
+    values = torch.stack((weight & 15, weight >> 4), -1)
+    # A vector of bytes has 4 inputs of each of 16 outputs; two of them share one of nibbles.
+    values = values.view(-1, LANES, weight.shape[1] // 4, 2, 4)
+    low, high = values.permute(3, 0, 2, 1, 4)
+    groups = scale.shape[2]
+    vectors = (low | high << 4).reshape(len(values), groups, -1)
+    factors = functional.pad(scale, (0, 0, 0, filling)).view(2, -1, LANES, groups)
+    factors = factors.permute(1, 3, 2, 0).contiguous()
+    factor_bytes = factors.view(torch.uint8).view(len(values), groups, -1)
+    return torch.cat((factor_bytes, vectors), 2).flatten(1)
+
+
+def _interleave(columns: Tensor, gated: bool) -> Tensor:
+    """Contiguous; the columns of gate and up by turns."""
+    if gated:
+        columns = columns.unflatten(0, (2, -1)).transpose(0, 1)
+    return columns.contiguous()
+
+
+# --------------------------------------------------------------------------- the layer
 
 
 class TileLinear(nn.Module):
@@ -65,8 +200,8 @@ class TileLinear(nn.Module):
 
     A weight of int8 has a float32 ``scale`` [N] for each output; each row of x is rounded to bytes
     of a scale of its own, but for outliers, and the sums of their products are exact; ``factors``
-    are those of ``quantization.eight_bits``. One of 4 bits is as
-    ``quantization.four_bits`` has it, with its ``scale``.
+    are those of ``quantization.eight_bits``. One of 4 bits is as ``quantization.four_bits`` has it,
+    with its ``scale``.
     """
 
     def __init__(
@@ -78,137 +213,109 @@ class TileLinear(nn.Module):
         factors: Tensor | None = None,
     ) -> None:
         super().__init__()
-        nibbles = weight.dtype == torch.uint8
-        outputs, self.in_features = weight.shape[0], weight.shape[1] * (2 if nibbles else 1)
-        self.out_features = outputs if activation is None else outputs // 2
-        gated, more = activation is not None, -outputs % (2 * LANES)
-        outputs += more
-        self.width = outputs // 2 if gated else outputs
+        gated = activation is not None
+        has_nibbles = weight.dtype == torch.uint8
+        outputs = weight.shape[0]
+        filling = -outputs % _PAIR
+        width = outputs + filling
+        self.in_features = weight.shape[1] * (2 if has_nibbles else 1)
+        self.out_features = outputs // 2 if gated else outputs
+        self.width = width // 2 if gated else width
         """Of a row of results, filled up with zeros."""
         self.dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
         """Of x and the result."""
-        tag: Any
-        before: Any = None
-        if self.dtype == torch.float32:
-            tag = F32
-        elif scale is None:
-            tag, before = (WIDE, F32) if widens() else (BF16, None)
+        if scale is None:
+            packed = _pack_floats(weight, filling)
+        elif has_nibbles:
+            packed = _pack_nibbles(weight, scale, filling)
         else:
-            tag = before = I4 if nibbles else I8
-        self.kernel = product_kernel(tag)
-        self._before = None if before is None else convert_kernel(before)
-        size = 4 if scale is None and widens() else 1 if nibbles else weight.itemsize
-        step = 1 if nibbles else STEP_BYTES // weight.itemsize
-        stride, self._group = (self.in_features + -self.in_features % step) * size, 0
-        if scale is not None and not nibbles:
-            stride += 8 + 8 * MOST_OUTLIERS
-        if nibbles:
-            assert scale is not None
-            self._group = self.in_features // scale.shape[2]
-            columns = _columns_of_nibbles(weight, scale, more)
-            stride += max(32, 8 * scale.shape[2])  # a tile may read so far beyond a group of 32
-        else:
-            filled = weight.detach().contiguous()  # GPT-2's are transposed
-            if more or self.in_features % step:  # else it would be copied
-                filled = functional.pad(filled, (0, -self.in_features % step, 0, more))
-            unit = UNIT_BYTES // weight.itemsize
-            columns = filled.view(outputs // LANES, LANES, -1, unit).permute(0, 2, 1, 3)
-        packed = {"weight": _interleave(columns, gated)}
-        if bias is not None:
-            filled_bias = functional.pad(bias.detach().float(), (0, more))
-            packed["bias"] = _interleave(filled_bias.view(-1, LANES), gated)
-        if scale is not None and not nibbles:
-            filled_scale = functional.pad(scale.detach().float().view(-1), (0, more))
-            packed["scales"] = _interleave(filled_scale.view(-1, LANES), gated)
-            # In parts: each is copied as int32.
-            sums = [128 * part.sum(1, dtype=torch.int32) for part in filled.split(1024)]
-            packed["shifts"] = _interleave(torch.cat(sums).view(-1, LANES), gated)
-        self._packed, self._factors = packed, factors
-        self.spare_bytes = 0 if self._before is None else stride
+            packed = _pack_bytes(weight, scale, filling)
+        self.kernel = product_kernel(packed.tag)
+        self._before = None if packed.before is None else convert_kernel(packed.before)
+        self.spare_bytes = 0 if packed.before is None else packed.x_stride
         """For each row of x: see :meth:`calls`."""
-        pairs = outputs // (2 * LANES)
+        self._factors = factors
+        # They own the memory that the arguments point to.
+        self._packed = {"weight": _interleave(packed.columns, gated)}
+        of_outputs = dict(packed.of_outputs)
+        if bias is not None:
+            of_outputs["bias"] = functional.pad(bias.detach().float(), (0, filling))
+        for name, numbers in of_outputs.items():
+            self._packed[name] = _interleave(numbers.view(-1, LANES), gated)
+        pairs = width // _PAIR
         self._call = ProductCall(
-            x_stride=stride,
-            steps=columns[0].numel() if nibbles else -(-self.in_features // step),
+            x_stride=packed.x_stride,
+            steps=packed.steps,
             size=self.in_features,
-            group=self._group,
+            group=packed.group,
             pairs=pairs,
             pairs_per_item=max(1, pairs // ITEMS),
             out_stride=self.dtype.itemsize * self.width,
             activation=ACTIVATIONS[activation],
             tiles=int(may_use_amx() and self.dtype == torch.bfloat16),
-            **{name: each.data_ptr() for name, each in packed.items()},
+            **{name: tensor.data_ptr() for name, tensor in self._packed.items()},
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """x is [..., in_features]."""
         return self.plus(x, None)
 
-    def calls(self, x: int, out: int, other: int, spare: int) -> list[tuple[Kernel, Call]]:
+    def calls(self, x: int, *, out: int, other: int, spare: int) -> list[tuple[Kernel, KernelCall]]:
         """Kernels and their arguments for contiguous rows at these addresses; 0 is no ``other``,
         and ``spare`` has room for ``spare_bytes`` for each row. The number of rows is left to be
         set."""
         call = ProductCall.from_buffer_copy(self._call)
-        call.x, call.out, call.other = x, out, other
+        call.x = x
+        call.out = out
+        call.other = other
         if self._before is None:
             return [(self.kernel, call)]
         call.x = spare
-        first = ConvertCall(
+        convert = ConvertCall(
             x=x,
             size=self.in_features,
-            out=call.x,
+            out=spare,
             out_stride=call.x_stride,
-            group=self._group,
+            group=call.group,
             tail=call.steps * STEP_BYTES,
             outlier=OUTLIER,
             most_outliers=MOST_OUTLIERS,
             factors=0 if self._factors is None else self._factors.data_ptr(),
         )
-        return [(self._before, first), (self.kernel, call)]
+        return [(self._before, convert), (self.kernel, call)]
 
     def plus(self, x: Tensor, other: Tensor | None) -> Tensor:
         """The result, plus ``other`` [..., out_features] if there is one. With an activation,
         ``other`` [..., 2 out_features] is added to gate and up."""
         assert x.dtype == self.dtype
         x = x.contiguous()
-        out = torch.empty((*x.shape[:-1], self.width), dtype=x.dtype)
+        # Rows of ``other`` are not filled up, as the kernel would need them.
         if other is not None and self.width > self.out_features:
             return self.plus(x, None) + other
+        out = torch.empty((*x.shape[:-1], self.width), dtype=x.dtype)
+        address = 0
         if other is not None:
-            if self._call.activation:
-                other = other.unflatten(-1, (2, -1, LANES)).transpose(-3, -2).flatten(-3)
-                assert other.shape[-1] == 2 * self.width
-            else:
-                assert other.shape == out.shape
-            other = other.contiguous()
+            other = self._as_columns(other, out)  # it lives until the kernel ends
+            address = other.data_ptr()
         rows = x.numel() // self.in_features
         spare = torch.empty(rows * self.spare_bytes, dtype=torch.uint8)
-        places = x.data_ptr(), out.data_ptr(), 0 if other is None else other.data_ptr()
-        for kernel, call in self.calls(*places, spare.data_ptr()):
+        calls = self.calls(x.data_ptr(), out=out.data_ptr(), other=address, spare=spare.data_ptr())
+        for kernel, call in calls:
             call.count = rows
             kernel.run(call, torch.get_num_threads())
         return self.without_filling(out)
 
+    def _as_columns(self, other: Tensor, out: Tensor) -> Tensor:
+        """``other`` as the kernel reads it: that of gate and up in columns by turns."""
+        if self._call.activation:
+            other = other.unflatten(-1, (2, -1, LANES)).transpose(-3, -2).flatten(-3)
+            assert other.shape[-1] == 2 * self.width
+        else:
+            assert other.shape == out.shape
+        return other.contiguous()
+
     def without_filling(self, out: Tensor) -> Tensor:
         """Rows of results as wide as they are."""
-        whole = self.width == self.out_features
-        return out if whole else out[..., : self.out_features].contiguous()
-
-
-def _columns_of_nibbles(weight: Tensor, scale: Tensor, more: int) -> Tensor:
-    """uint8 [N / 16, bytes of a column], as ``groups`` reads them, with so many more outputs."""
-    weight = functional.pad(weight, (0, 0, 0, more))
-    values = torch.stack((weight & 15, weight >> 4), -1).view(-1, LANES, weight.shape[1] // 4, 2, 4)
-    low, high = values.permute(3, 0, 2, 1, 4)
-    count = scale.shape[2]
-    vectors = (low | high << 4).reshape(len(values), count, -1)
-    factors = functional.pad(scale, (0, 0, 0, more)).view(2, -1, LANES, count).permute(1, 3, 2, 0)
-    pairs = factors.contiguous().view(torch.uint8).view(len(values), count, -1)
-    return torch.cat((pairs, vectors), 2).flatten(1)
-
-
-def _interleave(columns: Tensor, gated: bool) -> Tensor:
-    """Contiguous; the columns of gate and up by turns."""
-    if gated:
-        columns = columns.unflatten(0, (2, -1)).transpose(0, 1)
-    return columns.contiguous()
+        if self.width == self.out_features:
+            return out
+        return out[..., : self.out_features].contiguous()

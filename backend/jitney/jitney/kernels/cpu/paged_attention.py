@@ -1,13 +1,18 @@
 """Paged attention for the CPU: plans a step's work and runs the Numba kernel on torch's threads.
 
-Imported only where Numba is (``accelerator``). One :class:`CpuAttention` belongs to one engine and
-is called by one thread at a time; two objects may run at once.
+Called by the runner through ``execution.interface.AttentionFunction``, or, where a whole step is
+one native call, by ``program``, which takes what :meth:`CpuAttention.prepare` gives. Imported only
+where Numba is (``accelerator``).
+
+One :class:`CpuAttention` belongs to one engine and is called by one thread at a time; two objects
+may run at once.
 """
 
 import logging
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +21,20 @@ from torch import Tensor
 from jitney.execution.attention import AttentionMetadata
 from jitney.execution.byte_cache import SCALE_BYTES
 from jitney.execution.interface import AttentionCall, LayerCache
-from jitney.kernels.cpu import ahead, layout
+from jitney.kernels.cpu import ahead
 from jitney.kernels.cpu.attention_kernel import attention_kernels
+from jitney.kernels.cpu.attention_plan import plan_step
+from jitney.kernels.cpu.attention_records import (
+    ITEM_ROWS,
+    SPLIT_TOKENS,
+    STATE_EXTRA,
+    WRITE_TOKENS,
+    AttentionArguments,
+    scratch_sizes,
+)
+from jitney.kernels.cpu.cache_groups import GROUP_TOKENS
 from jitney.kernels.cpu.compiled import Kernel
-from jitney.kernels.cpu.layout import AttentionArguments
-from jitney.kernels.cpu.products import GROUP_TOKENS, instruction_set, may_use_amx
+from jitney.kernels.cpu.processor import instruction_set, may_use_amx
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +49,18 @@ class Prepared:
     """Without the layer's part."""
     items: int
     write_items: int
-    """0 if the works write their own tokens."""
+    """0 if the items write their own tokens."""
     threads: int
     owned: tuple[np.ndarray, ...]
+
+
+class _ScratchShape(NamedTuple):
+    """What the size of scratch memory depends on."""
+
+    threads: int
+    rows: int
+    padded: int
+    longest: int
 
 
 class CpuAttention:
@@ -47,13 +70,14 @@ class CpuAttention:
 
     def __init__(self, dtype: torch.dtype, model_dtype: torch.dtype = torch.bfloat16) -> None:
         """For caches of ``dtype``; ``model_dtype`` matters for int8 only."""
-        self.cache_dtype, self.dtype = dtype, model_dtype if dtype == torch.int8 else dtype
+        self.cache_dtype = dtype
+        self.dtype = model_dtype if dtype == torch.int8 else dtype
         self._tiles = int(self.dtype == torch.bfloat16 and may_use_amx())
         self._scratch = np.empty(0, np.uint8)
         self._areas = np.empty((0, 0), np.int64)
-        self._scratch_for = (0, 0, 0, 0)
-        self._parts = np.empty(0, np.float32)
-        self._parts_done = np.zeros(0, np.int64)
+        self._scratch_shape: _ScratchShape | None = None
+        self._states = np.empty(0, np.float32)
+        self._splits_done = np.zeros(0, np.int64)
 
     @cached_property
     def kernels(self) -> tuple[Kernel, Kernel]:
@@ -71,66 +95,83 @@ class CpuAttention:
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write K and V to their slots, then attend, in ``dtype`` with float32 sums."""
-        q, k, v = (_rows(each, self.dtype) for each in (call.query, call.key, call.value))
+        q = _rows(call.query, self.dtype)
+        k = _rows(call.key, self.dtype)
+        v = _rows(call.value, self.dtype)
         assert k.shape == v.shape == (q.shape[0], cache.keys.shape[1], q.shape[2])
         out = torch.empty(q.shape, dtype=self.dtype)
         ready = self.prepare(call, cache, meta)
         arguments = ready.arguments
         assert arguments.tokens == q.shape[0]
-        set_layer(arguments, q, k, v, cache, out.data_ptr())
-        sinks = None if call.sinks is None else call.sinks.to(torch.float32).contiguous()
-        arguments.sinks = 0 if sinks is None else sinks.data_ptr()
+        set_layer(arguments, q, k, v, cache=cache, out=out.data_ptr())
+        sinks = None
+        arguments.sinks = 0
+        if call.sinks is not None:
+            sinks = call.sinks.to(torch.float32).contiguous()  # it lives until the kernel ends
+            arguments.sinks = sinks.data_ptr()
         attend, write = self.kernels
-        for kernel, items in ((write, ready.write_items), (attend, ready.items)):
-            if items:
-                arguments.counter, arguments.threads, arguments.count = 0, 0, items
-                kernel.run(arguments, min(ready.threads, items))
+        _run(write, arguments, ready.write_items, ready.threads)
+        _run(attend, arguments, ready.items, ready.threads)
         return out.to(call.query.dtype)
 
     def prepare(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Prepared:
         """The arguments for layers of this kind; all but one layer of a step find them made."""
         _, heads, head_size = call.query.shape
-        blocks, kv_heads, block_size, padded = shape = cache.keys.shape
-        padded -= SCALE_BYTES if self.cache_dtype == torch.int8 else 0
+        shape = cache.keys.shape
         threads = torch.get_num_threads()
         key = (self, heads, head_size, shape, call.scale, call.window, call.softcap, threads)
-        if key in meta.plans:
-            ready = meta.plans[key]
-            assert isinstance(ready, Prepared)
-            return ready
+        ready = meta.plans.get(key)
+        if ready is None:
+            ready = self._prepare(call, cache, meta, threads)
+            meta.plans[key] = ready
+        assert isinstance(ready, Prepared)
+        return ready
+
+    def _prepare(
+        self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata, threads: int
+    ) -> Prepared:
+        """See :meth:`prepare`."""
+        _, heads, head_size = call.query.shape
+        blocks, kv_heads, block_size, padded = cache.keys.shape
+        if self.cache_dtype == torch.int8:
+            padded -= SCALE_BYTES
         assert meta.block_size == block_size
         assert block_size % GROUP_TOKENS == 0
         assert meta.last_block < blocks
-        group, table, tokens = heads // kv_heads, meta.block_table, meta.slot_mapping.shape[0]
-        works, parts, split_rows = layout.cut_works(
+        heads_per_kv = heads // kv_heads
+        table = meta.block_table
+        tokens = meta.slot_mapping.shape[0]
+        plan, splits, split_rows = plan_step(
             meta.query_start.numpy(),
             meta.context_len.numpy(),
-            max(1, layout.TILE_ROWS // group),
-            call.window or meta.max_context_len,
-            layout.PART_TOKENS,
-            GROUP_TOKENS,
+            entry_tokens=max(1, ITEM_ROWS // heads_per_kv),
+            reach=call.window or meta.max_context_len,
+            split_tokens=SPLIT_TOKENS,
+            group_tokens=GROUP_TOKENS,
         )
-        decode, width = meta.max_query_len == 1, table.stride(0)
-        rows = max(layout.TILE_ROWS, group)
-        self._reserve_scratch(threads, rows, padded, width * block_size)
-        floats = parts * group * (padded + layout.STATE_EXTRA) * kv_heads
-        if self._parts.size < floats:
-            self._parts = np.empty(floats, np.float32)
-        if self._parts_done.size < split_rows * kv_heads:
-            self._parts_done = np.zeros(split_rows * kv_heads, np.int64)
+        scratch_shape = _ScratchShape(
+            threads=threads,
+            rows=max(ITEM_ROWS, heads_per_kv),
+            padded=padded,
+            longest=table.stride(0) * block_size,
+        )
+        self._reserve_scratch(scratch_shape)
+        floats = splits * heads_per_kv * (padded + STATE_EXTRA) * kv_heads
+        self._reserve_splits(floats, split_rows * kv_heads)
+        decode = meta.max_query_len == 1
         arguments = AttentionArguments(
-            works=works.ctypes.data,
+            plan=plan.ctypes.data,
             scratch=self._areas.ctypes.data,
-            parts=self._parts.ctypes.data,
-            parts_done=self._parts_done.ctypes.data,
+            states=self._states.ctypes.data,
+            splits_done=self._splits_done.ctypes.data,
             heads=heads,
             kv_heads=kv_heads,
-            group=group,
+            heads_per_kv=heads_per_kv,
             head_size=head_size,
             padded=padded,
             block_size=block_size,
             table=table.data_ptr(),
-            table_width=width,
+            table_width=table.stride(0),
             slots=meta.slot_mapping.data_ptr(),
             tokens=tokens,
             decode=decode,
@@ -139,30 +180,42 @@ class CpuAttention:
             window=call.window or 0,
             softcap=call.softcap or 0.0,
         )
-        ready = meta.plans[key] = Prepared(
+        write_items = 0 if decode else -(-tokens // WRITE_TOKENS) * kv_heads
+        return Prepared(
             arguments,
-            items=len(works) * kv_heads,
-            write_items=0 if decode else -(-tokens // layout.WRITE_TOKENS) * kv_heads,
+            items=len(plan) * kv_heads,
+            write_items=write_items,
             threads=threads,
-            owned=(works, self._scratch, self._areas, self._parts, self._parts_done),
+            owned=(plan, self._scratch, self._areas, self._states, self._splits_done),
         )
-        return ready
 
-    def _reserve_scratch(self, threads: int, rows: int, padded: int, longest: int) -> None:
-        """A scratch area for each of ``threads``, for contexts of ``longest`` tokens."""
-        if self._scratch_for == (threads, rows, padded, longest):
+    def _reserve_splits(self, floats: int, counters: int) -> None:
+        """Memory for the states of split rows, and a counter for each of them and KV head."""
+        if self._states.size < floats:
+            self._states = np.empty(floats, np.float32)
+        if self._splits_done.size < counters:
+            self._splits_done = np.zeros(counters, np.int64)
+
+    def _reserve_scratch(self, shape: _ScratchShape) -> None:
+        """Scratch memory of this shape, each thread's on pages of its own."""
+        if self._scratch_shape == shape:
             return
-        sizes = layout.scratch_sizes(self.cache_dtype.itemsize, rows, padded, longest)
+        sizes = scratch_sizes(
+            self.cache_dtype.itemsize, shape.rows, padded=shape.padded, longest=shape.longest
+        )
         stride = -(-sum(sizes) // _PAGE) * _PAGE
-        if self._scratch.size < (threads + 1) * stride:
-            self._scratch = np.empty((threads + 1) * stride, np.uint8)
+        needed = (shape.threads + 1) * stride
+        if self._scratch.size < needed:
+            self._scratch = np.empty(needed, np.uint8)
         first = -(-self._scratch.ctypes.data // _PAGE) * _PAGE
-        self._areas = first + stride * np.arange(threads)[:, None] + np.cumsum([0, *sizes[:-1]])
-        self._scratch_for = (threads, rows, padded, longest)
+        starts = first + stride * np.arange(shape.threads)
+        offsets = np.cumsum([0, *sizes[:-1]])
+        self._areas = starts[:, None] + offsets
+        self._scratch_shape = shape
 
 
 def set_layer(
-    arguments: AttentionArguments, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, out: int
+    arguments: AttentionArguments, q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, out: int
 ) -> None:
     """Set what is of a layer, but for its sinks. ``out`` is the address of the result."""
     # The kernel trusts addresses: what they point to is checked here.
@@ -175,8 +228,19 @@ def set_layer(
     arguments.query, arguments.query_token_stride, arguments.query_head_stride = _address(q)
     arguments.key, arguments.key_token_stride, arguments.key_head_stride = _address(k)
     arguments.value, arguments.value_token_stride, arguments.value_head_stride = _address(v)
-    arguments.key_cache, arguments.value_cache = cache.keys.data_ptr(), cache.values.data_ptr()
+    arguments.key_cache = cache.keys.data_ptr()
+    arguments.value_cache = cache.values.data_ptr()
     arguments.out = out
+
+
+def _run(kernel: Kernel, arguments: AttentionArguments, items: int, threads: int) -> None:
+    """Run so many items, if there are any."""
+    if items == 0:
+        return
+    arguments.counter = 0
+    arguments.threads = 0
+    arguments.count = items
+    kernel.run(arguments, min(threads, items))
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:

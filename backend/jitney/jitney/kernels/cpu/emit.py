@@ -1,0 +1,230 @@
+"""How our Numba functions emit LLVM code of their own.
+
+Numba has no vector type and leaves vectorization to chance. So the innermost steps of all kernels
+are written as LLVM code: a Python function gets a ``builder`` and calls it once for each
+instruction. :func:`emitted` makes a Numba function of it, which other Numba functions call.
+
+Read a function of this kind as a template: Python's ``if`` and ``for`` run while the kernel is
+compiled, and only what the builder is told is run by the kernel. A docstring that begins with
+"IR:" says which code is emitted.
+
+Called by every module of this folder that holds kernels. It calls nothing of ours.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llvmlite.ir as ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+"""Of a vector. One register of AVX-512, two of AVX2, four of NEON: LLVM maps it."""
+UNIT_BYTES = 4
+VECTOR_BYTES = LANES * UNIT_BYTES
+
+# --------------------------------------------------------------------------- types
+
+i8 = ir.IntType(8)
+i16 = ir.IntType(16)
+i32 = ir.IntType(32)
+i64 = ir.IntType(64)
+f32 = ir.FloatType()
+
+f32x = ir.VectorType(f32, LANES)
+i32x = ir.VectorType(i32, LANES)
+i16x = ir.VectorType(i16, LANES)
+i8x = ir.VectorType(i8, LANES)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no class for. There is one object of it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+bf16 = _BFloat()
+
+
+class _VectorType(types.Type):
+    """Numba's view of ``<16 x float>``."""
+
+
+vector = _VectorType("f32x16")
+
+
+@register_model(_VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Any) -> None:
+        super().__init__(manager, fe_type, f32x)
+
+
+# --------------------------------------------------------------------------- Numba functions
+
+TAG = "tag"
+"""In :func:`emitted`: an argument that may be any tag. The emitting function gets its type."""
+
+
+def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a Numba function of one that emits LLVM code: ``emit(builder, *values)`` -> its value.
+
+    ``result`` and ``arguments`` are Numba's types. Callers may name the arguments.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        signature = inspect.signature(emit)
+
+        def define(typingctx, *given, **named):
+            # The builder's place is taken here by the typing context, which Numba leaves out.
+            ordered = signature.bind(typingctx, *given, **named).args[1:]
+            kinds = [g if a is TAG else a for a, g in zip(arguments, ordered, strict=True)]
+
+            def generate(context, builder, _, values):
+                operands = [
+                    kind if argument is TAG else value
+                    for argument, kind, value in zip(arguments, kinds, values, strict=True)
+                ]
+                value = emit(builder, *operands)
+                if result is types.void:
+                    return context.get_dummy_value()
+                return value
+
+            return result(*kinds), generate
+
+        define.__name__ = emit.__name__
+        define.__doc__ = emit.__doc__
+        # Numba asks for the names of arguments.
+        define.__signature__ = signature  # type: ignore[attr-defined]
+        return intrinsic(define)
+
+    return decorate
+
+
+def host_has(feature: str) -> bool:
+    """Whether the processor that Numba compiles for has ``feature``, by LLVM's name."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return f"+{feature}" in features.split(",")
+
+
+def call_llvm(builder: Any, name: str, result: Any, args: Sequence[Any], **options: Any) -> Any:
+    """IR: a call of an LLVM intrinsic by its full name."""
+    kind = ir.FunctionType(result, [a.type for a in args])
+    function = builder.module.declare_intrinsic(name, fnty=kind)
+    return builder.call(function, args, **options)
+
+
+# --------------------------------------------------------------------------- numbers and addresses
+
+
+def constant(kind: Any, number: float) -> Any:
+    """IR: a constant; of a vector type, in every lane."""
+    if isinstance(kind, ir.VectorType):
+        return ir.Constant(kind, [number] * kind.count)
+    return ir.Constant(kind, number)
+
+
+def pointer(builder: Any, address: Any, to: Any) -> Any:
+    """IR: an integer address as a pointer to type ``to``."""
+    return builder.inttoptr(address, to.as_pointer())
+
+
+def offset_by(builder: Any, address: Any, count: Any, size: Any = 1) -> Any:
+    """IR: ``address`` + count * size. These two are numbers or 64-bit values."""
+    if isinstance(count, int):
+        count = constant(i64, count)
+    if isinstance(size, int):
+        size = constant(i64, size)
+    return builder.add(address, builder.mul(count, size))
+
+
+def prefetch_line(builder: Any, address: Any) -> None:
+    """IR: ask for the cache line at ``address``, to be read soon, in the second-level cache."""
+    where = pointer(builder, address, i8)
+    read = constant(i32, 0)
+    second_level = constant(i32, 2)
+    data = constant(i32, 1)
+    operands = [where, read, second_level, data]
+    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), operands)
+
+
+def stack_memory(builder: Any, size: int) -> Any:
+    """IR: the address of so many bytes on the stack, in whole cache lines."""
+    # Of vectors: Numba stores zeros there, and of 16,384 bytes LLVM makes a store of each.
+    vectors = -(-size // VECTOR_BYTES)
+    memory = cgutils.alloca_once(builder, ir.ArrayType(f32x, vectors))
+    memory.align = 64
+    return builder.ptrtoint(memory, i64)
+
+
+# --------------------------------------------------------------------------- vectors
+
+
+def load_vector(builder: Any, address: Any, kind: Any = i32x) -> Any:
+    """IR: 16 lanes of four bytes each."""
+    return builder.load(pointer(builder, address, kind), align=4)
+
+
+def store_vector(builder: Any, value: Any, address: Any) -> None:
+    """IR: 16 lanes of four bytes each."""
+    builder.store(value, pointer(builder, address, value.type), align=4)
+
+
+def broadcast(builder: Any, scalar: Any) -> Any:
+    """IR: ``scalar`` in every lane."""
+    base = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    first = builder.insert_element(base, scalar, constant(i32, 0))
+    zeros = constant(i32x, 0)
+    return builder.shuffle_vector(first, base, zeros)
+
+
+def load_broadcast(builder: Any, address: Any, kind: Any = i32) -> Any:
+    """IR: the four bytes at ``address``, as a number of this ``kind``, in every lane."""
+    scalar = builder.load(pointer(builder, address, kind), align=4)
+    return broadcast(builder, scalar)
+
+
+def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """IR: a * b + c of vectors of float32, rounded once."""
+    return call_llvm(builder, "llvm.fma.v16f32", f32x, [a, b, c])
+
+
+# --------------------------------------------------------------------------- bfloat16
+# A bfloat16 is the upper half of the float32 of the same value.
+
+
+def widen_low(builder: Any, bits: Any) -> Any:
+    """IR: bfloat16 in the lower halves of 32-bit integers, as float32: one number, or 16 lanes."""
+    to = f32x if bits.type == i32x else f32
+    moved = builder.shl(bits, constant(bits.type, 16))
+    return builder.bitcast(moved, to)
+
+
+def high_halves(builder: Any, bits: Any) -> Any:
+    """IR: bits of 16 lanes without their lower halves."""
+    return builder.and_(bits, constant(i32x, -65536))
+
+
+def widen_high(builder: Any, bits: Any) -> Any:
+    """IR: bfloat16 in the upper halves of 16 lanes, as float32."""
+    return builder.bitcast(high_halves(builder, bits), f32x)
+
+
+def round_to_bf16(builder: Any, value: Any) -> Any:
+    """IR: the upper halves of float32, to nearest even, as int16; a NaN stays one.
+
+    Where the processor has no instruction for it, LLVM would call a function that is not there.
+    """
+    is_vector = value.type == f32x
+    wide = i32x if is_vector else i32
+    narrow = i16x if is_vector else i16
+    bits = builder.bitcast(value, wide)
+    # Half of the last place that stays, less one where that place is even: ties go to even.
+    odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
+    rounded = builder.add(bits, builder.add(odd, constant(wide, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    kept = builder.select(is_nan, constant(wide, 0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(kept, constant(wide, 16)), narrow)
