@@ -32,7 +32,8 @@ One reads from the bottom up; each file says what it calls and who calls it::
     attention_records  arguments and scratch memory                   }
     cache_blocks     blocks of the paged cache as groups              }
     softmax          the online softmax of a row                      }
-    attention_kernel   items, splits, spans, rows                     }
+    attention_rows   a few rows against a span of keys                }
+    attention_kernel   items of the plan, their splits                }
     paged_attention  the attention function "cpu"                     }
 
     product_kernel   x times packed weights                           } linear layers
@@ -43,7 +44,7 @@ One reads from the bottom up; each file says what it calls and who calls it::
 
     norm_kernel      RMS norm and rotary embedding                    } all that a layer has
     adapter_table, adapter_kernel   LoRA                              }
-    program_kernel, program   all layers as one native call           }
+    program_kernel, program_list, program   all layers as one call    }
 
     layer_kernels    what fused modules are made with                 } the way in
     accelerator      what a load takes                                }

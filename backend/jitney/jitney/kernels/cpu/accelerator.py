@@ -40,8 +40,8 @@ class CpuAccelerator:
         if shape.device.type != "cpu":
             return f"the CPU kernel does not run on {shape.device.type}"
         try:
-            from jitney.kernels.cpu.paged_attention import CpuAttention
             from jitney.kernels.cpu.attention_kernel import TAGS
+            from jitney.kernels.cpu.paged_attention import CpuAttention
         except ImportError as error:
             return f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
         if self._config.block_size % 16 != 0:

@@ -26,6 +26,8 @@ from jitney.kernels.cpu.simd import fetch_add, inner, load_i64
 _SPINS = 2000
 ROW_FIELDS = 64
 """Whole cache lines."""
+COUNT = 2
+"""The field that says how many rows, or items, there are."""
 _ROW_BYTES = 8 * ROW_FIELDS
 _BODY = 8 * (ROW_FIELDS - 1)
 
