@@ -23,10 +23,12 @@ from jitney.core.policy.seam import DraftChoice
 from jitney.core.policy.tiers import TierCounts
 from jitney.core.request import Sequence
 
+# The aim after a gap that exceeded its target, and after one that did not: 0.95 * 1.0005 ** 99 is
+# about 1, so it stays where one gap in a hundred exceeds the target.
 _EXCEEDED = 0.95
 _MET = 1.0005
 _LEAST_AIM = 0.5
-_STEPS_TO_FIRST = 3
+_STEPS_TO_FIRST = 3  # the step that runs, with overlap the one behind it, and its own
 _LEAST_READ = 16  # tokens: to read no more than a sequence grows by would never come to an end
 _NO_LIMIT = float("inf")
 

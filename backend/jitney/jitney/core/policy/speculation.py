@@ -77,6 +77,17 @@ class _Asking(NamedTuple):
     is_new: bool
     """Whether the draft model has read none of it."""
 
+    @classmethod
+    def of(cls, sequence: Sequence, drafting: Drafting, chance: float) -> "_Asking":
+        """A sequence whose drafts are right with probability ``chance``."""
+        return cls(
+            drafting=drafting,
+            chance=chance,
+            left=sequence.limit - sequence.num_tokens,
+            unread=sequence.num_tokens - sequence.num_read,
+            is_new=not sequence.num_read,
+        )
+
 
 class Speculation:
     """Chooses the drafts of each step. A ``DraftPolicy``."""
@@ -102,16 +113,10 @@ class Speculation:
         prices = self._prices(decoding)
         asking: list[_Asking] = []
         for sequence in decoding:
-            drafting = sequence.drafting
-            if drafting is None:
-                drafting = Drafting()
-                sequence.drafting = drafting
-            drafting.taken = 0
-            drafting.wanted = 0
-            if drafting.refused:
-                drafting.refused -= 1
+            drafting = _begin_step(sequence)
             if limits.limits(sequence):
                 continue
+            # Its output has grown since it was proposed for.
             if drafting.made_at != sequence.num_tokens:
                 self._follow(sequence, drafting)
             chance = self._chance(drafting)
@@ -119,14 +124,7 @@ class Speculation:
             if gain >= prices.of_row:
                 drafting.taken = count
             if self.asks and _may_ask(sequence):
-                one = _Asking(
-                    drafting,
-                    chance=chance,
-                    left=sequence.limit - sequence.num_tokens,
-                    unread=sequence.num_tokens - sequence.num_read,
-                    is_new=not sequence.num_read,
-                )
-                asking.append(one)
+                asking.append(_Asking.of(sequence, drafting, chance))
         if asking:
             self._ask(asking, prices)
 
@@ -267,6 +265,18 @@ class Speculation:
         drafting.compared = kept * drafting.compared + 1.0
         self._compared = min(self._compared + 1, _MEMORY_OF_ALL)
         self._acceptance += (hit - self._acceptance) / (1 + self._compared)
+
+
+def _begin_step(sequence: Sequence) -> Drafting:
+    """What is known of a sequence, with nothing chosen for this step."""
+    if sequence.drafting is None:
+        sequence.drafting = Drafting()
+    drafting = sequence.drafting
+    drafting.taken = 0
+    drafting.wanted = 0
+    if drafting.refused:
+        drafting.refused -= 1
+    return drafting
 
 
 def _may_ask(sequence: Sequence) -> bool:
