@@ -75,7 +75,8 @@ test-gpu: env ## the tests that need a GPU
 	@$(VENV)/python -m pytest -m gpu $(ARGS)
 
 # Beside those of tests/compose, what runs a program that this target installs.
-ON_DEBIAN := tests/real_server/test_caps.py tests/server_perf/test_sweep_proxy.py
+ON_DEBIAN := $(addprefix tests/,real_server/test_caps.py server_perf/test_sweep_proxy.py \
+	jobs/test_job_metrics.py)
 # Not part of the tests: it needs root, Debian's packages and a container engine of its own.
 test-compose: env models ## docker-compose.yml, run by a real engine (root, Debian, half an hour)
 	@$(VENV)/python -m tests.compose.engine.machine

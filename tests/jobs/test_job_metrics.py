@@ -1,6 +1,5 @@
 """What a job says of itself to Prometheus: while it runs, and to a push gateway."""
 
-import shutil
 import socket
 import subprocess
 import time
@@ -181,10 +180,7 @@ def test_a_worker_tells_of_its_jobs(tmp_path: Path) -> None:
     assert {path for _, path, _ in elsewhere.pushed} == {"/metrics/job/b"}
 
 
-@pytest.mark.skipif(
-    shutil.which("prometheus-pushgateway") is None,
-    reason="Debian's package prometheus-pushgateway is not installed",
-)
+@pytest.mark.debian
 def test_the_real_gateway(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ids(0, 30))
     with socket.create_server(("127.0.0.1", 0)) as free:

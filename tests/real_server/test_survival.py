@@ -298,6 +298,7 @@ def test_a_prompt_of_megabytes_delays_nobody(server: TritonServer) -> None:
             stream(server.grpc_url, "tiny", text_input=prompt, sampling_parameters=greedy(5))
         )
     )
+    began = time.monotonic()
     thread.start()
     waits: list[float] = []
     while thread.is_alive():
@@ -306,10 +307,11 @@ def test_a_prompt_of_megabytes_delays_nobody(server: TritonServer) -> None:
             sampling_parameters=greedy(1),
         )  # fmt: skip
         waits.append(json.loads(reply.last("timing")[0])["queue_s"])
+    took = time.monotonic() - began
     refused(long[0], "the model's context holds")
     # With one thread for all, the first would wait for the whole of it, and there would be no more.
     assert len(waits) > 3
-    assert np.median(waits) < 0.25
+    assert np.median(waits) < max(0.25, took / 4)
 
 
 # ------------------------------------------------------------------ queue and deadlines
@@ -355,7 +357,7 @@ def test_a_full_queue(server: TritonServer) -> None:
 def test_a_deadline_passes_while_running(ask: Ask) -> None:
     reply = ask(
         input_ids=[5, 6, 7],
-        sampling_parameters=greedy(CONTEXT - 3, deadline_ms=300),
+        sampling_parameters=greedy(CONTEXT - 3, deadline_ms=1500),
         return_finish_reason=True,
         return_num_output_tokens=True,
     )

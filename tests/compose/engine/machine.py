@@ -20,11 +20,14 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (
-    *("docker.io", "docker-compose", "debootstrap", "prometheus"),
+    *("docker.io", "docker-compose", "debootstrap", "prometheus", "prometheus-pushgateway"),
     *("nginx-light", "libnginx-mod-stream", "libnginx-mod-http-lua"),  # tests/compose/test_proxy.py
 )
 CHECKER = "kubernetes-validate>=1.31"
-PROGRAMS = ("dockerd", "docker-compose", "debootstrap", "promtool", "nginx")
+PROGRAMS = (
+    *("dockerd", "docker-compose", "debootstrap", "promtool", "nginx"),
+    "prometheus-pushgateway",
+)
 NGINX_MODULES = ("ngx_stream_module.so", "ngx_http_lua_module.so")
 BASE_IMAGE = "debian:bookworm-slim"
 DOCKER = "/usr/bin/docker"  # Debian's, whatever else the path has

@@ -6,6 +6,7 @@ import torch
 from jitney.config import make_config
 from jitney.engine.assemble import load_runner
 from jitney.errors import ConfigError
+from jitney.execution.runner import TorchRunner
 from jitney.messages import Tokens
 from jitney.sampling_params import SamplingParams
 
@@ -14,20 +15,21 @@ from tests.tiny_models import VOCAB_SIZE, make_checkpoint
 
 pytest.importorskip("numba")
 
-LENGTHS = [3, 1100, 40, 530, 700, 17, 511, 260, 90, 1030, 16, 300]
+LENGTHS = [3, 1100, 40, 530, 17, 260]
+MORE_LENGTHS = [*LENGTHS, 700, 511, 90, 1030, 16, 300]
 SHARED = 288
 """Tokens that prompts of even numbers have in common, as far as they go."""
 
 
-def requests() -> list[tuple[list[int], SamplingParams]]:
-    """24, half of them sampled, two of these with two sequences; each length once with the tokens
-    in common and once without."""
+def requests(lengths: list[int]) -> list[tuple[list[int], SamplingParams]]:
+    """Two for each length, one of them with the tokens in common. Half of them are sampled, and
+    some of these have two sequences."""
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(3, VOCAB_SIZE, (SHARED,), generator=generator).tolist()
     made = []
-    for i, length in enumerate(LENGTHS * 2):
+    for i, length in enumerate(lengths * 2):
         prompt = torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
-        if i >= len(LENGTHS):
+        if i >= len(lengths):
             prompt[:SHARED] = shared[:length]
         sampled = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0.0}
         params = SamplingParams(
@@ -63,23 +65,31 @@ def options(folder, name: str, **more: object):
     })  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("llama", {}),  # two query heads to a KV head
-        ("llama", {"dtype": "float32"}),
-        ("llama", {"quantization": "int8"}),
-        ("llama", {"kv_cache_dtype": "int8"}),
-        pytest.param("llama", {"quantization": "int4"}, marks=pytest.mark.slow),  # to compile
-        ("gemma3", {"dtype": "float32"}),  # norms behind the branches; no native call
-        ("mistral", {}),  # a window
-    ],
-    ids=str,
-)
+KINDS: list[tuple[str, dict[str, object]]] = [
+    ("llama", {}),  # two query heads to a KV head
+    ("llama", {"dtype": "float32"}),
+    ("llama", {"quantization": "int8"}),
+    ("llama", {"kv_cache_dtype": "int8"}),
+    ("gemma3", {"dtype": "float32"}),  # norms behind the branches; no native call
+    ("mistral", {}),  # a window
+]
+
+
+@pytest.mark.parametrize(("name", "more"), KINDS, ids=str)
 def test_alone_and_in_a_batch(tmp_path, name: str, more: dict[str, object]) -> None:
-    """24 requests one by one, in one batch, and in small chunks with preemptions."""
-    runner = load_runner(options(tmp_path, name, **more))
-    asked = requests()
+    """Requests one by one, in one batch, and in small chunks with preemptions."""
+    check(load_runner(options(tmp_path, name, **more)), requests(LENGTHS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "more"), [*KINDS, ("llama", {"quantization": "int4"})], ids=str)
+def test_more_lengths_alone_and_in_a_batch(tmp_path, name: str, more: dict[str, object]) -> None:
+    """Twice as many."""
+    check(load_runner(options(tmp_path, name, **more)), requests(MORE_LENGTHS))
+
+
+def check(runner: TorchRunner, asked: list[tuple[list[int], SamplingParams]]) -> None:
+    """The same bits each time."""
     alone = {}
     for key, request in enumerate(asked):
         driven = bits(drive(runner, [request], budget=2048))

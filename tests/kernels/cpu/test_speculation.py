@@ -144,7 +144,7 @@ def test_streams_are_bitwise_the_same(tmp_path, more: dict[str, object]) -> None
     runner.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_a_draft_model(tmp_path, name: str) -> None:
     """The model itself, which is nearly always right, and one that knows nothing of it: the same
     bits. Blocks that are shared, copied and found by their hash have the draft model's K and V."""
@@ -167,7 +167,11 @@ def test_a_draft_model(tmp_path, name: str) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("more", [{}, {"fuse": False, "batch_invariant": False}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"fuse": False, "batch_invariant": False}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_head(tmp_path, monkeypatch, more: dict[str, object]) -> None:
     """The same bits; and what it proposes is what transformers makes of the same two modules, drawn
     by the numbers that the model will draw with."""
