@@ -77,8 +77,9 @@ class AdaptedForward:
         angles = model.angles(positions)
         add = plain_products(paged.meta.adapted)
         residual: Tensor = model.embed(ids)
-        for layer, kind, places in zip(model.layers, model.kinds, self._places, strict=True):
-            residual = _run_layer(layer, residual, angles[kind], paged, places, add)
+        layers = zip(model.layers, model.table_of_layer, self._places, strict=True)
+        for layer, table, places in layers:
+            residual = _run_layer(layer, residual, angles[table], paged, places, add)
         return model.cap(model.head(model.norm(residual[rows])))
 
 

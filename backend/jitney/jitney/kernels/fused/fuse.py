@@ -273,13 +273,13 @@ class _Fuser:
         expected = run_trial(module)
         # Layers with the same rotary embedding share a table.
         rotaries = [(self._rotaries[x], x.self_attn.half_rotary) for x in layers]
-        kinds = list(dict.fromkeys(rotaries))
+        different = list(dict.fromkeys(rotaries))
         length = self._length + _SURPLUS
         fused = FusedForward(
             embed=embed,
             layers=layers,
-            tables=[rotary_table(rotary, half, length, self._like) for rotary, half in kinds],
-            kinds=[kinds.index(each) for each in rotaries],
+            tables=[rotary_table(rotary, half, length, self._like) for rotary, half in different],
+            table_of_layer=[different.index(each) for each in rotaries],
             norm=norm,
             head=self._kernels.linear([old_head]),
             softcap=vars(self._config).get("final_logit_softcapping"),

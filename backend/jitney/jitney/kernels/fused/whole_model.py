@@ -71,7 +71,7 @@ class FusedForward:
     layers: Sequence[FusedDecoderLayer]
     tables: Sequence[Tensor]
     """See :func:`rotary_table`."""
-    kinds: Sequence[int]
+    table_of_layer: Sequence[int]
     """The index of each layer's table."""
     norm: FusedNorm
     head: nn.Module
@@ -84,7 +84,7 @@ class FusedForward:
         following = [*(layer.norms.attention for layer in self.layers[1:]), self.norm]
         self._steps = [
             _LayerStep(layer.run, table, layer.end_before(norm))
-            for layer, table, norm in zip(self.layers, self.kinds, following, strict=True)
+            for layer, table, norm in zip(self.layers, self.table_of_layer, following, strict=True)
         ]
         self.program = self.kernels.program(self)
 
