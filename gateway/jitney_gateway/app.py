@@ -8,7 +8,7 @@ import contextlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,18 +18,16 @@ from jitney.tracing import Tracing
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from jitney_gateway.answers import Body
 from jitney_gateway.backend import Backend, Model, UnknownModelError
-from jitney_gateway.batch_records import Folder
-from jitney_gateway.batch_work import working
-from jitney_gateway.batches import Batches, BatchRequest
-from jitney_gateway.document import ERRORS, FORMS, operation
+from jitney_gateway.document import ERRORS, TEXT, Endpoint, Handler, Schema, operation
 from jitney_gateway.figures import Figures
 from jitney_gateway.keys import Keys
 from jitney_gateway.language import Language
 from jitney_gateway.load import REQUEST_HEADER, Load
-from jitney_gateway.pooling import classify, embed, rerank
+from jitney_gateway.mounting import MountedService
+from jitney_gateway.pooling import Pool, classify, embed, rerank
 from jitney_gateway.refusals import (
+    Describe,
     StatusError,
     as_asked,
     as_json,
@@ -44,91 +42,86 @@ from jitney_gateway.wire import (
     ClassifyRequest,
     EmbeddingRequest,
     RerankRequest,
-    WireRecord,
     body_schemas,
     decode,
 )
 
 _LOG = logging.getLogger(__name__)
 
-_OPEN = ("/health", "/metrics")
-"""Endpoints that need no key."""
-
-Handler = Callable[..., Awaitable[Response]]
+_WITHOUT_KEY = ("/health", "/metrics")
+"""Paths that need no key, and get no span."""
+_MAX_ID_LENGTH = 40
+"""Of a request's id that the client chooses."""
 
 
 def make_app(
     backend: Backend,
     keys: Mapping[str, str] | Keys,
+    *,
     tracing: Tracing | None = None,
     load: Load | None = None,
-    folder: Folder | None = None,
+    services: Sequence[MountedService] = (),
     url: str = "",
 ) -> FastAPI:
-    """``keys``: API key -> name of its owner; none: every client is welcome. ``folder``: of files
-    and batches, whose lines go to this gateway's own ``url``."""
-    gateway, batches = Gateway(backend, keys, load), Batches(folder, backend)
+    """The application. ``keys``: API key -> name of its owner; none: every client is welcome.
+    ``services``: what else is mounted; it asks this gateway at its own ``url``."""
+    gateway = Gateway(backend, keys, load)
+    endpoints = gateway.endpoints()
+    for service in services:
+        endpoints += service.endpoints(backend)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        async with working(folder, url):
+        async with contextlib.AsyncExitStack() as stack:
+            for service in services:
+                await stack.enter_async_context(service.working(url))
             yield
         await backend.close()
         if tracing is not None:
             tracing.close()
 
     app = FastAPI(title="Jitney", lifespan=life, docs_url=None, redoc_url=None)
-
-    def add(method: str, path: str, answer: Handler, text: str | None, extra: Body) -> None:
-        app.add_api_route(
-            path,
-            partial(gateway.serve, path, answer),
-            methods=[method],
-            name=path,
-            summary=path,
-            description=text,
-            response_class=Response,
-            openapi_extra=extra,
-        )
-
-    bodies: dict[str, tuple[Handler, type[WireRecord]]] = {
-        **gateway.language.routes(),
-        "/v1/embeddings": (partial(gateway.pool, embed), EmbeddingRequest),
-        "/v1/classify": (partial(gateway.pool, classify), ClassifyRequest),
-        "/v1/rerank": (partial(gateway.pool, rerank), RerankRequest),
-        "/v1/batches": (batches.create, BatchRequest),
-    }
-    schemas, components = body_schemas([type_ for _, type_ in bodies.values()])
-    for (path, (answer, type_)), schema in zip(bodies.items(), schemas, strict=True):
-        read = partial(_read, answer, type_)
-        add("POST", path, read, type_.__doc__, operation("POST", path, schema))
-    pages: dict[str, Handler] = {
-        "/v1/models": gateway.models,
-        "/v1/models/{name:path}": gateway.model,
-        "/health": gateway.health,
-        "/metrics": gateway.metrics,
-    }
-    for path, answer in pages.items():
-        add("GET", path, answer, answer.__doc__, operation("GET", path))
-    for method, path, answer, text in batches.routes():
-        add(method, path, answer, text, operation(method, path, FORMS.get(path)))
+    bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
+    schemas, components = body_schemas(bodies)
+    schema_of = dict(zip(bodies, schemas, strict=True))
+    for endpoint in endpoints:
+        schema = None if endpoint.body is None else schema_of[endpoint.body]
+        _add(app, gateway, endpoint, schema)
     app.openapi()["components"] = {"schemas": components | ERRORS}
     app.add_exception_handler(HTTPException, _no_such_page)
     if tracing is not None:
-        app.add_middleware(Traced, tracing=tracing, without=_OPEN)
+        app.add_middleware(Traced, tracing=tracing, without=_WITHOUT_KEY)
     return app
+
+
+def _add(app: FastAPI, gateway: "Gateway", endpoint: Endpoint, schema: Schema | None) -> None:
+    """Make the route of an endpoint, whose body has this schema."""
+    answer = endpoint.answer
+    if endpoint.body is not None:
+        answer = partial(_read, answer, endpoint.body)
+    app.add_api_route(
+        endpoint.path,
+        partial(gateway.serve, endpoint.path, answer),
+        methods=[endpoint.method],
+        name=endpoint.path,
+        summary=endpoint.path,
+        description=endpoint.text,
+        response_class=Response,
+        openapi_extra=operation(endpoint, schema),
+    )
 
 
 async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    response = refusal(StatusError(error.status_code, f"{path}: {error.detail}"), _form_of(path))
+    said = StatusError(error.status_code, f"{path}: {error.detail}")
+    response = refusal(said, _form_of(path))
     response.headers.update(error.headers or {})
     return response
 
 
-def _form_of(path: str) -> Callable[[JitneyError], tuple[int, Body]]:
-    """Of a refusal."""
+def _form_of(path: str) -> Describe:
+    """How a refusal is told there."""
     return describe_for_messages if path.startswith("/v1/messages") else describe
 
 
@@ -146,36 +139,71 @@ async def _read(answer: Handler, type_: type[Any], request: Request) -> Response
         raise as_asked(error, body) from None
 
 
-def _entry(model: Model) -> dict[str, Any] | None:
-    """Of the list of models. None: it serves none of the endpoints."""
-    if model.description is None and not model.endpoint:
-        return None
-    entry = {"id": model.name, "object": "model", "created": 0, "owned_by": "jitney"}
-    if model.description is not None:
-        entry["max_model_len"] = model.description.max_model_len
-    if model.base is not None:
-        entry["parent"] = model.base
-    return entry
-
-
 class Gateway:
-    """What the endpoints share."""
+    """What the endpoints share, and the endpoints that are nobody else's."""
 
     def __init__(self, backend: Backend, keys: Mapping[str, str] | Keys, load: Load | None) -> None:
-        self._backend, self._keys, self._load = backend, keys, load
+        self._backend = backend
+        self._keys = keys
+        self._load = load
         self._figures = Figures()
-        self.language = Language(backend, self._figures)
+        self._language = Language(backend, self._figures)
+
+    def endpoints(self) -> list[Endpoint]:
+        """All of the gateway's own."""
+        pooled = ("object", "data", "model", "usage")
+        page = partial(Endpoint, method="GET")
+        return [
+            *self._language.endpoints(),
+            self._pooling("/v1/embeddings", embed, EmbeddingRequest, pooled),
+            self._pooling("/v1/classify", classify, ClassifyRequest, pooled),
+            self._pooling("/v1/rerank", rerank, RerankRequest, ("model", "results", "usage")),
+            page(
+                path="/v1/models",
+                answer=self.models,
+                text="The models that serve one of the endpoints.",
+                fields=("object", "data"),
+            ),
+            page(
+                path="/v1/models/{name:path}",
+                answer=self.model,
+                text="One of the models.",
+                fields=("id", "object", "created", "owned_by"),
+            ),
+            page(path="/health", answer=self.health, text="Whether the server is ready."),
+            page(
+                path="/metrics",
+                answer=self.metrics,
+                text="What Prometheus reads.",
+                content={"text/plain": {"schema": TEXT}},
+            ),
+        ]
+
+    def _pooling(
+        self, path: str, answer: Pool, body: type[Any], fields: tuple[str, ...]
+    ) -> Endpoint:
+        """An endpoint that embeds, classifies or ranks."""
+        return Endpoint(
+            method="POST",
+            path=path,
+            answer=partial(self.pool, answer),
+            text=body.__doc__,
+            body=body,
+            fields=fields,
+        )
 
     async def serve(self, path: str, answer: Handler, request: Request) -> Response:
         """Check the key, answer, count; every error becomes an object."""
         tell = _form_of(path)
-        state, given = request.state, request.headers.get("x-request-id", "")
-        state.model, state.key, state.limits, state.id = "", "", "", secrets.token_hex(12)
+        state = request.state
         state.path = path
-        if 0 < len(given) <= 40 and given.isascii() and given.isprintable():
-            state.id = given
+        state.id = _id_of(request.headers)
+        # Known later, or never: a refusal is counted with what was known by then.
+        state.model = ""
+        state.key = ""
+        state.limits = ""
         try:
-            if path not in _OPEN:
+            if path not in _WITHOUT_KEY:
                 state.key = self._owner(request.headers)
                 if isinstance(self._keys, Keys):
                     state.limits = self._keys.limits(state.key)
@@ -189,14 +217,18 @@ class Gateway:
         except Exception:
             response = refusal(fault(state.id), tell)
         response.headers["x-request-id"] = state.id
-        if self._load is not None and (form := request.headers.get(REQUEST_HEADER)):
+        form = request.headers.get(REQUEST_HEADER)
+        if form and self._load is not None:
             response.headers.update(await self._load.header(form, state.model))
         self._figures.request(path, state.model, response.status_code)
         return response
 
     def _owner(self, headers: Mapping[str, str]) -> str:
+        """Of the key that a request came with. Raises StatusError."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
+        key = key.strip()
         for known, name in self._keys.items():
             if hmac.compare_digest(known.encode(), key.encode()):
                 return name
@@ -204,9 +236,7 @@ class Gateway:
             raise StatusError(401, "the header Authorization must be: Bearer, and a known API key")
         return ""
 
-    async def pool(
-        self, answer: Callable[..., Awaitable[Body]], request: Request, body: Any
-    ) -> Response:
+    async def pool(self, answer: Pool, request: Request, body: Any) -> Response:
         """Embed, classify or rank."""
         model = await self._backend.look(body.model)
         await self._backend.check(request.url.path, body.model)
@@ -220,10 +250,13 @@ class Gateway:
             with contextlib.suppress(UnknownModelError):  # it has just been unloaded
                 found[name] = await self._backend.look(name)
         for base in list(found.values()):
-            for name in base.description.adapters if base.description else ():
+            if base.description is None:
+                continue
+            for name in base.description.adapters:
                 found.setdefault(name, base.adapter(name))
-        entries = map(_entry, found.values())
-        return as_json({"object": "list", "data": [each for each in entries if each]})
+        entries = [_entry(model) for model in found.values()]
+        data = [entry for entry in entries if entry is not None]
+        return as_json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         """One of them."""
@@ -240,5 +273,32 @@ class Gateway:
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus reads."""
-        load = b"" if self._load is None else await self._load.page()
-        return Response(self._figures.page() + load, media_type="text/plain; version=0.0.4")
+        page = self._figures.page()
+        if self._load is not None:
+            page += await self._load.page()
+        return Response(page, media_type="text/plain; version=0.0.4")
+
+
+def _id_of(headers: Mapping[str, str]) -> str:
+    """The id of a request: the client's, or one of our own if that cannot be used."""
+    given = headers.get("x-request-id", "")
+    if 0 < len(given) <= _MAX_ID_LENGTH and given.isascii() and given.isprintable():
+        return given
+    return secrets.token_hex(12)
+
+
+def _entry(model: Model) -> dict[str, Any] | None:
+    """What the list of models says of one. None: it serves none of the endpoints."""
+    if model.description is None and not model.endpoint:
+        return None
+    entry: dict[str, Any] = {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "jitney",
+    }
+    if model.description is not None:
+        entry["max_model_len"] = model.description.max_model_len
+    if model.base is not None:
+        entry["parent"] = model.base
+    return entry

@@ -44,4 +44,13 @@ def gateway(
     """
     from jitney_gateway.command import run_gateway
 
-    run_gateway(server, host, port, api_key_file, otlp_endpoint, metrics_url, batches, grace)
+    run_gateway(
+        server,
+        host,
+        port,
+        api_key_file=api_key_file,
+        otlp_endpoint=otlp_endpoint,
+        metrics_url=metrics_url,
+        batches=batches,
+        grace_s=grace,
+    )

@@ -1,115 +1,101 @@
-"""What the OpenAPI document says of each endpoint besides its body: the forms of its answers."""
+"""An endpoint of the gateway, and what the OpenAPI document says of it.
+
+``app.py`` collects the endpoints and makes a route of each. Here stand the record and the parts of
+the document that FastAPI cannot know: the bodies, the forms of answers, and refusals.
+"""
 
 import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from jitney_gateway.batch_records import BatchRecord, FileRecord
+from fastapi import Response
+
+from jitney_gateway.wire import WireRecord
 
 Schema = dict[str, Any]
+Handler = Callable[..., Awaitable[Response]]
+"""Takes the request, and after it the body where the endpoint has one."""
 
-_GENERATED = (
-    "POST /v1/chat/completions",
-    "POST /v1/completions",
-    "POST /v1/responses",
-    "POST /v1/messages",
-)
-"""They also stream."""
-_FILE = tuple(name for name in FileRecord.__struct_fields__ if name != "owner")
-_BATCH = tuple(name for name in BatchRecord.__struct_fields__ if name != "owner")
-_LIST = ("object", "data", "has_more", "first_id", "last_id")
-_ALWAYS = {
-    "POST /v1/chat/completions": ("id", "object", "created", "model", "choices", "usage"),
-    "POST /v1/completions": ("id", "object", "created", "model", "choices", "usage"),
-    "POST /v1/responses": ("id", "object", "created_at", "model", "status", "output", "usage"),
-    "POST /v1/messages": ("id", "type", "role", "model", "content", "stop_reason", "usage"),
-    "POST /v1/messages/count_tokens": ("input_tokens",),
-    "POST /v1/embeddings": ("object", "data", "model", "usage"),
-    "POST /v1/classify": ("object", "data", "model", "usage"),
-    "POST /v1/rerank": ("model", "results", "usage"),
-    "POST /tokenize": ("count", "max_model_len", "tokens"),
-    "POST /detokenize": ("prompt",),
-    "GET /v1/models": ("object", "data"),
-    "GET /v1/models/{name:path}": ("id", "object", "created", "owned_by"),
-    "POST /v1/files": _FILE,
-    "GET /v1/files": _LIST,
-    "GET /v1/files/{id}": _FILE,
-    "DELETE /v1/files/{id}": ("id", "object", "deleted"),
-    "POST /v1/batches": _BATCH,
-    "GET /v1/batches": _LIST,
-    "GET /v1/batches/{id}": _BATCH,
-    "POST /v1/batches/{id}/cancel": _BATCH,
-}
-"""The fields that an answer of JSON has in any case."""
-_QUERIES: dict[str, dict[str, Schema]] = {
-    "GET /v1/files": {
-        "limit": {"type": "integer", "minimum": 1, "maximum": 10_000},
-        "after": {"type": "string"},
-        "purpose": {"type": "string"},
-    },
-    "GET /v1/batches": {
-        "limit": {"type": "integer", "minimum": 1, "maximum": 100},
-        "after": {"type": "string"},
-    },
-}
-"""The parameters that may stand after a path."""
-_TEXT: Schema = {"type": "string"}
+TEXT: Schema = {"type": "string"}
 _NULLABLE: Schema = {"type": ["string", "null"]}
 
 
-def _record(**properties: Schema) -> Schema:
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """One method of one path."""
+
+    method: str
+    path: str
+    answer: Handler
+    text: str | None
+    """What it does, in a sentence."""
+    body: type[WireRecord] | None = None
+    """The JSON that it takes."""
+    form: Schema | None = None
+    """The fields of a form, where it takes one instead."""
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    """The parameters that may stand after the path."""
+    fields: tuple[str, ...] = ()
+    """The fields that an answer of JSON has in any case. Empty: the answer is no JSON."""
+    streams: bool = False
+    """It also answers with server-sent events."""
+    content: Schema = field(default_factory=dict)
+    """Media type -> schema of an answer that is no JSON."""
+
+
+def record(**properties: Schema) -> Schema:
+    """The schema of an object that has these properties."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 ERRORS = {
-    "Error": _record(
-        error=_record(message=_TEXT, type=_TEXT, param=_NULLABLE, code=_TEXT),
+    "Error": record(
+        error=record(message=TEXT, type=TEXT, param=_NULLABLE, code=TEXT),
     ),
-    "MessagesError": _record(type={"const": "error"}, error=_record(type=_TEXT, message=_TEXT)),
+    "MessagesError": record(type={"const": "error"}, error=record(type=TEXT, message=TEXT)),
 }
 """Components: the objects of refusals, OpenAI's and Anthropic's."""
 
 
-FORMS = {
-    "/v1/files": _record(
-        file={"type": "string", "contentMediaType": "application/octet-stream"},
-        purpose={"const": "batch"},
-    )
-}
-"""Bodies that are forms: the path -> their fields."""
-
-
-def operation(method: str, path: str, body: Schema | None = None) -> Schema:
-    """The part of the document that a route does not say itself; ``body``: the schema of what is
-    sent."""
-    error = "MessagesError" if path.startswith("/v1/messages") else "Error"
+def operation(endpoint: Endpoint, body: Schema | None = None) -> Schema:
+    """The part of the document that a route does not say itself. ``body``: the schema of the JSON
+    that the endpoint takes."""
+    error = "MessagesError" if endpoint.path.startswith("/v1/messages") else "Error"
     refused = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
     made: Schema = {
         "responses": {
-            "200": {"description": "The answer", "content": _answer(f"{method} {path}")},
+            "200": {"description": "The answer", "content": _content(endpoint)},
             "default": {"description": "A refusal", "content": refused},
         },
-        "parameters": [
-            {"name": name, "in": "path", "required": True, "schema": _TEXT}
-            for name in re.findall(r"{(\w+)", path)
-        ],
+        "parameters": _parameters(endpoint),
     }
-    for name, schema in _QUERIES.get(f"{method} {path}", {}).items():
-        made["parameters"].append({"name": name, "in": "query", "schema": schema})
-    if method == "POST" and body is not None:
-        kind = "multipart/form-data" if path in FORMS else "application/json"
-        made["requestBody"] = {"required": True, "content": {kind: {"schema": body}}}
+    if body is not None:
+        made["requestBody"] = _request_body("application/json", body)
+    elif endpoint.form is not None:
+        made["requestBody"] = _request_body("multipart/form-data", endpoint.form)
     return made
 
 
-def _answer(operation: str) -> Schema:
-    if operation == "GET /metrics":
-        return {"text/plain": {"schema": _TEXT}}
-    if operation.endswith("/content"):
-        return {"application/octet-stream": {}}
-    if operation not in _ALWAYS:
-        return {}
-    record = {"type": "object", "required": [*_ALWAYS[operation]]}
-    content: Schema = {"application/json": {"schema": record}}
-    if operation in _GENERATED:
-        content["text/event-stream"] = {"schema": _TEXT}
+def _parameters(endpoint: Endpoint) -> list[Schema]:
+    made: list[Schema] = []
+    for name in re.findall(r"{(\w+)", endpoint.path):
+        made.append({"name": name, "in": "path", "required": True, "schema": TEXT})
+    for name, schema in endpoint.query.items():
+        made.append({"name": name, "in": "query", "schema": schema})
+    return made
+
+
+def _request_body(media_type: str, schema: Schema) -> Schema:
+    return {"required": True, "content": {media_type: {"schema": schema}}}
+
+
+def _content(endpoint: Endpoint) -> Schema:
+    """Media type -> schema of an answer."""
+    if not endpoint.fields:
+        return endpoint.content
+    answer = {"type": "object", "required": [*endpoint.fields]}
+    content: Schema = {"application/json": {"schema": answer}}
+    if endpoint.streams:
+        content["text/event-stream"] = {"schema": TEXT}
     return content

@@ -1,100 +1,116 @@
-"""API keys: those of a file, as it is now, and those with which the jobs of batches come back."""
+"""API keys: those of a file, as it is now, and those with which mounted services come back.
 
-import contextlib
+The gateway asks for the owner of each request's key; it reads the file again when it has changed.
+"""
+
 import logging
-import os
 import re
-import secrets
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jitney.errors import ConfigError, InvalidArgumentError
 from jitney.sampling_params import parse_limits
 
-from jitney_gateway.batch_records import Folder, write_whole
+from jitney_gateway.mounting import MountedService
 
 _LOG = logging.getLogger(__name__)
-_KEY = re.compile(r"([\w.-]+):([\w.~+/=-]{24,})((?:\s+\S+)*)", re.ASCII)
-Read = tuple[dict[str, str], dict[str, str]]
-"""Key -> its owner's name; name -> the limits of its keys, as text."""
+_LINE = re.compile(
+    r"(?P<owner>[\w.-]+):(?P<key>[\w.~+/=-]{24,})(?P<limits>(?:\s+\S+)*)",
+    re.ASCII,
+)
+
+
+class KeyFile(NamedTuple):
+    """What a file of keys says."""
+
+    owners: dict[str, str]
+    """Key -> its owner's name."""
+    limits: dict[str, str]
+    """Owner's name -> the limits of all keys of that owner, as text."""
+
+
+class FileState(NamedTuple):
+    """By which a change of the file is seen."""
+
+    changed_ns: int
+    size: int
 
 
 class Keys:
-    """Those of ``file``, and one of each owner's jobs if there is a ``folder`` of batches."""
+    """The keys of ``file``, and those that ``services`` have for its owners."""
 
-    def __init__(self, file: Path, folder: Folder | None = None) -> None:
+    def __init__(self, file: Path, services: Sequence[MountedService] = ()) -> None:
         """Raises ConfigError for a file that cannot be used."""
-        self._file, self._folder = file, folder
+        self._file = file
+        self._services = services
         self._seen = self._state()
-        self._known, self._limits = self._read()
+        self._known = self._read()
 
     def limits(self, owner: str) -> str:
         """What :func:`~jitney.sampling_params.parse_limits` reads; empty: none."""
-        return self._limits.get(owner, "")
+        return self._known.limits.get(owner, "")
 
     def items(self) -> ItemsView[str, str]:
-        """Key and its owner's name, of each. While the file cannot be used, those of before."""
+        """Each key and its owner's name. While the file cannot be used, those of before."""
         state = self._state()
         if state != self._seen:
             self._seen = state
             try:
-                self._known, self._limits = self._read()
+                self._known = self._read()
             except ConfigError as error:
                 _LOG.warning("the API keys stay as they were: %s", error)
-        return self._known.items()
+        return self._known.owners.items()
 
-    def _state(self) -> tuple[int, int] | None:
-        with contextlib.suppress(OSError):
+    def _state(self) -> FileState | None:
+        try:
             now = self._file.stat()
-            return now.st_mtime_ns, now.st_size
-        return None
+        except OSError:
+            return None
+        return FileState(now.st_mtime_ns, now.st_size)
 
-    def _read(self) -> Read:
-        keys, limits = read_keys(self._file)
-        if self._folder is not None:
-            for owner in set(keys.values()):
+    def _read(self) -> KeyFile:
+        known = read_keys(self._file)
+        for owner in set(known.owners.values()):
+            for service in self._services:
                 try:
-                    keys |= _key_of_jobs(self._folder, owner)
-                except (ConfigError, OSError) as error:  # a full disk keeps no old key alive
-                    _LOG.warning("batches of %s wait for their key: %s", owner, error)
+                    known.owners.update(service.keys_of(owner))
+                except (ConfigError, OSError) as error:
+                    # A full disk must not keep a key alive that was taken away: go on without.
+                    _LOG.warning("what is mounted has no key for %s yet: %s", owner, error)
                     self._seen = None  # so that it is tried again
-        return keys, limits
+        return known
 
 
-def read_keys(file: Path) -> Read:
-    """Of lines ``NAME:KEY LIMITS``, as the proxy takes them. Raises ConfigError."""
+def read_keys(file: Path) -> KeyFile:
+    """Read lines ``NAME:KEY LIMITS``, as the proxy takes them. Raises ConfigError."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
-    keys: dict[str, str] = {}
-    limits: dict[str, str] = {}
-    for number, line in enumerate(map(str.strip, lines), 1):
-        if line and not line.startswith("#"):
-            match = _KEY.fullmatch(line)
-            if match is None:
-                bound = "NAME:KEY, the key at least 24 characters long"
-                raise ConfigError(f"{file}, line {number}: must be {bound}")
-            keys[match[2]], said = match[1], " ".join(match[3].split())
-            try:
-                parse_limits(said)
-            except InvalidArgumentError as error:
-                raise ConfigError(f"{file}, line {number}: {error}") from None
-            if limits.setdefault(match[1], said) != said:
-                other = f"{match[1]} has a key of other limits above"
-                raise ConfigError(f"{file}, line {number}: {other}")
-    if not keys:
+    known = KeyFile({}, {})
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        try:
+            _add_line(known, line)
+        except InvalidArgumentError as error:
+            raise ConfigError(f"{file}, line {number}: {error}") from None
+    if not known.owners:
         raise ConfigError(f"{file}: there is no key in it")
-    return keys, limits
+    return known
 
 
-def _key_of_jobs(folder: Folder, owner: str) -> dict[str, str]:
-    """Key -> owner: with it the jobs of batches come back here. Made once for all gateways."""
-    path = folder.key_file(owner)
-    if not path.exists():
-        made = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        write_whole(made, [f"{owner}:{secrets.token_hex(24)}\n".encode()])
-        with contextlib.suppress(FileExistsError):  # another gateway was faster
-            os.link(made, path)
-        made.unlink()
-    return read_keys(path)[0]
+def _add_line(known: KeyFile, line: str) -> None:
+    """Raises InvalidArgumentError."""
+    match = _LINE.fullmatch(line)
+    if match is None:
+        bound = "NAME:KEY, the key at least 24 characters long"
+        raise InvalidArgumentError(f"must be {bound}")
+    owner = match["owner"]
+    limits = " ".join(match["limits"].split())
+    parse_limits(limits)
+    if known.limits.setdefault(owner, limits) != limits:
+        raise InvalidArgumentError(f"{owner} has a key of other limits above")
+    known.owners[match["key"]] = owner

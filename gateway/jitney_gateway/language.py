@@ -4,7 +4,7 @@ of server-sent events."""
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -26,6 +26,7 @@ from jitney_gateway.ask import (
 )
 from jitney_gateway.backend import Backend, Step
 from jitney_gateway.blocks import Blocks
+from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.figures import Figures, Watch
 from jitney_gateway.messages_api import (
     MessageAnswer,
@@ -48,45 +49,83 @@ from jitney_gateway.wire import (
 T = TypeVar("T")
 Told = Answer | ResponseAnswer | MessageAnswer
 ChatOf = Callable[[Any, Description], ChatRequest]
-_CHATS: dict[str, tuple[type[WireRecord], ChatOf, type[Told]]] = {
-    "/v1/chat/completions": (ChatRequest, lambda body, known: body, Answer),
-    "/v1/responses": (ResponseRequest, chat_of_response, ResponseAnswer),
-    "/v1/messages": (MessageRequest, chat_of_message, MessageAnswer),
+_GENERATED = ("id", "object", "created", "model", "choices", "usage")
+"""Fields of OpenAI's older answers."""
+_TOKENIZED = ("count", "max_model_len", "tokens")
+
+
+class ChatForm(NamedTuple):
+    """One of the forms in which clients send chats."""
+
+    body: type[WireRecord]
+    chat_of: ChatOf
+    """The chat that such a body stands for."""
+    answer: type[Told]
+    fields: tuple[str, ...]
+    """Of an answer, in any case."""
+
+
+_CHATS = {
+    "/v1/chat/completions": ChatForm(
+        ChatRequest,
+        lambda body, known: body,
+        Answer,
+        _GENERATED,
+    ),
+    "/v1/responses": ChatForm(
+        ResponseRequest,
+        chat_of_response,
+        ResponseAnswer,
+        ("id", "object", "created_at", "model", "status", "output", "usage"),
+    ),
+    "/v1/messages": ChatForm(
+        MessageRequest,
+        chat_of_message,
+        MessageAnswer,
+        ("id", "type", "role", "model", "content", "stop_reason", "usage"),
+    ),
 }
-"""Path -> its body, the chat that a body stands for, and the answer."""
 
 
 class Language:
     """The endpoints. ``figures`` count what is generated."""
 
     def __init__(self, backend: Backend, figures: Figures) -> None:
-        self._backend, self._figures = backend, figures
+        self._backend = backend
+        self._figures = figures
 
-    def routes(self) -> dict[str, tuple[Callable[..., Coroutine[Any, Any, Response]], type[Any]]]:
-        """Path -> handler and body."""
-        chats = {
-            path: (partial(self.chat, chat_of, answer_of), type_)
-            for path, (type_, chat_of, answer_of) in _CHATS.items()
-        }
-        return {
-            **chats,
-            "/v1/completions": (self.completions, CompletionRequest),
-            "/v1/messages/count_tokens": (self.count_tokens, PromptRequest),
-            "/tokenize": (self.tokenize, TokenizeRequest),
-            "/detokenize": (self.detokenize, DetokenizeRequest),
-        }
+    def endpoints(self) -> list[Endpoint]:
+        """All of them."""
+        made = []
+        for path, form in _CHATS.items():
+            answer = partial(self.chat, form)
+            made.append(_endpoint(path, answer, form.body, form.fields, streams=True))
+        made.append(
+            _endpoint(
+                "/v1/completions", self.completions, CompletionRequest, _GENERATED, streams=True
+            )
+        )
+        counted = ("input_tokens",)
+        made += [
+            _endpoint("/v1/messages/count_tokens", self.count_tokens, PromptRequest, counted),
+            _endpoint("/tokenize", self.tokenize, TokenizeRequest, _TOKENIZED),
+            _endpoint("/detokenize", self.detokenize, DetokenizeRequest, ("prompt",)),
+        ]
+        return made
 
-    async def chat(
-        self, chat_of: ChatOf, answer_of: type[Told], request: Request, body: Any
-    ) -> Response:
+    async def chat(self, form: ChatForm, request: Request, body: Any) -> Response:
         """Continue a chat."""
         known = await self._model(request, body.model)
-        chat = chat_of(body, known)
+        chat = form.chat_of(body, known)
         ask = ask_chat(chat, known, request.state.id, parse_limits(request.state.limits))
+        tools = msgspec.to_builtins(chat.tools or [])
         most = 1 if chat.parallel_tool_calls is False else None
-        parser = partial(Parser, *formats(chat, known), msgspec.to_builtins(chat.tools or []))
-        sequences = [Blocks(parser(), most) for _ in range(chat.n or 1)]
-        answer = answer_of(body, request.state.id, sequences)
+        tool_format, reasoning_format = formats(chat, known)
+        sequences = []
+        for _ in range(chat.n or 1):
+            parser = Parser(tool_format, reasoning_format, tools)
+            sequences.append(Blocks(parser, most))
+        answer = form.answer(body, request.state.id, sequences)
         ask.inputs |= dict.fromkeys(answer.returns, True)
         return await self._generate(request, chat, answer, [ask])
 
@@ -94,9 +133,11 @@ class Language:
         """Continue texts."""
         known = await self._model(request, body.model)
         asks = ask_completions(body, known, request.state.id, parse_limits(request.state.limits))
-        echoes = [await self._text(ask) if body.echo else "" for ask in asks]
-        n = range(body.n or 1)
-        sequences = [Blocks(Parser(None, None), echo=echo) for echo in echoes for _ in n]
+        sequences = []
+        for ask in asks:
+            echo = await self._text(ask) if body.echo else ""
+            for _ in range(body.n or 1):
+                sequences.append(Blocks(Parser(None, None), echo=echo))
         answer = Answer(body, request.state.id, sequences)
         return await self._generate(request, body, answer, asks)
 
@@ -122,8 +163,8 @@ class Language:
         """The ids of a text or a chat."""
         known = await self._model(request, body.model)
         ids = (await self._backend.perform(ask_tokens(body)))["output_ids"].tolist()
-        count, most = len(ids), known.max_model_len
-        return as_json({"count": count, "max_model_len": most, "tokens": ids})
+        answer = {"count": len(ids), "max_model_len": known.max_model_len, "tokens": ids}
+        return as_json(answer)
 
     async def count_tokens(self, request: Request, body: PromptRequest) -> Response:
         """The tokens of a chat's prompt."""
@@ -158,6 +199,25 @@ class Language:
         known = await self._backend.language_model(name)
         request.state.model = name
         return known
+
+
+def _endpoint(
+    path: str,
+    answer: Handler,
+    body: type[WireRecord],
+    fields: tuple[str, ...],
+    *,
+    streams: bool = False,
+) -> Endpoint:
+    return Endpoint(
+        method="POST",
+        path=path,
+        answer=answer,
+        text=body.__doc__,
+        body=body,
+        fields=fields,
+        streams=streams,
+    )
 
 
 async def _chunks(
@@ -221,7 +281,8 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    gone, task = asyncio.create_task(leave()), asyncio.create_task(work)
+    gone = asyncio.create_task(leave())
+    task = asyncio.create_task(work)
     try:
         await asyncio.wait((gone, task), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

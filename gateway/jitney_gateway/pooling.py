@@ -9,7 +9,7 @@ into batches. ``rerank``: a query [1], then its documents [-1], and an FP32 scor
 
 import asyncio
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from jitney_gateway.refusals import FieldError
 from jitney_gateway.wire import ClassifyRequest, EmbeddingRequest, RerankRequest
 
 Body = dict[str, Any]
+Pool = Callable[[Backend, Model, Any], Awaitable[Body]]
+"""One of the functions below: makes the answer to a decoded body."""
 
 _NO_TOKENS = {"prompt_tokens": 0, "total_tokens": 0}
 """The tokenizer is the model's own: nobody counts."""

@@ -18,6 +18,8 @@ from jitney.errors import (
 _LOG = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+Describe = Callable[[JitneyError], tuple[int, dict[str, Any]]]
+"""Status and body of an error's response."""
 
 
 class FieldError(InvalidArgumentError):
@@ -56,7 +58,6 @@ _ASKED_BY = {
         "chat_template_kwargs", "text",
     ),
     "messages": ("input",),
-    "within": ("completion_window",),  # of a job
     "structured_outputs": (
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
         "response_format", "text", "output_config", "tool_choice",
@@ -130,9 +131,7 @@ def fault(id_: str) -> JitneyError:
     return JitneyError(f"request {id_} could not be answered")
 
 
-def refusal(
-    error: JitneyError, tell: Callable[[JitneyError], tuple[int, dict[str, Any]]] = describe
-) -> Response:
+def refusal(error: JitneyError, tell: Describe = describe) -> Response:
     """An error's response."""
     status, body = tell(error)
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None

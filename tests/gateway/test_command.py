@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import uvicorn
 from jitney.cli import make_app
+from jitney.errors import InstallationError
 from jitney_gateway.command import listen
+from jitney_gateway.mounting import open_service
 from typer.testing import CliRunner
 
 
@@ -33,3 +35,8 @@ def test_streams_get_the_grace_at_a_stop(
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     done = CliRunner().invoke(make_app(), ["gateway", "--port", "0", *words])
     assert (done.exit_code, given) == (0, [seconds])
+
+
+def test_no_service_by_that_name_is_an_incomplete_installation() -> None:
+    with pytest.raises(InstallationError, match="no installed package offers pictures"):
+        open_service("pictures", None)

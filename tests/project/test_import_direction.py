@@ -89,13 +89,6 @@ HANDS_ENVIRONMENT_ON = ("jitney_server.", "jitney_measure.", "jitney.engine.fork
 # The core decides from what it is given: no clock, no chance, no threads.
 FORBIDDEN_IN_CORE = {"time", "random", "secrets", "threading", "asyncio", "numpy", "os"}
 
-# Still to be mended: what these import.
-KNOWN = {
-    "jitney_gateway.batch_records": "jitney_jobs",
-    "jitney_gateway.batch_work": "jitney_jobs",
-    "jitney_gateway.batches": "jitney_jobs",
-}
-
 # In a string: the name of a module, of at least two parts or of a neighbour.
 _NAMED = re.compile(r"\b(?:jitney\.[a-z_]\w*(?:\.\w+)*|jitney_[a-z]+(?:\.\w+)*)")
 
@@ -213,12 +206,7 @@ def names_in(path: Path) -> list[str]:
 @pytest.mark.parametrize("module", modules())
 def test_imports_point_downward_from_room_to_room(module: str) -> None:
     assert room_of(module) in MAY_IMPORT, "give this room its place in MAY_IMPORT"
-    names = [name for name in names_in(modules()[module]) if not is_known(module, name)]
-    assert violations(module, names) == []
-
-
-def is_known(module: str, name: str) -> bool:
-    return module in KNOWN and name.startswith(KNOWN[module])
+    assert violations(module, names_in(modules()[module])) == []
 
 
 def test_imports_point_downward_inside_every_room() -> None:

@@ -24,12 +24,12 @@ from typing import Any
 
 import msgspec
 from jitney.errors import InvalidArgumentError
+from jitney_gateway.backend import GENERATING
+from jitney_gateway.refusals import StatusError
+
+from jitney_jobs.batches.records import OPEN, BatchRecord, FileRecord, Folder, write_whole
 from jitney_jobs.journal import Record
 from jitney_jobs.worker import cancel
-
-from jitney_gateway.backend import GENERATING
-from jitney_gateway.batch_records import OPEN, BatchRecord, FileRecord, Folder, write_whole
-from jitney_gateway.refusals import StatusError
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,8 +39,14 @@ _MOST_WORKERS = 4
 """Batches that run at a time: one whose model is away, and is asked again and again, holds up no
 other."""
 _ABANDONED_S = 3600.0
-_JOB = {"input_format": "openai", "workers": 0, "retries": 8, "max_errors": "100%"}
-_JOB |= {"part_seconds": 2.0}
+_JOB = {
+    "input_format": "openai",
+    "workers": 0,
+    "retries": 8,
+    "max_errors": "100%",
+    "part_seconds": 2.0,
+}
+"""Settings of a batch's job."""
 _BACKGROUND = {"service_tier": "flex"}
 """Of lines that name no service tier, for clients who wait go first. What it is follows from the
 model as it is when a line is asked, and from the limits of the batch's owner then."""
@@ -50,7 +56,7 @@ _WORKER = "import ctypes; ctypes.CDLL(None).prctl(1, 15); from jitney.cli import
 _ENDS = {"done": "completed", "failed": "failed", "cancelled": "expired"}
 """Where the file of a job lies that has ended -> what its batch is, unless it was cancelled."""
 _ANSWERED = re.compile(r"(\d{3}) (\{.*\})")
-"""The reason of a bad row that the gateway answered, with its JSON: offline/asking.py."""
+"""The reason of a bad row that the gateway answered, with its JSON: ``asking.py``."""
 
 
 def begin(folder: Folder, batch: BatchRecord, given: Path) -> None:
@@ -58,8 +64,12 @@ def begin(folder: Folder, batch: BatchRecord, given: Path) -> None:
     there it is none; it has the lines even if the file is deleted. Raises FileNotFoundError if the
     file has just been deleted."""
     work = folder.work / batch.id
-    job: dict[str, Any] = {**_JOB, "model": batch.model}
-    job |= {"input": str(work / "input.jsonl"), "output": str(work / "out")}
+    job: dict[str, Any] = {
+        **_JOB,
+        "model": batch.model,
+        "input": str(work / "input.jsonl"),
+        "output": str(work / "out"),
+    }
     if batch.owner:
         job["api_key_file"] = str(folder.key_file(batch.owner))
     if batch.endpoint in GENERATING:
@@ -88,7 +98,8 @@ class BatchWork:
     """The thread."""
 
     def __init__(self, folder: Folder, url: str) -> None:
-        self._folder, self._url = folder, url
+        self._folder = folder
+        self._url = url
         self._workers: list[subprocess.Popen[bytes]] = []
         self._not_before = 0.0
         """Monotonic seconds: of the next worker."""
@@ -132,12 +143,14 @@ class BatchWork:
 
     def _tend(self) -> None:
         """Have a worker for each job that waits or runs, of which some were killed perhaps."""
-        live = [one for one in self._workers if one.poll() is None]
+        live = [worker for worker in self._workers if worker.poll() is None]
         if len(live) < len(self._workers):
+            # One has ended, perhaps at once: not another one at every look.
             self._not_before = time.monotonic() + _BETWEEN_WORKERS_S
         self._workers = live
-        jobs = [*self._folder.queue.glob("*.yaml"), *self._folder.queue.glob("running/*.yaml")]
-        wanted = min(len(jobs), _MOST_WORKERS)
+        waiting = list(self._folder.queue.glob("*.yaml"))
+        running = list(self._folder.queue.glob("running/*.yaml"))
+        wanted = min(len(waiting) + len(running), _MOST_WORKERS)
         if len(live) < wanted and time.monotonic() >= self._not_before:
             command = [sys.executable, "-c", _WORKER, "batch", "worker", str(self._folder.queue)]
             command += ["--server", self._url, *_OPTIONS]
@@ -145,18 +158,22 @@ class BatchWork:
 
     def advance(self, id_: str) -> None:
         """Take the next step of a batch, if it is time for it."""
-        work, queue = self._folder.work / id_, self._folder.queue
+        work = self._folder.work / id_
+        queue = self._folder.queue
         try:
             batch = self._folder.load(BatchRecord, id_)
         except StatusError:
-            if time.time() - work.stat().st_mtime > _ABANDONED_S:  # its maker was killed
+            # Its maker has not saved it yet, or was killed before.
+            if time.time() - work.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(work)
             return
         if batch.status not in OPEN:
+            # It was gathered: what is left of its job goes.
             for path in queue.glob(f"*/{id_}.*"):
                 path.unlink()
             shutil.rmtree(work)
             return
+        # It is new: into the queue.
         with contextlib.suppress(FileNotFoundError):
             (work / "job.yaml").rename(queue / f"{id_}.yaml")
         cancelled = (work / "cancel").exists()
@@ -179,20 +196,29 @@ class BatchWork:
     def _finish(self, batch: BatchRecord, end: str) -> None:
         """Gather what the job has made: each request is in one of two files."""
         work = self._folder.work / batch.id
-        batch.status, batch.finalizing_at = "finalizing", int(time.time())
+        batch.status = "finalizing"
+        batch.finalizing_at = int(time.time())
         self._folder.save(batch)
+
         record = Record(work / "out" / "_job" / "journal.jsonl")
-        parts = [work / "out" / name for part in record.parts for name in part.files]
-        good = (path for path in parts if path.parent.name == "out")
-        bad = (path for path in parts if path.parent.name != "out")
+        good: list[Path] = []
+        bad: list[Path] = []  # files of rows that failed, in a folder of their own
+        for part in record.parts:
+            for name in part.files:
+                path = work / "out" / name
+                (good if path.parent.name == "out" else bad).append(path)
         batch.output_file_id = self._gather(batch, "output", _lines(good))
         errors = _error_lines(work / "input.jsonl", _lines(bad), record, end)
         batch.error_file_id = self._gather(batch, "errors", errors)
         failed = batch.request_counts["total"] - record.written
         batch.request_counts |= {"completed": record.written, "failed": failed}
         batch.cancelling_at = self._folder.seen(batch).cancelling_at
-        why = self._folder.queue / "failed" / f"{batch.id}.txt"
-        batch.end(end, [{"message": why.read_text("utf-8")}] if end == "failed" else [])
+
+        reasons = []
+        if end == "failed":
+            why = self._folder.queue / "failed" / f"{batch.id}.txt"
+            reasons.append({"message": why.read_text("utf-8")})
+        batch.end(end, reasons)
         self._folder.save(batch)
 
     def _gather(self, batch: BatchRecord, what: str, lines: Iterator[bytes]) -> str | None:
@@ -217,7 +243,10 @@ class BatchWork:
 
 def _error_lines(given: Path, bad: Iterator[bytes], record: Record, end: str) -> Iterator[bytes]:
     """One for each request that is in no part, or among the ``bad`` rows of one, in their order."""
-    reasons = {each.row: each.error for each in map(msgspec.json.Decoder(_BadRow).decode, bad)}
+    reasons = {}
+    for line in bad:
+        bad_row = msgspec.json.decode(line, type=_BadRow)
+        reasons[bad_row.row] = bad_row.error
     for row, line in enumerate(filter(bytes.strip, _lines([given]))):
         if row in reasons or not record.done.covers(0, row, row + 1):
             yield _error_line(line, reasons.get(row), end)
@@ -236,19 +265,29 @@ class _Named(msgspec.Struct):
 
 def _error_line(given: bytes, why: str | None, end: str) -> bytes:
     """``why``: of a bad row. None: it was not done before the batch was ``end``."""
-    digest, custom_id = hashlib.sha256(given).hexdigest()[:24], None
+    digest = hashlib.sha256(given).hexdigest()[:24]
+    made: dict[str, Any] = {
+        "id": f"batch_req_{digest}",
+        "custom_id": None,
+        "response": None,
+        "error": None,
+    }
     with contextlib.suppress(RecursionError):  # it is nested almost too deeply
-        custom_id = msgspec.json.decode(given, type=_Named).custom_id
-    made: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": custom_id}
-    said = f"the batch was {end} before this request was done"
-    error: Any = {"code": f"batch_{end}", "message": said}
-    response = None
-    if answered := _ANSWERED.fullmatch(why or ""):
-        response = {"status_code": int(answered[1]), "request_id": digest}
-        response["body"], error = msgspec.Raw(answered[2].encode()), None
+        made["custom_id"] = msgspec.json.decode(given, type=_Named).custom_id
+
+    answered = _ANSWERED.fullmatch(why or "")
+    if answered is not None:
+        made["response"] = {
+            "status_code": int(answered[1]),
+            "request_id": digest,
+            "body": msgspec.Raw(answered[2].encode()),
+        }
     elif why is not None:
-        error = {"code": "request_failed", "message": why}
-    return msgspec.json.encode({**made, "response": response, "error": error}) + b"\n"
+        made["error"] = {"code": "request_failed", "message": why}
+    else:
+        said = f"the batch was {end} before this request was done"
+        made["error"] = {"code": f"batch_{end}", "message": said}
+    return msgspec.json.encode(made) + b"\n"
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[bytes]:

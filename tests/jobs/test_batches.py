@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import typer
 from jitney.errors import UnavailableError
-from jitney_gateway import batch_records, batch_work, batches
 from jitney_gateway.app import make_app
-from jitney_gateway.batch_records import BatchRecord, Folder
-from jitney_gateway.batch_work import BatchWork
 from jitney_gateway.refusals import UnknownModelError
+from jitney_jobs.batches import endpoints, records
+from jitney_jobs.batches import lines as batch_lines
+from jitney_jobs.batches import work as batch_work
+from jitney_jobs.batches.records import BatchRecord, Folder
+from jitney_jobs.batches.service import BatchService
+from jitney_jobs.batches.work import BatchWork
 from jitney_jobs.worker import worker
 from starlette.testclient import TestClient
 
@@ -48,7 +51,7 @@ class Place:
         self.folder = Folder(root)
         self.folder.key_file("alice").write_text(f"alice:{KEY}\n", encoding="utf-8")
         keys = {KEY: "alice", "bob": "bob"}
-        app = make_app(Checks(), keys, folder=self.folder)  # type: ignore[arg-type]
+        app = make_app(Checks(), keys, services=[BatchService(self.folder)])  # type: ignore[arg-type]
         self.client = TestClient(app, headers=ALICE)
         self.url = url
         self.work = BatchWork(self.folder, url)
@@ -181,9 +184,9 @@ def test_what_is_not_done_by_then_says_so(place: Place, end: str) -> None:
 
 
 def test_batches_that_fail(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "MAX_LINES", 2)
-    monkeypatch.setattr(batches, "MAX_FAULTS", 3)
-    monkeypatch.setattr(batches, "MAX_BODY_BYTES", 200)
+    monkeypatch.setattr(batch_lines, "MAX_LINES", 2)
+    monkeypatch.setattr(batch_lines, "MAX_FAULTS", 3)
+    monkeypatch.setattr(batch_lines, "MAX_BODY_BYTES", 200)
     for lines, said, number in (
         ([b"", b" "], "the input file must have 1 to 2 requests", 1),
         ([*map(line, "abc"), b"never read"], "the input file must have 1 to 2 requests", 1),
@@ -253,7 +256,7 @@ def test_every_step_may_be_cut_off(place: Place, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_a_killed_maker_left_goes(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = place.folder.work / batch_records.new_id("batch_")
+    left = place.folder.work / records.new_id("batch_")
     left.mkdir()
     place.work._look()
     assert left.exists(), "its maker may be about to save it"
@@ -291,7 +294,7 @@ def test_files(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == field or next(iter(form))
     assert place.client.post("/v1/files", json={}).json()["error"]["param"] == "file"
-    monkeypatch.setattr(batches, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(endpoints, "MAX_FILE_BYTES", 1000)
     assert place.upload([b"x" * 100_000]).status_code == 413
 
 
@@ -327,10 +330,11 @@ def test_fields_of_a_batch(place: Place) -> None:
         assert next(iter(changes)) in refused.json()["error"]["param"]
     made = place.client.post("/v1/batches", json=batch_of(id_, completion_window="90m")).json()
     assert made["expires_at"] - made["created_at"] == 5400
+    assert place.client.post("/v1/batches", json=batch_of(id_, metadata=None)).status_code == 200
 
 
 def test_without_a_folder() -> None:
-    client = TestClient(make_app(Checks(), {}))  # type: ignore[arg-type]
+    client = TestClient(make_app(Checks(), {}, services=[BatchService(None)]))  # type: ignore[arg-type]
     for method, path in (("GET", "/v1/files"), ("GET", "/v1/batches/x"), ("POST", "/v1/files")):
         refused = client.request(method, path)
         assert refused.status_code == 404

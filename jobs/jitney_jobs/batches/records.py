@@ -1,10 +1,10 @@
 """Files and batches as records on a disk: all that the gateways of one folder share.
 
 files/ID, files/ID.json     a file, and what is known of it
-batches/ID.json             a batch; written once by who makes it, then by ``batch_work`` alone
+batches/ID.json             a batch; written once by who makes it, then by ``work.py`` alone
 work/ID/                    of a batch that has not ended: its lines, its job until that is in the
                             queue, and ``cancel`` once somebody has asked for that
-queue/                      job files: offline/worker.py
+queue/                      job files: ``jitney_jobs/worker.py``
 keys/NAME.key               the key with which jobs ask for an owner of batches
 """
 
@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from jitney_jobs.journal import Record, sync
-
+from jitney_gateway.keys import read_keys
 from jitney_gateway.refusals import StatusError
+
+from jitney_jobs.journal import Record, sync
 
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}(?:-output|-errors)?")
 OPEN = ("in_progress", "finalizing")
@@ -83,40 +84,56 @@ class Folder:
 
     def __init__(self, root: Path) -> None:
         """Raises OSError if it cannot be made."""
-        self.files, self.batches, self.work, self.queue, self.keys = (
-            root / name for name in ("files", "batches", "work", "queue", "keys")
-        )
+        self.files = root / "files"
+        self.batches = root / "batches"
+        self.work = root / "work"
+        self.queue = root / "queue"
+        self.keys = root / "keys"
         for each in (self.files, self.batches, self.work, self.queue, self.keys):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.lock = root / "lock"
 
     def save(self, record: FileRecord | BatchRecord) -> None:
         """Survives a loss of power."""
-        write_whole(self._place(type(record)) / f"{record.id}.json", [msgspec.json.encode(record)])
+        path = self._folder_of(type(record)) / f"{record.id}.json"
+        write_whole(path, [msgspec.json.encode(record)])
 
     def load(self, kind: type[R], id_: str) -> R:
         """Raises StatusError if there is none."""
+        absent = StatusError(404, f"{id_[:64]!r} does not exist")
+        if not _ID.fullmatch(id_):
+            raise absent
         try:
-            if _ID.fullmatch(id_):
-                return msgspec.json.decode(
-                    (self._place(kind) / f"{id_}.json").read_bytes(), type=kind
-                )
+            data = (self._folder_of(kind) / f"{id_}.json").read_bytes()
         except FileNotFoundError:
-            pass
-        raise StatusError(404, f"{id_[:64]!r} does not exist")
+            raise absent from None
+        return msgspec.json.decode(data, type=kind)
 
     def all(self, kind: type[R]) -> Iterator[R]:
         """The newest first."""
-        for name in sorted((path.stem for path in self._place(kind).glob("*.json")), reverse=True):
+        names = [path.stem for path in self._folder_of(kind).glob("*.json")]
+        for name in sorted(names, reverse=True):
             with contextlib.suppress(StatusError):  # it may be deleted meanwhile
                 yield self.load(kind, name)
 
-    def _place(self, kind: type) -> Path:
+    def _folder_of(self, kind: type) -> Path:
         return self.files if kind is FileRecord else self.batches
 
     def key_file(self, owner: str) -> Path:
         """Of the key with which jobs ask for an owner."""
         return self.keys / f"{owner}.key"
+
+    def key_of_jobs(self, owner: str) -> dict[str, str]:
+        """Key -> owner: the key with which the jobs of batches come to the gateway. Made once for
+        all gateways of the folder. Raises ConfigError and OSError."""
+        path = self.key_file(owner)
+        if not path.exists():
+            made = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            write_whole(made, [f"{owner}:{secrets.token_hex(24)}\n".encode()])
+            with contextlib.suppress(FileExistsError):  # another gateway was faster
+                os.link(made, path)
+            made.unlink()
+        return read_keys(path).owners
 
     def seen(self, batch: BatchRecord) -> BatchRecord:
         """With what only its job tells: how far it is, and whether it is cancelled."""

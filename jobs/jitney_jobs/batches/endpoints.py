@@ -1,0 +1,380 @@
+"""``/v1/files`` and ``/v1/batches``: OpenAI's batch service, on a folder (``records.py``).
+
+Whatever belongs to another API key does not exist. What becomes of a batch is ``work.py``'s.
+"""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import FileResponse
+from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
+from jitney_gateway.backend import Backend
+from jitney_gateway.document import TEXT, Endpoint, Handler, Schema, record
+from jitney_gateway.refusals import FieldError, StatusError, as_json
+from jitney_gateway.wire import WireRecord
+from msgspec import Meta
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from jitney_jobs.batches.lines import Fault, check_lines, fault_of
+from jitney_jobs.batches.records import (
+    OPEN,
+    BatchRecord,
+    FileRecord,
+    Folder,
+    R,
+    new_id,
+    write_whole,
+)
+from jitney_jobs.batches.work import begin
+from jitney_jobs.job import due_at
+
+MAX_FILE_BYTES = 200 << 20
+_MAX_FORM_BYTES = 64 << 10
+"""Of a form besides its file."""
+_PIECE_BYTES = 1 << 20
+_FILE_NAME_LENGTH = 256
+_Short = Annotated[str, Meta(max_length=64)]
+_Long = Annotated[str, Meta(max_length=512)]
+
+_FORM = record(
+    file={"type": "string", "contentMediaType": "application/octet-stream"},
+    purpose={"const": "batch"},
+)
+_FILE_FIELDS = tuple(name for name in FileRecord.__struct_fields__ if name != "owner")
+_BATCH_FIELDS = tuple(name for name in BatchRecord.__struct_fields__ if name != "owner")
+_LIST_FIELDS = ("object", "data", "has_more", "first_id", "last_id")
+_MOST_FILES = 10_000
+"""Of a list, also if it does not say how many."""
+_MOST_BATCHES = 100
+_DEFAULT_BATCHES = 20
+
+
+def _list_query(most: int, **more: Schema) -> dict[str, Schema]:
+    limit = {"type": "integer", "minimum": 1, "maximum": most}
+    return {"limit": limit, "after": TEXT, **more}
+
+
+class BatchRequest(WireRecord):
+    """The body of ``/v1/batches``."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    completion_window: str
+    metadata: Annotated[dict[_Short, _Long], Meta(max_length=16)] | None = None
+
+
+class Batches:
+    """The endpoints. Without a folder each says how to get one."""
+
+    def __init__(self, folder: Folder | None, backend: Backend) -> None:
+        self._given_folder = folder
+        self._backend = backend
+
+    @property
+    def _folder(self) -> Folder:
+        if self._given_folder is None:
+            said = (
+                "this gateway keeps no files and batches: it does with the option --batches FOLDER"
+            )
+            raise StatusError(404, said)
+        return self._given_folder
+
+    def endpoints(self) -> list[Endpoint]:
+        """All of them."""
+        return [*self._file_endpoints(), *self._batch_endpoints()]
+
+    def _file_endpoints(self) -> list[Endpoint]:
+        file = "/v1/files/{id}"
+        return [
+            Endpoint(
+                method="POST",
+                path="/v1/files",
+                answer=self.upload,
+                text="Keep a file.",
+                form=_FORM,
+                fields=_FILE_FIELDS,
+            ),
+            Endpoint(
+                method="GET",
+                path="/v1/files",
+                answer=_in_thread(self._list_files),
+                text="The files, the newest first.",
+                query=_list_query(_MOST_FILES, purpose=TEXT),
+                fields=_LIST_FIELDS,
+            ),
+            Endpoint(
+                method="GET",
+                path=file,
+                answer=_in_thread(partial(self._show, FileRecord)),
+                text="What is known of a file.",
+                fields=_FILE_FIELDS,
+            ),
+            Endpoint(
+                method="DELETE",
+                path=file,
+                answer=_in_thread(self._delete),
+                text="Delete a file.",
+                fields=("id", "object", "deleted"),
+            ),
+            Endpoint(
+                method="GET",
+                path=f"{file}/content",
+                answer=_in_thread(self._content),
+                text="A file's bytes.",
+                content={"application/octet-stream": {}},
+            ),
+        ]
+
+    def _batch_endpoints(self) -> list[Endpoint]:
+        batch = "/v1/batches/{id}"
+        return [
+            Endpoint(
+                method="POST",
+                path="/v1/batches",
+                answer=self.create,
+                text=BatchRequest.__doc__,
+                body=BatchRequest,
+                fields=_BATCH_FIELDS,
+            ),
+            Endpoint(
+                method="GET",
+                path="/v1/batches",
+                answer=_in_thread(self._list_batches),
+                text="The batches, the newest first.",
+                query=_list_query(_MOST_BATCHES),
+                fields=_LIST_FIELDS,
+            ),
+            Endpoint(
+                method="GET",
+                path=batch,
+                answer=_in_thread(partial(self._show, BatchRecord)),
+                text="How far a batch is.",
+                fields=_BATCH_FIELDS,
+            ),
+            Endpoint(
+                method="POST",
+                path=f"{batch}/cancel",
+                answer=_in_thread(self._cancel),
+                text="Cancel a batch.",
+                fields=_BATCH_FIELDS,
+            ),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        """A file, as a form."""
+        folder = self._folder
+        form = await _form(request)
+        try:
+            file = _checked(form)
+            made = FileRecord(
+                id=new_id("file-"),
+                bytes=file.size or 0,
+                created_at=int(time.time()),
+                filename=(file.filename or "")[:_FILE_NAME_LENGTH],
+                purpose="batch",
+                owner=request.state.key,
+            )
+            pieces = iter(lambda: file.file.read(_PIECE_BYTES), b"")
+            await asyncio.to_thread(write_whole, folder.files / made.id, pieces)
+            await asyncio.to_thread(folder.save, made)
+        finally:
+            await form.close()
+        return self._answer(made)
+
+    async def create(self, request: Request, body: BatchRequest) -> Response:
+        """A batch. One whose lines or model are at fault has failed, and says why."""
+        try:
+            batch, faults = await asyncio.to_thread(self._read, request, body)
+            if not faults:
+                faults = await self._faults_of_model(batch)
+            if faults:
+                batch.end("failed", faults)
+                await asyncio.to_thread(self._folder.save, batch)
+            else:
+                path = self._folder.files / batch.input_file_id
+                await asyncio.to_thread(begin, self._folder, batch, path)
+        except FileNotFoundError:
+            raise StatusError(404, f"{body.input_file_id!r} has just been deleted") from None
+        return self._answer(batch)
+
+    async def _faults_of_model(self, batch: BatchRecord) -> list[Fault]:
+        """Raises UnavailableError: the client may come again."""
+        try:
+            await self._backend.check(batch.endpoint, str(batch.model))
+        except UnavailableError:
+            raise
+        except JitneyError as error:
+            return [fault_of(error, line=1)]
+        return []
+
+    def _read(self, request: Request, body: BatchRequest) -> tuple[BatchRecord, list[Fault]]:
+        """The batch, and what is wrong with its lines."""
+        now = time.time()
+        due = _due_at(body.completion_window, now)
+        source = self._load(FileRecord, body.input_file_id, request)
+        if source.purpose != "batch":
+            raise FieldError("input_file_id", f"input_file_id names a file of {source.purpose!r}")
+        batch = BatchRecord(
+            id=new_id("batch_"),
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            completion_window=body.completion_window,
+            created_at=int(now),
+            in_progress_at=int(now),
+            expires_at=int(due),
+            metadata=body.metadata,
+            owner=request.state.key,
+        )
+        with (self._folder.files / source.id).open("rb") as lines:
+            faults = check_lines(batch, lines)
+        return batch, faults
+
+    def _cancel(self, request: Request) -> Response:
+        batch = self._load(BatchRecord, request.path_params["id"], request)
+        if batch.status not in OPEN:
+            raise StatusError(409, f"batch {batch.id} has ended: it is {batch.status}")
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            (self._folder.work / batch.id / "cancel").touch()
+        return self._answer(batch)
+
+    def _show(self, kind: type[FileRecord | BatchRecord], request: Request) -> Response:
+        return self._answer(self._load(kind, request.path_params["id"], request))
+
+    def _delete(self, request: Request) -> Response:
+        id_ = self._load(FileRecord, request.path_params["id"], request).id
+        (self._folder.files / f"{id_}.json").unlink(missing_ok=True)
+        (self._folder.files / id_).unlink(missing_ok=True)
+        return as_json({"id": id_, "object": "file", "deleted": True})
+
+    def _content(self, request: Request) -> Response:
+        file = self._load(FileRecord, request.path_params["id"], request)
+        return FileResponse(self._folder.files / file.id, media_type="application/octet-stream")
+
+    def _list_files(self, request: Request) -> Response:
+        query = dict(request.query_params)
+        limit = _limit(query.pop("limit", None), default=_MOST_FILES, most=_MOST_FILES)
+        purpose = query.pop("purpose", None)
+        files = (
+            file
+            for file in self._own(FileRecord, request, query)
+            if purpose is None or file.purpose == purpose
+        )
+        return self._page(files, limit)
+
+    def _list_batches(self, request: Request) -> Response:
+        query = dict(request.query_params)
+        limit = _limit(query.pop("limit", None), default=_DEFAULT_BATCHES, most=_MOST_BATCHES)
+        return self._page(self._own(BatchRecord, request, query), limit)
+
+    def _own(self, kind: type[R], request: Request, query: dict[str, str]) -> Iterator[R]:
+        """The client's records, as what is left of the query says. Raises FieldError."""
+        after = query.pop("after", "~")  # greater than every id
+        for name in query:
+            raise FieldError(name, f"{name} is unknown or not supported")
+        for each in self._folder.all(kind):
+            if each.owner == request.state.key and each.id < after:
+                yield each
+
+    def _page(self, records: Iterable[FileRecord | BatchRecord], limit: int) -> Response:
+        """The first of them."""
+        found = list(islice(records, limit + 1))  # one more tells whether there are more
+        data = [self._shown(each) for each in found[:limit]]
+        page = {
+            "object": "list",
+            "data": data,
+            "has_more": len(found) > limit,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+        }
+        return as_json(page)
+
+    def _load(self, kind: type[R], id_: str, request: Request) -> R:
+        """Raises StatusError for what is not the client's."""
+        found = self._folder.load(kind, id_)
+        if found.owner != request.state.key:
+            raise StatusError(404, f"{id_!r} does not exist")
+        return found
+
+    def _answer(self, made: FileRecord | BatchRecord) -> Response:
+        return as_json(self._shown(made))
+
+    def _shown(self, made: FileRecord | BatchRecord) -> dict[str, Any]:
+        """As clients see it."""
+        if isinstance(made, BatchRecord):
+            made = self._folder.seen(made)
+        fields = msgspec.to_builtins(made)
+        del fields["owner"]
+        return fields
+
+
+def _in_thread(answer: Callable[[Request], Response]) -> Handler:
+    """A handler that answers in a thread, for it reads the disk."""
+
+    async def handler(request: Request) -> Response:
+        return await asyncio.to_thread(answer, request)
+
+    return handler
+
+
+def _limit(given: str | None, *, default: int, most: int) -> int:
+    """Records of a page. Raises FieldError."""
+    if given is None:
+        return default
+    if not re.fullmatch("[0-9]{1,5}", given) or not 1 <= int(given) <= most:
+        raise FieldError("limit", f"limit must be a number from 1 to {most:,}")
+    return int(given)
+
+
+def _due_at(window: str, now: float) -> float:
+    """When a batch of that window expires. Raises FieldError."""
+    try:
+        due = due_at(None, window, now)
+    except InvalidArgumentError as error:  # in a job's words
+        said = str(error).replace("within", "completion_window", 1)
+        raise FieldError("completion_window", said) from None
+    assert due is not None, "a window was given"
+    return due
+
+
+async def _form(request: Request) -> FormData:
+    """The form that was sent; a large file goes to the disk. Raises FieldError, and StatusError for
+    one that is too large."""
+
+    async def pieces() -> AsyncGenerator[bytes]:
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > MAX_FILE_BYTES + _MAX_FORM_BYTES:
+                raise StatusError(413, f"the file has more than {MAX_FILE_BYTES:,} bytes")
+            yield piece
+
+    kind = request.headers.get("content-type", "")
+    if not kind.lower().startswith("multipart/form-data"):
+        raise FieldError("file", "file must come in a body of multipart/form-data")
+    parser = MultiPartParser(request.headers, pieces(), max_files=1, max_fields=8)
+    try:
+        return await parser.parse()
+    except MultiPartException as error:
+        raise FieldError("file", f"the form cannot be read: {error.message}") from None
+
+
+def _checked(form: FormData) -> UploadFile:
+    """The form's file. Raises FieldError."""
+    for name in form:
+        if name not in ("file", "purpose"):
+            raise FieldError(name, f"{name} is unknown or not supported")
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise FieldError("file", "file is missing, or has no name")
+    if form.get("purpose") != "batch":
+        raise FieldError("purpose", "purpose must be 'batch': files are for nothing else")
+    return file
