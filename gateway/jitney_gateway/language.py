@@ -18,7 +18,6 @@ from jitney_gateway.answers import Answer, Body
 from jitney_gateway.ask import (
     Ask,
     Description,
-    Tensor,
     ask_chat,
     ask_completions,
     ask_tokens,
@@ -26,6 +25,7 @@ from jitney_gateway.ask import (
 )
 from jitney_gateway.backend import Backend, Step
 from jitney_gateway.blocks import Blocks
+from jitney_gateway.chat import Tensor
 from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.figures import Figures, Watch
 from jitney_gateway.messages_api import (
@@ -120,10 +120,10 @@ class Language:
         ask = ask_chat(chat, known, request.state.id, parse_limits(request.state.limits))
         tools = msgspec.to_builtins(chat.tools or [])
         most = 1 if chat.parallel_tool_calls is False else None
-        tool_format, reasoning_format = formats(chat, known)
+        used = formats(chat, known)
         sequences = []
         for _ in range(chat.n or 1):
-            parser = Parser(tool_format, reasoning_format, tools)
+            parser = Parser(used.tool, used.reasoning, tools)
             sequences.append(Blocks(parser, most))
         answer = form.answer(body, request.state.id, sequences)
         ask.inputs |= dict.fromkeys(answer.returns, True)

@@ -173,7 +173,7 @@ def chat_of_prompt(body: PromptRequest, known: Description) -> ChatRequest:
         if "enable_thinking" in (known.chat_template or ""):
             kwargs = {"enable_thinking": thinks, **(body.chat_template_kwargs or {})}
             chat.chat_template_kwargs = kwargs
-        elif thinks != (reasoning_markers(formats(chat, known)[1]) is not None):
+        elif thinks != (reasoning_markers(formats(chat, known).reasoning) is not None):
             said = f"thinking is {body.thinking.type!r}, but model {body.model!r} has no choice"
             raise FieldError("thinking", said)
     return chat

@@ -12,9 +12,10 @@ from jitney.errors import JitneyError
 from msgspec import Meta
 
 from jitney_gateway.answers import Body, Usage, chat_logprob
-from jitney_gateway.ask import Description, arguments_of, formats
+from jitney_gateway.ask import Description, formats
 from jitney_gateway.backend import Step
 from jitney_gateway.blocks import Block, Blocks, turns
+from jitney_gateway.chat import arguments_of
 from jitney_gateway.formats import reasoning_markers
 from jitney_gateway.parsers import Kind
 from jitney_gateway.refusals import FieldError, describe
@@ -26,7 +27,7 @@ from jitney_gateway.wire import (
     ChatRequest,
     Function,
     Message,
-    StructuredOutputs,
+    StructuredChoice,
     TextFormat,
     TextPart,
     Tool,
@@ -114,7 +115,7 @@ class ResponseRequest(WireRecord, kw_only=True):
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     """As of a chat."""
     stream: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredChoice | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     tools: Annotated[list[FlatFunction], Meta(max_length=MAX_TOOLS)] | None = None
@@ -160,8 +161,8 @@ def chat_of_response(body: ResponseRequest, known: Description) -> ChatRequest:
         reasoning_effort=reasoning.effort,
         **{name: getattr(body, name) for name in _SAME},
     )
-    tool_format, reasoning_format = formats(chat, known)
-    if chat.logprobs and (tool_format or reasoning_markers(reasoning_format)):
+    used = formats(chat, known)
+    if chat.logprobs and (used.tool or reasoning_markers(used.reasoning)):
         field = "include" if body.include else "top_logprobs"
         said = "goes without tools, and with a model that does not reason"
         raise FieldError(field, f"{field} {said}: which tokens are the text's is not known")

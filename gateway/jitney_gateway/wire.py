@@ -138,7 +138,7 @@ class TextFormat(WireRecord):
         return ResponseFormat(self.type, schema if self.type == "json_schema" else None)
 
 
-class StructuredOutputs(WireRecord):
+class StructuredChoice(WireRecord):
     """vLLM's: exactly one is set."""
 
     json: str | dict[str, Any] | None = None
@@ -169,7 +169,7 @@ class Generation(WireRecord, kw_only=True):
     user: str | None = None
     service_tier: str | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredChoice | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jitney.config import ReasoningFormat, ToolFormat
 from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect, reasoning_markers
 from jitney_gateway.parsers import Parser
 
@@ -342,8 +341,3 @@ def test_every_reasoning_format_is_read() -> None:
         opened = name.endswith("_opened")
         text = f"{'' if opened else begin}a{end}b"
         assert read(None, name, text) == (Read("b", (), "a") if end else Read("ab")), name
-
-
-def test_options_take_the_formats_that_are_read() -> None:
-    assert set(get_args(ToolFormat)) == set(TOOL_FORMATS)
-    assert set(get_args(ReasoningFormat)) == set(REASONING_FORMATS)

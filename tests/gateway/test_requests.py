@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from jitney.errors import InvalidArgumentError
+from jitney.errors import ConfigError, InvalidArgumentError
 from jitney.sampling_params import NAMES, parse_limits
 from jitney_gateway.ask import Ask, Description, ask_chat, ask_completions, ask_tokens
 from jitney_gateway.messages_api import MessageRequest
@@ -236,6 +236,26 @@ def test_tools_need_a_known_format() -> None:
     with pytest.raises(FieldError, match="tool_format") as caught:
         ask_chat(body, msgspec.structs.replace(KNOWN, tool_format=None), "id")
     assert caught.value.field == "tools"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "known"),
+    [("tool_format", "hermse", "'hermes'"), ("reasoning_format", "", "'think_opened'")],
+)
+def test_an_option_that_names_no_format_is_told_at_the_first_chat(
+    option: str, value: str, known: str
+) -> None:
+    """The engine takes any text."""
+    model = msgspec.structs.replace(KNOWN, **{option: value})
+    body = decode(json.dumps({"model": "m", "messages": [USER]}).encode(), ChatRequest)
+    with pytest.raises(
+        ConfigError, match=f"option {option} is '{value}', but must be one of"
+    ) as no:
+        ask_chat(body, model, "id")
+    assert known in str(no.value)
+    status, said = describe(no.value)
+    assert status == 500, "no fault of the client's"
+    assert option in said["error"]["message"]
 
 
 def test_a_tool_that_must_be_called_is_a_grammar() -> None:

@@ -82,8 +82,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"blok_size": 1}, "'blok_size' is unknown (did you mean 'block_size'?)"),
-        ({"tool_format": "hermse"}, "tool_format is 'hermse', but must be one of 'deepseek', "),
-        ({"reasoning_format": ""}, "reasoning_format is '', but must be one of 'cohere', "),
         ({"dtype": "int8"}, "dtype is 'int8', but must be one of 'auto', 'bfloat16', "),
         ({"max_num_seqs": "3"}, "max_num_seqs is '3', but must be an integer"),
         ({"max_num_seqs": True}, "max_num_seqs is True, but must be an integer"),

@@ -21,14 +21,6 @@ from jitney.field_types import describe_range, describe_type, field_at_fault, ki
 _log = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
 Quantization = Literal["none", "fp8", "int8", "int4"]
-ToolFormat = Literal[
-    "qwen_xml", "hermes", "deepseek", "deepseek_v31", "mistral_args", "mistral", "pythonic",
-    "llama3_json",
-]  # fmt: skip
-ReasoningFormat = Literal[
-    "none", "think", "mistral", "seed_oss", "cohere",
-    "think_opened", "mistral_opened", "seed_oss_opened", "cohere_opened",
-]  # fmt: skip
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,10 +194,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # -- chat
     chat_template_parameters: tuple[str, ...] = ("add_generation_prompt", "enable_thinking")
     """Names that a client may pass to the chat template."""
-    tool_format: ToolFormat | None = None
-    """How the model writes calls of tools, for the gateway. None: as its chat template tells."""
-    reasoning_format: ReasoningFormat | None = None
-    """How the model sets its reasoning off, for the gateway. None: as its chat template tells."""
+    tool_format: str | None = None
+    """How the model writes calls of tools, for the gateway, which knows the formats' names. None:
+    as its chat template tells."""
+    reasoning_format: str | None = None
+    """How the model sets its reasoning off, likewise."""
 
     # -- responses
     max_pending_tokens: Annotated[int, Meta(ge=1)] = 65536
