@@ -47,24 +47,24 @@ _ROWS_AT = 48
 """And where the number of rows of each tile (8 bits each)."""
 
 
-def emit_amx(builder: Any, name: str, *operands: Any) -> None:
+def emit_amx(builder, name: str, *operands) -> None:
     """IR: an instruction of the tile unit, by LLVM's name, if there is one. Numbers are tiles."""
     values = [constant(i8, x) if isinstance(x, int) else x for x in operands]
     if host_has_amx():
         call_llvm(builder, f"llvm.x86.{name}", ir.VoidType(), values)
 
 
-def load_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
+def load_tile(builder, tile: int, address, stride) -> None:
     """IR: load a tile whose rows are ``stride`` bytes apart in memory."""
     emit_amx(builder, "tileloadd64", tile, pointer(builder, address, i8), stride)
 
 
-def store_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
+def store_tile(builder, tile: int, address, stride) -> None:
     """IR: store a tile whose rows are ``stride`` bytes apart in memory."""
     emit_amx(builder, "tilestored64", tile, pointer(builder, address, i8), stride)
 
 
-def emit_shapes(builder: Any, rows: Sequence[Any], row_bytes: Sequence[int]) -> None:
+def emit_shapes(builder, rows: Sequence[Any], row_bytes: Sequence[int]) -> None:
     """IR: set the shapes of this thread's eight tiles: ``rows`` are numbers or values of 8 bits."""
     config: list[Any] = [0] * _CONFIG_BYTES
     config[0] = _PALETTE

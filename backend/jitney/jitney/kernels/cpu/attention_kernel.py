@@ -162,7 +162,7 @@ def attend_item(tag, cache_tag, product_tag, call, item, following, scratch, sha
         if merges:
             merge_states(call, rows, scratch.totals, scratch.states)
     if entry.num_splits > 1:
-        finish_split(tag, call, entry, kv_head, rows, scratch)
+        finish_split(tag, call, entry, kv_head, rows=rows, scratch=scratch)
     else:
         states = scratch.totals if merges else scratch.states
         write_rows(tag, call, entry, kv_head, rows, states=states, spare=scratch.scores)

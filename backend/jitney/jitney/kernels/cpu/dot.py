@@ -39,7 +39,7 @@ _PAIRS_16 = ir.VectorType(i16, 2 * LANES)
 """A vector as 32 numbers of 16 bits."""
 
 
-def multiply_units(builder: Any, tag: Any, acc: Any, units: Sequence[Any], b: Any) -> Any:
+def multiply_units(builder, tag, acc, units: Sequence[Any], b):
     """IR: acc + a . b per lane.
 
     a, the only one of ``units``, and b are vectors of 16 units as int32. Of bytes, those of a are
@@ -66,7 +66,7 @@ def multiply_units(builder: Any, tag: Any, acc: Any, units: Sequence[Any], b: An
     return fused_multiply_add(builder, last_a, last_b, acc)
 
 
-def _multiply_widened(builder: Any, acc: Any, units: Sequence[Any], b: Any) -> Any:
+def _multiply_widened(builder, acc, units: Sequence[Any], b):
     """IR: acc + low a * low b + high a * high b; those of a are float32 already."""
     low_b = widen_low(builder, b)
     high_b = widen_high(builder, b)
@@ -75,7 +75,7 @@ def _multiply_widened(builder: Any, acc: Any, units: Sequence[Any], b: Any) -> A
     return acc
 
 
-def _multiply_bf16(builder: Any, acc: Any, a: Any, b: Any) -> Any:
+def _multiply_bf16(builder, acc, a, b):
     """IR: both products of a unit by one instruction."""
     pairs = ir.VectorType(bf16, 2 * LANES)
     operands = [acc, builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
@@ -85,7 +85,7 @@ def _multiply_bf16(builder: Any, acc: Any, a: Any, b: Any) -> Any:
 # --------------------------------------------------------------------------- bytes
 
 
-def multiply_bytes(builder: Any, acc: Any, a: Any, b: Any) -> Any:
+def multiply_bytes(builder, acc, a, b):
     """IR: acc + a . b per lane, exactly; all are vectors of int32. The bytes of a are unsigned."""
     if host_has("avx512vnni"):
         return _in_registers(builder, "avx512.vpdpbusd.512", i32, [acc, a, b])
@@ -107,7 +107,7 @@ def multiply_bytes(builder: Any, acc: Any, a: Any, b: Any) -> Any:
     return acc
 
 
-def multiply_nibbles(builder: Any, narrow: Any, a: Any, b: Any) -> Any:
+def multiply_nibbles(builder, narrow, a, b):
     """IR: narrow + a . b per lane, exactly. a has bytes from 0 to 15, and b signed ones.
 
     ``narrow`` is for :func:`add_nibbles`, which must follow after eight calls of this.
@@ -124,7 +124,7 @@ def multiply_nibbles(builder: Any, narrow: Any, a: Any, b: Any) -> Any:
     return builder.bitcast(total, i32x)
 
 
-def add_nibbles(builder: Any, total: Any, narrow: Any) -> Any:
+def add_nibbles(builder, total, narrow):
     """IR: int32 total + narrow, of which the latter is made by :func:`multiply_nibbles`."""
     if not multiplies_bytes():
         # Two sums of 16 bits to one of 32: a product with (1, 1).
@@ -138,9 +138,7 @@ def _multiply_and_add_pairs() -> str:
     return "avx512.pmaddw.d.512" if host_has("avx512bw") else "avx2.pmadd.wd"
 
 
-def _in_registers(
-    builder: Any, name: str, element: Any, values: Sequence[Any], *, result: Any = i32
-) -> Any:
+def _in_registers(builder, name: str, element, values: Sequence[Any], *, result=i32):
     """IR: an instruction on whole registers, of 256 bits or 512 as its ``name`` says, for all
     lanes.
 

@@ -6,7 +6,8 @@ instruction. :func:`emitted` makes a Numba function of it, which other Numba fun
 
 Read a function of this kind as a template: Python's ``if`` and ``for`` run while the kernel is
 compiled, and only what the builder is told is run by the kernel. A docstring that begins with
-"IR:" says which code is emitted.
+"IR:" says which code is emitted. In such functions an argument without an annotation is an IR value
+or an IR type, and so is a result.
 
 Called by every module of this folder that holds kernels. It calls nothing of ours.
 """
@@ -110,7 +111,7 @@ def host_has(feature: str) -> bool:
     return f"+{feature}" in features.split(",")
 
 
-def call_llvm(builder: Any, name: str, result: Any, args: Sequence[Any], **options: Any) -> Any:
+def call_llvm(builder, name: str, result, args: Sequence[Any], **options):
     """IR: a call of an LLVM intrinsic by its full name."""
     kind = ir.FunctionType(result, [a.type for a in args])
     function = builder.module.declare_intrinsic(name, fnty=kind)
@@ -120,19 +121,19 @@ def call_llvm(builder: Any, name: str, result: Any, args: Sequence[Any], **optio
 # --------------------------------------------------------------------------- numbers and addresses
 
 
-def constant(kind: Any, number: float) -> Any:
+def constant(kind, number: float):
     """IR: a constant; of a vector type, in every lane."""
     if isinstance(kind, ir.VectorType):
         return ir.Constant(kind, [number] * kind.count)
     return ir.Constant(kind, number)
 
 
-def pointer(builder: Any, address: Any, to: Any) -> Any:
+def pointer(builder, address, to):
     """IR: an integer address as a pointer to type ``to``."""
     return builder.inttoptr(address, to.as_pointer())
 
 
-def offset_by(builder: Any, address: Any, count: Any, size: Any = 1) -> Any:
+def offset_by(builder, address, count, size=1):
     """IR: ``address`` + count * size. These two are numbers or 64-bit values."""
     if isinstance(count, int):
         count = constant(i64, count)
@@ -141,7 +142,7 @@ def offset_by(builder: Any, address: Any, count: Any, size: Any = 1) -> Any:
     return builder.add(address, builder.mul(count, size))
 
 
-def prefetch_line(builder: Any, address: Any) -> None:
+def prefetch_line(builder, address) -> None:
     """IR: ask for the cache line at ``address``, to be read soon, in the second-level cache."""
     where = pointer(builder, address, i8)
     read = constant(i32, 0)
@@ -151,7 +152,7 @@ def prefetch_line(builder: Any, address: Any) -> None:
     call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), operands)
 
 
-def stack_memory(builder: Any, size: int) -> Any:
+def stack_memory(builder, size: int):
     """IR: the address of so many bytes on the stack, in whole cache lines."""
     # Of vectors: Numba stores zeros there, and of 16,384 bytes LLVM makes a store of each.
     vectors = -(-size // VECTOR_BYTES)
@@ -163,17 +164,17 @@ def stack_memory(builder: Any, size: int) -> Any:
 # --------------------------------------------------------------------------- vectors
 
 
-def load_vector(builder: Any, address: Any, kind: Any = i32x) -> Any:
+def load_vector(builder, address, kind=i32x):
     """IR: 16 lanes of four bytes each."""
     return builder.load(pointer(builder, address, kind), align=4)
 
 
-def store_vector(builder: Any, value: Any, address: Any) -> None:
+def store_vector(builder, value, address) -> None:
     """IR: 16 lanes of four bytes each."""
     builder.store(value, pointer(builder, address, value.type), align=4)
 
 
-def broadcast(builder: Any, scalar: Any) -> Any:
+def broadcast(builder, scalar):
     """IR: ``scalar`` in every lane."""
     base = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(base, scalar, constant(i32, 0))
@@ -181,13 +182,13 @@ def broadcast(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(first, base, zeros)
 
 
-def load_broadcast(builder: Any, address: Any, kind: Any = i32) -> Any:
+def load_broadcast(builder, address, kind=i32):
     """IR: the four bytes at ``address``, as a number of this ``kind``, in every lane."""
     scalar = builder.load(pointer(builder, address, kind), align=4)
     return broadcast(builder, scalar)
 
 
-def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def fused_multiply_add(builder, a, b, c):
     """IR: a * b + c of vectors of float32, rounded once."""
     return call_llvm(builder, "llvm.fma.v16f32", f32x, [a, b, c])
 
@@ -196,24 +197,24 @@ def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
 # A bfloat16 is the upper half of the float32 of the same value.
 
 
-def widen_low(builder: Any, bits: Any) -> Any:
+def widen_low(builder, bits):
     """IR: bfloat16 in the lower halves of 32-bit integers, as float32: one number, or 16 lanes."""
     to = f32x if bits.type == i32x else f32
     moved = builder.shl(bits, constant(bits.type, 16))
     return builder.bitcast(moved, to)
 
 
-def high_halves(builder: Any, bits: Any) -> Any:
+def high_halves(builder, bits):
     """IR: bits of 16 lanes without their lower halves."""
     return builder.and_(bits, constant(i32x, -65536))
 
 
-def widen_high(builder: Any, bits: Any) -> Any:
+def widen_high(builder, bits):
     """IR: bfloat16 in the upper halves of 16 lanes, as float32."""
     return builder.bitcast(high_halves(builder, bits), f32x)
 
 
-def round_to_bf16(builder: Any, value: Any) -> Any:
+def round_to_bf16(builder, value):
     """IR: the upper halves of float32, to nearest even, as int16; a NaN stays one.
 
     Where the processor has no instruction for it, LLVM would call a function that is not there.

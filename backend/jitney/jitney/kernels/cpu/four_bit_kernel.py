@@ -75,13 +75,13 @@ class _Factors:
     leasts: Any
 
 
-def _load_factors(builder: Any, address: Any) -> _Factors:
+def _load_factors(builder, address) -> _Factors:
     """IR: the factors at the beginning of a column's group."""
     both = load_vector(builder, address)
     return _Factors(scales=widen_low(builder, both), leasts=widen_high(builder, both))
 
 
-def _unpack_vector(builder: Any, address: Any) -> list[Any]:
+def _unpack_vector(builder, address) -> list[Any]:
     """IR: a vector of nibbles as two of bytes: the low ones, the high ones."""
     both = load_vector(builder, address)
     mask = constant(i32x, 0x0F0F0F0F)
@@ -90,7 +90,7 @@ def _unpack_vector(builder: Any, address: Any) -> list[Any]:
     return [low, high]
 
 
-def _add_group(builder: Any, total: Any, whole: Any, row_factors: Any, factors: _Factors) -> Any:
+def _add_group(builder, total, whole, row_factors, factors: _Factors):
     """IR: ``total`` plus a group's product, of its sum of int32; ``row_factors`` is the address of
     the row's scale and sum."""
     scale = load_broadcast(builder, offset_by(builder, row_factors, 0), f32)
@@ -158,7 +158,7 @@ class _FewRows:
             store_vector(builder, builder.load(slot), where)
 
     def _add_group(
-        self, m: int, chosen: range, index: Any, sums: Sequence[Any], wholes: Sequence[Any]
+        self, m: int, chosen: range, index, sums: Sequence[Any], wholes: Sequence[Any]
     ) -> None:
         """IR: add the products of group ``index``."""
         builder = self.builder
@@ -186,7 +186,7 @@ class _FewRows:
                 builder.store(total, sums[key])
 
     def _add_run(
-        self, starts: Sequence[Any], rows: Sequence[Any], run: Any, wholes: Sequence[Any]
+        self, starts: Sequence[Any], rows: Sequence[Any], run, wholes: Sequence[Any]
     ) -> None:
         """IR: add the products of 32 inputs to the sums of int32: 8 of them in each step, 4 in each
         of its two vectors of bytes."""
@@ -233,7 +233,7 @@ def add_row(builder, sums, wholes, row_factors, column_group):
 
 
 @inner
-def multiply_by_tiles(tag, call, column, first, last, sums, shaped):
+def multiply_groups_by_tiles(tag, call, column, first, last, sums, shaped):
     """``sums`` float32 [last - first, 32] = rows [first, last) times two columns; ``shaped`` as in
     ``product_kernel``."""
     size = call.size
@@ -288,7 +288,9 @@ def multiply_group_pair(tag, call, pair, first, last, result, shaped):
     """As ``product_kernel.multiply_pair``. Few rows are as fast by vectors."""
     column = call.weight + pair * call.steps * 2
     if call.tiles != 0 and last - first > MAX_ROWS:
-        shaped = multiply_by_tiles(tag, call, column, first, last, sums=result, shaped=shaped)
+        shaped = multiply_groups_by_tiles(
+            tag, call, column, first, last, sums=result, shaped=shaped
+        )
         finish(tag, call, pair, first, rows=last - first, result=result)
         return shaped
     for begin in range(first, last, MAX_ROWS):

@@ -144,7 +144,7 @@ def make_micro_kernel(width: int, *, across: bool, ahead: int) -> Any:
     return multiply
 
 
-def emit_by_rows(builder: Any, rows: Any, width: int, emit: Callable[[int, range], None]) -> None:
+def emit_by_rows(builder, rows, width: int, emit: Callable[[int, range], None]) -> None:
     """IR: what ``emit(m, chosen)`` emits for m rows, which are 1 to MAX_ROWS, and for as many of
     the ``width`` vectors at a time as have all their sums in registers."""
     done = builder.append_basic_block("done")
@@ -183,12 +183,12 @@ class _Emitter:
 
     # ----------------------------------------------------------------- where the vectors are
 
-    def _source(self, index: Any) -> Any:
+    def _source(self, index):
         """IR: entry ``index`` of the list of sources."""
         where = offset_by(self.builder, self.sources, index, 8)
         return self.builder.load(pointer(self.builder, where, i64))
 
-    def _first_vectors(self, source: Any, chosen: Sequence[int], further: int = 0) -> list[Any]:
+    def _first_vectors(self, source, chosen: Sequence[int], further: int = 0) -> list[Any]:
         """IR: the addresses of unit 0 of the ``chosen`` vectors, ``further`` entries on."""
         if self.across:
             return [self._source(constant(i64, n + further)) for n in chosen]
@@ -243,7 +243,7 @@ class _Emitter:
             builder.store(begin, slot)
         return sums
 
-    def _add_unit(self, m: int, unit: Any, right: Sequence[Any], sums: Sequence[Any]) -> None:
+    def _add_unit(self, m: int, unit, right: Sequence[Any], sums: Sequence[Any]) -> None:
         """IR: add the products of one unit of each row, broadcast, and the vectors ``right``."""
         builder = self.builder
         # WIDE: both elements of a unit have been widened to float32.
@@ -281,7 +281,7 @@ class _Emitter:
         for tile, where in enumerate(outs):
             store_tile(builder, tile, where, self.out_stride)
 
-    def _add_source(self, source: Any, few: Any) -> None:
+    def _add_source(self, source, few) -> None:
         """IR: add the products of one source, all its units."""
         builder = self.builder
         vectors = range(self.width)
@@ -289,7 +289,7 @@ class _Emitter:
         starts = self._first_vectors(source, vectors)
         soon = self._first_vectors(source, vectors, self.ahead)
 
-        def add(unit: Any, lines: int, left: int, right: int) -> None:
+        def add(unit, lines: int, left: int, right: int) -> None:
             with builder.if_then(few):
                 self._prefetch_lines(soon, unit, lines)
             of_row = builder.add(first_unit, unit)
@@ -309,7 +309,7 @@ class _Emitter:
         with builder.if_then(builder.icmp_signed("<", whole, self.units)):
             add(whole, 8, _LEFT_HALF, _RIGHT_HALF)
 
-    def _prefetch_lines(self, starts: Sequence[Any], unit: Any, lines: int) -> None:
+    def _prefetch_lines(self, starts: Sequence[Any], unit, lines: int) -> None:
         """IR: ask for so many units from ``unit`` on of vectors that are read soon."""
         builder = self.builder
         for start in starts:

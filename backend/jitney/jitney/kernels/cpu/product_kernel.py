@@ -216,7 +216,7 @@ def _result_offset(tile: int) -> int:
     return tile // 2 * TILE_ROWS * PAIR_ROW_BYTES + tile % 2 * 64
 
 
-def _tile_product(tag: Any) -> str:
+def _tile_product(tag) -> str:
     """The instruction for weights of the tag's type: of bytes without a sign with those that have
     one, of those with bytes of nibbles, or of bfloat16."""
     if tag == types.int8:
@@ -226,7 +226,7 @@ def _tile_product(tag: Any) -> str:
     return "tdpbf16ps"
 
 
-def _prefetch_half(builder: Any, start: Any, ahead: int, half: int) -> None:
+def _prefetch_half(builder, start, ahead: int, half: int) -> None:
     """IR: ask for half of a tile so many steps further on. Not for more at once: that would hold up
     the tiles' own loads."""
     for line_number in range(8):
@@ -421,7 +421,7 @@ def make_body(multiply: Any) -> Any:
             begin = item % items_per_row * call.pairs_per_item
             end = min(begin + call.pairs_per_item, call.pairs)
             for pair in range(begin, end):
-                shaped = multiply(tag, call, pair, first, last, result, shaped)
+                shaped = multiply(tag, call, pair, first, last, result=result, shaped=shaped)
         if call.tiles != 0:
             amx_end()
 

@@ -92,7 +92,7 @@ def has_scales(builder, tag):
 # --------------------------------------------------------------------------- memory
 
 
-def _access(numba_type: Any, llvm_type: Any) -> tuple[Any, Any]:
+def _access(numba_type, llvm_type) -> tuple[Any, Any]:
     """A pair of Numba functions that load and store one value at an address."""
 
     @emitted(numba_type, types.intp)
@@ -141,9 +141,7 @@ def vector_on_stack(builder):
 # --------------------------------------------------------------------------- elements as float32
 
 
-def _element_access(
-    numba_type: Any, *, floats: Any, words: Any, halves: Any, small: Any
-) -> tuple[Any, Any]:
+def _element_access(numba_type, *, floats, words, halves, small) -> tuple[Any, Any]:
     """As :func:`_access`, of elements of the tag's type as float32: 16 of them, or one.
 
     What is stored is rounded to nearest even. The last four arguments are LLVM's types of 16 or of
@@ -223,7 +221,7 @@ splat = emitted(vector, types.float32)(broadcast)
 fma = emitted(vector, vector, vector, vector)(fused_multiply_add)
 
 
-def _overload_operator(python_operator: Any, instruction: str) -> None:
+def _overload_operator(python_operator, instruction: str) -> None:
     @emitted(vector, vector, vector)
     def op(builder, a, b):
         return getattr(builder, instruction)(a, b)
