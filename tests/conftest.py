@@ -7,22 +7,17 @@ environment is left as it was: a server or a compiler that a test starts must be
 users.
 
 `make test` runs two processes. The tests of one file stay in one of them, because they share a
-server, a model or compiled kernels; so do the tests of a folder whose files share a server.
+server, a model or compiled kernels; so do the tests of a folder whose files share a server
+(tests/order.py).
 """
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import ran_again
-
-TESTS = Path(__file__).parent
-# They wait more than they compute: begun first, they are over when the others are.
-FIRST = ["real_server", "survival", "server_perf", "server", "project", "export", "benchmarks"]
-# Folders whose files share a server: it is started once, in one process.
-TOGETHER = ["tests/real_server", "tests/server_perf"]
+from tests.order import ordered, scope_of
 
 
 def _interpret_kernels() -> None:
@@ -48,8 +43,7 @@ _interpret_kernels()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {room: index for index, room in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).parts[0], len(FIRST)))
+    items[:] = ordered(items, [item.nodeid for item in items])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,8 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class ByServer(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((folder for folder in TOGETHER if file.startswith(f"{folder}/")), file)
+            return scope_of(nodeid)
 
     return ByServer(config, log)
 

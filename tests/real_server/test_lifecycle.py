@@ -123,9 +123,12 @@ def answers(server: TritonServer) -> bool:
     return status == 200
 
 
-def test_a_killed_stub_and_a_killed_server(server: TritonServer, reasons: dict[str, str]) -> None:
+def test_a_killed_stub_and_a_killed_server(
+    server: TritonServer, repository: Path, reasons: dict[str, str]
+) -> None:
     """Each stream ends with an error (within 5 s on a machine that is not busy), and the model is
     served again. `jitney serve` itself does so in tests/server/test_serve.py."""
+    shutil.rmtree(repository / "missing")  # else each start imports what it needs, for nothing
     said: list[str] = []
     supervisor = Supervisor(server, said.append)
 
