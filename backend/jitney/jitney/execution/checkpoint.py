@@ -107,40 +107,63 @@ def check_checkpoint(folder: Path) -> Checkpoint:
     copy, a git-lfs pointer, a missing shard or an overwritten beginning; a flipped bit inside a
     tensor cannot be seen here.
     """
-    gguf, file = None, folder
-    files: tuple[str, ...]
-    if file.suffix == SUFFIX and file.is_file():
-        folder = file.parent
-        config = read_json(folder, CONFIG) if (folder / CONFIG).exists() else None
-        gguf = _read_gguf(file, config)
-        config, files = dict(gguf.config), (file.name,)
-        tensors = {
-            name: StoredTensor(kind, shape, file.name) for name, (kind, shape) in gguf.kinds.items()
-        }
-        if not {each.dtype for each in tensors.values()}.issubset(FLOATS):
-            config["quantization_config"] = {"quant_method": "gguf"}
-    else:
-        config, files = read_json(folder, CONFIG), _weight_files(folder)
-        tensors = {name: each for file in files for name, each in _read_header(folder, file)}
-    generation_config = (
-        read_json(folder, GENERATION_CONFIG) if (folder / GENERATION_CONFIG).exists() else {}
-    )
-    if not tensors:
-        raise CheckpointError(f"{files[0]} holds no tensors")
-    counts: Counter[str] = Counter()
-    for each in tensors.values():
-        counts[each.dtype] += math.prod(each.shape)
+    stored = _stored_gguf(folder) if folder.suffix == SUFFIX and folder.is_file() else None
+    if stored is None:
+        stored = _stored_safetensors(folder)
+    folder = stored.folder
+    if not stored.tensors:
+        raise CheckpointError(f"{stored.weight_files[0]} holds no tensors")
+    generation_config: dict[str, Any] = {}
+    if (folder / GENERATION_CONFIG).exists():
+        generation_config = read_json(folder, GENERATION_CONFIG)
+
+    values_of: Counter[str] = Counter()
+    for tensor in stored.tensors.values():
+        values_of[tensor.dtype] += math.prod(tensor.shape)
+    ((most_common, _),) = values_of.most_common(1)
     return Checkpoint(
         folder=folder,
-        config=config,
+        config=stored.config,
         generation_config=generation_config,
-        weight_files=files,
-        tensors=tensors,
-        weights_dtype=counts.most_common(1)[0][0],
-        num_values=counts.total(),
-        num_bytes=sum((folder / name).stat().st_size for name in files),
-        gguf=gguf,
+        weight_files=stored.weight_files,
+        tensors=stored.tensors,
+        weights_dtype=most_common,
+        num_values=values_of.total(),
+        num_bytes=sum((folder / name).stat().st_size for name in stored.weight_files),
+        gguf=stored.gguf,
     )
+
+
+class _Stored(NamedTuple):
+    """What the files of one format hold; the fields are those of a :class:`Checkpoint`."""
+
+    folder: Path
+    config: dict[str, Any]
+    weight_files: tuple[str, ...]
+    tensors: dict[str, StoredTensor]
+    gguf: GgufFile | None = None
+
+
+def _stored_safetensors(folder: Path) -> _Stored:
+    config = read_json(folder, CONFIG)
+    files = _weight_files(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors.update(_read_header(folder, file))
+    return _Stored(folder, config, files, tensors)
+
+
+def _stored_gguf(file: Path) -> _Stored:
+    folder = file.parent
+    beside = read_json(folder, CONFIG) if (folder / CONFIG).exists() else None
+    gguf = _read_gguf(file, beside)
+    tensors = {
+        name: StoredTensor(kind, shape, file.name) for name, (kind, shape) in gguf.kinds.items()
+    }
+    config = dict(gguf.config)
+    if any(tensor.dtype not in FLOATS for tensor in tensors.values()):
+        config["quantization_config"] = {"quant_method": "gguf"}
+    return _Stored(folder, config, (file.name,), tensors, gguf)
 
 
 def first_line(error: Exception, folder: Path | None = None) -> str:
@@ -188,32 +211,29 @@ def _read_gguf(file: Path, config: dict[str, Any] | None) -> GgufFile:
         ) from error
 
 
-def _read_header(folder: Path, file: str) -> list[tuple[str, StoredTensor]]:
-    """The names of a safetensors file's tensors and what they are. The library checks that the
-    header adds up and that the file is as long as it says."""
+def _read_header(folder: Path, file: str) -> dict[str, StoredTensor]:
+    """What a safetensors file's tensors are, by name. The library checks that the header adds up
+    and that the file is as long as it says."""
+    tensors = {}
     try:
         with safe_open(str(folder / file), framework="pt") as opened:
-            slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118
-            return [(name, StoredTensor(s.get_dtype(), s.get_shape(), file)) for name, s in slices]
+            for name in opened.keys():  # noqa: SIM118  # it is no dictionary
+                tensor = opened.get_slice(name)
+                tensors[name] = StoredTensor(tensor.get_dtype(), tensor.get_shape(), file)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is truncated, corrupt or not a safetensors file: {first_line(error, folder)}"
         ) from None
+    return tensors
 
 
 def _weight_files(folder: Path) -> tuple[str, ...]:
     """The shards that the index names, or the one file. Raises CheckpointError if there are none,
     or others than safetensors."""
     if not (folder / INDEX).exists():
-        if (folder / WEIGHTS).exists():
-            return (WEIGHTS,)
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
-        if pickles:
-            raise CheckpointError(
-                f"{pickles[0]} is a pickle, which can run code when it is read, and {WEIGHTS} is "
-                "missing: only safetensors are read; convert the checkpoint"
-            )
-        raise CheckpointError(f"{WEIGHTS} is missing, and so is {INDEX}")
+        if not (folder / WEIGHTS).exists():
+            raise _no_weights(folder)
+        return (WEIGHTS,)
     weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX} has no weight_map")
@@ -225,3 +245,14 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
         if not (folder / shard).exists():
             raise CheckpointError(f"{shard} is missing, but {INDEX} names it")
     return tuple(sorted(set(weight_map.values())))
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    """The error for a folder without safetensors."""
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+    if not pickles:
+        return CheckpointError(f"{WEIGHTS} is missing, and so is {INDEX}")
+    return CheckpointError(
+        f"{pickles[0]} is a pickle, which can run code when it is read, and {WEIGHTS} is missing: "
+        "only safetensors are read; convert the checkpoint"
+    )

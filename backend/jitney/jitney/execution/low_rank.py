@@ -71,7 +71,8 @@ def spans_of(rows: Sequence[Row]) -> list[Span]:
     spans: list[Span] = []
     end = 0
     for row in rows:
-        begin, end = end, end + len(row.token_ids)
+        begin = end
+        end = begin + len(row.token_ids)
         adapter = row.adapter
         if adapter is None:
             continue

@@ -23,24 +23,25 @@ class ReferenceAttention:
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write K and V to their slots, then attend; scores and sums in float32."""
-        q, caches = call.query, ((cache.keys, cache.key_scale), (cache.values, cache.value_scale))
-        for new, (stored, scale) in zip((call.key, call.value), caches, strict=True):
-            write(new, stored, meta, scale)
-        out = torch.empty_like(q)
-        bounds = meta.query_start.tolist()
+        write(call.key, cache.keys, meta, cache.key_scale)
+        write(call.value, cache.values, meta, cache.value_scale)
+        query = call.query
+        head_size = query.shape[-1]
+        out = torch.empty_like(query)
+        query_start = meta.query_start.tolist()
         for r, context in enumerate(meta.context_len.tolist()):
+            first = query_start[r]
+            last = query_start[r + 1]
             blocks = meta.block_table[r, : -(-context // meta.block_size)].long()
-            keys, values = (
-                _gather(stored, blocks, scale)[:, :context, : q.shape[-1]]
-                for stored, scale in caches
-            )
-            shift = context - bounds[r + 1]  # from an index among the T to a position
-            size = max(1, _SLICE_SCORES // (q.shape[1] * context))
-            for begin in range(bounds[r], bounds[r + 1], size):
-                end = min(begin + size, bounds[r + 1])
+            keys = _gather(cache.keys, blocks, cache.key_scale)[:, :context, :head_size]
+            values = _gather(cache.values, blocks, cache.value_scale)[:, :context, :head_size]
+            shift = context - last  # from an index among the T to a position
+            size = max(1, _SLICE_SCORES // (query.shape[1] * context))
+            for begin in range(first, last, size):
+                end = min(begin + size, last)
                 seen = shift + end
-                result = _attend(q[begin:end].float(), keys[:, :seen], values[:, :seen], call)
-                out[begin:end] = result.to(out.dtype)
+                part = query[begin:end].float()
+                out[begin:end] = _attend(part, keys[:, :seen], values[:, :seen], call)
         return out
 
 

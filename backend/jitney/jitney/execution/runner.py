@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from jitney.errors import DeviceLostError, JitneyError
+from jitney.errors import DeviceLostError
 from jitney.execution.attention import AttentionMetadata, BlockTables, build_metadata
 from jitney.execution.draft import DraftModel
 from jitney.execution.interface import LayerCache, LoadedModel, PagedStep
@@ -31,8 +31,31 @@ _SAMPLED_FLOATS = 1 << 24
 Forward = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids [T], the step, indices of tokens, at least one) -> their logits [len(indices), V], which the
 next call may overwrite."""
-_Targets = dict[int, tuple[int, list[int]]]
-_PromptLogprobs = dict[int, list[list[Logprob]]]  # index of a row -> per position
+_PromptLogprobs = dict[int, list[list[Logprob]]]
+"""Index of a row -> of each position, its candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Targets:
+    """The tokens of a row's prompt whose logprobs are asked for."""
+
+    first: int
+    """Which of the step's chosen tokens predicts the first of them; the others follow."""
+    token_ids: list[int]
+    count: int
+    """How many candidates each position has: ``prompt_logprobs``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The tokens of a step that need logits."""
+
+    tokens: list[int]
+    """Their indices among the step's T tokens, ascending."""
+    of_samples: list[int]
+    """For each sequence to sample, in order: which of ``tokens`` it is sampled from."""
+    targets: dict[int, _Targets]
+    """By the row's index, of rows with prompt logprobs."""
 
 
 @dataclass(slots=True)
@@ -56,23 +79,16 @@ class PendingStep:
         if self.output is not None:
             return self.output
         try:
-            sampled = iter([each for samples in self.samples for each in samples.wait()])
+            sampled = [each for samples in self.samples for each in samples.wait()]
         except BaseException:
             self.recover()
             raise
         outputs = []
+        begin = 0
         for r, row in enumerate(self.rows):
-            own = [next(sampled) for _ in range(row.num_samples)]
-            error = next((each.error for each in own if each.error is not None), None)
-            if error is not None and row.drafts:
-                own, error = _good_samples(row, own)
-            if error is not None:
-                outputs.append(RowOutput([], error=error))
-                continue
-            tokens = [each.token_id for each in own]
-            asked = own and row.params.logprobs is not None
-            logprobs = [each.logprobs or [] for each in own] if asked else None
-            outputs.append(RowOutput(tokens, logprobs, self.prompt.get(r)))
+            end = begin + row.num_samples
+            outputs.append(_output(row, sampled[begin:end], self.prompt.get(r)))
+            begin = end
         return StepOutput(rows=outputs)
 
 
@@ -171,7 +187,8 @@ class TorchRunner:
     def close(self) -> None:
         """Give the memory of module and cache back. The runner is of no use afterwards."""
         self._caches = []
-        self._sampled = self._draft = None
+        self._sampled = None
+        self._draft = None
         del self._model, self._forward
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -211,27 +228,24 @@ class TorchRunner:
 
         In as many passes as it takes to hold the logits: each writes the same K and V again.
         """
-        chosen, of_samples, targets_of = _logits_indices(rows)
-        tokens = to_device(chosen or [0], self._device)
-        if not targets_of:
-            return self._forward(ids, meta, tokens), of_samples, {}
-        sampled = sorted(set(of_samples))
-        prompt: _PromptLogprobs = {r: [] for r in targets_of}
+        chosen = _choose_tokens(rows)
+        tokens = to_device(chosen.tokens or [0], self._device)
+        if not chosen.targets:
+            return self._forward(ids, meta, tokens), chosen.of_samples, {}
+
+        sampled = sorted(set(chosen.of_samples))
+        prompt: _PromptLogprobs = {r: [] for r in chosen.targets}
         kept: list[Tensor] = []
         for begin in range(0, len(tokens), self._most_logits):
             logits = self._forward(ids, meta, tokens[begin : begin + self._most_logits])
-            end = begin + logits.shape[0]
-            for r, (first, targets) in targets_of.items():
-                low, high = max(first, begin), min(first + len(targets), end)
-                if low < high:
-                    k = rows[r].params.prompt_logprobs
-                    assert k is not None
-                    part = logits[low - begin : high - begin]
-                    prompt[r] += prompt_logprobs(part, targets[low - first : high - first], k)
+            end = begin + len(logits)
+            for r, targets in chosen.targets.items():
+                prompt[r] += _logprobs_within(targets, logits, begin)
+            # Copied, because the next pass may overwrite the logits.
             here = [index - begin for index in sampled if begin <= index < end]
             kept.append(logits[to_device(here, self._device)])
-        order = {index: i for i, index in enumerate(sampled)}
-        return torch.cat(kept), [order[index] for index in of_samples], prompt
+        row_of = {index: i for i, index in enumerate(sampled)}
+        return torch.cat(kept), [row_of[index] for index in chosen.of_samples], prompt
 
     def _sample(self, rows: list[Row], logits: Tensor, sources: list[int]) -> list[Samples]:
         """For each (row, sequence) of the step, in order; ``sources`` index ``logits``.
@@ -262,30 +276,43 @@ class TorchRunner:
                 cache[destination] = cache[source]
 
 
-def _logits_indices(rows: list[Row]) -> tuple[list[int], list[int], _Targets]:
-    """Which of the step's T tokens need logits: their indices among the T, ascending; for each
-    (row, sequence) to sample, its index in these; and for each row with prompt logprobs, by its
-    number, (its first index in these, the tokens to be predicted)."""
+def _choose_tokens(rows: list[Row]) -> _Chosen:
+    """Which tokens need logits: the last of each row that samples, its drafts and the token before
+    them, and those that predict a prompt whose logprobs are asked for."""
     tokens: list[int] = []
     of_samples: list[int] = []
-    prompt: _Targets = {}
+    targets: dict[int, _Targets] = {}
     begin = 0
     for r, row in enumerate(rows):
-        if row.params.prompt_logprobs is not None:
+        end = begin + len(row.token_ids)
+        count = row.params.prompt_logprobs
+        if count is not None:
             # The token at position p predicts prompt[p + 1].
-            targets = row.prompt[row.start + 1 : row.end + 1]
-            if targets:
-                prompt[r] = (len(tokens), targets)
-                tokens.extend(range(begin, begin + len(targets)))
-        begin += len(row.token_ids)
+            predicted = row.prompt[row.start + 1 : row.end + 1]
+            if predicted:
+                targets[r] = _Targets(len(tokens), predicted, count)
+                tokens.extend(range(begin, begin + len(predicted)))
         if row.sample:
-            if not tokens or tokens[-1] != begin - 1:
-                tokens.extend(range(begin - 1 - row.drafts, begin))
+            if not tokens or tokens[-1] != end - 1:  # else prompt logprobs have the last token
+                tokens.extend(range(end - 1 - row.drafts, end))
             first = len(tokens) - 1 - row.drafts
-            of_samples.extend(
-                range(first, len(tokens)) if row.drafts else [first] * len(row.sample)
-            )
-    return tokens, of_samples, prompt
+            if row.drafts:
+                of_samples.extend(range(first, len(tokens)))
+            else:
+                of_samples.extend([first] * len(row.sample))
+        begin = end
+    return _Chosen(tokens, of_samples, targets)
+
+
+def _logprobs_within(targets: _Targets, logits: Tensor, begin: int) -> list[list[Logprob]]:
+    """The candidates of those targets that this pass predicts: ``logits`` are of the chosen tokens
+    from ``begin`` on."""
+    low = max(targets.first, begin)
+    high = min(targets.first + len(targets.token_ids), begin + len(logits))
+    if low >= high:
+        return []
+    token_ids = targets.token_ids[low - targets.first : high - targets.first]
+    return prompt_logprobs(logits[low - begin : high - begin], token_ids, targets.count)
 
 
 def _samples_of(row: Row) -> list[tuple[Row, int]]:
@@ -295,21 +322,42 @@ def _samples_of(row: Row) -> list[tuple[Row, int]]:
         return [(row, index) for index in row.sample]
     (index,) = row.sample
     known = len(row.token_ids) - row.drafts
-    drafts, reads = row.token_ids[known:], needs_processing(row)
+    drafts = row.token_ids[known:]
+    reads_output = needs_processing(row)
     pairs = []
     for count in range(row.drafts + 1):
         behind = replace(row, token_ids=row.token_ids[: known + count])
-        if count and reads:
+        if count and reads_output:
             behind.output = row.output + drafts[:count]
-            behind.grammar = row.grammar and row.grammar.after(drafts[:count])
+            if row.grammar is not None:
+                behind.grammar = row.grammar.after(drafts[:count])
         pairs.append((behind, index))
     return pairs
 
 
-def _good_samples(row: Row, own: list[Sampled]) -> tuple[list[Sampled], JitneyError | None]:
-    """The samples of a row with drafts before the first that failed, and its error if the drafts
-    before it are right: behind a wrong one it means nothing."""
-    failed = next(i for i, each in enumerate(own) if each.error is not None)
-    drafts = row.token_ids[len(row.token_ids) - row.drafts :]
-    right = [each.token_id for each in own[:failed]] == drafts[:failed]
-    return own[:failed], own[failed].error if right else None
+def _output(row: Row, samples: list[Sampled], prompt: list[list[Logprob]] | None) -> RowOutput:
+    """What the row's samples make of it."""
+    failed = _first_failed(samples)
+    if failed is not None and row.drafts:
+        # Behind a wrong draft a failure means nothing: what was sampled before it stands.
+        drafts = row.token_ids[len(row.token_ids) - row.drafts :]
+        before = [each.token_id for each in samples[:failed]]
+        if before != drafts[:failed]:
+            samples = samples[:failed]
+            failed = None
+    if failed is not None:
+        return RowOutput([], error=samples[failed].error)
+
+    tokens = [each.token_id for each in samples]
+    logprobs = None
+    if samples and row.params.logprobs is not None:
+        logprobs = [each.logprobs or [] for each in samples]
+    return RowOutput(tokens, logprobs, prompt)
+
+
+def _first_failed(samples: list[Sampled]) -> int | None:
+    """Index of the first sample without a token."""
+    for index, each in enumerate(samples):
+        if each.error is not None:
+            return index
+    return None

@@ -58,7 +58,8 @@ def parse_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 def context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
     """``max_model_len``, or the checkpoint's. Raises ConfigError if it is beyond the latter."""
-    asked, made_for = config.max_model_len, getattr(hf_config, "max_position_embeddings", None)
+    asked = config.max_model_len
+    made_for = getattr(hf_config, "max_position_embeddings", None)
     if asked is None and made_for is None:
         raise ConfigError(
             "option max_model_len is missing, and the checkpoint does not state a context length"
@@ -88,8 +89,9 @@ def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
     ids: set[int] = set()
     for source in (checkpoint.generation_config, checkpoint.config):
         value = source.get("eos_token_id")
-        listed = value if isinstance(value, list) else [] if value is None else [value]
-        for item in listed:
+        if value is None:
+            continue
+        for item in value if isinstance(value, list) else [value]:
             if isinstance(item, bool) or not isinstance(item, int):
                 raise CheckpointError(f"eos_token_id is {show(value)}, which is not a token id")
             if 0 <= item < vocab_size:  # some configurations carry -1 for none

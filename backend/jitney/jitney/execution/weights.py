@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -61,44 +62,69 @@ def read_weights(
             options["device_map"] = {"": device}
         else:
             _log.info("accelerate is missing or old: stacked experts are put together on the CPU")
-    source: Path | None = checkpoint.folder
-    read: Any = AutoModelForCausalLM
-    if (gguf := checkpoint.gguf) is not None:
-        source, read = None, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # a server's log is no terminal
     try:
-        if gguf is not None:
-            names = checkpoint.tensors.keys() - packed
-            options["state_dict"] = {name: gguf.floats(name, dtype) for name in names}
-        loaded: Any = read.from_pretrained(
-            source,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=interface.NAME,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **options,
-        )
+        with _no_progress_bar():
+            module, report = _from_pretrained(checkpoint, hf_config, dtype, packed, options)
     except LoadError:
         raise
     except Exception as error:  # shapes that do not fit, headers newer than the library, …
         reason = first_line(error, checkpoint.folder)
         raise CheckpointError(f"{name} cannot be loaded: {reason}") from error
-    finally:
-        if bars:
-            hf_logging.enable_progress_bar()
-    module, report = loaded
-    for kind, verb in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape of")):
-        keys = sorted(str(key[0] if isinstance(key, tuple) else key) for key in report[kind])
-        if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            raise CheckpointError(f"{name} {verb} {', '.join(keys[:3])}{more}")
-    if gguf is not None:
-        gguf.finish(module)
+    _check_keys(name, "lacks", report["missing_keys"])
+    _check_keys(name, "has a wrong shape of", report["mismatched_keys"])
+    if checkpoint.gguf is not None:
+        checkpoint.gguf.finish(module)
     return module
+
+
+def _from_pretrained(
+    checkpoint: Checkpoint,
+    hf_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    packed: Collection[str],
+    options: dict[str, Any],
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The module, and transformers' report of tensors that are missing or do not fit."""
+    source: Path | None = checkpoint.folder
+    cls: Any = AutoModelForCausalLM
+    if checkpoint.gguf is not None:
+        source = None
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        names = checkpoint.tensors.keys() - packed
+        options["state_dict"] = {name: checkpoint.gguf.floats(name, dtype) for name in names}
+    loaded: tuple[PreTrainedModel, dict[str, Any]] = cls.from_pretrained(
+        source,
+        config=hf_config,
+        dtype=dtype,
+        attn_implementation=interface.NAME,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **options,
+    )
+    return loaded
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws none for a while: a server's log is no terminal."""
+    was_enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            hf_logging.enable_progress_bar()
+
+
+def _check_keys(weights: str, verb: str, keys: Collection[Any]) -> None:
+    """Raise CheckpointError, naming the first, if there are any."""
+    if not keys:
+        return
+    names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in keys)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    raise CheckpointError(f"{weights} {verb} {', '.join(names[:3])}{more}")
 
 
 def weights_name(checkpoint: Checkpoint) -> str:
@@ -141,16 +167,23 @@ def cache_scales(
     is the value. Raises CheckpointError for scales that are not one, or one per KV head."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, stored in checkpoint.tensors.items():
-        if (match := _CACHE_SCALE.search(name)) is None:
+        match = _CACHE_SCALE.search(name)
+        if match is None:
             continue
         layer = int(match[1])
+        kind = match[2]
         with safe_open(str(checkpoint.folder / stored.file), framework="pt") as file:
             scale = file.get_tensor(name).float().flatten()
         heads = kv_heads[layer] if layer < len(kv_heads) else 0
         if len(scale) not in (1, heads):
             raise CheckpointError(f"the cache scales of layer {layer} are not one, or one per head")
-        found.setdefault(layer, {})[match[2]] = scale.to(device).expand(heads).contiguous()
-    return {layer: (pair["k"], pair["v"]) for layer, pair in found.items() if len(pair) == 2}
+        of_layer = found.setdefault(layer, {})
+        of_layer[kind] = scale.to(device).expand(heads).contiguous()
+    complete = {}
+    for layer, of_layer in found.items():
+        if len(of_layer) == 2:
+            complete[layer] = (of_layer["k"], of_layer["v"])
+    return complete
 
 
 def count_bytes(module: nn.Module) -> int:
