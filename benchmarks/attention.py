@@ -142,7 +142,8 @@ def bench(
     caches = [[torch.randn(shape_of()).to(dtype) for _ in "kv"] for _ in range(LAYERS)]
     of_bytes = [[random_bytes(shape_of(torch.int8)) for _ in "kv"] for _ in range(LAYERS)]
     q, k, v = (torch.randn(tokens, n, head_size).to(dtype) for n in (heads, kv_heads, kv_heads))
-    device, accelerator = torch.device("cpu"), CpuAccelerator(make_config({"model": "none"}))
+    device = torch.device("cpu")
+    accelerator = CpuAccelerator(make_config({"model": "none"}), device)
 
     def chosen(name: str, kept: torch.dtype) -> AttentionFunction:
         each = AttentionShape(device, kept, dtype, head_size, heads, kv_heads)

@@ -11,6 +11,7 @@ from jitney.execution.interface import LayerSpec
 from jitney.execution.low_rank import Site
 from jitney.execution.machine import available_cores, available_memory
 from jitney.execution.memory import (
+    Needs,
     StepMemory,
     block_bytes,
     estimate_steps,
@@ -31,14 +32,16 @@ def plan(
     adapters: int = 0,
     **options,
 ):
-    return plan_memory(
-        make_config({"model": "m", **options}),
-        SimpleNamespace(layers=LAYERS, device=device, weight_bytes=GIB, max_model_len=length),
-        torch.bfloat16,
-        StepMemory(GIB // 2, graphs),
-        available,
-        adapters,
+    config = make_config({"model": "m", **options})
+    needs = Needs(
+        device=device,
+        max_model_len=length,
+        weights=GIB,
+        block=block_bytes(LAYERS, config.block_size, torch.bfloat16),
+        steps=StepMemory(GIB // 2, graphs),
+        adapters=adapters,
     )
+    return plan_memory(config, needs, available)
 
 
 def test_bytes_of_a_block() -> None:
@@ -57,14 +60,10 @@ def test_adapters_have_their_share() -> None:
     with pytest.raises(ConfigError, match="for a step and adapters"):
         plan(adapters=5 * GIB, kv_cache_bytes=3 * GIB)
     sites = {"q": Site(100, 50), "v": Site(100, 20)}
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    model = SimpleNamespace(sites=sites, dtype=torch.bfloat16, pack=None, device=cpu)
+    model = SimpleNamespace(sites=sites, dtype=torch.bfloat16)
     config = make_config({"model": "m", "max_adapters": 3, "max_adapter_rank": 8})
-    assert most_adapters(config, model) == 3 * 8 * 270 * 2
-    model.pack = dict  # which pads each rank to a whole 16
-    assert most_adapters(config, model) == 3 * (8 + 16) * 270 * 2
-    model.device = gpu  # whose kernels read the factors themselves
-    assert most_adapters(config, model) == 3 * 8 * 270 * 2
+    assert most_adapters(config, model, copied_rank=0) == 3 * 8 * 270 * 2
+    assert most_adapters(config, model, copied_rank=16) == 3 * (8 + 16) * 270 * 2
 
 
 def test_explicit_bytes() -> None:

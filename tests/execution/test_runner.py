@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers
 from jitney.config import make_config
-from jitney.engine.assemble import load_runner
+from jitney.engine.assemble import adapter_pool, load_runner
 from jitney.errors import ConfigError
 from jitney.execution import load, probe
 from jitney.execution import runner as runner_module
@@ -131,6 +132,27 @@ def test_the_first_ring_runs_alone(path: Path, runner: TorchRunner) -> None:
         load.load_runner(options(path, quantization="fp8"))
     with pytest.raises(ConfigError, match="option batch_invariant is True"):
         load.load_runner(options(path, batch_invariant=True))
+
+
+def test_an_installation_without_the_second_ring_runs_in_plain_torch(
+    path: Path, runner: TorchRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entry points may still be there. What needs it is refused by name."""
+    left_out = ("jitney.kernels", "jitney.quantization", "jitney.adapters")
+    for name in {*left_out, *sys.modules}:
+        if name.startswith(left_out):
+            monkeypatch.setitem(sys.modules, name, None)
+    plain = load_runner(options(path, attention="auto"))
+    assert plain.info.attention == "reference"
+    requests = [(PROMPT, GREEDY)]
+    assert drive(plain, requests).outputs == drive(runner, requests).outputs
+    with pytest.raises(ConfigError, match=r"option adapters is .*: adapters are not installed"):
+        adapter_pool(options(path, adapters=str(path)), plain)
+    with pytest.raises(ConfigError, match="option quantization is 'int8'"):
+        load_runner(options(path, quantization="int8"))
+    with pytest.raises(ConfigError, match="option attention is 'cpu', but must be auto"):
+        load_runner(options(path, attention="cpu"))
+    plain.close()
 
 
 def test_rows_that_sample_beside_rows_that_do_not(runner: TorchRunner, model) -> None:

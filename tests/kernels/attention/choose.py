@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from jitney.config import make_config
 from jitney.engine.assemble import accelerator_for
-from jitney.execution.accelerator import select
+from jitney.execution.acceleration import select
 from jitney.execution.attention import AttentionShape
 from jitney.execution.interface import AttentionFunction, LayerSpec
 

@@ -1,31 +1,37 @@
-"""Puts the rooms together that run a model: the one file that knows execution, kernels,
-quantization and adapters. Called by the front ends.
+"""Puts the rooms together that run a model: the one file that knows execution, quantization and
+adapters. Called by the front ends.
+
+Kernels are found by their entry points, so it names none. Where kernels, quantization or adapters
+are not installed, models run in plain torch, and options that need them are refused.
 """
 
 import logging
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 
 import msgspec
 import torch
 
-from jitney.adapters.pool import make_pool
 from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile, refuse
 from jitney.engine.pending import Source
-from jitney.execution import load
-from jitney.execution.accelerator import Accelerator
+from jitney.errors import ConfigError
+from jitney.execution import load, read_model
+from jitney.execution.acceleration import Accelerator, AcceleratorKind
 from jitney.execution.checkpoint import resolve_model
 from jitney.execution.interface import LoadedModel
 from jitney.execution.machine import resolve_device
+from jitney.execution.quantized import Quantizer
 from jitney.execution.runner import TorchRunner
-from jitney.kernels.cpu.accelerator import CpuAccelerator, prepare_kernels
-from jitney.kernels.gpu.gpu_accelerator import GpuAccelerator
+from jitney.execution.weigh import weigh as weigh_model
 from jitney.messages import Adapter, Footprint, ModelInfo
-from jitney.quantization.quantized_checkpoint import weight_format
 from jitney.text.grammar import GrammarCompiler
 from jitney.text.tokenizer import TokenizerData, read_tokenizer
 
 _log = logging.getLogger(__name__)
+
+ACCELERATORS = "jitney.accelerators"
+"""The group of entry points that name accelerators, by the values of option ``attention``."""
 
 __all__ = [
     "accelerator_for",
@@ -42,7 +48,7 @@ __all__ = [
 def load_runner(config: EngineConfig) -> TorchRunner:
     """A runner for ``config``, warmed up; see ``execution.load.load_runner``."""
     accelerator = accelerator_for(config, resolve_device(config.device))
-    return load.load_runner(config, accelerator, weight_format)
+    return load.load_runner(config, accelerator, quantizer())
 
 
 _Loaded = tuple[TorchRunner, bytes, Compile, Source[Adapter] | None]
@@ -50,9 +56,12 @@ _Loaded = tuple[TorchRunner, bytes, Compile, Source[Adapter] | None]
 
 def prepare() -> Callable[[EngineConfig, bytes], _Loaded]:
     """Do what every load on this machine needs, without touching a device; gives what loads."""
-    load.import_models()
-    if not torch.backends.cuda.is_built():
-        prepare_kernels()
+    read_model.import_models()
+    quantizer()
+    for point in entry_points(group=ACCELERATORS):
+        kind = _load_kind(point)
+        if kind is not None:
+            kind.prepare()
     return _load_for_front
 
 
@@ -70,7 +79,27 @@ def _load_for_front(config: EngineConfig, tokenizer: bytes) -> _Loaded:
 
 def adapter_pool(config: EngineConfig, runner: TorchRunner) -> Source[Adapter] | None:
     """The adapters of a loaded model; None without option ``adapters``."""
-    return None if config.adapters is None else make_pool(config, runner)
+    if config.adapters is None:
+        return None
+    try:
+        from jitney.adapters.pool import make_pool
+    except ModuleNotFoundError as error:
+        if not _is_left_out("jitney.adapters.pool", error):
+            raise
+        bound = "left out: adapters are not installed"
+        raise ConfigError.of("adapters", config.adapters, bound) from None
+    return make_pool(config, runner)
+
+
+def quantizer() -> Quantizer | None:
+    """What reads and makes quantized weights; None if it is not installed."""
+    try:
+        from jitney.quantization.quantized_checkpoint import weight_format
+    except ModuleNotFoundError as error:
+        if not _is_left_out("jitney.quantization.quantized_checkpoint", error):
+            raise
+        return None
+    return weight_format
 
 
 def grammar_compiler(data: TokenizerData, info: ModelInfo) -> Compile:
@@ -84,19 +113,57 @@ def grammar_compiler(data: TokenizerData, info: ModelInfo) -> Compile:
 
 def load_model(config: EngineConfig) -> LoadedModel:
     """The model of ``config`` as the checkpoint has it, not rearranged for speed."""
-    return load.load_model(config, weight_format)
+    device = resolve_device(config.device)
+    means = read_model.Means(device, accelerator_for(config, device), quantizer())
+    return read_model.load_model(config, means)
 
 
 def weigh(config: EngineConfig) -> Footprint:
-    """What loading the model of ``config`` would take; see ``execution.load.weigh``."""
-    return load.weigh(config, weight_format)
+    """What loading the model of ``config`` would take; see ``execution.weigh``."""
+    accelerator = None
+    if config.device == "cpu":
+        accelerator = accelerator_for(config, torch.device("cpu"))
+    return weigh_model(config, quantizer(), accelerator)
 
 
 def accelerator_for(config: EngineConfig, device: torch.device) -> Accelerator | None:
-    """The kernels for ``device`` that option ``attention`` asks for; None: plain torch."""
-    on_cpu = device.type == "cpu"
-    if config.attention == "gpu" or (config.attention == "auto" and not on_cpu):
-        return GpuAccelerator(config, device)
-    if config.attention == "cpu" or on_cpu:
-        return CpuAccelerator(config)
+    """The kernels for ``device`` that option ``attention`` asks for; None: plain torch.
+
+    Looks through all installed distributions, so it is for loads alone. Raises ConfigError for
+    kernels that are asked for by name and not installed.
+    """
+    asked = config.attention if config.attention in ("cpu", "gpu") else None
+    name = asked
+    if name is None and device.type == "cpu":
+        name = "cpu"  # for "reference" too: it fuses and packs modules all the same
+    elif name is None and config.attention == "auto":
+        name = "gpu"
+    if name is None:
+        return None
+    for point in entry_points(group=ACCELERATORS, name=name):
+        kind = _load_kind(point)
+        if kind is not None:
+            return kind(config, device)
+    if asked is not None:
+        raise ConfigError.of(
+            "attention", asked, "auto or reference: these kernels are not installed"
+        )
+    _log.warning("no kernels for a %s are installed: the model runs in plain torch", name.upper())
     return None
+
+
+def _load_kind(point: EntryPoint) -> AcceleratorKind | None:
+    """The accelerator that an entry point names; None if it was left out of this installation."""
+    try:
+        kind: AcceleratorKind = point.load()
+    except ModuleNotFoundError as error:
+        if not _is_left_out(point.module, error):
+            raise
+        return None
+    return kind
+
+
+def _is_left_out(module: str, error: ModuleNotFoundError) -> bool:
+    """Whether ``module`` itself, or a package that it is in, was not found; not what it imports."""
+    missing = str(error.name)
+    return module == missing or module.startswith(f"{missing}.")

@@ -43,9 +43,12 @@ def refuse_on_gpu(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError.of("speculation.drafter", "eagle", "another one on a GPU")
 
 
-def read_weight(name: str, target: LoadedModel, head: LoadedModel) -> Tensor:
-    """The matrix [hidden size, hidden size] of the head in folder ``name``, from its file
-    ``hidden.safetensors``. Raises ConfigError if it is no head of ``target``."""
+def read_weight(config: EngineConfig, target: LoadedModel, head: LoadedModel) -> Tensor:
+    """The matrix [hidden size, hidden size] of the head that option ``speculation`` names, from its
+    file ``hidden.safetensors``. Raises ConfigError if it is no head of ``target``."""
+    assert config.speculation is not None
+    name = config.speculation.model
+    assert name is not None
     size = target.config.hidden_size
     own_size = head.config.hidden_size
     if own_size != size:
@@ -58,6 +61,11 @@ def read_weight(name: str, target: LoadedModel, head: LoadedModel) -> Tensor:
         bound = f"a folder with {WEIGHT} [{size}, {size}] in hidden.safetensors"
         raise ConfigError.of("speculation.model", name, bound)
     return weight.to(target.device, target.dtype)
+
+
+def block_bytes(weight: Tensor, block_size: int) -> int:
+    """Bytes of the hidden states of a block's tokens, for a head with this matrix."""
+    return block_size * weight[0].nbytes
 
 
 class OpenModel:

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -95,8 +94,8 @@ def resolve_dtype(
     """The dtype for option ``key`` with value ``name`` and a checkpoint in ``stored``.
 
     ``auto`` on a CPU takes bfloat16 for 16-bit checkpoints where the processor multiplies it, or
-    where our kernels compute all of the model's layers (``widened``) and can widen it, else
-    float32. Kernels of 8 and 4 bits give bfloat16 alone, so ``rounded`` float32 is as 16 bits.
+    where kernels compute all of the model's layers and widen it (``widened``), else float32.
+    Kernels of 8 and 4 bits give bfloat16 alone, so ``rounded`` float32 is as 16 bits.
     Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
     """
     if name != "auto":
@@ -104,7 +103,7 @@ def resolve_dtype(
     elif device.type == "cuda" or (stored == torch.float32 and not rounded):
         dtype = stored
     else:
-        fits = cpu_has_bfloat16() or (widened and cpu_widens_bfloat16())
+        fits = widened or cpu_has_bfloat16()
         dtype = torch.bfloat16 if fits else torch.float32
         _log.info("dtype auto: %s, for weights stored in %s", dtype, stored)
     if device.type == "cpu" and dtype == torch.float16:
@@ -116,11 +115,6 @@ def cpu_has_bfloat16() -> bool:
     """Whether the processor has instructions for bfloat16 products."""
     found = torch.cpu.get_capabilities()
     return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
-
-
-def cpu_widens_bfloat16() -> bool:
-    """Whether kernels compiled by Numba are fast in computing bfloat16 as float32."""
-    return bool(torch.cpu.get_capabilities().get("avx2")) and find_spec("numba") is not None
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:

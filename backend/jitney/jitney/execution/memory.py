@@ -18,12 +18,12 @@ from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec,
 from jitney.execution.low_rank import adapter_bytes
 
 # Defaults of the cache: a share of what is free after loading, and at most so much on a CPU.
-_CPU_SHARE, _CPU_MOST = 0.25, 4 << 30
+_CPU_SHARE = 0.25
+_CPU_MOST = 4 << 30
 _GPU_SHARE = 0.9
 # Of what is free, left beside a cache of derived size: an engine that takes this one's place asks
 # for the same size, and may find a little less.
 _SPARE = 1 / 64
-_PACKED_RANKS = 16  # a CPU's kernels read copies, their rank padded to whole such
 
 
 class StepMemory(NamedTuple):
@@ -64,80 +64,96 @@ class Ledger:
         )
 
 
-def plan_memory(
-    config: EngineConfig,
-    model: LoadedModel,
-    dtype: torch.dtype,
-    steps: StepMemory,
-    available: int,
-    adapters: int = 0,
-    states: int = 0,
-) -> Ledger:
-    """Size the cache. ``dtype`` is the cache's; ``available`` what is free once the weights are in;
-    ``adapters`` what they may take of it; ``states`` what a block has beside K and V.
+@dataclass(frozen=True)
+class Needs:
+    """What a load needs, in bytes, before the number of blocks is known."""
+
+    device: torch.device
+    max_model_len: int
+    weights: int
+    """Those in memory already, a draft model's included."""
+    block: int
+    """One block of all caches."""
+    steps: StepMemory
+    adapters: int = 0
+    """As many as may be in memory."""
+
+
+def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
+    """Size the cache. ``available`` is what is free once the weights are in.
 
     An explicit size is taken as it is; a default never exceeds what ``max_num_seqs`` sequences of
     full length can use. Raises ConfigError naming the option if it is more than there is, or not
     enough for one block.
     """
-    per_block = block_bytes(model.layers, config.block_size, dtype) + states
-    step, uses = sum(steps) + adapters, "a step and adapters" if adapters else "a step"
-    room = max(0, available - step)
-    spared = max(0, room - int(available * _SPARE))
-    key: str = "kv_cache_bytes"
-    value: float = config.kv_cache_bytes or 0
-    if config.kv_cache_bytes is not None:
-        size = config.kv_cache_bytes
-        if size > room:
-            raise ConfigError.of(
-                key,
-                size,
-                f"at most {room:,}, the free memory less {step:,} for {uses}",
-            )
-    elif config.kv_cache_fraction is not None:
-        key, value = "kv_cache_fraction", config.kv_cache_fraction
-        size = min(spared, int(available * value) // config.instances)
-    else:
-        most = (
-            int(available * _GPU_SHARE)
-            if model.device.type == "cuda"
-            else min(int(available * _CPU_SHARE), _CPU_MOST)
-        )
-        blocks = config.max_num_seqs * math.ceil(model.max_model_len / config.block_size)
-        size = min(spared, most // config.instances, per_block * blocks)
-    num_blocks = size // per_block
+    beside = sum(needs.steps) + needs.adapters
+    room = max(0, available - beside)
+    size = _cache_bytes(config, needs, available, room)
+    num_blocks = size // needs.block
     if num_blocks < 1:
-        raise ConfigError.of(
-            key, value or size, f"enough for one block of {config.block_size}, {per_block:,} bytes"
-        )
-    cache = num_blocks * per_block
+        key, value = _size_option(config, size)
+        bound = f"enough for one block of {config.block_size}, {needs.block:,} bytes"
+        raise ConfigError.of(key, value, bound)
+    cache = num_blocks * needs.block
     return Ledger(
-        weights=model.weight_bytes,
+        weights=needs.weights,
         cache=cache,
-        steps=steps,
-        free=available - cache - step,
-        adapters=adapters,
+        steps=needs.steps,
+        free=available - cache - beside,
+        adapters=needs.adapters,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        block_bytes=per_block,
+        block_bytes=needs.block,
     )
 
 
-def most_adapters(config: EngineConfig, model: LoadedModel) -> int:
-    """Bytes of as many adapters as may be in memory, each as large as it may be."""
-    rank = config.max_adapter_rank
-    copied = model.pack is not None and model.device.type == "cpu"
-    packed = math.ceil(rank / _PACKED_RANKS) * _PACKED_RANKS if copied else 0
-    return config.max_adapters * adapter_bytes(model.sites, rank + packed, model.dtype)
+def _cache_bytes(config: EngineConfig, needs: Needs, available: int, room: int) -> int:
+    """The cache's size by its option, or by default. ``room`` is what is left beside a step."""
+    if config.kv_cache_bytes is not None:
+        if config.kv_cache_bytes > room:
+            users = "a step and adapters" if needs.adapters else "a step"
+            beside = sum(needs.steps) + needs.adapters
+            raise ConfigError.of(
+                "kv_cache_bytes",
+                config.kv_cache_bytes,
+                f"at most {room:,}, the free memory less {beside:,} for {users}",
+            )
+        return config.kv_cache_bytes
+
+    spared = max(0, room - int(available * _SPARE))
+    if config.kv_cache_fraction is not None:
+        share = int(available * config.kv_cache_fraction)
+        return min(spared, share // config.instances)
+    if needs.device.type == "cuda":
+        share = int(available * _GPU_SHARE)
+    else:
+        share = min(int(available * _CPU_SHARE), _CPU_MOST)
+    blocks_of_one = math.ceil(needs.max_model_len / config.block_size)
+    useful = config.max_num_seqs * blocks_of_one * needs.block
+    return min(spared, share // config.instances, useful)
+
+
+def _size_option(config: EngineConfig, size: int) -> tuple[str, float]:
+    """The option that the cache's size came from, with its value; ``size`` if it has none."""
+    if config.kv_cache_bytes is None and config.kv_cache_fraction is not None:
+        return "kv_cache_fraction", config.kv_cache_fraction or size
+    return "kv_cache_bytes", config.kv_cache_bytes or size
+
+
+def most_adapters(config: EngineConfig, model: LoadedModel, copied_rank: int) -> int:
+    """Bytes of as many adapters as may be in memory, each as large as it may be, and with a copy of
+    ``copied_rank`` for kernels."""
+    rank = config.max_adapter_rank + copied_rank
+    return config.max_adapters * adapter_bytes(model.sites, rank, model.dtype)
 
 
 def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: K and V of every layer."""
-    values = sum(
-        2 * math.prod(cache_shape(1, block_size, layer.num_kv_heads, layer.head_size, dtype))
-        for layer in layers
-    )
-    return values * dtype.itemsize
+    elements = 0
+    for layer in layers:
+        shape = cache_shape(1, block_size, layer.num_kv_heads, layer.head_size, dtype)
+        elements += 2 * math.prod(shape)
+    return elements * dtype.itemsize
 
 
 def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMemory:
@@ -148,9 +164,8 @@ def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMem
     width = getattr(model.config, "intermediate_size", None) or 4 * hidden
     widest = width if isinstance(width, int) else max(width)  # some state one per layer
     layer = tokens * (4 * hidden + 3 * widest) * model.dtype.itemsize
-    return StepMemory(
-        layer + min(tokens, logits_rows) * model.vocab_size * (model.dtype.itemsize + 4)
-    )
+    logits = min(tokens, logits_rows) * model.vocab_size * (model.dtype.itemsize + 4)
+    return StepMemory(layer + logits)
 
 
 def make_layer_caches(
@@ -166,9 +181,10 @@ def make_layer_caches(
     Raises OSError, MemoryError or RuntimeError, by device, if the memory cannot be had.
     """
     caches = []
-    for spec, attend in zip(layers, attention, strict=True):
-        shape = cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_size, dtype)
-        keys, values = (_zeros(shape, dtype, device) for _ in range(2))
+    for layer, attend in zip(layers, attention, strict=True):
+        shape = cache_shape(num_blocks, block_size, layer.num_kv_heads, layer.head_size, dtype)
+        keys = _zeros(shape, dtype, device)
+        values = _zeros(shape, dtype, device)
         caches.append(LayerCache(keys, values, attend))
     return caches
 

@@ -1,20 +1,25 @@
-"""The CPU's kernels, as a load takes them: an ``execution.accelerator.Accelerator``.
+"""The CPU's kernels, as a load takes them: an ``execution.acceleration.Accelerator``.
 
 Imports nothing that needs Numba until it is used: without it there is no attention function, and
 modules stay as they are.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
+from jitney.execution.acceleration import NoKernelError
 from jitney.execution.attention import AttentionShape
+from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.interface import AttentionFunction, LayerCache, LoadedModel
-from jitney.execution.load import refuse_gpu_options
 from jitney.execution.memory import StepMemory
+from jitney.execution.options import refuse_gpu_options
 from jitney.execution.probe import embedding_weight
 from jitney.execution.runner import TorchRunner
 from jitney.kernels.cpu.linear import prepack_linears
@@ -22,11 +27,15 @@ from jitney.kernels.fused.fuse import FuseReport, fuse
 from jitney.kernels.fused.invariant import check_invariant
 from jitney.messages import ModelInfo
 
+_ROW_UNIT = 32
+"""Kernels have products of rows of whole such numbers of values."""
+_RANK_UNIT = 16
+
 
 class CpuAccelerator:
     """Attention, and fused and packed modules."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Raises ConfigError for an option that needs a GPU's kernels, or excludes another one."""
         refuse_gpu_options(config, allowed="batch_invariant")
         if config.batch_invariant and not config.prepack:
@@ -35,24 +44,53 @@ class CpuAccelerator:
             )
         self._config = config
 
-    def attention(self, shape: AttentionShape) -> AttentionFunction | str:
+    @staticmethod
+    def prepare() -> None:
+        """Import what a load needs for kernels, if Numba is there: a second of work. On a machine
+        with a GPU, models run there, and need none of it."""
+        if torch.backends.cuda.is_built():
+            return
+        with suppress(ImportError):
+            from jitney.kernels.cpu import compiled, layer_kernels, paged_attention  # noqa: F401
+
+            compiled.import_compiler()
+
+    def attention(self, shape: AttentionShape) -> AttentionFunction:
         """See :class:`Accelerator`."""
         if shape.device.type != "cpu":
-            return f"the CPU kernel does not run on {shape.device.type}"
+            raise NoKernelError(f"the CPU kernel does not run on {shape.device.type}")
         try:
             from jitney.kernels.cpu.attention_kernel import TAGS
             from jitney.kernels.cpu.paged_attention import CpuAttention
         except ImportError as error:
-            return f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
+            raise NoKernelError(
+                f"the CPU kernel needs numba (pip install 'triton-jitney[cpu]'): {error}"
+            ) from None
         if self._config.block_size % 16 != 0:
-            return f"the CPU kernel needs a block_size of whole 16s, not {self._config.block_size}"
+            raise NoKernelError(
+                f"the CPU kernel needs a block_size of whole 16s, not {self._config.block_size}"
+            )
         if shape.dtype not in TAGS:
-            return f"the CPU kernel has caches of float32, bfloat16 and int8, not {shape.dtype}"
+            raise NoKernelError(
+                f"the CPU kernel has caches of float32, bfloat16 and int8, not {shape.dtype}"
+            )
         return CpuAttention(shape.dtype, shape.model_dtype)
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
         """Always: modules are fused whatever function their layers attend through."""
         return True
+
+    def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
+        """Where kernels compute all of the model's products, and the processor has AVX2."""
+        if not (self._config.fuse and self._config.prepack):
+            return False
+        if "expert" in " ".join(checkpoint.config):  # experts are no linear layers: torch's
+            return False
+        if not torch.cpu.get_capabilities().get("avx2") or find_spec("numba") is None:
+            return False
+        shapes = [stored.shape for stored in checkpoint.tensors.values()]
+        whole = all(shape[1] % _ROW_UNIT == 0 for shape in shapes if len(shape) == 2)
+        return rounded or whole  # rows of other sizes stay torch's
 
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
         """Fuse what fits, then pack the linear layers that are left. With ``batch_invariant``,
@@ -91,15 +129,10 @@ class CpuAccelerator:
         """An estimate will do."""
         return None
 
+    def copied_rank(self, model: LoadedModel, rank: int) -> int:
+        """Kernels read copies of the factors, their rank padded to whole _RANK_UNITs."""
+        return 0 if model.pack is None else math.ceil(rank / _RANK_UNIT) * _RANK_UNIT
+
     def runner(self, model: LoadedModel, caches: list[LayerCache], info: ModelInfo) -> TorchRunner:
         """The plain runner."""
         return TorchRunner(model, caches, info)
-
-
-def prepare_kernels() -> None:
-    """Import what a load needs for kernels, if Numba is there: a second of work that a process does
-    once, and those that are forked from it not again."""
-    with suppress(ImportError):
-        from jitney.kernels.cpu import compiled, layer_kernels, paged_attention  # noqa: F401
-
-        compiled.import_compiler()

@@ -1,4 +1,4 @@
-"""The GPU's kernels, as a load takes them: an ``execution.accelerator.Accelerator``.
+"""The GPU's kernels, as a load takes them: an ``execution.acceleration.Accelerator``.
 
 Imports nothing that needs the Triton language until it is known to be there. Where the kernels are
 interpreted on a CPU, the same path runs without graphs and without a measurement of memory.
@@ -15,7 +15,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from jitney.config import EngineConfig
 from jitney.errors import ConfigError
+from jitney.execution.acceleration import NoKernelError
 from jitney.execution.attention import AttentionMetadata, AttentionShape
+from jitney.execution.checkpoint import Checkpoint
 from jitney.execution.interface import (
     NAME,
     AttentionFunction,
@@ -50,16 +52,30 @@ class GpuAccelerator:
         if device.type != "cuda":
             _refuse_where_interpreted(config)
 
-    def attention(self, shape: AttentionShape) -> AttentionFunction | str:
+    @staticmethod
+    def prepare() -> None:
+        """Nothing can be imported without touching the device."""
+
+    def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
+        """That is a CPU's question."""
+        return False
+
+    def copied_rank(self, model: LoadedModel, rank: int) -> int:
+        """Kernels read the factors themselves."""
+        return 0
+
+    def attention(self, shape: AttentionShape) -> AttentionFunction:
         """See :class:`Accelerator`."""
         try:
             import triton
         except ImportError as error:
             install = "pip install 'triton-jitney[gpu]'"
-            return f"the GPU's kernels need the Triton language ({install}): {error}"
+            raise NoKernelError(
+                f"the GPU's kernels need the Triton language ({install}): {error}"
+            ) from None
         interpreted = shape.device.type == "cpu" and triton.knobs.runtime.interpret
         if shape.device.type != "cuda" and not interpreted:
-            return f"the GPU's kernels need a CUDA device, not {shape.device.type}"
+            raise NoKernelError(f"the GPU's kernels need a CUDA device, not {shape.device.type}")
         triton.knobs.runtime.jit_cache_hook = _say_compiled
         # These two import the language.
         from jitney.kernels.gpu.gpu_attention import GpuAttention
@@ -68,7 +84,7 @@ class GpuAccelerator:
         heads = (shape.head_size, shape.num_heads, shape.num_kv_heads)
         obstacle = why_not(shape.device, shape.dtype, *heads)
         if obstacle is not None:
-            return obstacle
+            raise NoKernelError(obstacle)
         invariant = shape.batch_invariant
         return GpuAttention(shape.device, shape.dtype, *heads, batch_invariant=invariant)
 

@@ -1,0 +1,79 @@
+"""Options that mean something on some devices only, and defaults that depend on the device.
+
+Called by the loader, by ``weigh``, and by accelerators.
+"""
+
+import msgspec
+import torch
+
+from jitney.config import EngineConfig
+from jitney.errors import ConfigError
+from jitney.execution import machine
+
+FLOAT8 = "float8_e4m3"
+TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
+"""Default of ``max_num_batched_tokens``, by the device's type."""
+
+
+def refuse_gpu_options(config: EngineConfig, allowed: str = "") -> None:
+    """Refuse options that only the GPU's kernels give a meaning, where those do not run, but the
+    ``allowed`` one. Raises ConfigError naming the first."""
+
+    def refuse(key: str, value: object, instead: str) -> None:
+        if key != allowed:
+            raise ConfigError.of(key, value, f"{instead} without the attention kernels of a GPU")
+
+    if config.batch_invariant:
+        refuse("batch_invariant", True, "False without a CPU's kernels or")
+    if config.compile:
+        refuse("compile", True, "False")
+    if config.cuda_graphs == "load":
+        refuse("cuda_graphs", "load", "lazy or never")
+    if config.kv_cache_dtype == FLOAT8:
+        refuse("kv_cache_dtype", FLOAT8, "another one")
+    if config.cuda_graph_sizes is not None:
+        refuse("cuda_graph_sizes", config.cuda_graph_sizes, "None")
+
+
+def cache_dtype(
+    config: EngineConfig, model_dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype of option ``kv_cache_dtype``. Raises ConfigError if the device has no such."""
+    if config.kv_cache_dtype == "auto":
+        return model_dtype
+    if config.kv_cache_dtype == FLOAT8:
+        return torch.float8_e4m3fn
+    if config.kv_cache_dtype == "int8":
+        return torch.int8
+    return machine.resolve_dtype(config.kv_cache_dtype, model_dtype, device, "kv_cache_dtype")
+
+
+def token_budget(config: EngineConfig, device: torch.device) -> int:
+    """Most tokens of a step: by default at least one for each sequence."""
+    default = max(TOKEN_BUDGET[device.type], config.max_num_seqs)
+    return config.max_num_batched_tokens or default
+
+
+def draft_options(config: EngineConfig, dtype: torch.dtype, max_model_len: int) -> EngineConfig:
+    """The options of the draft model that ``config`` names: in the model's ``dtype``, with its
+    context, without adapters."""
+    assert config.speculation is not None
+    assert config.speculation.model is not None
+    return msgspec.structs.replace(
+        config,
+        model=config.speculation.model,
+        dtype=dtype_name(dtype),
+        max_model_len=max_model_len,
+        adapters=None,
+        speculation=None,
+    )
+
+
+def has_draft_model(config: EngineConfig) -> bool:
+    """Whether option ``speculation`` names a checkpoint: a draft model or a head."""
+    return config.speculation is not None and config.speculation.model is not None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the options spell it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,232 @@
+"""The first half of a load: files → config → weights → proof. See ``load``, which calls it, as
+``weigh`` does.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from jitney.config import EngineConfig
+from jitney.errors import CheckpointError, ConfigError, LoadError
+from jitney.execution import interface, machine, probe, support
+from jitney.execution.acceleration import Accelerator
+from jitney.execution.checkpoint import Checkpoint, check_checkpoint, first_line, resolve_model
+from jitney.execution.interface import LayerSpec, LoadedModel
+from jitney.execution.quantized import QuantizedLinear, Quantizer, WeightFormat
+from jitney.execution.weights import cache_scales, count_bytes, read_weights, weights_name
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a load uses beside its options."""
+
+    device: torch.device
+    accelerator: Accelerator | None = None
+    """None: everything runs in plain torch."""
+    quantizer: Quantizer | None = None
+    """None: no quantized weights are read or made."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A checkpoint that can be served, as far as its files tell without the weights."""
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    """To load the weights in."""
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class ReadModule:
+    """A checkpoint's module with its weights, on the device."""
+
+    judged: Judged
+    module: PreTrainedModel
+    num_parameters: int
+    needed_bytes: int
+    """That the weights took at most while they were read."""
+
+
+def load_model(config: EngineConfig, means: Means) -> LoadedModel:
+    """Load and check the checkpoint of ``config``, and prove that it runs on a paged cache."""
+    checkpoint = check_checkpoint(resolve_model(config.model))
+    judged = judge(config, means, checkpoint)
+    read = read_module(config, means, judged)
+    return prove(read)
+
+
+# ---------------------------------------------------------------------- config
+
+
+def judge(config: EngineConfig, means: Means, checkpoint: Checkpoint) -> Judged:
+    """Check what can be checked without the weights, and choose the dtype to load them in."""
+    hf_config = support.parse_config(checkpoint)
+    stored_in = checkpoint.config.get("quantization_config")
+    method = stored_in.get("quant_method") if isinstance(stored_in, dict) else stored_in
+    # Layers that torchao quantized stay torch's, of any dtype.
+    is_stored_rounded = bool(stored_in) and method != "torchao"
+    rounded = is_stored_rounded or config.quantization in ("int8", "int4")
+    widened = False
+    if means.accelerator is not None:
+        widened = means.accelerator.widens_bfloat16(checkpoint, rounded=rounded)
+    dtype = machine.resolve_dtype(
+        config.dtype,
+        support.stored_dtype(checkpoint),
+        means.device,
+        widened=widened,
+        rounded=rounded,
+    )
+    return Judged(
+        checkpoint=checkpoint,
+        config=hf_config,
+        dtype=dtype,
+        max_model_len=support.context_length(config, hf_config),
+    )
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def import_models() -> None:
+    """Import what all models share, which transformers does only with the first of them."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+
+def read_module(config: EngineConfig, means: Means, judged: Judged) -> ReadModule:
+    """Read the weights. Raises LoadError if they are larger than the free memory."""
+    weight_format = find_weight_format(config, means, judged)
+    if weight_format is None:
+        return _read_plain(means, judged)
+    return _read_quantized(means, judged, weight_format)
+
+
+def find_weight_format(config: EngineConfig, means: Means, judged: Judged) -> WeightFormat | None:
+    """How the weights are quantized; None if they are taken as they are. Raises ConfigError and
+    UnsupportedModelError if they would have to be, and there is no quantizer."""
+    checkpoint = judged.checkpoint
+    if means.quantizer is not None:
+        return means.quantizer(checkpoint, config, judged.dtype, means.device)
+    if config.quantization != "none":
+        raise ConfigError.of("quantization", config.quantization, "'none' without a quantizer")
+    if checkpoint.config.get("quantization_config"):
+        raise support.refuse(str(checkpoint.config["model_type"]), "its weights are quantized")
+    return None
+
+
+def _read_plain(means: Means, judged: Judged) -> ReadModule:
+    checkpoint = judged.checkpoint
+    needed = checkpoint.num_values * judged.dtype.itemsize
+    _check_free(needed, means.device)
+    module = read_weights(checkpoint, judged.config, judged.dtype, means.device)
+    num_parameters = module.num_parameters()
+    return _placed(judged, module, means.device, num_parameters, needed)
+
+
+def _read_quantized(means: Means, judged: Judged, weight_format: WeightFormat) -> ReadModule:
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(judged.config, dtype=judged.dtype)
+    needed = weight_format.needed_bytes(skeleton)
+    _check_free(needed, means.device)
+
+    weight_format.before_reading(judged.config)
+    module = read_weights(
+        judged.checkpoint,
+        judged.config,
+        judged.dtype,
+        device=means.device if weight_format.in_place else None,
+        packed=weight_format.packed,
+    )
+    sizes = _linear_sizes(module)
+    weight_format.after_reading(module)
+    _check_sizes(module, sizes, weights_name(judged.checkpoint))
+    return _placed(judged, module, means.device, skeleton.num_parameters(), needed)
+
+
+def _check_free(needed: int, device: torch.device) -> None:
+    free = machine.available_memory(device)
+    if needed > free:
+        raise LoadError(
+            f"the weights need {needed:,} bytes, but only {free:,} are free on {device.type}"
+        )
+
+
+def _placed(
+    judged: Judged,
+    module: PreTrainedModel,
+    device: torch.device,
+    num_parameters: int,
+    needed_bytes: int,
+) -> ReadModule:
+    module.to(device)  # type: ignore[arg-type]
+    module.eval()
+    return ReadModule(judged, module, num_parameters, needed_bytes)
+
+
+def _linear_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """(inputs, outputs) of each linear layer, by its path."""
+    return {
+        path: (each.in_features, each.out_features)
+        for path, each in module.named_modules()
+        if type(each) is nn.Linear
+    }
+
+
+def _check_sizes(module: nn.Module, sizes: dict[str, tuple[int, int]], weights: str) -> None:
+    """Raise CheckpointError for a quantized layer of another size than the layer in whose place it
+    stands; ``weights`` names the file."""
+    for path, (inputs, outputs) in sizes.items():
+        layer = module.get_submodule(path)
+        if not isinstance(layer, QuantizedLinear):
+            continue
+        if (layer.in_features, layer.out_features) != (inputs, outputs):
+            raise CheckpointError(
+                f"{weights} has a wrong shape of {path}.weight: {layer.out_features} × "
+                f"{layer.in_features}, and the configuration says {outputs} × {inputs}"
+            )
+
+
+# ---------------------------------------------------------------------- proof
+
+
+def prove(read: ReadModule) -> LoadedModel:
+    """Run the probes of ``probe``, and state what is known of the model after them."""
+    judged, module = read.judged, read.module
+    checkpoint = judged.checkpoint
+    device = probe.embedding_weight(module).device
+    with machine.threads_for(read.needed_bytes):
+        layers = _probe(module, weights_name(checkpoint))
+    vocab_size = len(probe.embedding_weight(module))
+    kv_heads = [layer.num_kv_heads for layer in layers]
+    return LoadedModel(
+        module=module,
+        config=judged.config,
+        dtype=judged.dtype,
+        device=device,
+        layers=layers,
+        eos_ids=support.eos_ids(checkpoint, vocab_size),
+        max_model_len=judged.max_model_len,
+        vocab_size=vocab_size,
+        num_parameters=read.num_parameters,
+        weight_bytes=count_bytes(module),
+        forward=functools.partial(interface.forward, module),
+        cache_scales=cache_scales(checkpoint, kv_heads, device),
+    )
+
+
+def _probe(module: PreTrainedModel, weights: str) -> list[LayerSpec]:
+    """What each layer keeps and how it attends. Whatever a probe raises means that the
+    architecture cannot be served."""
+    try:
+        layers = probe.record_layers(module, support.layer_windows(module.config))
+        probe.compare_with_eager(module, layers, weights)
+    except LoadError:
+        raise
+    except Exception as error:
+        reason = f"a trial step over a paged cache failed ({first_line(error)})"
+        raise support.refuse(module.config.model_type, reason) from error
+    return layers
