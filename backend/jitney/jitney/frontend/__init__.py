@@ -5,25 +5,24 @@ Threads of one model instance. They exchange messages; nothing is shared and cha
 journal, which is under the supervisor's lock. An exception in one of them is counted
 (``jitney_thread_errors_total``) and logged, and the thread goes on.
 
-===================  =============================  ==========================================
-thread               owns                           may block on
-===================  =============================  ==========================================
-the stub's           parsing of new requests        nothing of ours
-two for short        encoding                       nothing of ours
-prompts, one for
-long ones
-engine               the supervisor: the process    the engine's socket; the responder, while
-                     of the engine, its journal     64 reports wait
-engine's writer      what goes to the engine        the engine's socket
-responder            open requests, their           the server, one send at a time
-                     completions, sends
-sweeper              the requests whose client      the server
-                     may have left
-metrics              the counts, written a few      the server
-                     times a second
-SIGTERM              begins the drain: ``drain_s``  a signal
-                     for what is open
-===================  =============================  ==========================================
+=================  ================================  =========================================
+thread             owns                              may block on
+=================  ================================  =========================================
+the stub's         parsing of new requests           nothing of ours
+encoders           two for short prompts, one for    nothing of ours
+                   long ones
+engine             the supervisor: the engine's      the engine's socket; the responder, while
+                   process, its journal              64 reports wait
+engine's writer    what goes to the engine           the engine's socket
+responder          open requests, their              the server, one send at a time
+                   completions, sends
+sweeper            the requests whose client may     the server
+                   have left
+metrics            the counts, written a few times   the server
+                   a second
+SIGTERM            the drain: ``drain_s`` seconds    a signal
+                   for what is open
+=================  ================================  =========================================
 
 A request's time counts from its arrival. A send is a round trip to the server; while it lasts, new
 tokens gather and leave together. Errors come from the tree in ``errors.py``, are translated to the
