@@ -1,7 +1,7 @@
 """One real server for the session, with tiny random models in f32.
 
 tiny      plenty of everything, in two instances, prompts of 4 MB
-narrow    24 KV blocks of 16 tokens, 4 sequences, a watchdog of 5 s, calls of tools, traces
+narrow    24 KV blocks of 16 tokens, 4 sequences, calls of tools, traces
 busy      one sequence at a time, 2 places in the queue
 """
 
@@ -39,7 +39,6 @@ MODELS: dict[str, dict[str, object]] = {
         "kv_cache_bytes": NARROW_BLOCKS * BLOCK_BYTES,
         "max_num_seqs": 4,
         "max_model_len": 1024,
-        "watchdog_s": 5.0,
         "tool_format": "hermes",
     },
     "busy": {"kv_cache_bytes": 1024 * BLOCK_BYTES, "max_num_seqs": 1, "max_queued": 2},

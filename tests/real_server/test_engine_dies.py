@@ -9,7 +9,7 @@ import psutil
 import pytest
 from jitney_server.server import TritonServer
 
-from tests.real_server.client import Reply, Stream, metric, stream, wait_until
+from tests.real_server.client import Reply, metric, stream, wait_until
 from tests.real_server.conftest import used_blocks
 
 MODEL = "narrow"
@@ -90,25 +90,3 @@ def test_ten_deaths_in_a_row(server: TritonServer, alone: list[Reply]) -> None:
     assert re.search(said, server.log_file.read_text(encoding="utf-8"))
     wait_until(lambda: used_blocks(server, MODEL) == 0, 60)
     wait_until(lambda: metric(server.metrics_url, "jitney_engine_up", model=MODEL) == 1, 60)
-
-
-def test_an_engine_that_stands_still_is_replaced(server: TritonServer, alone: list[Reply]) -> None:
-    """Stopped by a signal, it makes no step: the watchdog ends it (``watchdog_s`` is 5 here)."""
-    before = metric(server.metrics_url, "jitney_engine_restarts_total", model=MODEL, cause="hung")
-    params = {"ignore_eos": True, **REQUESTS[1]}
-    tensors = {"text_input": PROMPT, "stream": True, "sampling_parameters": params}
-    reading = Stream(server.grpc_url, MODEL, tensors)
-    assert reading.step()
-    engine = engine_of(server, MODEL)
-    assert engine is not None
-    engine.suspend()
-    while reading.step(timeout=120):
-        pass
-    assert not reading.reply.errors
-    assert reading.reply.text == alone[1].text
-    wait_until(
-        lambda: metric(
-            server.metrics_url, "jitney_engine_restarts_total", model=MODEL, cause="hung"
-        ) == before + 1,
-        60,
-    )  # fmt: skip
