@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = [
     "tests/kernels/cpu",
     "tests/kernels/attention/test_attention.py",
-    "tests/quantization/test_quantize.py",
+    "tests/kernels/test_fuse.py",
+    "tests/execution",
+    "tests/quantization",
+    "tests/adapters",
     "tests/export/test_precision.py",
 ]
 # Of these files, what computes on another kind of processor, or nothing.
