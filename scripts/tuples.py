@@ -14,6 +14,7 @@ import ast
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path("scripts") / "tuples.txt"
@@ -26,7 +27,7 @@ Places = dict[str, list[str]]
 """Room -> where, as an editor opens it."""
 
 
-def is_double(statement: ast.AST) -> bool:
+def is_double(statement: ast.AST) -> TypeGuard[ast.Assign]:
     """Whether it assigns several values to several names, and does more than exchange them."""
     if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Tuple):
         return False
