@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 import PIL  # noqa: F401  # which a fork server hides at first: so it imports this once more, without
 from jitney.config import EngineConfig
-from jitney.engine.grammars import Compile
+from jitney.engine.loading import EngineParts, LoadModel
 from jitney.engine.pending import Source
-from jitney.engine.process import LoadModel
 from jitney.errors import CheckpointError, DeviceLostError
 from jitney.messages import Adapter, Batch, Row
 
@@ -40,9 +39,7 @@ def loader_with_adapters() -> LoadModel:
     return load
 
 
-def load(
-    config: EngineConfig, tokenizer: bytes
-) -> tuple[FakeRunner, bytes, Compile, Source[Adapter] | None]:
+def load(config: EngineConfig, tokenizer: bytes) -> EngineParts:
     """``model`` says what kind of load it is: ``fine``, ``slow``, ``broken``, ``dies``,
     ``garbage``: refused with what the collector does, or ``measures``: each process finds room for
     another number of blocks, of a byte each."""
@@ -61,7 +58,7 @@ def load(
     runner = FakeRunner(faults=_faults, num_blocks=num_blocks, step_seconds=STEP_S)
     runner.info = msgspec.structs.replace(runner.info, kv_cache_bytes=num_blocks)
     pool = None if config.adapters is None else _pool(config, runner)
-    return runner, b"" if tokenizer else b"words", FakeGrammar, pool
+    return EngineParts(runner, b"" if tokenizer else b"words", FakeGrammar, pool)
 
 
 def _pool(config: EngineConfig, runner: Any) -> Source[Adapter]:

@@ -3,7 +3,7 @@ whether it pays or not."""
 
 from jitney.core.policy.speculation import Prices, Speculation
 from jitney.engine.assemble import prepare
-from jitney.engine.process import LoadModel
+from jitney.engine.loading import LoadModel
 
 
 def loader() -> LoadModel:

@@ -2,8 +2,7 @@
 tests."""
 
 from jitney.config import EngineConfig
-from jitney.engine.grammars import Compile
-from jitney.engine.process import LoadModel
+from jitney.engine.loading import EngineParts, LoadModel
 
 from tests.fake_runner import FakeGrammar, FakeRunner
 
@@ -17,7 +16,7 @@ def loader() -> LoadModel:
     return load
 
 
-def load(config: EngineConfig, tokenizer: bytes) -> tuple[FakeRunner, bytes, Compile, None]:
+def load(config: EngineConfig, tokenizer: bytes) -> EngineParts:
     """Its steps take long enough for a stream to have several responses."""
     runner = FakeRunner(vocab_size=VOCAB, num_blocks=512, max_model_len=2000, step_seconds=0.002)
-    return runner, b"", FakeGrammar, None
+    return EngineParts(runner, b"", FakeGrammar)

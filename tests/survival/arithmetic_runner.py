@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 from jitney.config import EngineConfig
-from jitney.engine.grammars import Compile, refuse
-from jitney.engine.process import LoadModel
+from jitney.engine.grammars import refuse
+from jitney.engine.loading import EngineParts, LoadModel
 from jitney.messages import Batch, Logprob, ModelInfo, Row, RowOutput, StepOutput
 from jitney.text.tokenizer import TokenizerData
 
@@ -29,11 +29,11 @@ def loader() -> LoadModel:
     return load
 
 
-def load(config: EngineConfig, tokenizer: bytes) -> tuple["ArithmeticRunner", bytes, Compile, None]:
+def load(config: EngineConfig, tokenizer: bytes) -> EngineParts:
     """``model`` of the options is the folder of a ``tokenizer.json``. It is read in any case."""
     text = Path(config.model, "tokenizer.json").read_text(encoding="utf-8")
     data = TokenizerData(text, eos_id=None, chat_template=None, special_tokens={})
-    return ArithmeticRunner(config), msgspec.msgpack.encode(data), refuse, None
+    return EngineParts(ArithmeticRunner(config), msgspec.msgpack.encode(data), refuse)
 
 
 def token_of(row: Row, index: int) -> int:

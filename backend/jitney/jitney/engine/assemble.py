@@ -6,7 +6,6 @@ are not installed, models run in plain torch, and options that need them are ref
 """
 
 import logging
-from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
 import msgspec
@@ -14,6 +13,7 @@ import torch
 
 from jitney.config import EngineConfig
 from jitney.engine.grammars import Compile, refuse
+from jitney.engine.loading import EngineParts, LoadModel
 from jitney.engine.pending import Source
 from jitney.errors import ConfigError
 from jitney.execution import load, read_model
@@ -51,11 +51,9 @@ def load_runner(config: EngineConfig) -> TorchRunner:
     return load.load_runner(config, accelerator, quantizer())
 
 
-_Loaded = tuple[TorchRunner, bytes, Compile, Source[Adapter] | None]
-
-
-def prepare() -> Callable[[EngineConfig, bytes], _Loaded]:
-    """Do what every load on this machine needs, without touching a device; gives what loads."""
+def prepare() -> LoadModel:
+    """Do what every load on this machine needs, without touching a device. Returns the function
+    that loads a model."""
     read_model.import_models()
     quantizer()
     for point in entry_points(group=ACCELERATORS):
@@ -65,16 +63,22 @@ def prepare() -> Callable[[EngineConfig, bytes], _Loaded]:
     return _load_for_front
 
 
-def _load_for_front(config: EngineConfig, tokenizer: bytes) -> _Loaded:
-    """See ``process.LoadModel``. The data are for a front that imports no transformers."""
+def _load_for_front(config: EngineConfig, tokenizer: bytes) -> EngineParts:
+    """A :data:`~jitney.engine.loading.LoadModel`, for a front that imports no transformers and so
+    cannot read the tokenizer itself."""
     if tokenizer:
         data = msgspec.msgpack.decode(tokenizer, type=TokenizerData)
+        for_front = b""
     else:
         data = read_tokenizer(resolve_model(config.model))
+        for_front = msgspec.msgpack.encode(data)
     runner = load_runner(config)
-    unknown = b"" if tokenizer else msgspec.msgpack.encode(data)
-    compiler = grammar_compiler(data, runner.info)
-    return runner, unknown, compiler, adapter_pool(config, runner)
+    return EngineParts(
+        runner=runner,
+        tokenizer=for_front,
+        compile_grammar=grammar_compiler(data, runner.info),
+        adapters=adapter_pool(config, runner),
+    )
 
 
 def adapter_pool(config: EngineConfig, runner: TorchRunner) -> Source[Adapter] | None:

@@ -2,8 +2,8 @@
 
 :mod:`jitney.engine.fork_server` starts ``python -m jitney.engine.process FD AHEAD… LOADER``: the
 fork server. It calls the functions named by AHEAD, then imports and calls LOADER, which takes
-seconds. Whenever a socket comes through FD, it forks an engine that talks over that socket. So a
-new engine has only the model to load.
+seconds and returns a :data:`~jitney.engine.loading.LoadModel`. Whenever a socket comes through FD,
+it forks an engine that talks over that socket. So a new engine has only the model to load.
 
 Before the fork nothing of ours may start a thread or touch a device. (NumPy's OpenBLAS has threads
 by then. It takes care of them in a fork.)
@@ -24,14 +24,12 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jitney.config import EngineConfig
 from jitney.engine.engine import Engine
-from jitney.engine.grammars import Compile
-from jitney.engine.pending import Source
+from jitney.engine.loading import LoadModel
 from jitney.engine.quiet import lean_imports, quiet_imports
 from jitney.engine.wire import (
     Down,
@@ -45,18 +43,13 @@ from jitney.engine.wire import (
     Stop,
 )
 from jitney.errors import DeviceLostError, JitneyError, LoadError
-from jitney.execution.protocols import Runner
-from jitney.messages import Adapter, Batch, Cancel, Finish, StepReport, Submit
+from jitney.messages import Batch, Cancel, Finish, StepReport, Submit
 
 _log = logging.getLogger(__name__)
 
-LoadModel = Callable[[EngineConfig, bytes], tuple[Runner, bytes, Compile, Source[Adapter] | None]]
-"""Loads a model. The bytes are its tokenizer's data if the front has them, else empty. Returns the
-runner, the data if they were not given, what compiles grammars, and the adapters if it takes any.
-LOADER does what every load needs, and returns this."""
-
 NUMBER = struct.Struct("<q")
-"""How the fork server tells a pid or an exit status (negative: a signal)."""
+"""Form of the two numbers that the fork server sends for each engine: its pid once it is forked,
+then its exit status once it has ended (negative: the signal that ended it)."""
 
 DEVICE_LOST = 3
 """Exit status: the device failed for good."""
@@ -70,12 +63,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve_forks(descriptor: int, ahead: Sequence[str], loader: str) -> int:
-    """Fork an engine for each socket that comes, one at a time, and tell its pid and exit status.
-    Returns once nobody asks any more. ``ahead`` may fork processes of its own."""
+    """Fork an engine for each socket that comes, one at a time, and send its pid and exit status.
+    Returns an exit status once the front has closed its end. ``ahead`` may fork processes."""
     _die_with_parent()
     load = _prepare(ahead, loader)
     with socket.socket(fileno=descriptor) as control:
         while True:
+            # A request is one byte, of any value, and a socket.
             data, sockets, _, _ = socket.recv_fds(control, 1, 1)
             if not data:
                 return 0
@@ -92,7 +86,8 @@ def serve_forks(descriptor: int, ahead: Sequence[str], loader: str) -> int:
 def _prepare(ahead: Sequence[str], loader: str) -> LoadModel:
     """Import what every engine needs. Its pages are shared by all that are forked."""
     quiet_imports()
-    # What is imported stays: to look for garbage in it takes an eighth of the time.
+    # Imported modules are no garbage. Collections that look for some take an eighth of the imports'
+    # time. An engine enables them again.
     gc.disable()
     with lean_imports():
         for name in ahead:
@@ -100,14 +95,15 @@ def _prepare(ahead: Sequence[str], loader: str) -> LoadModel:
     try:
         with lean_imports():
             load: LoadModel = pkgutil.resolve_name(loader)()
-    except ImportError:  # a package that is installed here does need what is hidden
+    except ImportError:
+        # A package that is installed here needs what lean_imports hides: import without hiding.
         load = pkgutil.resolve_name(loader)()
     gc.freeze()  # else the engine's first collection would copy every page that has an object
     return load
 
 
 def _wait_for(pid: int) -> int:
-    """The exit status of an engine. What was forked ahead may end before it."""
+    """The exit status of an engine. Other children, which AHEAD has forked, may end before it."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -115,9 +111,11 @@ def _wait_for(pid: int) -> int:
 
 
 def _serve_and_exit(descriptor: int, load: LoadModel) -> NoReturn:
-    """In the forked process: when it ends, nothing of the fork server may run in it."""
+    """In the forked process. It leaves by ``os._exit``, so that no code of the fork server, such as
+    an exit handler, runs in it."""
     status = 1
     try:
+        # Else a process that the engine starts would keep the socket open after the engine's end.
         os.set_inheritable(descriptor, False)
         status = serve(descriptor, load)
     except BaseException:
@@ -130,7 +128,7 @@ def _serve_and_exit(descriptor: int, load: LoadModel) -> NoReturn:
 
 
 class _ToFront:
-    """The engine's outbox, and whom it tells what it is about to compute."""
+    """The engine's outbox: sends its reports, and before each step the rows of that step."""
 
     def __init__(self, frames: Frames[Down]) -> None:
         self._frames = frames
@@ -139,11 +137,12 @@ class _ToFront:
         self._frames.send(report)
 
     def begin_step(self, batches: list[Batch]) -> None:
-        """Name the rows of the steps in flight, so that the front knows who was at work."""
-        spans: list[RowRange] = []
+        """Send the rows of these steps, so that the front knows which requests were being computed
+        if the engine dies."""
+        ranges: list[RowRange] = []
         for batch in batches:
-            spans += [RowRange(row.key, row.index, row.start, row.end) for row in batch.rows]
-        self._frames.send(StepBegun(spans))
+            ranges += [RowRange(row.key, row.index, row.start, row.end) for row in batch.rows]
+        self._frames.send(StepBegun(ranges))
 
 
 def serve(descriptor: int, load: LoadModel) -> int:
@@ -156,7 +155,7 @@ def serve(descriptor: int, load: LoadModel) -> int:
     start = frames.receive()
     assert isinstance(start, Start)
     try:
-        runner, tokenizer, compile_grammar, adapters = load(start.config, start.tokenizer)
+        parts = load(start.config, start.tokenizer)
     except MemoryError:
         return _refuse(frames, LoadError("the model does not fit into memory"))
     except JitneyError as error:
@@ -164,12 +163,12 @@ def serve(descriptor: int, load: LoadModel) -> int:
     front = _ToFront(frames)
     engine = Engine(
         start.config,
-        runner,
+        parts.runner,
         before_step=front.begin_step,
-        compile_grammar=compile_grammar,
-        adapters=adapters,
+        compile_grammar=parts.compile_grammar,
+        adapters=parts.adapters,
     )
-    frames.send(Ready(runner.info, tokenizer))
+    frames.send(Ready(engine.info, parts.tokenizer))
     threading.Thread(target=_read, args=(frames, engine), name="jitney-inbox", daemon=True).start()
     try:
         engine.run(front)
@@ -188,7 +187,8 @@ def _refuse(frames: Frames[Down], error: JitneyError) -> int:
 
 
 def _read(frames: Frames[Down], engine: Engine) -> None:
-    """Hand the front's messages to the engine; without a front end the process at once."""
+    """Hand the front's messages to the engine. Once the front is gone, or if this fails, end the
+    process at once, even in the middle of a step: nobody is left to receive its reports."""
     try:
         while True:
             message = frames.receive()
@@ -212,6 +212,7 @@ def _die_with_parent() -> None:
 
 
 def _log_to(frames: Frames[Down]) -> None:
+    """Send our log records to the front alone: this process must not write to the server's log."""
     log = logging.getLogger("jitney")
     log.setLevel(logging.INFO)
     log.propagate = False
