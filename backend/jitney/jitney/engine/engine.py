@@ -12,10 +12,13 @@ before the engine waits for step n and updates. So one step is in flight between
 
 A request that needs a grammar or an adapter waits for it in :mod:`jitney.engine.pending`.
 
-Failures, from the small to the large: a row that could not be served fails its request; a step that
-raises is executed again in halves, with nothing else in flight, until the request at fault raises
-alone in one, for the second time at least; a fault of the loop itself (our bug) ends every open
-request with Failed, and the loop goes on with a fresh scheduler.
+Failures, from the small to the large:
+
+- a row that could not be served fails its request;
+- a step that raises is executed again in halves, with nothing else in flight, and so is each half
+  that raises. A request is failed only if a step with this request alone raises;
+- a fault of the loop itself (our bug) ends every open request with Failed, and the loop goes on
+  with a fresh scheduler.
 """
 
 import logging
@@ -50,9 +53,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_CHECK_S = 0.25
-"""Idle for so long, the engine checks its integrity: not between two requests of a busy client."""
+"""Once idle for so long, the engine checks its integrity. Long enough to leave out the moments
+between two requests of a busy client."""
 _CHECK_PAUSE_S = 0.001
-"""Between two slices of that check, each of which takes about as long."""
+"""Pause between two slices of that check. A slice takes about as long."""
 _UNLOADED = "the model is being unloaded"
 
 
@@ -84,25 +88,28 @@ class Engine:
         compile_grammar: Compile = refuse,
         adapters: Source[Adapter] | None = None,
     ) -> None:
-        """``before_step`` is told what is about to be computed, steps in flight included;
-        ``compile_grammar`` is called in a thread of its own. Without ``adapters``, no request
-        names one."""
+        """``before_step`` is called before each launch, with the batches in flight and the new one,
+        the oldest first. ``compile_grammar`` is called in a thread of its own. Without
+        ``adapters``, no request names one."""
         self.config = config
         self.runner = runner
         self._clock = clock
         self._before_step = before_step
         overlaps = config.overlap and runner.info.overlap
+        # So many are in flight right after a launch; then the oldest is completed.
         self._most_in_flight = 2 if overlaps else 1
         self._in_flight: list[_InFlight] = []  # the oldest first
-        self._busy_since = 0.0  # when the device could begin with the oldest
+        # When the device began with the oldest: at its launch, or at the end of the one before it.
+        self._busy_since = 0.0
         self.scheduler = self._make_scheduler()
         self._out_of_memory = 0  # steps, within one call of step()
         self._open: set[int] = set()  # keys whose terminal event has not been reported
         grammars = Grammars(compile_grammar, config.grammar_cache)
         self.pending = Pending(grammars, adapters, self._post)
+        # What other threads put here, guarded by _woken:
         self._woken = threading.Condition()
-        self._inbox: list[Message] = []  # this and the two below: under _woken
-        self._results: list[Made] = []  # for requests that wait
+        self._inbox: list[Message] = []
+        self._results: list[Made] = []  # resources that requests wait for
         self._stopped = False
 
     @property
@@ -132,7 +139,7 @@ class Engine:
             self._woken.notify()
 
     def _post(self, made: Made) -> None:
-        """A result for requests that wait; from a thread of its source."""
+        """Called by a thread that makes resources."""
         with self._woken:
             self._results.append(made)
             self._woken.notify()
@@ -146,8 +153,8 @@ class Engine:
         return bool(has_come or self.scheduler.has_work or self._in_flight or self.pending)
 
     def step(self) -> StepReport | None:
-        """Make one step. None: there was nothing to do, and nothing is in flight. If all that is
-        to be done waits for a grammar or an adapter, the step waits for it too.
+        """Make one step. None: there was nothing to do, and nothing is in flight. If every open
+        request waits for a grammar or an adapter, sleep until a message or one of these comes.
 
         With overlap the events are those of the step before, so the first step has none.
         ``step_seconds`` is the time of this call: in steady state what a step on the device takes,
@@ -161,6 +168,7 @@ class Engine:
         if not (events or self.scheduler.has_work or self._in_flight):
             if not self.pending:
                 return None
+            # What has come is applied by the next call; this one returns an empty report.
             self._wait_for_resource(now)
         events += self._make_step(now)
         self._close({event.key for event in events if isinstance(event, TERMINAL)}, now)
@@ -170,9 +178,9 @@ class Engine:
 
     def abandon(self) -> None:
         """Wait until nothing is in flight and drop the outputs."""
-        for each in self._in_flight:
+        for launched in self._in_flight:
             try:
-                each.step.wait()
+                launched.step.wait()
             except Exception:
                 log.warning("a step that is dropped raised", exc_info=True)
         self._in_flight.clear()
@@ -202,8 +210,9 @@ class Engine:
         finally:
             self.stop()
             self.abandon()
+            # What was sent just before stop() has never been looked at, but must end too.
             with self._woken:
-                self._open.update(one.key for one in self._inbox if isinstance(one, Submit))
+                self._note_open(self._inbox)
         if self._open:
             outbox.put(self._fail_open(UnavailableError(_UNLOADED)))
 
@@ -211,16 +220,17 @@ class Engine:
 
     def _take_messages(self, events: list[Event]) -> float:
         """Apply all messages that have come, in order, and begin the requests whose resources are
-        there by now. Returns the time after the last arrival."""
+        there by now. Returns the present, which is not before any request's arrival."""
         while True:
+            # Again until nothing has come meanwhile: a request then joins the very next step.
             with self._woken:
                 results = self._results
                 messages = self._inbox
                 self._results = []
                 self._inbox = []
                 now = self._clock()
-            # All of them first: whatever fails below, each gets its terminal event.
-            self._open.update(each.key for each in messages if isinstance(each, Submit))
+            # First of all: if anything below raises, each of them gets its terminal event.
+            self._note_open(messages)
             for made in results:
                 self.pending.receive(made, now)
             for message in messages:
@@ -230,22 +240,28 @@ class Engine:
             if not (messages or results):
                 return now
 
+    def _note_open(self, messages: list[Message]) -> None:
+        self._open.update(message.key for message in messages if isinstance(message, Submit))
+
     def _apply(self, message: Message, now: float) -> list[Event]:
         if isinstance(message, Submit):
             return self._accept(message, now)
         if isinstance(message, Cancel):
             events = self.scheduler.cancel(message.key)
-            # At once: its resources may come in this very step.
+            # Not only at the end of the step: if its resources came before, it would be begun.
             self._close({event.key for event in events}, now)
             return events
+        # A Finish.
         if self.pending.keep(message):
             return []
         return self.scheduler.finish(message.key, message.index, now)
 
     def _accept(self, message: Submit, now: float) -> list[Event]:
-        """Submit a request, or hold it if it needs a resource. The scheduler may refuse it."""
+        """Submit a request, or hold it if it needs a resource. In both cases the scheduler may
+        refuse it, by its terminal event."""
         if not self.pending.is_needed_by(message):
             return self.scheduler.submit(message)
+        # The scheduler counts it as queued; its resources are made meanwhile.
         refusal = self.scheduler.hold(message)
         if not refusal:
             self.pending.hold(message, now)
@@ -272,37 +288,43 @@ class Engine:
     # ------------------------------------------------------------------ parts of a step
 
     def _make_step(self, now: float) -> list[Event]:
-        """Schedule and launch a step, and complete the oldest in flight if there are enough. With
-        overlap that is the step before: it runs while this one is scheduled."""
+        """Schedule and launch a step, then complete the oldest in flight: this one, or with overlap
+        the step before, which runs while this one is scheduled."""
         events: list[Event] = []
         if not (self.scheduler.has_work or self._in_flight):
             return events
         if self._in_flight and not self.scheduler.can_plan_ahead:
-            # This step depends on what the one before samples.
+            # What to schedule depends on what the step in flight samples.
             events += self._complete_oldest()
         batch = self.scheduler.schedule(now)
-        if self._in_flight and _asks(batch):
-            # A step that asks a draft model overlaps with no other: its launch ends with it, and
-            # each step's time is to be its own. So it is planned again once the other is complete.
+        if self._in_flight and _runs_draft_model(batch):
+            # A step that runs a draft model overlaps with no other: its launch returns at its end,
+            # and the time of each step has to be measured alone. So complete the step in flight,
+            # and schedule again.
             self.scheduler.revert(batch)
             events += self._complete_oldest()
             batch = self.scheduler.schedule(now)
         if not batch.rows:
+            # Nothing to compute now: what is left depends on the step in flight, if there is one.
             if self._in_flight:
                 events += self._complete_oldest()
             return events
         if not self._launch(batch):
             self.scheduler.revert(batch)
+            # To execute it again, nothing else may be in flight.
             if self._in_flight:
                 events += self._complete_oldest()
             return events + self._execute_again(batch.rows)
-        if _asks(batch) or len(self._in_flight) == self._most_in_flight:
+        if _runs_draft_model(batch) or len(self._in_flight) == self._most_in_flight:
             events += self._complete_oldest()
         return events
 
     def _complete_oldest(self) -> list[Event]:
-        """Wait for the oldest step in flight and update. If it failed, the later one, which took
-        its tokens, is dropped: the scheduler plans its rows again."""
+        """Wait for the oldest step in flight and update.
+
+        If it failed, execute it again. A later step in flight then has no input, because it
+        continues what this one samples: drop it. The scheduler will schedule its rows again.
+        """
         batch = self._in_flight[0].batch
         output = self._wait_for_oldest()
         if output is not None:
@@ -310,10 +332,11 @@ class Engine:
             done = self._clock()
             self._busy_since = done
             return self.scheduler.update(batch, output, now=done, seconds=done - began)
-        later = [each.batch for each in self._in_flight]
+        later = [launched.batch for launched in self._in_flight]
         self.abandon()
-        for each in later:
-            self.scheduler.revert(each)
+        # The later one first: each revert undoes the last schedule that is left.
+        for later_batch in later:
+            self.scheduler.revert(later_batch)
         self.scheduler.revert(batch)
         return self._execute_again(batch.rows)
 
@@ -323,41 +346,45 @@ class Engine:
         events: list[Event] = []
         middle = len(rows) // 2
         for half in (rows[:middle], rows[middle:]):
-            part = self.scheduler.retry(half)
-            if not part.rows:
+            # Without the rows of requests that have ended since, so it may be empty.
+            batch = self.scheduler.retry(half)
+            if not batch.rows:
                 continue
-            output = self._wait_for_oldest() if self._launch(part) else None
+            output = None
+            if self._launch(batch):
+                output = self._wait_for_oldest()
             if output is not None:
-                events += self.scheduler.update(part, output, self._clock())
+                events += self.scheduler.update(batch, output, self._clock())
                 continue
-            self.scheduler.revert(part)
-            if len(part.rows) > 1:
-                events += self._execute_again(part.rows)
+            self.scheduler.revert(batch)
+            if len(batch.rows) > 1:
+                events += self._execute_again(batch.rows)
             else:
                 error = InternalError("the request failed in a step")
-                events += self.scheduler.fail(part.rows[0].key, error)
+                events += self.scheduler.fail(batch.rows[0].key, error)
         return events
 
     def _launch(self, batch: Batch) -> bool:
         """Begin a step. False: it raised, and nothing of it runs."""
-        self._before_step([*(each.batch for each in self._in_flight), batch])
+        in_flight = [launched.batch for launched in self._in_flight]
+        self._before_step([*in_flight, batch])
         began = self._clock()
-        step = self._try(lambda: self.runner.launch(batch))
+        step = self._or_none(lambda: self.runner.launch(batch))
         if step is None:
             return False
-        if not self._in_flight:
+        if not self._in_flight:  # else it begins when the one before it ends
             self._busy_since = began
         self._in_flight.append(_InFlight(batch, step))
         return True
 
     def _wait_for_oldest(self) -> StepOutput | None:
-        """The output of the oldest step in flight, which is over then. None: it raised."""
-        output = self._try(self._in_flight[0].step.wait)
+        """The output of the oldest step in flight, which is in flight no more. None: it raised."""
+        output = self._or_none(self._in_flight[0].step.wait)
         del self._in_flight[0]
         return output
 
-    def _try(self, call: Callable[[], T]) -> T | None:
-        """Call the runner. None: the step raised."""
+    def _or_none(self, call: Callable[[], T]) -> T | None:
+        """What this call of the runner returns. None: it raised, but the device can go on."""
         try:
             return call()
         except DeviceLostError:
@@ -371,8 +398,8 @@ class Engine:
     # ------------------------------------------------------------------ parts of the loop
 
     def _step_or_recover(self) -> StepReport | None:
-        """A step. If the loop itself fails, which is our bug, every open request ends, and the
-        scheduler, which may be inconsistent, is replaced."""
+        """Make a step. If the loop itself fails, which is our bug, end every open request and
+        replace the scheduler, which may be inconsistent."""
         try:
             return self.step()
         except DeviceLostError:
@@ -390,8 +417,8 @@ class Engine:
         return StepReport(events, self.scheduler.stats())
 
     def _wait(self) -> None:
-        """Sleep until a message comes. Once idle for a while, check the integrity, one time, in
-        slices: a message ends the check, and other threads run in the pauses."""
+        """Sleep until a message comes. After ``IDLE_CHECK_S`` check the integrity once, in slices:
+        a message ends the check, and other threads run in the pauses."""
         if self._wait_for_message(IDLE_CHECK_S):
             return
         try:
@@ -409,6 +436,7 @@ class Engine:
         self._wait_for_message(None if deadline is None else max(0.0, deadline - now))
 
     def _wait_for_message(self, timeout: float | None) -> bool:
+        """Sleep until a message, a resource or stop() comes. False: none came in time."""
         with self._woken:
             return self._woken.wait_for(self._has_news, timeout)
 
@@ -426,6 +454,6 @@ class Engine:
         )
 
 
-def _asks(batch: Batch) -> bool:
-    """Whether the step asks a draft model."""
+def _runs_draft_model(batch: Batch) -> bool:
+    """Whether the step asks a draft model for proposals."""
     return any(row.propose for row in batch.rows)

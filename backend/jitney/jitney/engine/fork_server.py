@@ -33,7 +33,8 @@ LOADER = "jitney.engine.assemble:prepare"
 
 
 def default_loader() -> tuple[str, ...]:
-    """Names of what the fork server calls, in this order. The last gives a ``LoadModel``."""
+    """Names of what the fork server calls, in this order: functions that prepare something, then
+    the one that returns a :data:`~jitney.engine.loading.LoadModel`."""
     ahead = [found.value for found in entry_points(group=AHEAD)]
     return (*sorted(ahead), LOADER)
 
@@ -42,24 +43,27 @@ class ForkServer:
     """The process that engines are forked from. Started when it is first needed, and again when it
     has died."""
 
-    def __init__(self, loader: tuple[str, ...], stopped: threading.Event) -> None:
-        """``loader``: see :func:`default_loader`. Once ``stopped`` is set, nothing waits for it any
-        more: it is killed."""
-        self._loader = loader
+    def __init__(self, names: tuple[str, ...], stopped: threading.Event) -> None:
+        """``names``: see :func:`default_loader`. Once ``stopped`` is set, whoever waits for an
+        answer of the fork server kills it instead."""
+        self._names = names
         self._stopped = stopped
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        # The kernel ends it with the thread that started it: so that is one that stays.
+        # The kernel kills a fork server when the thread that started it ends (PR_SET_PDEATHSIG). So
+        # it is started by a thread that lives as long as this object.
         self._starter = ThreadPoolExecutor(1, "jitney-fork-server-starter")
 
     def fork(self) -> tuple[int, socket.socket]:
-        """A new engine: its pid, 0 if none could be forked, and the socket to it."""
+        """A new engine: its pid and the socket to it. The pid is 0 if the fork server has died and
+        no engine was forked; the socket then has reached its end."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._control is not None
         ours, theirs = socket.socketpair()
         with theirs:
-            with contextlib.suppress(OSError):  # it has just died: no number will come
+            # An OSError means that the fork server has just died: then no pid comes either.
+            with contextlib.suppress(OSError):
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
             return self._receive() or 0, ours
 
@@ -68,7 +72,8 @@ class ForkServer:
         status = self._receive()
         if status is not None:
             return status
-        assert self._process is not None  # it died before its engine could be asked for
+        # The fork server has died, and its engine with it: their ends are one.
+        assert self._process is not None
         return self._process.wait()
 
     def close(self) -> None:
@@ -95,18 +100,19 @@ class ForkServer:
         # rows: 120 MB of heap, and nothing is faster for it.
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
             environment.setdefault(name, "16")
-        # Who stops a server signals all its processes; but the front decides when its engine ends.
+        # Whoever stops a server may send the signal to all its processes. But the front decides
+        # when its engine ends. The mask is this thread's; a child inherits it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         command = [python_executable(), "-X", "faulthandler", "-m", "jitney.engine.process"]
         return subprocess.Popen(
-            [*command, str(descriptor), *self._loader],
+            [*command, str(descriptor), *self._names],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             env=environment,
         )
 
     def _receive(self) -> int | None:
-        """A number from it; None if it has died."""
+        """The next number that the fork server sends; None if it has died."""
         assert self._control is not None
         assert self._process is not None
         poll = select.poll()
@@ -116,7 +122,7 @@ class ForkServer:
                 self._process.kill()
         try:
             data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
-        except ConnectionResetError:  # it died before it read what it was asked
+        except ConnectionResetError:  # it died before it read the request
             return None
         if len(data) < NUMBER.size:
             return None
@@ -125,8 +131,8 @@ class ForkServer:
 
 
 class EngineConnection:
-    """An engine's process, the socket to it, and a thread that writes, because a process that hangs
-    must hold up nobody who sends."""
+    """An engine's process, the socket to it, and a thread that writes to it: whoever sends must not
+    wait for a process that hangs."""
 
     def __init__(self, fork_server: ForkServer, start: Start) -> None:
         self._fork_server = fork_server
@@ -157,7 +163,7 @@ class EngineConnection:
         return self._status
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # it has died: whoever reads finds out
+        with contextlib.suppress(OSError):  # the engine has died: the reader finds out and acts
             while True:
                 frame = self._outgoing.get()
                 if frame is None:

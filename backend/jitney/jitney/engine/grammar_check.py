@@ -25,12 +25,14 @@ class GrammarChecker:
     """Starts its process for the first check, and keeps the grammars that were asked for last."""
 
     def __init__(self, config: EngineConfig, module: str, setup: bytes) -> None:
-        """``module`` is what the process runs, ``setup`` the first line that it reads."""
+        """``module`` is what the process runs, ``setup`` the first line that it reads. It answers
+        each line by a line."""
         self._config = config
         self._module = module
         self._setup = setup
+        # Option structured_outputs as JSON -> its grammar; the one used longest ago first.
         self._checked: OrderedDict[bytes, str] = OrderedDict()
-        self._lock = threading.Lock()  # the process
+        self._lock = threading.Lock()  # held by the thread that talks to the process
         self._process: subprocess.Popen[bytes] | None = None
 
     def knows(self, structured: StructuredOutputs) -> bool:
@@ -43,7 +45,8 @@ class GrammarChecker:
         asked = msgspec.json.encode(structured)
         known = self._checked.get(asked)
         if known is not None:
-            with contextlib.suppress(KeyError):  # another thread may just have evicted it
+            # Another thread may have evicted it since the line above.
+            with contextlib.suppress(KeyError):
                 self._checked.move_to_end(asked)
             return known
         with self._lock:
@@ -54,7 +57,7 @@ class GrammarChecker:
         return grammar
 
     def close(self) -> None:
-        """End the process. Another check would start another."""
+        """End the process. A check after that would start another one."""
         process = self._process
         self._process = None
         if process is not None:
@@ -79,6 +82,7 @@ class GrammarChecker:
         return verdict["grammar"]
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start a process, in place of one that may have died, and wait until it can check."""
         self.close()
         self._process = subprocess.Popen(
             [python_executable(), "-m", self._module],
@@ -93,20 +97,23 @@ class GrammarChecker:
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bytes | None:
-    """Send a line and wait for one. None if none comes in time, or the process ends."""
+    """Send a line and wait for one. None if nothing comes for ``timeout_s``, or the process has
+    ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
+    try:
         process.stdin.write(line)
         process.stdin.flush()
-        answer = b""
-        poll = select.poll()
-        poll.register(process.stdout, select.POLLIN)
-        while poll.poll(1000 * timeout_s):
-            data = os.read(process.stdout.fileno(), 1 << 20)
-            answer += data
-            if answer.endswith(b"\n"):
-                return answer
-            if not data:
-                return None
+    except BrokenPipeError:
+        return None
+    answer = b""
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    while poll.poll(1000 * timeout_s):
+        data = os.read(process.stdout.fileno(), 1 << 20)
+        if not data:
+            return None  # the process has ended
+        answer += data
+        if answer.endswith(b"\n"):
+            return answer
     return None

@@ -20,15 +20,19 @@ class Grammars:
     """Keeps a bounded number of them. A request that has begun keeps its own in any case."""
 
     def __init__(self, compile_grammar: Compile, most: int) -> None:
+        """At most ``most`` are kept."""
         self._compile = compile_grammar
         self._most = most
+        # Everything here goes by the grammar's text, which is both its name and its id.
         self._kept: OrderedDict[str, _Result] = OrderedDict()  # the one used longest ago first
-        self._waiting: dict[str, list[int]] = {}  # keys, by the text that is being compiled
-        self._results: dict[int, _Result] = {}  # by key, until it is asked for
-        self._new: list[str] = []
+        self._new: list[str] = []  # to be compiled, not handed out yet
+        self._waiting: dict[str, list[int]] = {}  # being compiled -> keys of requests that wait
+        self._results: dict[int, _Result] = {}  # key of a request -> its grammar, until get()
+
+    # The methods of ``pending.Source``; see there.
 
     def name_of(self, message: Submit) -> str | None:
-        """See ``pending.Source``, here and below. A grammar's name is its text."""
+        """None: the request has no grammar."""
         return message.grammar or None
 
     def claim(self, key: int, name: str, now: float) -> bool:
@@ -74,6 +78,7 @@ class Grammars:
     def release(self, keys: Collection[int], now: float) -> Sequence[int]:
         for key in keys:
             self._results.pop(key, None)
+        # A grammar that nobody waits for any more is compiled all the same, and kept.
         for waiting in self._waiting.values():
             waiting[:] = [key for key in waiting if key not in keys]
         return ()
@@ -83,5 +88,5 @@ class Grammars:
 
 
 def refuse(text: str) -> Grammar:
-    """What a model does without a :data:`Compile`."""
+    """The :data:`Compile` of a model that takes no grammars."""
     raise InvalidArgumentError("structured_outputs is not supported for this model's tokenizer")

@@ -27,7 +27,7 @@ class Health:
     restarts: Counter[str] = field(default_factory=Counter)
     """By cause."""
     deaths: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=64))
-    """When the last ones were (monotonic seconds), and the cause of each."""
+    """The last deaths of an engine: when (monotonic seconds), and the cause."""
     replayed_requests: int = 0
     replayed_tokens: int = 0
     """Tokens that had been emitted, and whose K and V were computed again."""
@@ -62,7 +62,8 @@ class EngineHandle(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` has to be called, even if no request is open any more."""
+        """Whether :meth:`step` has to be called. With overlap that may be so although no request is
+        open any more: the last step is still in flight."""
 
     def reset(self) -> None:
         """Forget every request, without an event: the caller has ended them."""

@@ -3,9 +3,10 @@
 It is what a new engine needs in place of one that has died: :meth:`Journal.due` gives the messages
 that bring it to where the old one was.
 
-It also finds the request that ends engines. A request is under suspicion if two engines died while
-computing the same tokens of it. It is then sent to the next engine alone, and all others wait until
-it has emitted some tokens. If two engines die of it when it is alone, it is failed.
+It also finds the request that ends engines. A request is a suspect once two engines in a row have
+died while they computed the same tokens of it. The next engine then gets this request alone; all
+others wait here until the suspect has emitted some tokens or has ended. If two more engines die at
+the same tokens, the request is failed.
 
 Pure and without threads: the supervisor calls it under a lock.
 """
@@ -35,11 +36,14 @@ from jitney.messages import (
 )
 
 SUSPECT_DEATHS = 2
-FATAL_DEATHS = 4  # the last two alone
+"""Deaths in a row at the same tokens after which a request is tried alone."""
+FATAL_DEATHS = 4
+"""Deaths in a row at the same tokens after which a request is failed. Before the last two deaths it
+was tried alone."""
 PROOF_SAMPLES = 2
-"""So many sampled tokens prove a request innocent. One does not: a fault of decoding alone lets the
-first token of a resumed request through, which its prefill makes, and what a grammar forces then.
-"""
+"""Samples, since the last death, that prove a request innocent. One is not enough: the first token
+of a resumed request comes from its prefill, so a fault that only decoding has would not have struck
+yet. Tokens that a grammar forces come with the sample before them and prove nothing more."""
 
 
 @dataclass(slots=True)
@@ -50,23 +54,22 @@ class _Entry:
     sequences: list[Emitted]
     first_token: float | None = None
     later: list[Finish | Cancel] = field(default_factory=list)
-    """What was sent after it, to be sent again."""
+    """The messages that followed its Submit. Every new engine gets them again."""
     died_at: list[RowRange] = field(default_factory=list)
-    """What was being computed of it when an engine last died."""
+    """Its rows in the step in which an engine last died."""
     deaths: int = 0
-    """Engines that died at the same tokens of it, without a new one since."""
+    """Engines in a row that died at the same tokens of it. Back to 0 once it is proved innocent."""
     was_sent: bool = False
-    """To any engine. If that died before it refused the request, this counts as accepted."""
+    """Whether any engine has got it. From then on it counts as accepted, so that the next engine
+    resumes it, even if the one before died before it could accept or refuse it."""
     tokens_since_death: int = 0
     samples_since_death: int = 0
 
     def messages(self) -> list[Message]:
         """What brings an engine to where this request is."""
-        submit = msgspec.structs.replace(
-            self.submit,
-            emitted=self.sequences if self.was_sent else [],
-            first_token=self.first_token,
-        )
+        # With ``emitted`` a request is resumed, not admitted anew.
+        emitted = self.sequences if self.was_sent else []
+        submit = msgspec.structs.replace(self.submit, emitted=emitted, first_token=self.first_token)
         return [submit, *self.later]
 
     def end_by_deadline(self, first_token: float, now: float) -> list[Event]:
@@ -93,19 +96,20 @@ class _Entry:
         if tokens.cumulative_logprob is not None:
             sequence.cumulative_logprob = tokens.cumulative_logprob
         if tokens.ids:
-            self.first_token = self.first_token or now
+            if self.first_token is None:
+                self.first_token = now
             self.tokens_since_death += len(tokens.ids)
+            # One step, one sample: further ids of the same event are forced tokens or drafts.
             self.samples_since_death += 1
 
     @property
     def is_proved_innocent(self) -> bool:
-        """Whether an engine has survived what the ones before died of."""
+        """Whether an engine has computed the tokens at which those before it died."""
         return self.samples_since_death >= PROOF_SAMPLES
 
     def note_death(self, rows: list[RowRange]) -> None:
         """An engine died while it computed these rows of it."""
-        new = self.tokens_since_death
-        if any(_overlap(row, other, new) for row in rows for other in self.died_at):
+        if self._has_died_there(rows):
             self.deaths += 1
         else:
             self.deaths = 1
@@ -113,15 +117,26 @@ class _Entry:
         self.tokens_since_death = 0
         self.samples_since_death = 0
 
+    def _has_died_there(self, rows: list[RowRange]) -> bool:
+        """Whether the engine before died at these tokens too."""
+        for row in rows:
+            for other in self.died_at:
+                if _overlap(row, other, self.tokens_since_death):
+                    return True
+        return False
+
 
 class Journal:
     """See the module's docstring."""
 
     def __init__(self) -> None:
-        self._open: dict[int, _Entry] = {}
-        self._held: dict[int, None] = {}  # open requests that no engine has, in order
-        self._unsent: list[Finish | Cancel] = []  # of those that it has
-        self._alone: int | None = None  # the request that is tried without the others
+        self._open: dict[int, _Entry] = {}  # by key, in order of arrival
+        # Keys of the open requests that the engine has not got; a dict, because it keeps the order.
+        self._held: dict[int, None] = {}
+        # Messages for requests that the engine has got, to be sent with the next due().
+        self._unsent: list[Finish | Cancel] = []
+        # Key of the suspect that is tried alone: until it is cleared, no held request is sent.
+        self._alone: int | None = None
 
     def __len__(self) -> int:
         """Open requests."""
@@ -136,14 +151,15 @@ class Journal:
             return
         entry = self._open.get(message.key)
         if entry is None:
-            return  # it has ended
+            return  # the request has ended
         entry.later.append(message)
+        # The messages of a held request go with it, when it is sent.
         if message.key not in self._held:
             self._unsent.append(message)
 
     def read(self, report: StepReport, now: float) -> list[Event]:
-        """Note what the engine reports, before anybody is told. Returns the events of open
-        requests: others have ended here."""
+        """Note what the engine reports, before a client gets it. Returns the events of open
+        requests; those of requests that have ended here meanwhile are dropped."""
         events: list[Event] = []
         for event in report.events:
             entry = self._open.get(event.key)
@@ -160,12 +176,13 @@ class Journal:
         return events
 
     def crashed(self, rows: list[RowRange]) -> list[Failed]:
-        """The engine has died, maybe while it computed ``rows``. The requests that this ends."""
-        computing: dict[int, list[RowRange]] = {}
+        """The engine has died while it computed ``rows``; empty if it was between two steps.
+        Returns the events of the requests that are failed because of it."""
+        rows_by_key: dict[int, list[RowRange]] = {}
         for row in rows:
-            computing.setdefault(row.key, []).append(row)
+            rows_by_key.setdefault(row.key, []).append(row)
         failed: list[Failed] = []
-        for key, own_rows in computing.items():
+        for key, own_rows in rows_by_key.items():
             entry = self._open.get(key)
             if entry is None:
                 continue
@@ -174,29 +191,32 @@ class Journal:
                 del self._open[key]
                 error = f"this request ended the engine {FATAL_DEATHS} times at the same tokens"
                 failed.append(Failed(key, InternalError.code, error))
-        self._unsent.clear()
+        # The next engine needs every open request, with all of its messages, unsent ones included.
         self._held = dict.fromkeys(self._open)
+        self._unsent.clear()
         self._alone = self._next_suspect()
         return failed
 
     def expire(self, now: float, engine_is_silent: bool = False) -> list[Event]:
-        """End the requests whose deadline is reached, or that were cancelled, if the engine will
-        not do it: those that it does not have, or all if it is silent."""
+        """End requests that were cancelled or whose deadline is reached, where the engine cannot
+        do it: the held requests, or all of them if the engine is silent."""
         events: list[Event] = []
-        for key in list(self._open if engine_is_silent else self._held):
-            ends = _ends_of(self._open[key], now)
-            if ends:
-                events += ends
+        keys = self._open if engine_is_silent else self._held
+        for key in list(keys):
+            final_events = _final_events(self._open[key], now)
+            if final_events:
+                events += final_events
                 self._close(key)
         return events
 
     def due(self) -> list[Message]:
-        """The messages to send now, to an engine that is up: what it lacks and may have."""
+        """Take the messages that are to be sent now to an engine that is up. While a suspect is
+        tried alone, all other held requests stay."""
         messages: list[Message] = [*self._unsent]
         self._unsent.clear()
         for key in list(self._held):
-            if self._alone not in (None, key):
-                continue  # it waits until that one is done
+            if self._alone is not None and key != self._alone:
+                continue
             del self._held[key]
             entry = self._open[key]
             messages += entry.messages()
@@ -235,7 +255,8 @@ class Journal:
         self._clear(key)
 
     def _clear(self, key: int) -> None:
-        """If ``key`` was tried alone: it is not at fault, or has ended. The next suspect's turn."""
+        """This request is not at fault, or has ended. If it was tried alone, the next suspect is;
+        without another suspect, all held requests are due."""
         if key == self._alone:
             self._alone = self._next_suspect()
 
@@ -246,8 +267,8 @@ class Journal:
         return None
 
 
-def _ends_of(entry: _Entry, now: float) -> list[Event]:
-    """The events that end a request which the engine will not end; none if it goes on."""
+def _final_events(entry: _Entry, now: float) -> list[Event]:
+    """The events that end a request if it was cancelled or its deadline is reached; else none."""
     submit = entry.submit
     if any(isinstance(message, Cancel) for message in entry.later):
         return [Cancelled(submit.key)]
@@ -262,7 +283,10 @@ def _ends_of(entry: _Entry, now: float) -> list[Event]:
 
 
 def _overlap(row: RowRange, other: RowRange, new_tokens: int) -> bool:
-    """Whether both are of the same tokens, those made between them counted in."""
+    """Whether two rows, one of each death, are about the same tokens. ``new_tokens`` is what the
+    request has emitted between the deaths: by so much its later row may have moved on, although the
+    cause is the same.
+    """
     if row.index != other.index:
         return False
     return row.start < other.end + new_tokens and other.start < row.end + new_tokens

@@ -5,7 +5,9 @@ made in a thread, one for each kind of resource, and the result comes back as a 
 :class:`Made`, through the engine's inbox. So one request's wait holds up nobody else, and nothing
 here is shared: the engine's thread alone calls everything but :meth:`Source.make`.
 
-A kind of resource is a :class:`Source`. The scheduler counts the requests that wait as queued.
+A kind of resource is a :class:`Source`. What a request names and what is made need not be the same:
+an adapter's name stays when its files change, and then another id is made. The scheduler counts the
+requests that wait as queued.
 """
 
 import logging
@@ -29,24 +31,26 @@ class Source(Protocol[T_co]):
         """Name of the resource that a request needs. None: it needs none of this kind."""
 
     def claim(self, key: int, name: str, now: float) -> bool:
-        """Request ``key`` needs this resource until :meth:`release`. Whether it is there."""
+        """Request ``key`` needs this resource until :meth:`release`. Returns whether it is there;
+        if not, a later :meth:`receive` or :meth:`release` returns the key."""
 
     def to_make(self) -> Sequence[Hashable]:
-        """What is to be made now. Each is given once."""
+        """Take the ids of what is to be made now. Each id is returned once."""
 
     def make(self, id: Any) -> object:
         """Make one of these. Called in a thread, touches no state. Raises a JitneyError."""
 
     def receive(self, id: Any, result: Any, now: float) -> Sequence[int]:
-        """What :meth:`make` returned, or the JitneyError that it raised. The requests whose wait
-        for this kind is over by it."""
+        """``result`` is what :meth:`make` returned, or the JitneyError that it raised. Returns the
+        keys of the requests that need not wait for this kind of resource any longer."""
 
     def get(self, key: int) -> T_co:
-        """The resource of a request whose wait is over. Raises what its making raised."""
+        """The resource of a request that need not wait. Called once for each key. Raises the error
+        that :meth:`make` raised."""
 
     def release(self, keys: Collection[int], now: float) -> Sequence[int]:
-        """These requests have ended; not all of them had claimed something. The requests whose
-        wait for this kind is over by it."""
+        """These requests have ended; some of them may have claimed nothing. Returns as
+        :meth:`receive`: what they used may have made room for others."""
 
     def report(self, stats: StepStats) -> None:
         """Add its figures since the last report."""
@@ -69,7 +73,8 @@ class Held:
     num_missing: int = 0
     """Resources that are not there yet."""
     later: list[Finish] = field(default_factory=list)
-    """What has come for it since: a resumed request may have sequences to be ended."""
+    """Messages that came for it while it waited. Only a request that another engine had begun has
+    any: its output may hold a stop string already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class Pending:
         if adapters is not None:
             self._sources.append(adapters)
         self.threads = [ThreadPoolExecutor(1, "jitney-resources") for _ in self._sources]
-        """By source: where its resources are made, one after the other."""
+        """One thread for each of the sources, in their order: it makes that source's resources."""
         self._post = post
         self.waiting: dict[int, Held] = {}
         """By key."""
@@ -124,7 +129,7 @@ class Pending:
         self._start_making()
 
     def keep(self, message: Finish) -> bool:
-        """Keep this for a request that is here. Whether it is."""
+        """If the request is here, keep the message with it. Returns whether it is here."""
         held = self.waiting.get(message.key) or self._ready.get(message.key)
         if held is None:
             return False
@@ -133,17 +138,18 @@ class Pending:
 
     def receive(self, made: Made, now: float) -> None:
         """A resource has been made."""
-        self._go_on(made.source.receive(made.id, made.result, now))
+        self._end_waits(made.source.receive(made.id, made.result, now))
         self._start_making()
 
     def take_ready(self) -> list[Held]:
-        """The requests whose resources are all there, or could not be made: they leave."""
+        """Take the requests whose resources are all there or could not be made."""
         ready = list(self._ready.values())
         self._ready.clear()
         return ready
 
     def resources_of(self, message: Submit) -> Resources:
-        """The resources of a request that has left. Raises why one could not be made."""
+        """The resources of a request that was taken; to be called once. Raises the JitneyError
+        that tells why one could not be made."""
         grammar = None
         adapter = None
         if self._grammars.name_of(message) is not None:
@@ -153,12 +159,12 @@ class Pending:
         return Resources(grammar, adapter)
 
     def release(self, keys: Collection[int], now: float) -> None:
-        """These requests have ended, here or after they had left."""
+        """These requests have ended, while they were here or after they were taken."""
         for key in keys:
             self.waiting.pop(key, None)
             self._ready.pop(key, None)
         for source in self._sources:
-            self._go_on(source.release(keys, now))
+            self._end_waits(source.release(keys, now))
         self._start_making()
 
     def report(self, stats: StepStats) -> None:
@@ -166,7 +172,8 @@ class Pending:
         for source in self._sources:
             source.report(stats)
 
-    def _go_on(self, keys: Sequence[int]) -> None:
+    def _end_waits(self, keys: Sequence[int]) -> None:
+        """These requests need not wait for one of their resources any longer."""
         for key in keys:
             held = self.waiting[key]
             held.num_missing -= 1

@@ -55,10 +55,13 @@ _STOP_S = 4.0
 _SILENT_S = 2.0
 """After so many seconds without a sign of life from the engine, deadlines are kept here."""
 _MOST_DEATHS = 5
+"""After so many deaths within ``_DEATHS_WITHIN_S`` seconds, with no step completed between them,
+requests are refused until another engine is loaded."""
 _DEATHS_WITHIN_S = 60.0
 _MOST_NAMES = 32
-"""Requests that the line about another engine names."""
+"""Most requests that the log line about a new engine names."""
 _BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Pauses before further attempts to start an engine; the last one repeats."""
 
 
 class SupervisedEngine:
@@ -79,18 +82,19 @@ class SupervisedEngine:
         names = default_loader() if loader is None else (loader,)
         self._fork_server = ForkServer(names, self._stopped)
         self._clock = clock
-        self._lock = threading.Lock()  # the journal, the connection, and who may be refused
+        self._lock = threading.Lock()  # guards the next three
         self._journal = Journal()
-        self._connection: EngineConnection | None = None
-        self._refusal: str | None = None
-        self._stop_by = math.inf  # once it is stopped
-        self._outbox: Outbox = queue.SimpleQueue()  # the caller's, once it runs
-        self._rows: list[RowRange] = []  # of the step that the engine is in
-        self._stats = StepStats()
-        self._heard = 0.0  # when the engine last gave a sign of life, or had nothing to do
-        self._idle_deaths: list[float] = []  # of engines that had completed no step since the last
-        self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()  # for step()
-        self._thread: threading.Thread | None = None  # which fills it
+        self._connection: EngineConnection | None = None  # None: no engine is loaded
+        self._refusal: str | None = None  # why new requests are refused; None: they are not
+        self._stop_by = math.inf  # when an engine that was told to stop is killed
+        self._outbox: Outbox = queue.SimpleQueue()  # the caller's, from run() on
+        self._rows: list[RowRange] = []  # of the steps in flight: at work if the engine dies now
+        self._stats = StepStats()  # of the last report
+        self._heard = 0.0  # when the engine last sent something, or no request was open
+        self._idle_deaths: list[float] = []  # times of deaths since an engine completed a step
+        # Only with run_in_thread():
+        self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------ any thread
 
@@ -132,6 +136,7 @@ class SupervisedEngine:
             if self._refusal is not None and isinstance(message, Submit):
                 raise UnavailableError(self._refusal)
             if not self._journal:
+                # An idle engine sends nothing. Its silence counts from its next request on.
                 self._heard = self._clock()
             self._journal.take(message)
             self._send_due()
@@ -151,7 +156,7 @@ class SupervisedEngine:
             if self._connection is not None:
                 self._connection.send(Stop())
 
-    # ------------------------------------------------------------------ a front that asks
+    # ------------------------------------------------------------------ a front that calls step()
 
     has_work = False
     """The engine makes its steps by itself, after a cancel too: nobody has to call :meth:`step`."""
@@ -200,16 +205,18 @@ class SupervisedEngine:
                 self.kill()
 
     def _read(self, connection: EngineConnection) -> str:
-        """Hand reports on until the engine ends. Why it did: one of ``CAUSES``."""
+        """Hand reports on until the engine ends. Why it ended: one of ``CAUSES``."""
         self._heard = self._clock()
         killed_for = ""
+        # EOFError: the engine has ended, and everything that it sent has been received.
         with contextlib.suppress(EOFError):
             while True:
                 message = self._receive(connection)
                 if message is None and killed_for:
-                    break  # nothing that it sent before is left
+                    break  # a killed engine sends nothing more, but its socket may stay open
                 reason = self._reason_to_kill()
                 if reason:
+                    # Go on receiving: what it sent before it was killed belongs to the clients.
                     killed_for = reason
                     connection.kill()
                 if isinstance(message, StepBegun):
@@ -221,61 +228,70 @@ class SupervisedEngine:
             return killed_for
         if status < 0:
             return "killed"
-        return "device_lost" if status == DEVICE_LOST else "failed"
+        if status == DEVICE_LOST:
+            return "device_lost"
+        return "failed"
 
     def _reason_to_kill(self) -> str:
-        """Which of ``CAUSES`` it is if the engine must not go on; else empty."""
+        """One of ``CAUSES`` if the engine must be killed now; else empty."""
         now = self._clock()
         if now - self._heard > self.config.watchdog_s:
             return "hung"
-        return "killed" if now > self._stop_by else ""
+        if now > self._stop_by:
+            return "killed"
+        return ""
 
     def _receive(self, connection: EngineConnection) -> Up | None:
-        """The next message, None after a while without one. Log records are logged.
-
-        Meanwhile requests that no engine has end at their deadline. If the engine is silent, all
-        requests do.
-        """
+        """The next message; None if none comes within ``TICK_S``. In either case end the requests
+        that the engine cannot end, and log what it logs."""
         message = connection.frames.receive(TICK_S)
         now = self._clock()
         if message is not None or not self._journal:
             self._heard = now
-        silent = now - self._heard > _SILENT_S
-        with self._lock:
-            events = self._journal.expire(now, silent)
-        if silent:
-            for event in events:  # should it go on after all, then without these
-                connection.send(Cancel(event.key))
-        self._report(events)
+        self._expire(connection, now)
         if isinstance(message, Logged):
             logging.getLogger(message.logger).log(message.level, "%s", message.text)
         return message
 
+    def _expire(self, connection: EngineConnection, now: float) -> None:
+        """End held requests at their deadline, and all requests if the engine is silent."""
+        silent = now - self._heard > _SILENT_S
+        with self._lock:
+            events = self._journal.expire(now, silent)
+        if silent:
+            # The engine may have these requests. If it goes on after all, it must drop them.
+            for event in events:
+                connection.send(Cancel(event.key))
+        self._report(events)
+
     def _take_report(self, report: StepReport) -> None:
         if report.stats.batch_sequences:
             self._idle_deaths.clear()
-        if not self.info.overlap:  # else the next step is in flight
+        # With overlap the next step is in flight already, and _rows are its rows.
+        if not self.info.overlap:
             self._rows = []
         self._stats = report.stats
         with self._lock:
             events = self._journal.read(report, self._clock())
-            self._send_due()  # a suspect was cleared: the others' turn
+            self._send_due()  # if the report clears a suspect, the held requests are due
         self._outbox.put(StepReport(events, report.stats))
 
     def _report(self, events: Sequence[Event]) -> None:
-        """Events that the engine has not reported, but the supervisor has decided on."""
+        """Hand on events that the supervisor itself has decided on."""
         if events:
             self._outbox.put(StepReport(list(events), self._stats))
 
     # ------------------------------------------------------------------ another engine
 
     def _replace(self, cause: str) -> None:
-        """Start an engine in place of one that has died, and send it all open requests."""
+        """Start an engine in place of one that has died, and send it all open requests. Returns
+        once one is loaded, or when this is stopped."""
         began = self._clock()
         self._note_death(cause, began)
+        does_not_stay_up = len(self._idle_deaths) >= _MOST_DEATHS
         for attempt in itertools.count():
-            dies_at_once = len(self._idle_deaths) >= _MOST_DEATHS
-            if dies_at_once or attempt:
+            # As a rule the first attempt is made at once and succeeds, and no client notices.
+            if does_not_stay_up or attempt > 0:
                 self._give_up("the engine does not stay up; it is being started again")
                 pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
                 if self._stopped.wait(pause):
@@ -291,7 +307,7 @@ class SupervisedEngine:
             return
 
     def _note_death(self, cause: str, at: float) -> None:
-        """Count it, and fail the request that is proved to have caused it."""
+        """Count the death, and fail the request that is proved to have caused it."""
         with self._lock:
             self.health.up = False
             self._connection = None
@@ -303,8 +319,9 @@ class SupervisedEngine:
         if failed:
             self._idle_deaths = []  # the request that caused them is gone
         else:
-            recent = [each for each in self._idle_deaths if each > at - _DEATHS_WITHIN_S]
-            self._idle_deaths = [*recent, at]
+            earliest = at - _DEATHS_WITHIN_S
+            self._idle_deaths = [death for death in self._idle_deaths if death > earliest]
+            self._idle_deaths.append(at)
 
     def _log_replaced(self, cause: str, seconds: float) -> None:
         with self._lock:
@@ -314,9 +331,10 @@ class SupervisedEngine:
         _log.warning(text, cause, seconds, left, names or "none")
 
     def _give_up(self, reason: str) -> None:
-        """Refuse requests and end the open ones as UNAVAILABLE."""
+        """Refuse new requests from now on, and end the open ones, as UNAVAILABLE."""
         with self._lock:
-            self._refusal = self._refusal or reason
+            if self._refusal is None:
+                self._refusal = reason
             failed = self._journal.end_all(UnavailableError(self._refusal))
         self._report(failed)
 
@@ -329,6 +347,7 @@ class SupervisedEngine:
         except BaseException:
             connection.close()
             raise
+        # Under one hold of the lock: no message may pass between the replay and the first send().
         with self._lock:
             self._connection = connection
             self.health.up = True

@@ -59,7 +59,7 @@ class RowRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
-    """What the device is about to compute, that of a step still in flight included."""
+    """The device is about to compute these rows. Those of a step still in flight are among them."""
 
     rows: list[RowRange]
 
@@ -81,12 +81,12 @@ class Frames(Generic[T]):
     receives."""
 
     def __init__(self, end: socket.socket, arriving: object) -> None:
-        """``arriving`` is the union of the types that may arrive."""
+        """``end`` is this process's socket of the pair, ``arriving`` the union ``T`` as a value."""
         self._end = end
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(arriving)
         self._sending = threading.Lock()
-        self._received = bytearray()
+        self._received = bytearray()  # begins with a frame, which may not be whole yet
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
 
@@ -107,8 +107,11 @@ class Frames(Generic[T]):
     def receive(self, timeout_s: float | None = None) -> T | None:
         """The next message; None if none has come in time. Raises EOFError if the other end is
         gone and everything that it sent has been received."""
-        while (message := self._take()) is None:
-            wait_ms = None if timeout_s is None else 1000 * timeout_s
+        wait_ms = None if timeout_s is None else 1000 * timeout_s
+        while True:
+            message = self._take()
+            if message is not None:
+                return message
             if not self._poll.poll(wait_ms):
                 return None
             try:
@@ -118,14 +121,13 @@ class Frames(Generic[T]):
             if not data:
                 raise EOFError
             self._received += data
-        return message
 
     def close(self) -> None:
         """Close this end: the other one then receives EOFError."""
         self._end.close()
 
     def _take(self) -> T | None:
-        """A message that has arrived whole."""
+        """Take the first message out of what was received; None if it is not whole yet."""
         if len(self._received) < _LENGTH.size:
             return None
         (size,) = _LENGTH.unpack_from(self._received)
