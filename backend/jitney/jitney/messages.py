@@ -25,7 +25,7 @@ FinishReason = Literal["stop", "length", "deadline"]
 
 
 class Emitted(msgspec.Struct, array_like=True):
-    """What one sequence of a request has emitted; the front adds to it."""
+    """What one sequence of a request has emitted. The front keeps it up to date."""
 
     ids: list[int] = []
     cumulative_logprob: float = 0.0
@@ -45,18 +45,19 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="su
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a sequence: the model's ends of sequence (unless ignored) and stop_token_ids."""
     bad_words_ids: list[list[int]] = []
-    """``bad_words`` as token sequences: the last id of one may not follow the ids before it."""
+    """``bad_words`` as lists of token ids. Where the output ends with all but the last id of a
+    list, that last id may not be sampled."""
     arrival: float
     deadline: float | None = None
     emitted: list[Emitted] = []
-    """Set if an engine that has ended had accepted it, one for each of its ``n`` sequences: it goes
-    on like a preempted one."""
+    """Not empty if an engine that has died had this request: one entry for each of its ``n``
+    sequences. The request is then resumed as if it had been preempted."""
     first_token: float | None = None
-    """When it emitted its first token, if it has."""
+    """When the request emitted its first token, if it has."""
     request_id: str = ""
     """The client's, for the log: it need not be unique."""
     grammar: str = ""
-    """What ``structured_outputs`` became, checked; empty if there was none."""
+    """``structured_outputs`` as a grammar in the compiler's form, already checked; empty: none."""
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
@@ -122,7 +123,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     computed_prompt_tokens: int = 0
     preemptions: int = 0
     preempted_s: list[float] = []
-    """When each of them was."""
+    """When each of the preemptions was, in seconds since ``arrival``."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
@@ -154,66 +155,71 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Of one tier: gauges after a step, and counts within it."""
 
     waiting: int = 0
+    """Sequences."""
     running: int = 0
     """Sequences."""
     held_back: int = 0
-    """Running sequences that had no row, or less of a chunk than the token budget allowed, so that
-    the step was within a target. A count."""
+    """A count: running sequences that got no row, or a smaller chunk than the token budget allowed,
+    to keep the step within a tier's latency target."""
     overdue: int = 0
-    """Requests of which nothing was admitted while they aged. A count."""
+    """A count: requests that reached the full age of their tier before any of their sequences was
+    admitted."""
     oldest_s: float = 0.0
-    """Seconds for which the sequence that waits longest does so: since its arrival, or since it was
-    preempted."""
+    """The longest wait of a sequence that waits now: seconds since it arrived or was preempted."""
 
 
 class StepStats(msgspec.Struct, array_like=True, kw_only=True):
-    """Gauges after a step of the engine and counts within it, at which the scheduler counts. The
-    front adds the counts up. Rows and tokens count in the step that applied their output, which
-    with overlap is the next one."""
+    """Gauges after a step of the engine, and counts within it, which the front adds up. The
+    scheduler counts in this object itself.
+
+    Rows and tokens count in the call of ``step()`` that applied their output. With overlap that is
+    the call after the one that launched them.
+    """
 
     waiting: int = 0
     """Sequences, and requests that wait for a grammar or an adapter."""
     running: int = 0
     """Sequences."""
     queued: int = 0
-    """Requests of which nothing was ever admitted, those that wait for a grammar or an adapter
-    included: what ``max_queued`` limits."""
+    """What ``max_queued`` limits: requests of which no sequence was ever admitted. Those that wait
+    for a grammar or an adapter are among them."""
     blocks_total: int = 0
     blocks_used: int = 0
     """Referenced by a live sequence."""
     blocks_cached: int = 0
     """Not referenced, content still findable by its hash."""
     step_seconds: float = 0.0
-    """From the inbox to the events. With overlap: launching a step and waiting for the one before,
-    which in steady state is the time of one."""
+    """Time of one call of ``step()``. With overlap the call launches a step and waits for the one
+    before; in steady state that takes as long as one step on the device."""
     batch_sequences: int = 0
     """0 if no output was applied."""
     prefill_tokens: int = 0
     generated_tokens: int = 0
-    """Without surplus tokens, of sequences that had ended by then."""
+    """Not counted are tokens of sequences that had ended before the output was applied."""
     forced_tokens: int = 0
-    """Of these, the ones that a grammar forced."""
+    """Those of ``generated_tokens`` that a grammar forced."""
     draft_rows: int = 0
     """Rows with drafts."""
     draft_tokens: int = 0
-    """Computed beyond the tokens that were due."""
+    """Drafts that were computed."""
     accepted_tokens: int = 0
-    """Of these, the ones that were right."""
+    """Those of ``draft_tokens`` that became output."""
     prefix_hit_tokens: int = 0
-    """Found in the prefix cache, of those looked up."""
+    """Those of ``prefix_query_tokens`` that were found in the prefix cache."""
     prefix_query_tokens: int = 0
+    """Prompt tokens that were looked up in the prefix cache."""
     preemptions: int = 0
     out_of_memory: int = 0
     """Steps that raised MemoryError."""
     adapters_resident: int = 0
     adapter_loads: int = 0
-    """Ended, those that failed included."""
+    """Loads that have ended, with success or without."""
     adapter_hits: int = 0
     """Requests whose adapter was resident."""
     adapter_wait_seconds: float = 0.0
-    """Of requests whose adapter was not."""
+    """Sum over the requests whose wait for an adapter ended in this step."""
     tiers: list[TierStats] = []
-    """In the option's order; empty without it."""
+    """In the order of option ``tiers``; empty without that option."""
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag="step"):
@@ -246,54 +252,65 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model takes of a device, told from its files before any weight is read. Bytes."""
+    """How many bytes a model takes of a device, found from its files before any weight is read."""
 
     max_model_len: int
     """The option, or what the checkpoint was made for."""
     dtype: str
     cache_dtype: str
     weights: int
-    """As they are loaded."""
+    """In the form in which they are loaded."""
     block: int
     """One KV block."""
     step_token: int
-    """Activations of each token of a step, estimated."""
+    """Activations for one token of a step; an estimate."""
     step_row: int
-    """Logits of each sampled row."""
+    """Logits of one sampled row."""
     tensors: dict[str, list[int]]
-    """As they are stored, those of all layers together: name, dtype and shape -> number, bytes."""
+    """The tensors in the files. The key is a text of name, dtype and shape, in which all layers are
+    alike; the value is how many tensors there are, and their bytes together."""
 
 
 # --------------------------------------------------------------------------- scheduler <-> runner
 
 
 class GrammarState(Protocol):
-    """Where one sequence is in its grammar. A function of its output alone, so that a sequence that
-    goes on elsewhere comes to the same state by accepting its tokens again."""
+    """Where one sequence is in its grammar. It depends on the sequence's output alone: a resumed
+    sequence reaches the same state by accepting its tokens again."""
 
     error: str | None
-    """Why it can go on no more, such as a limit that was reached. Its mask allows nothing then."""
+    """Why the sequence cannot go on, such as a limit that was reached. Its mask then allows no
+    token."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing may follow, the end of the sequence excepted."""
+        """Whether nothing but the end of the sequence may follow."""
 
     def accept(self, token_ids: list[int]) -> None:
-        """Go on by these tokens of the output."""
+        """Advance by these tokens of the output."""
 
     def forced(self) -> list[int]:
-        """The next tokens, as far as the grammar leaves one text only, in the tokenizer's own
-        spelling; empty as a rule. Allowed in this order, and within the model's vocabulary."""
+        """The next tokens where the grammar allows only one text; empty as a rule. They are the
+        tokens that the tokenizer makes of that text, each allowed after those before it, and all in
+        the model's vocabulary."""
 
     def num_allowed(self, token_ids: list[int]) -> int:
-        """How many of these, from the first on, may follow one another."""
+        """How many of these tokens, counted from the first, the grammar allows in this order."""
 
     def after(self, token_ids: list[int]) -> "GrammarState":
-        """The state that these tokens, all of them allowed, would lead to. This one stays."""
+        """A new state: this one advanced by these tokens, all of which must be allowed."""
 
     def mask(self) -> bytes:
-        """A bit for each id, the lowest of a byte first: whether it may be next. Whole words of 32
-        bits."""
+        """One bit for each token id: whether it may be next. The lowest bit of a byte comes first;
+        the length is a multiple of four bytes."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar. Sequences share it."""
+
+    def begin(self, may_end: bool) -> GrammarState:
+        """The state of an empty output. If not ``may_end``, no mask ever allows an end of sequence
+        (``ignore_eos``)."""
 
 
 class Adapter(Protocol):
@@ -301,14 +318,8 @@ class Adapter(Protocol):
 
     @property
     def version(self) -> str:
-        """Tells its files apart from all others: the prefix cache is rooted in it."""
-
-
-class Grammar(Protocol):
-    """A compiled grammar. Sequences share it."""
-
-    def begin(self, may_end: bool) -> GrammarState:
-        """The state of an empty output. Without ``may_end`` no mask has the ends of sequence."""
+        """Differs for different contents of the adapter's files. The prefix cache includes it in
+        the hash of a prompt's first block, so that no block of another version is found."""
 
 
 @dataclass(slots=True)
@@ -332,36 +343,38 @@ class Row:
     params: SamplingParams
     prompt: list[int]
     output: list[int]
-    """Tokens made so far (empty when ``sample`` has more than one index). The last one is missing
-    if ``carried`` is set: their number is ``end - len(prompt)`` in every case."""
+    """Tokens generated so far; empty when ``sample`` has more than one index. If ``carried`` is
+    set, the newest token is not in it yet. With that token counted, the number of outputs is
+    ``end - len(prompt)``."""
     stop_ids: frozenset[int]
     bad_words_ids: list[list[int]]
     carried: int | None = None
-    """Set if the row's one token is still being sampled by the step before, which is in flight: its
-    index among that step's samples, numbered through its rows and, within a row, its ``sample``.
-    ``token_ids`` is ``[0]`` then, to be replaced on the device, and ``output`` lacks the token."""
+    """Set if the row's one token is still being sampled by the step before, which is in flight. It
+    is the index of that token among all samples of that step, counted row by row. ``token_ids`` is
+    then ``[0]``, to be replaced on the device, and ``output`` lacks the token."""
     grammar: GrammarState | None = None
-    """Its mask holds for every token that the row samples. As ``output``, it is read only during
-    ``execute`` or ``launch``."""
+    """Its mask holds for every token that the row samples. Like ``output``, it may be read only
+    during ``execute`` or ``launch``."""
     drafts: int = 0
-    """How many of ``token_ids``, the last ones, are drafts: not part of ``output``. Then ``sample``
-    has one index, and a token is sampled before the first and behind each of them, as if those
-    before it were output."""
+    """So many of ``token_ids``, the last ones, are drafts, which are not part of ``output``. Then
+    ``sample`` has one index, and the row samples ``drafts + 1`` tokens: one in place of the first
+    draft, and one after each draft, as if the drafts up to there were output."""
     propose: int = 0
-    """How many tokens a draft model is to propose behind the last good sample. The block table has
-    slots for so many more."""
+    """How many tokens a draft model is to propose after the newest token of the output. The block
+    table has slots for so many more."""
     most_read: int = 0
-    """How many tokens it may compute before; while any are left, it proposes nothing."""
+    """How many tokens of prompt and output the draft model may compute in this step before it
+    proposes. If that leaves any that it has not computed, it proposes nothing."""
     adapter: Adapter | None = None
 
     @property
     def num_samples(self) -> int:
-        """Tokens that it samples."""
+        """Tokens that the row samples."""
         return len(self.sample) + self.drafts
 
     @property
     def end(self) -> int:
-        """Context length after this step. Outputs before its sample: ``end - len(prompt)``."""
+        """Context length after this step."""
         return self.start + len(self.token_ids)
 
 
@@ -380,24 +393,24 @@ class Batch:
 
 @dataclass(slots=True)
 class RowOutput:
-    """The output of one row. The lists are parallel to ``Row.sample``; with drafts they hold what
-    was sampled before the first draft, behind it, and so on, at least as far as drafts are right.
+    """The output of one row. ``token_ids`` and ``logprobs`` are parallel to ``Row.sample``. With
+    drafts they hold the sample in place of the first draft, then the one after it, and so on; what
+    follows a sample that differs from its draft may be missing.
     """
 
     token_ids: list[int]
     logprobs: list[list[Logprob]] | None = None
-    """Per sampled sequence, if ``params.logprobs`` is set: the candidates at this position."""
+    """Per sampled token, if ``params.logprobs`` is set: the candidates at its position."""
     prompt_logprobs: list[list[Logprob]] | None = None
-    """If ``params.prompt_logprobs`` is set and the row computed prompt tokens: one entry per prompt
-    position q with start < q <= end, q < len(prompt): the candidates for prompt[q]."""
+    """If ``params.prompt_logprobs`` is set and the row computed prompt tokens: the candidates for
+    prompt[q], for each prompt position q with start < q <= end and q < len(prompt)."""
     proposal: list[int] = field(default_factory=list)
-    """What a draft model expects behind the last good sample: as many as ``Row.propose``, or fewer.
-    """
+    """What a draft model proposes after the newest token: at most ``Row.propose`` tokens."""
     read: int = 0
-    """Tokens that a draft model computed before: from the first one that it had not; the sampled
-    one included."""
+    """How many tokens of prompt and output, the newest one included, the draft model computed in
+    this step before it proposed: at most ``Row.most_read``."""
     unread: int = 0
-    """Those that are left, because ``Row.most_read`` was less."""
+    """How many tokens it still has to compute before it can propose."""
     error: JitneyError | None = None
     """Why this row alone could not be served, e.g. because its logits are not finite. It ends the
     request."""
