@@ -6,23 +6,26 @@
     python -m benchmarks.batching_modes --again               # print and plot the last results
 
 Models of one call: no batching, static, dynamic (batch size by window) and a naive server. The
-language model m100: static, dynamic and in-flight. Latency counts from the scheduled arrival. The
-generator, the server and the model share the machine's cores, as in a small deployment; what the
-generator took of them is printed.
+language model m100: static, dynamic and in-flight. perf_analyzer, the server and the model share
+the machine's cores, as in a small deployment. Every result is left as a record of ``jitney bench``,
+which sets any two of them side by side.
 """
 
 import argparse
-import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
 
+from jitney_measure import record
+from jitney_measure.slo import Bound
+from msgspec.structs import replace
+
 from benchmarks.batching.language import measure_language
-from benchmarks.batching.one_call import Results, measure, read_results
+from benchmarks.batching.one_call import Groups, measure, tables
 from benchmarks.batching.plan import FULL, QUICK, Plan
 from benchmarks.batching.subjects import ROOT, SUBJECTS
-from benchmarks.batching.tables import tables
 from benchmarks.served import save_tokenizer
 from benchmarks.workloads import VOCAB_SIZE, save_m100
 
@@ -36,22 +39,57 @@ def main() -> None:
     arguments.work_dir.mkdir(parents=True, exist_ok=True)
     plan = QUICK if arguments.quick else FULL
     threads = arguments.threads or len(os.sched_getaffinity(0))
-    measured = []
     for name in arguments.parts:
-        file = arguments.work_dir / f"batching-{name}.json"
+        folder = arguments.work_dir / f"batching-{name}"
         if not arguments.again:
             began = time.perf_counter()
-            results = _part(name, plan, threads, arguments.work_dir)
+            _write(_measured(name, plan, threads, arguments.work_dir), folder)
             print(f" {time.perf_counter() - began:.0f} s", file=sys.stderr)
-            file.write_text(json.dumps(results.as_json(), indent=1), encoding="utf-8")
-        measured.append(read_results(json.loads(file.read_text(encoding="utf-8"))))
-        print(f"\n### {name}\n\n{tables(measured[-1])}", flush=True)
-    if arguments.pictures:
-        from benchmarks.batching.plots import plot
+        groups = _read(folder)
+        print(f"\n### {name}\n\n{tables(groups)}", flush=True)
+        if arguments.pictures:
+            print(f"plotted {_plot(name, groups, arguments.pictures)}", file=sys.stderr)
 
-        for results in measured:
-            for path in plot(results, arguments.pictures):
-                print(f"plotted {path}", file=sys.stderr)
+
+def _write(groups: Groups, folder: Path) -> None:
+    """A record for each mode, in their order."""
+    for group, results in groups.items():
+        for old in folder.glob(f"{group}/*.json"):
+            old.unlink()
+        for number, (name, result) in enumerate(results.items()):
+            file = re.sub(r"[^a-z0-9]+", "-", name)
+            record.write(result, folder / group / f"{number:02}-{file}.json")
+
+
+def _read(folder: Path) -> Groups:
+    """What :func:`_write` wrote."""
+    groups: Groups = {}
+    for path in sorted(folder.glob("*/*.json")):
+        result = record.read(path)
+        groups.setdefault(path.parent.name, {})[result.title] = result
+    return groups
+
+
+def _plot(name: str, groups: Groups, folder: Path) -> Path:
+    """The latencies of the modes against their throughput."""
+    from jitney_measure.plots import curves  # matplotlib may be missing
+
+    shown = [Bound("latency", percent, float("inf")) for percent in (50.0, 95.0)]
+    modes = {mode: _in_requests(result) for mode, result in groups["modes"].items()}
+    path = folder / f"batching-{name}-load.svg"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(curves(modes, shown).svg)
+    return path
+
+
+def _in_requests(result: record.Result) -> record.Result:
+    """With requests as its throughput: of a language model only one of the modes counts tokens."""
+    points = []
+    for point in result.points:
+        assert point.measured is not None
+        rate = point.measured.requests_per_s
+        points.append(replace(point, measured=replace(point.measured, throughput=rate)))
+    return replace(result, language=False, points=tuple(points))
 
 
 def _parse() -> argparse.Namespace:
@@ -78,7 +116,7 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
-def _part(name: str, plan: Plan, threads: int, work_dir: Path) -> Results:
+def _measured(name: str, plan: Plan, threads: int, work_dir: Path) -> Groups:
     print(f"{name} ", end="", file=sys.stderr, flush=True)
     if name == LANGUAGE:
         checkpoint = save_m100(work_dir / "m100")

@@ -15,10 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from jitney_measure.target import Target
 from jitney_server.server import TritonServer
 
 from benchmarks.batching import figures
-from benchmarks.batching.perf_analyzer import find_binary
 from benchmarks.batching.subjects import ROOT, SUBJECTS, Subject, built, encode, make
 
 _TEXTS = 200
@@ -36,15 +36,20 @@ def main() -> None:
     texts = encode(_sentences(), _TEXT_TOKENS)
     pair = _subject("minilm", texts), _subject(_INT8, texts)
     with tempfile.TemporaryDirectory(prefix="dynamic-batching-") as folder:
-        repeats, seconds = (1, 0.5) if arguments.quick else (arguments.repeats, 1.5)
-        bench = figures.Bench(Path(folder), find_binary(), subjects, threads, repeats, seconds)
-        with TritonServer(figures.write_repository(bench)) as server:
-            bench.url = server.grpc_url
+        setup = figures.Setup(
+            folder=Path(folder),
+            subjects=subjects,
+            threads=threads,
+            repeats=1 if arguments.quick else arguments.repeats,
+            seconds=0.5 if arguments.quick else 1.5,
+        )
+        with TritonServer(figures.write_repository(setup)) as server:
+            setup.use(Target.of(server.grpc_url, server.http_url, None))
             for title, text in (
-                ("Dynamic batching against none", lambda: figures.batching(bench)),
-                ("Saturation", lambda: figures.saturation(bench)),
-                ("int8 against fp32", lambda: figures.precision(bench, *pair)),
-                ("Overhead of the server", lambda: figures.overhead(bench)),
+                ("Dynamic batching against none", lambda: figures.batching(setup)),
+                ("Saturation", lambda: figures.saturation(setup)),
+                ("int8 against fp32", lambda: figures.precision(setup, *pair)),
+                ("Overhead of the server", lambda: figures.overhead(setup)),
             ):
                 if title.split()[0].lower() in arguments.only:
                     print(f"\n### {title}\n\n{text()}", flush=True)

@@ -7,80 +7,113 @@ what is compared takes turns, and a figure is the median of its turns.
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf import text_format
+from jitney_measure.record import Load
+from jitney_measure.target import Target
 from tritonclient.grpc import model_config_pb2
 
-from benchmarks.batching.direct import Direct, run_direct
-from benchmarks.batching.perf_analyzer import Load, Report, write_rows, write_texts
+from benchmarks.batching.direct import run_direct
+from benchmarks.batching.loads import Bench, Mode
 from benchmarks.batching.repository import Variant, set_window, write_config, write_variant
+from benchmarks.batching.requests import write_rows, write_texts
 from benchmarks.batching.subjects import ROOT, Subject, sentences
+from benchmarks.batching.tables import header, line
 
 CONCURRENCIES = (1, 4, 16, 32)
 SATURATED_BATCH = 32
 TOKENIZER = "minilm_tokenizer"
 
-Measured = Report | Direct
+
+class Run(NamedTuple):
+    """What one turn gave; without a server there is only the median."""
+
+    rows_per_s: float
+    p50_ms: float
+    p95_ms: float = 0.0
+    p99_ms: float = 0.0
 
 
-@dataclass
-class Bench:
-    """What every figure needs. ``repeats`` turns of about ``seconds`` each."""
+class Setup:
+    """What every figure needs: the files of its requests, and its runs of about ``seconds`` each,
+    ``repeats`` turns of them."""
 
-    folder: Path
-    binary: Path
-    subjects: dict[str, Subject]
-    threads: int
-    repeats: int
-    seconds: float
-    url: str = ""
-    _files: dict[str, Path] = field(default_factory=dict)
+    def __init__(
+        self, folder: Path, subjects: dict[str, Subject], threads: int, repeats: int, seconds: float
+    ) -> None:
+        self.folder = folder
+        self.subjects = subjects
+        self.threads = threads
+        self._repeats = repeats
+        self._seconds = seconds
+        self._bench = Bench(folder)
+        self._target: Target | None = None
+        self._files = {"embed": write_texts(folder / "embed.json", "text", sentences(64))}
+        for name, subject in subjects.items():
+            self._files[name] = write_rows(folder / f"{name}.json", subject)
+            np.savez(folder / f"{name}.npz", **subject.rows)
 
-    def __post_init__(self) -> None:
-        for name, subject in self.subjects.items():
-            self._files[name] = write_rows(self.folder / f"{name}.json", subject)
-            np.savez(self.folder / f"{name}.npz", **subject.rows)
-        self._files["embed"] = write_texts(self.folder / "embed.json", "text", sentences(64))
+    def use(self, target: Target) -> None:
+        """The server is there."""
+        self._target = target
 
-    def served(
-        self, model: str, inputs: str, concurrency: int, batch: int = 1
-    ) -> Callable[[], Report]:
+    def served(self, model: str, inputs: str, at_once: int, rows: int = 1) -> Callable[[], Run]:
         """Runs of perf_analyzer on a model with the inputs of a subject, or of ``embed``."""
-        load = Load(self.url, model, self._files[inputs], concurrency, batch)
-        return lambda: load.run(self.binary, self.seconds)
+        assert self._target is not None
+        mode = Mode(
+            target=self._target,
+            model=self._target.model(model),
+            data=self._files[inputs],
+            rows=rows,
+        )
 
-    def direct(self, name: str, batch: int, threads: int) -> Callable[[], Direct]:
+        def run() -> Run:
+            found = self._bench.run(mode, Load("concurrency", at_once), self._seconds).measured
+            assert found is not None
+            times = [1e3 * found.latency.at(percent) for percent in (50, 95, 99)]
+            return Run(found.throughput, *times)
+
+        return run
+
+    def direct(self, name: str, batch: int, threads: int) -> Callable[[], Run]:
         """Runs of ONNX Runtime alone on a subject's model and rows."""
-        model, rows = self.subjects[name].onnx, self.folder / f"{name}.npz"
-        return lambda: run_direct(model, rows, batch=batch, threads=threads, seconds=self.seconds)
+        model = self.subjects[name].onnx
+        rows = self.folder / f"{name}.npz"
 
-    def in_turn(self, runs: Sequence[Callable[[], Measured]]) -> list[list[Measured]]:
-        """Each run ``repeats`` times, one after the other and again; the results of each."""
-        results: list[list[Measured]] = [[] for _ in runs]
-        for _ in range(self.repeats):
-            for result, run in zip(results, runs, strict=True):
-                result.append(run())
-                print(".", end="", file=sys.stderr, flush=True)
-        return results
+        def run() -> Run:
+            made = run_direct(model, rows, batch=batch, threads=threads, seconds=self._seconds)
+            print(".", end="", file=sys.stderr, flush=True)
+            return Run(made.rows_per_s, made.p50_ms)
+
+        return run
+
+    def in_turn(self, runs: Sequence[Callable[[], Run]]) -> list[Run]:
+        """Each run ``repeats`` times, one after the other and again; the medians of each."""
+        turns = [[run() for run in runs] for _ in range(self._repeats)]
+        medians = []
+        for index in range(len(runs)):
+            columns = zip(*(turn[index] for turn in turns), strict=True)
+            medians.append(Run(*map(statistics.median, columns)))
+        return medians
 
 
-def write_repository(bench: Bench) -> Path:
+def write_repository(setup: Setup) -> Path:
     """Every variant: as shipped, without a batcher, with one thread, and both ensembles."""
-    repository = bench.folder / "models"
-    for subject in bench.subjects.values():
+    repository = setup.folder / "models"
+    for subject in setup.subjects.values():
         config = subject.config()
         shipped = config.dynamic_batching.max_queue_delay_microseconds
         size = max(config.max_batch_size, SATURATED_BATCH)
-        for threads in {1, bench.threads}:
+        for threads in {1, setup.threads}:
             name = f"{subject.name}_{threads}"
             for suffix, window in (("none", None), ("dynamic", shipped)):
                 variant = Variant(f"{name}_{suffix}", size, window, threads)
                 write_variant(repository, subject.folder, config, variant)
     for suffix in ("none", "dynamic"):
-        _write_ensemble(repository, bench.threads, suffix)
+        _write_ensemble(repository, setup.threads, suffix)
     return repository
 
 
@@ -114,78 +147,76 @@ def _read_config(folder: Path) -> model_config_pb2.ModelConfig:
 # --------------------------------------------------------------------------- the figures
 
 
-def batching(bench: Bench) -> str:
+def batching(setup: Setup) -> str:
     """Dynamic batching as shipped against none, one row a request."""
-    lines = [
-        "| model | at once | none: rows/s · p50 / p95 / p99, ms | "
-        "dynamic: rows/s · p50 / p95 / p99, ms | ratio |",
-        "|---|---|---|---|---|",
-    ]
-    for name, model in (("digits", f"digits_{bench.threads}"), ("embed", "embed")):
-        for concurrency in CONCURRENCIES:
-            none, dynamic = bench.in_turn(
+    cells = "rows/s · p50 / p95 / p99, ms"
+    lines = [header(["model", "at once", f"none: {cells}", f"dynamic: {cells}", "ratio"])]
+    for name, model in (("digits", f"digits_{setup.threads}"), ("embed", "embed")):
+        for at_once in CONCURRENCIES:
+            none, dynamic = setup.in_turn(
                 [
-                    bench.served(f"{model}_none", name, concurrency),
-                    bench.served(f"{model}_dynamic", name, concurrency),
+                    setup.served(f"{model}_none", name, at_once),
+                    setup.served(f"{model}_dynamic", name, at_once),
                 ]
             )
-            ratio = _rows_per_s(dynamic) / _rows_per_s(none)
-            lines.append(
-                f"| {name} | {concurrency} | {_report(none)} | {_report(dynamic)} | {ratio:.2f} |"
-            )
+            ratio = f"{dynamic.rows_per_s / none.rows_per_s:.2f}"
+            lines.append(line([name, str(at_once), _report(none), _report(dynamic), ratio]))
     return "\n".join(lines)
 
 
-def saturation(bench: Bench) -> str:
+def saturation(setup: Setup) -> str:
     """The stand-in with full batches against ONNX Runtime alone, on as many threads."""
     batch = SATURATED_BATCH
     lines = [
-        f"| model, threads | direct, batches of {batch}: rows/s | "
-        f"served, requests of {batch} rows, 2 at once (ratio) | "
-        f"served, requests of 1 row, {4 * batch} at once, batched by the server (ratio) |",
-        "|---|---|---|---|",
-    ]
-    for name, threads in (("minilm", 1), ("minilm", bench.threads), ("digits", 1)):
-        model = f"{name}_{threads}"
-        results = bench.in_turn(
+        header(
             [
-                bench.direct(name, batch, threads),
-                bench.served(f"{model}_none", name, 2, batch),
-                bench.served(f"{model}_dynamic", name, 4 * batch),
+                "model, threads",
+                f"direct, batches of {batch}: rows/s",
+                f"served, requests of {batch} rows, 2 at once (ratio)",
+                f"served, requests of 1 row, {4 * batch} at once, batched by the server (ratio)",
             ]
         )
-        direct, whole, single = map(_rows_per_s, results)
-        lines.append(
-            f"| {name}, {threads} | {direct:,.0f} | {whole:,.0f} ({whole / direct:.2f}) | "
-            f"{single:,.0f} ({single / direct:.2f}) |"
+    ]
+    for name, threads in (("minilm", 1), ("minilm", setup.threads), ("digits", 1)):
+        model = f"{name}_{threads}"
+        direct, whole, single = setup.in_turn(
+            [
+                setup.direct(name, batch, threads),
+                setup.served(f"{model}_none", name, 2, batch),
+                setup.served(f"{model}_dynamic", name, 4 * batch),
+            ]
         )
+        cells = [f"{name}, {threads}", f"{direct.rows_per_s:,.0f}"]
+        for served in (whole, single):
+            ratio = served.rows_per_s / direct.rows_per_s
+            cells.append(f"{served.rows_per_s:,.0f} ({ratio:.2f})")
+        lines.append(line(cells))
     return "\n".join(lines)
 
 
-def precision(bench: Bench, texts: Subject, texts_int8: Subject) -> str:
+def precision(setup: Setup, texts: Subject, texts_int8: Subject) -> str:
     """int8 against fp32: speed by both ways of running, and how alike the embeddings are.
 
     The last two hold the same texts' embeddings in ``expected``.
     """
     batch = SATURATED_BATCH
-    lines = [
-        "| encoder | fp32: rows/s | int8: rows/s | ratio |",
-        "|---|---|---|---|",
+    names = ("minilm", "minilm_int8")
+    ways = {
+        f"direct, batches of {rows}": [setup.direct(name, rows, setup.threads) for name in names]
+        for rows in (1, batch)
+    }
+    ways[f"served, requests of {batch} rows, 2 at once"] = [
+        setup.served(f"{name}_{setup.threads}_none", name, 2, batch) for name in names
     ]
-    for rows in (1, batch):
-        fp32, int8 = bench.in_turn(
-            [bench.direct(name, rows, bench.threads) for name in ("minilm", "minilm_int8")]
-        )
-        lines.append(_ratio_line(f"direct, batches of {rows}", fp32, int8))
-    fp32, int8 = bench.in_turn(
-        [
-            bench.served(f"{name}_{bench.threads}_none", name, 2, batch)
-            for name in ("minilm", "minilm_int8")
-        ]
-    )
-    lines.append(_ratio_line(f"served, requests of {batch} rows, 2 at once", fp32, int8))
+    lines = [header(["encoder", "fp32: rows/s", "int8: rows/s", "ratio"])]
+    for way, runs in ways.items():
+        fp32, int8 = setup.in_turn(runs)
+        ratio = f"{int8.rows_per_s / fp32.rows_per_s:.2f}"
+        lines.append(line([way, f"{fp32.rows_per_s:,.0f}", f"{int8.rows_per_s:,.0f}", ratio]))
+
     cosines = (texts.expected * texts_int8.expected).sum(1)
-    cosines /= np.linalg.norm(texts.expected, axis=1) * np.linalg.norm(texts_int8.expected, axis=1)
+    cosines /= np.linalg.norm(texts.expected, axis=1)
+    cosines /= np.linalg.norm(texts_int8.expected, axis=1)
     lines += [
         "",
         f"Cosine of the int8 to the fp32 embeddings of {len(cosines)} sentences: smallest "
@@ -194,41 +225,25 @@ def precision(bench: Bench, texts: Subject, texts_int8: Subject) -> str:
     return "\n".join(lines)
 
 
-def overhead(bench: Bench) -> str:
+def overhead(setup: Setup) -> str:
     """One request of one row at a time, against the call alone."""
-    lines = [
-        "| model | direct call p50, ms | none p50, ms (more) | dynamic as shipped p50, ms (more) |",
-        "|---|---|---|---|",
-    ]
+    more = "p50, ms (more)"
+    lines = [header(["model", "direct call p50, ms", f"none {more}", f"dynamic as shipped {more}"])]
     for name in ("digits", "minilm"):
-        model = f"{name}_{bench.threads}"
-        results = bench.in_turn(
+        model = f"{name}_{setup.threads}"
+        direct, none, dynamic = setup.in_turn(
             [
-                bench.direct(name, 1, bench.threads),
-                bench.served(f"{model}_none", name, 1),
-                bench.served(f"{model}_dynamic", name, 1),
+                setup.direct(name, 1, setup.threads),
+                setup.served(f"{model}_none", name, 1),
+                setup.served(f"{model}_dynamic", name, 1),
             ]
         )
-        direct, none, dynamic = (statistics.median(run.p50_ms for run in runs) for runs in results)
-        lines.append(
-            f"| {name} | {direct:.2f} | {none:.2f} ({none - direct:+.2f}) | "
-            f"{dynamic:.2f} ({dynamic - direct:+.2f}) |"
-        )
+        cells = [name, f"{direct.p50_ms:.2f}"]
+        for served in (none, dynamic):
+            cells.append(f"{served.p50_ms:.2f} ({served.p50_ms - direct.p50_ms:+.2f})")
+        lines.append(line(cells))
     return "\n".join(lines)
 
 
-def _rows_per_s(runs: Sequence[Measured]) -> float:
-    return statistics.median(run.rows_per_s for run in runs)
-
-
-def _report(runs: Sequence[Measured]) -> str:
-    p50, p95, p99 = (
-        statistics.median(getattr(run, name) for run in runs)
-        for name in ("p50_ms", "p95_ms", "p99_ms")
-    )
-    return f"{_rows_per_s(runs):,.0f} · {p50:.1f} / {p95:.1f} / {p99:.1f}"
-
-
-def _ratio_line(name: str, first: Sequence[Measured], second: Sequence[Measured]) -> str:
-    a, b = _rows_per_s(first), _rows_per_s(second)
-    return f"| {name} | {a:,.0f} | {b:,.0f} | {b / a:.2f} |"
+def _report(run: Run) -> str:
+    return f"{run.rows_per_s:,.0f} · {run.p50_ms:.1f} / {run.p95_ms:.1f} / {run.p99_ms:.1f}"

@@ -1,34 +1,29 @@
 """The ways to batch a language model, under the same arrivals, prompts and output lengths.
 
-static     batches of fixed size, gathered on the client's side, through transformers' ``generate``
+static     full batches or nothing, through transformers' ``generate``
 dynamic    the server's dynamic batcher in front of the same ``generate``
 in-flight  our backend
 
 Every mode runs at most SIZE sequences at a time, in bf16, on the same number of threads. Owns the
-requests, the repository with the three models, and their targets.
+requests and the repository with the three models.
 """
 
 import json
 import shutil
-import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jitney_measure.record import Load
+from jitney_measure.target import Target
 from jitney_server.server import TritonServer
-from tritonclient.grpc import service_pb2
 
-from benchmarks.batching.arrivals import poisson
-from benchmarks.batching.load import Reply, closed_loop, open_loop, run_precisely
-from benchmarks.batching.one_call import Results
-from benchmarks.batching.outcomes import Run, Summary, batches_between, summarize
+from benchmarks.batching.loads import Bench, Mode, rates, users
+from benchmarks.batching.one_call import FULL_ONLY_US, Groups
 from benchmarks.batching.plan import Plan
-from benchmarks.batching.static_queue import StaticQueue
-from benchmarks.batching.targets import Connection
+from benchmarks.batching.requests import write_entries, write_tensors
 
 SIZE = 8
 WINDOW_US = 50_000
@@ -57,18 +52,35 @@ parameters {{ key: "threads" value: {{ string_value: "{threads}" }} }}
 
 @dataclass(frozen=True)
 class Chat:
-    """What request ``i`` asks: ``prompts[i % n]``, and exactly ``lengths[i % n]`` tokens."""
+    """Prompts, and exactly how many tokens each is answered with."""
 
     prompts: list[np.ndarray]
+    """i32 [length]"""
     lengths: list[int]
 
-    def prompt(self, number: int) -> np.ndarray:
-        """i32 [length]"""
-        return self.prompts[number % len(self.prompts)]
+    def for_generate(self) -> list[dict[str, np.ndarray]]:
+        """As requests to ``generate``."""
+        made = []
+        for prompt, length in zip(self.prompts, self.lengths, strict=True):
+            counts = {"prompt_tokens": len(prompt), "max_tokens": length}
+            tensors = {name: np.array([value], np.int32) for name, value in counts.items()}
+            made.append({"input_ids": prompt, **tensors})
+        return made
 
-    def length(self, number: int) -> int:
-        """Tokens to make."""
-        return self.lengths[number % len(self.lengths)]
+    def for_our_backend(self) -> list[dict[str, Any]]:
+        """As streams of our backend."""
+        made = []
+        for prompt, length in zip(self.prompts, self.lengths, strict=True):
+            parameters = {"temperature": 0, "max_tokens": length, "ignore_eos": True}
+            made.append(
+                {
+                    "input_ids": {"content": prompt.tolist(), "shape": [len(prompt)]},
+                    "stream": [True],
+                    "return_num_output_tokens": [True],
+                    "sampling_parameters": [json.dumps(parameters)],
+                }
+            )
+        return made
 
 
 def make_chat(vocab_size: int, count: int = _REQUESTS) -> Chat:
@@ -80,198 +92,42 @@ def make_chat(vocab_size: int, count: int = _REQUESTS) -> Chat:
     return Chat(prompts, lengths.tolist())
 
 
-def measure_language(checkpoint: Path, vocab_size: int, plan: Plan, threads: int) -> Results:
+def measure_language(checkpoint: Path, vocab_size: int, plan: Plan, threads: int) -> Groups:
     """Start the server with the three models, run every load on each, stop it."""
-    with tempfile.TemporaryDirectory(prefix="batching-") as folder:
-        _write_repository(Path(folder), checkpoint.resolve(), threads)
-        with TritonServer(Path(folder)) as server:
-            return run_precisely(_measure(make_chat(vocab_size), plan, server.grpc_url))
+    with tempfile.TemporaryDirectory(prefix="batching-") as name:
+        folder = Path(name)
+        _write_repository(folder / "models", checkpoint.resolve(), threads)
+        with TritonServer(folder / "models") as server:
+            target = Target.of(server.grpc_url, server.http_url, server.metrics_url)
+            modes = _modes(target, make_chat(vocab_size), folder)
+            bench = Bench(folder)
+            static = modes[f"static {SIZE}"]
+            full = bench.run(static, Load("concurrency", 2 * SIZE), plan.language_seconds)
+            assert full.measured is not None
+            capacity = full.measured.requests_per_s
+            loads = rates([share * capacity for share in plan.language_rates])
+            loads += users(plan.language_users)
+            return {"modes": bench.compare(modes, loads, plan.language_seconds)}
 
 
-async def _measure(chat: Chat, plan: Plan, url: str) -> Results:
-    async with Connection(url) as connection:
-        targets: dict[str, GenerateTarget | StaticGenerateTarget | InFlightTarget] = {
-            f"static {SIZE}": StaticGenerateTarget(connection, "static", chat),
-            f"dynamic {SIZE}, {WINDOW_US // 1000} ms": GenerateTarget(connection, "dynamic", chat),
-            f"in-flight {SIZE}": InFlightTarget(connection, "inflight", chat),
-        }
-        for target in targets.values():
-            await closed_loop(target, SIZE, 0.1)
-        capacity = await _static_capacity(next(iter(targets.values())))
-        results = Results("language", capacity)
-        for step, share in enumerate(plan.language_rates):
-            arrivals = poisson(share * capacity, plan.language_seconds, SEED + step)
-            for mode, target in targets.items():
-                before = await target.batches()
-                run, replies = await open_loop(target, arrivals)
-                results.runs.append(
-                    await _sum_up(
-                        mode, "rate", share * capacity, chat, target, before, run, replies
-                    )
-                )
-        for concurrency in plan.language_concurrencies:
-            for mode, target in targets.items():
-                before = await target.batches()
-                run, replies = await closed_loop(target, concurrency, plan.language_seconds)
-                results.runs.append(
-                    await _sum_up(
-                        mode, "concurrency", concurrency, chat, target, before, run, replies
-                    )
-                )
-        return results
-
-
-async def _static_capacity(target: Any) -> float:
-    """Requests per second of full static batches, one after the other."""
-    began = time.perf_counter()
-    run, _ = await open_loop(target, np.zeros(2 * SIZE))
-    return len(run.latencies) / (time.perf_counter() - began)
-
-
-async def _sum_up(
-    mode: str, load: str, level: float, chat: Chat, target: Any, before: dict[int, int],
-    run: Run, replies: Sequence[Reply],
-) -> Summary:  # fmt: skip
-    for reply in replies:
-        if reply.data != chat.length(reply.number):
-            raise RuntimeError(
-                f"{mode}: {reply.data} tokens came instead of {chat.length(reply.number)}"
-            )
-    batches = batches_between(before, await target.batches())
-    print(".", end="", file=sys.stderr, flush=True)
-    tokens = sum(chat.length(reply.number) for reply in replies)
-    return summarize(mode, load, level, run, batches=batches, tokens=tokens)
-
-
-# --------------------------------------------------------------------------- targets
-
-
-class GenerateTarget:
-    """One prompt a request, to ``generate`` behind the dynamic batcher."""
-
-    waiting = 0
-
-    def __init__(self, connection: Connection, model: str, chat: Chat) -> None:
-        self._connection = connection
-        self._model = model
-        self._chat = chat
-
-    async def send(self, number: int) -> Reply:
-        """The answer is the number of tokens that came."""
-        return (await self._send_batch([number]))[0]
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    async def batches(self) -> dict[int, int]:
-        """From the server's statistics."""
-        return await self._connection.batches(self._model)
-
-    async def _send_batch(self, numbers: Sequence[int]) -> list[Reply]:
-        prompts = [self._chat.prompt(number) for number in numbers]
-        ids = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = prompt
-        tensors = {
-            "input_ids": ids,
-            "prompt_tokens": np.array([[len(prompt)] for prompt in prompts], np.int32),
-            "max_tokens": np.array([[self._chat.length(n)] for n in numbers], np.int32),
-        }
-        request = service_pb2.ModelInferRequest(model_name=self._model)
-        for name, array in tensors.items():
-            request.inputs.add(name=name, datatype="INT32", shape=array.shape)
-            request.raw_input_contents.append(array.tobytes())
-        response = await self._connection.stub.ModelInfer(request)
-        made = np.frombuffer(response.raw_output_contents[0], np.int32).reshape(len(numbers), -1)
-        return [
-            Reply(number, int((row >= 0).sum())) for number, row in zip(numbers, made, strict=True)
-        ]
-
-
-class StaticGenerateTarget:
-    """Full batches out of a queue on the client's side, to ``generate`` without a batcher."""
-
-    def __init__(self, connection: Connection, model: str, chat: Chat) -> None:
-        self._model = GenerateTarget(connection, model, chat)
-        self._queue: StaticQueue[Reply] = StaticQueue(SIZE, self._model._send_batch)
-
-    @property
-    def waiting(self) -> int:
-        """Requests in the queue."""
-        return self._queue.waiting
-
-    async def send(self, number: int) -> Reply:
-        """Wait in the queue for company."""
-        return await self._queue.send(number)
-
-    def flush(self) -> None:
-        """The last batch leaves as it is."""
-        self._queue.flush()
-
-    async def batches(self) -> dict[int, int]:
-        """From the server's statistics."""
-        return await self._model.batches()
-
-
-class InFlightTarget:
-    """One stream a request, to our backend; it notes when the first token came."""
-
-    waiting = 0
-
-    def __init__(self, connection: Connection, model: str, chat: Chat) -> None:
-        self._connection = connection
-        self._model = model
-        self._chat = chat
-
-    async def send(self, number: int) -> Reply:
-        """The answer is the number of tokens that came."""
-        first_at, tokens = None, 0
-        async for response in self._connection.stub.ModelStreamInfer(self._request(number)):
-            if response.error_message:
-                raise RuntimeError(response.error_message)
-            if first_at is None:
-                first_at = time.perf_counter()
-            names = [output.name for output in response.infer_response.outputs]
-            raw = response.infer_response.raw_output_contents
-            if "num_output_tokens" in names:
-                part = raw[names.index("num_output_tokens")]
-                tokens += int(np.frombuffer(part, np.uint32).sum())
-        return Reply(number, tokens, first_at)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    async def batches(self) -> dict[int, int]:
-        """The server sees no batches of a decoupled model: the engine makes them, every step."""
-        return {}
-
-    async def _request(self, number: int) -> AsyncIterator[service_pb2.ModelInferRequest]:
-        parameters = {
-            "temperature": 0,
-            "max_tokens": self._chat.length(number),
-            "ignore_eos": True,
-        }
-        text = json.dumps(parameters).encode()
-        request = service_pb2.ModelInferRequest(model_name=self._model)
-        prompt = self._chat.prompt(number)
-        for name, kind, count, raw in (
-            ("input_ids", "INT32", len(prompt), prompt.tobytes()),
-            ("stream", "BOOL", 1, b"\x01"),
-            ("return_num_output_tokens", "BOOL", 1, b"\x01"),
-            ("sampling_parameters", "BYTES", 1, len(text).to_bytes(4, "little") + text),
-        ):
-            request.inputs.add(name=name, datatype=kind, shape=[count])
-            request.raw_input_contents.append(raw)
-        yield request
-
-
-# --------------------------------------------------------------------------- the repository
+def _modes(target: Target, chat: Chat, folder: Path) -> dict[str, Mode]:
+    generate = write_tensors(folder / "generate.json", chat.for_generate())
+    in_flight = write_entries(folder / "inflight.json", chat.for_our_backend())
+    return {
+        f"static {SIZE}": Mode(
+            target=target, model=target.model("static"), data=generate, whole_batches=SIZE
+        ),
+        f"dynamic {SIZE}, {WINDOW_US // 1000} ms": Mode(
+            target=target, model=target.model("dynamic"), data=generate
+        ),
+        f"in-flight {SIZE}": Mode(target=target, model=target.model("inflight"), data=in_flight),
+    }
 
 
 def _write_repository(repository: Path, checkpoint: Path, threads: int) -> None:
     source = Path(__file__).parent / "generate_model" / "model.py"
-    batcher = f"dynamic_batching {{ max_queue_delay_microseconds: {WINDOW_US} }}"
-    for name, batching in (("static", ""), ("dynamic", batcher)):
+    for name, window_us in (("static", FULL_ONLY_US), ("dynamic", WINDOW_US)):
+        batching = f"dynamic_batching {{ max_queue_delay_microseconds: {window_us} }}"
         version = repository / name / "1"
         version.mkdir(parents=True)
         shutil.copy(source, version / "model.py")

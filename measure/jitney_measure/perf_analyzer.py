@@ -6,6 +6,7 @@ time from the first to the last request sent, under the whole load; latencies ar
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -121,19 +122,28 @@ class Driver:
     loads: tuple[Load, ...]
     inputs: Inputs
     tool: PerfAnalyzer
+    whole_batches: int = 1
+    """Of a model that answers full batches alone: requests come in multiples of so many, and no
+    fewer at once."""
+    more: tuple[str, ...] = ()
+    """Further arguments of perf_analyzer."""
 
     def run(self, target: Target, model: Model, load: Load) -> Point:
         """A point of state "failed" says what went wrong under the load.
 
         Raises InvalidArgumentError for a model whose inputs cannot be made up.
         """
-        requests, warm_up = (
-            self.inputs.file(target, model, f"{load}{use}") for use in ("", " warm-up")
-        )
+        requests = self.inputs.file(target, model, f"{load}")
+        warm_up_requests = self.inputs.file(target, model, f"{load} warm-up")
+        warm_up_load, warm_up_count = slo.warm_up(load)
+        if warm_up_load.level < self.whole_batches:
+            warm_up_load = Load("concurrency", self.whole_batches)
         try:
-            warmed = self._measure(target, model, *slo.warm_up(load), warm_up)
+            warmed = self._measure(
+                target, model, warm_up_load, self._whole(warm_up_count), warm_up_requests
+            )
             pace = load.level if load.kind == "rate" else warmed.requests_per_s
-            count = slo.count(self.options, load, pace)
+            count = self._whole(slo.count(self.options, load, pace))
             before = _settled(target, model)
             measured = self._measure(target, model, load, count, requests, count / max(pace, 1e-3))
             after = _settled(target, model)
@@ -146,6 +156,10 @@ class Driver:
         remarks = tuple(dict.fromkeys((*doubts, *before.missing, *after.missing)))
         work = engine_work(before, after)
         return Point(load, state, remarks, measured, stages(before, after), work)
+
+    def _whole(self, count: int) -> int:
+        """So many requests, or as many more as fill the last batch."""
+        return math.ceil(count / self.whole_batches) * self.whole_batches
 
     def _measure(
         self, target: Target, model: Model, load: Load, count: int, requests: Path,
@@ -195,7 +209,7 @@ class Driver:
         # -s: a report even if its windows differ.
         words += ["--input-data", str(requests), "--request-count", str(count), "-s", "999"]
         words += ["--profile-export-file", str(export)]
-        return [*words, *access_arguments(target.access, protocol)]
+        return [*words, *access_arguments(target.access, protocol), *self.more]
 
 
 def access_arguments(access: Access, protocol: str) -> list[str]:

@@ -44,16 +44,23 @@ def bound_on(time: str, bounds: Sequence[Bound]) -> Bound:
 
 def _throughput(results: Sequence[Result], times: Sequence[str], bounds: Sequence[Bound]) -> Plot:
     """Each time, as it is bounded, against the throughput: the plot to choose a load by."""
-    figure, axes = subplots(len(times))
-    for time, axis in zip(times, axes, strict=True):
-        bound = bound_on(time, bounds)
-        for i, result in enumerate(results):
-            for kind, (name, style) in _LINES.items():
-                label = name if len(results) == 1 else f"{'AB'[i]}, {name}"
-                _curve(axis, result, bound, kind, color=COLOURS[i], linestyle=style, label=label)
+    names = ("",) if len(results) == 1 else ("A", "B")
+    shown = [bound_on(time, bounds) for time in times]
+    return curves(dict(zip(names, results, strict=True)), shown)
+
+
+def curves(results: Mapping[str, Result], shown: Sequence[Bound]) -> Plot:
+    """Each of ``shown`` against the throughput: a line for each result, by its name."""
+    figure, axes = subplots(len(shown))
+    unit = next(iter(results.values())).unit
+    for bound, axis in zip(shown, axes, strict=True):
+        for (name, result), colour in zip(results.items(), COLOURS, strict=False):
+            for kind, (loop, style) in _LINES.items():
+                label = f"{name}, {loop}" if name else loop
+                _curve(axis, result, bound, kind, color=colour, linestyle=style, label=label)
         if bound.seconds < float("inf"):
             axis.axhline(bound.seconds, color="#555", linestyle=":")
-        axis.set(xlabel=results[0].unit, ylabel="s", title=f"{_NAMES[time]}, {bound.name}")
+        axis.set(xlabel=unit, ylabel="s", title=f"{_NAMES[bound.time]}, {bound.name}")
         axis.set(xscale="log", yscale="log")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     caption = (

@@ -1,31 +1,28 @@
 """The batching benchmark on the real server, for half a minute, with a tiny model."""
 
-import asyncio
-
 import numpy as np
 import onnx
 import pytest
+from jitney_measure.record import Load
 from onnx import TensorProto, helper
 
-from benchmarks.batching.load import Reply
-from benchmarks.batching.one_call import STATIC, Results, measure
+from benchmarks.batching.one_call import STATIC, WINDOW_US, Groups, dynamic_name, measure
 from benchmarks.batching.plan import Plan
 from benchmarks.batching.subjects import Subject, make
-from benchmarks.batching.targets import Connection, ServerTarget
 
 FEATURES = 32
 PLAN = Plan(
-    seconds=0.3,
-    rates=(0.4, 3.0),
-    concurrencies=(1, 16),
+    seconds=1.0,
+    rates=(0.4,),
+    users=(1, 16),
     sizes=(4,),
-    windows_us=(0, 20_000),
+    windows_us=(20_000,),
     grid_rates=(0.5,),
-    grid_seconds=0.3,
-    mix_seconds=0.3,
+    grid_seconds=1.0,
+    mix_seconds=1.0,
     language_seconds=0.0,
     language_rates=(),
-    language_concurrencies=(),
+    language_users=(),
 )
 
 
@@ -56,33 +53,29 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @pytest.fixture(scope="module")
-def results(subject: Subject) -> Results:
+def groups(subject: Subject) -> Groups:
     return measure(subject, PLAN, threads=1, naive=False)
 
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_the_server_batched_as_the_mode_says(results: Results) -> None:
-    runs = {(run.mode.split()[0], run.load, run.level): run for run in results.runs}
-    assert set(runs["none", "concurrency", 16].batches) == {1}
-    full = runs["static", "concurrency", 16].batches
-    assert max(full) == STATIC
-    assert full[STATIC] >= sum(full.values()) - 1, "but for the flush at the end"
-    assert runs["static", "concurrency", 1].stalled
-    assert runs["dynamic", "concurrency", 16].mean_batch > 1  # type: ignore[operator]
-    without, window = sorted(results.grid, key=lambda cell: cell.window_us)
-    assert (without.window_us, window.window_us) == (0, 20_000)
-    assert max(window.summary.batches) <= 4
-    assert window.summary.mean_batch > 1.5, "a window is waited for"  # type: ignore[operator]
+def test_the_server_batched_as_the_mode_says(groups: Groups) -> None:
+    users = Load("concurrency", 16)
+    batches = {}
+    for name, result in groups["modes"].items():
+        batches[name] = {point.load: point.stages[0].mean_batch for point in result.points}
+    assert batches["none"][users] == 1
+    assert batches[f"static {STATIC}"][users] == STATIC
+    assert Load("concurrency", 1) not in batches[f"static {STATIC}"], "it would wait for ever"
+    assert batches[dynamic_name(STATIC, WINDOW_US)][users] > 1
+    window = groups["grid"][dynamic_name(4, 20_000)].points[0].stages[0].mean_batch
+    assert window is not None
+    assert 1.5 < window <= 4, "a window is waited for"
+    assert [*groups["mixes"]] == ["shared", "priority", "own copy"]
 
 
 def test_a_wrong_answer_is_noticed(subject: Subject) -> None:
-    async def scene() -> None:
-        async with Connection("127.0.0.1:1") as connection:
-            target = ServerTarget(connection, "toy", subject)
-            right = subject.expected[3].tobytes()
-            target.check([Reply(3, right), Reply(11, right)])  # 11 is row 3 once more
-            with pytest.raises(RuntimeError, match="request 4"):
-                target.check([Reply(4, right)])
-
-    asyncio.run(scene())
+    subject.check(3, subject.expected[3])
+    subject.check(11, subject.expected[3])  # row 3 once more
+    with pytest.raises(RuntimeError, match="request 4"):
+        subject.check(4, subject.expected[3])

@@ -2,9 +2,9 @@
 
 All rows of all requests of one call become one batch, padded on the left; it runs until the
 longest answer in it is complete, and every request gets its own part of the result. With the
-dynamic batcher in front this is dynamic batching of a language model; asked for whole batches, it
-is static batching. ``benchmarks.batching.language`` copies this file into a model repository.
-Parameters of the model's configuration: ``checkpoint``, a folder, and ``threads``.
+dynamic batcher in front this is dynamic batching of a language model; where the batcher waits for
+full batches, it is static batching. ``benchmarks.batching.language`` copies this file into a model
+repository. Parameters of the model's configuration: ``checkpoint``, a folder, and ``threads``.
 """
 
 import json

@@ -19,7 +19,7 @@ except ImportError:
         "pip install 'triton-jitney[bench]'"
     ) from None
 
-COLOURS = ("#0072B2", "#D55E00")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#000000")
 """Of Okabe and Ito's colours, which colour-blind people can tell apart."""
 STYLE: Any = {
     "svg.hashsalt": "jitney",  # the same plot is the same file
