@@ -195,10 +195,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chat_template_parameters: tuple[str, ...] = ("add_generation_prompt", "enable_thinking")
     """Names that a client may pass to the chat template."""
     tool_format: str | None = None
-    """How the model writes calls of tools, for the gateway, which knows the formats' names. None:
-    as its chat template tells."""
+    """How the model writes calls of tools, for the gateway. None: as its chat template tells."""
     reasoning_format: str | None = None
-    """How the model sets its reasoning off, likewise."""
+    """How the model sets its reasoning off, for the gateway. None: as its chat template tells."""
 
     # -- responses
     max_pending_tokens: Annotated[int, Meta(ge=1)] = 65536
