@@ -6,7 +6,6 @@ the same deltas.
 
 import time
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 from jitney.errors import JitneyError
@@ -131,26 +130,40 @@ class Answer:
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage.body()}
 
     def _take_logprobs(self, index: int, positions: list[Body]) -> Body | None:
-        """Of new tokens, and to those of the whole."""
+        """Of new tokens; they are added to those of the whole."""
         if not positions:
             return None
-        whole, made = self._logprobs[index], dict[str, list[Any]]()
+        whole = self._logprobs[index]
         if self._chat:
-            made["content"] = [chat_logprob(each, self._top or 0) for each in positions]
+            made = {"content": [chat_logprob(each, self._top or 0) for each in positions]}
         else:
-            best = [list(position.values()) for position in positions]
-            tokens = [each[0]["decoded_token"] for each in best]
-            tops = [{one["decoded_token"]: one["logprob"] for one in each} for each in best]
-            before = whole["text_offset"][-1] + len(whole["tokens"][-1]) if whole else 0
-            made |= {
-                "tokens": tokens,
-                "token_logprobs": [each[0]["logprob"] for each in best],
-                "top_logprobs": [top if self._top else None for top in tops],
-                "text_offset": [*accumulate(map(len, tokens[:-1]), initial=before)],
-            }
+            made = _completion_logprobs(positions, self._top or 0, whole)
         for name, values in made.items():
             whole.setdefault(name, []).extend(values)
         return made
+
+
+def _completion_logprobs(positions: list[Body], top: int, before: Body) -> dict[str, list[Any]]:
+    """In the form of completions: a list for each thing; ``before``: the lists so far."""
+    offset = 0
+    if before:
+        offset = before["text_offset"][-1] + len(before["tokens"][-1])
+    made: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for position in positions:
+        candidates = list(position.values())
+        chosen = candidates[0]
+        best = {each["decoded_token"]: each["logprob"] for each in candidates}
+        made["tokens"].append(chosen["decoded_token"])
+        made["token_logprobs"].append(chosen["logprob"])
+        made["top_logprobs"].append(best if top else None)
+        made["text_offset"].append(offset)
+        offset += len(chosen["decoded_token"])
+    return made
 
 
 def _delta(choice: Blocks, text: str, finish_reason: str | None) -> Body:

@@ -18,12 +18,12 @@ from jitney.tracing import Tracing
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from jitney_gateway.backend import Backend, Model, UnknownModelError
+from jitney_gateway.backend import Backend, ServedModel, UnknownModelError
 from jitney_gateway.document import ERRORS, TEXT, Endpoint, Handler, Schema, operation
 from jitney_gateway.figures import Figures
 from jitney_gateway.keys import Keys
-from jitney_gateway.language import Language
-from jitney_gateway.load import REQUEST_HEADER, Load
+from jitney_gateway.language import LanguageEndpoints
+from jitney_gateway.load import REQUEST_HEADER, ServerLoad
 from jitney_gateway.mounting import MountedService
 from jitney_gateway.pooling import Pool, classify, embed, rerank
 from jitney_gateway.refusals import (
@@ -59,7 +59,7 @@ def make_app(
     keys: Mapping[str, str] | Keys,
     *,
     tracing: Tracing | None = None,
-    load: Load | None = None,
+    load: ServerLoad | None = None,
     services: Sequence[MountedService] = (),
     url: str = "",
 ) -> FastAPI:
@@ -142,12 +142,14 @@ async def _read(answer: Handler, type_: type[Any], request: Request) -> Response
 class Gateway:
     """What the endpoints share, and the endpoints that are nobody else's."""
 
-    def __init__(self, backend: Backend, keys: Mapping[str, str] | Keys, load: Load | None) -> None:
+    def __init__(
+        self, backend: Backend, keys: Mapping[str, str] | Keys, load: ServerLoad | None
+    ) -> None:
         self._backend = backend
         self._keys = keys
         self._load = load
         self._figures = Figures()
-        self._language = Language(backend, self._figures)
+        self._language = LanguageEndpoints(backend, self._figures)
 
     def endpoints(self) -> list[Endpoint]:
         """All of the gateway's own."""
@@ -245,7 +247,7 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         """All that serve one of the endpoints."""
-        found: dict[str, Model] = {}
+        found: dict[str, ServedModel] = {}
         for name in await self._backend.names():
             with contextlib.suppress(UnknownModelError):  # it has just been unloaded
                 found[name] = await self._backend.look(name)
@@ -287,7 +289,7 @@ def _id_of(headers: Mapping[str, str]) -> str:
     return secrets.token_hex(12)
 
 
-def _entry(model: Model) -> dict[str, Any] | None:
+def _entry(model: ServedModel) -> dict[str, Any] | None:
     """What the list of models says of one. None: it serves none of the endpoints."""
     if model.description is None and not model.endpoint:
         return None

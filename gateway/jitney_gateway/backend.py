@@ -58,7 +58,7 @@ class Step(msgspec.Struct):
     """Which ended each sequence, if that was asked for."""
 
 
-class Model(msgspec.Struct):
+class ServedModel(msgspec.Struct):
     """What is known of a model."""
 
     name: str
@@ -72,7 +72,7 @@ class Model(msgspec.Struct):
     base: str | None = None
     """Of an adapter: the model it belongs to."""
 
-    def adapter(self, name: str) -> "Model":
+    def adapter(self, name: str) -> "ServedModel":
         """What is known of one of its adapters."""
         return msgspec.structs.replace(self, name=name, base=self.name)
 
@@ -82,7 +82,7 @@ class Backend:
 
     def __init__(self, address: str) -> None:
         self._client = aio.InferenceServerClient(address, channel_args=_CHANNEL)
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, ServedModel] = {}
         self._ending: set[asyncio.Task[None]] = set()  # streams that are read to their end
 
     async def close(self) -> None:
@@ -115,7 +115,7 @@ class Backend:
         if endpoint not in (f"/v1/{model.endpoint}", *(GENERATING if model.description else ())):
             raise UnknownModelError(f"model {name!r} does not serve {endpoint}")
 
-    async def look(self, name: str) -> Model:
+    async def look(self, name: str) -> ServedModel:
         """What is known of a model. Raises UnknownModelError if it is not ready."""
         found = self._models.get(name)
         if found is None or time.monotonic() - found.at > _FRESH_S:
@@ -128,7 +128,7 @@ class Backend:
             self._models[name] = found
         return found
 
-    async def _find_adapter(self, name: str) -> Model | None:
+    async def _find_adapter(self, name: str) -> ServedModel | None:
         """An adapter of one of the models; of the first, if several have one of that name."""
         for base in await self.names():
             with contextlib.suppress(UnknownModelError):  # it has just been unloaded
@@ -141,12 +141,12 @@ class Backend:
                     return model.adapter(name)
         return None
 
-    async def _ask(self, name: str) -> Model:
+    async def _ask(self, name: str) -> ServedModel:
         with _translated(name):
             answer = await self._client.get_model_config(name, as_json=True)
         config = answer["config"]
         said = config.get("parameters", {}).get("openai_endpoint", {}).get("string_value", "")
-        model = Model(name, said, config, None, time.monotonic())
+        model = ServedModel(name, said, config, None, time.monotonic())
         if config.get("backend") == "jitney":
             arrays = await self._perform(Ask(model=name, inputs={"task": b"describe"}))
             text = arrays["text_output"][0]

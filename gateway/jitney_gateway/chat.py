@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from jitney_gateway.refusals import FieldError
-from jitney_gateway.wire import Message, Part, Tool
+from jitney_gateway.wire import ContentPart, Message, Tool
 
 Tensor = bytes | list[int] | bool
 """An input of the contract: text or JSON, token ids, a flag."""
@@ -49,7 +49,7 @@ def _as_templates_expect(at: str, message: Message) -> dict[str, Any]:
     return made
 
 
-def _joined_text(at: str, parts: Sequence[Part]) -> str:
+def _joined_text(at: str, parts: Sequence[ContentPart]) -> str:
     texts = []
     for number, part in enumerate(parts):
         if part.type != "text" or part.text is None:

@@ -12,7 +12,7 @@ from jitney.tracing import Tracing
 from jitney_gateway.app import make_app
 from jitney_gateway.backend import Backend
 from jitney_gateway.keys import Keys
-from jitney_gateway.load import Load
+from jitney_gateway.load import ServerLoad
 from jitney_gateway.mounting import open_service
 
 
@@ -32,7 +32,7 @@ def run_gateway(
     kept in ``batches``; at the stop, streams get ``grace_s`` seconds. Raises ConfigError for a key
     file, an address or a folder that cannot be used, and for packages that one of them needs."""
     tracing = None if otlp_endpoint is None else Tracing(otlp_endpoint, "jitney-gateway")
-    load = None if metrics_url is None else Load(metrics_url)
+    load = None if metrics_url is None else ServerLoad(metrics_url)
     services = [open_service("batches", batches)]
     keys = None if api_key_file is None else Keys(api_key_file, services)
     listener = listen(host, port)

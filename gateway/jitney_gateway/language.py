@@ -87,7 +87,7 @@ _CHATS = {
 }
 
 
-class Language:
+class LanguageEndpoints:
     """The endpoints. ``figures`` count what is generated."""
 
     def __init__(self, backend: Backend, figures: Figures) -> None:

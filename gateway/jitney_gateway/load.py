@@ -37,7 +37,7 @@ Figures = dict[str, float]
 """By name: vLLM's for requests, kv_cache_utilization from 0 to 1, and max_token_capacity."""
 
 
-class Load:
+class ServerLoad:
     """That of one server."""
 
     def __init__(self, url: str) -> None:

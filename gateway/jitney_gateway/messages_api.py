@@ -150,33 +150,58 @@ def chat_of_prompt(body: PromptRequest, known: Description) -> ChatRequest:
     if body.messages[-1].role == "assistant":
         said = "the last of messages is the assistant's: to go on with it is not supported"
         raise FieldError("messages", said)
-    choice, output = body.tool_choice or ToolChoice("auto"), body.output_config or OutputConfig()
-    check_parts("tool_choice", choice, _CHOICES)
+    output = body.output_config or OutputConfig()
     if output.format is not None:
         check_parts("output_config.format", output.format, _FORMATS)
-    named = Tool(type="function", function=Function(name=choice.name or ""))
-    chosen: Any = {"any": "required", "tool": named}.get(choice.type, choice.type)
-    before = [Message(role="system", content=joined(body.system))] if body.system else []
-    read = (each for i, turn in enumerate(body.messages) for each in _read(f"messages[{i}]", turn))
+    choice = body.tool_choice or ToolChoice("auto")
+    check_parts("tool_choice", choice, _CHOICES)
     chat = ChatRequest(
         model=body.model,
-        messages=[*before, *_merged(turns(read))],
-        tools=[_tool(each) for each in body.tools or ()],
-        tool_choice=chosen if body.tool_choice else None,
+        messages=_messages(body),
+        tools=[_tool(tool) for tool in body.tools or ()],
+        tool_choice=_chosen(choice) if body.tool_choice else None,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         response_format=output.format.of_a_chat() if output.format else None,
         reasoning_effort=output.effort,
         chat_template_kwargs=body.chat_template_kwargs,
     )
     if body.thinking is not None:
-        thinks = body.thinking.type != "disabled"
-        if "enable_thinking" in (known.chat_template or ""):
-            kwargs = {"enable_thinking": thinks, **(body.chat_template_kwargs or {})}
-            chat.chat_template_kwargs = kwargs
-        elif thinks != (reasoning_markers(formats(chat, known).reasoning) is not None):
-            said = f"thinking is {body.thinking.type!r}, but model {body.model!r} has no choice"
-            raise FieldError("thinking", said)
+        _set_thinking(chat, body.thinking, known)
     return chat
+
+
+def _messages(body: PromptRequest) -> list[Message]:
+    """The messages of the chat."""
+    said: list[Message | tuple[Kind, str | Call]] = []
+    for index, turn in enumerate(body.messages):
+        said += _read(f"messages[{index}]", turn)
+    messages = [*_merged(turns(said))]
+    if body.system:
+        messages.insert(0, Message(role="system", content=joined(body.system)))
+    return messages
+
+
+def _chosen(choice: ToolChoice) -> Any:
+    """As a chat has it."""
+    if choice.type == "any":
+        return "required"
+    if choice.type == "tool":
+        return Tool(type="function", function=Function(name=choice.name or ""))
+    return choice.type
+
+
+def _set_thinking(chat: ChatRequest, thinking: Thinking, known: Description) -> None:
+    """By the template's parameter; without it a model either reasons always or never. Raises
+    FieldError if the client wants the other."""
+    thinks = thinking.type != "disabled"
+    if "enable_thinking" in (known.chat_template or ""):
+        given = chat.chat_template_kwargs or {}
+        chat.chat_template_kwargs = {"enable_thinking": thinks, **given}
+        return
+    always = reasoning_markers(formats(chat, known).reasoning) is not None
+    if thinks != always:
+        said = f"thinking is {thinking.type!r}, but model {chat.model!r} has no choice"
+        raise FieldError("thinking", said)
 
 
 def _read(at: str, turn: InputTurn) -> Iterator[Message | tuple[Kind, str | Call]]:
@@ -229,8 +254,12 @@ class MessageAnswer:
         """``blocks``: of the only sequence."""
         self.usage = Usage()
         (self._blocks,) = blocks
-        self._head = {"id": f"msg_{id_}", "type": "message", "role": "assistant"}
-        self._head["model"] = body.model
+        self._head = {
+            "id": f"msg_{id_}",
+            "type": "message",
+            "role": "assistant",
+            "model": body.model,
+        }
         self._stop_string: str | None = None
         self._begun = False
 

@@ -141,16 +141,13 @@ class ResponseRequest(WireRecord, kw_only=True):
 
 def chat_of_response(body: ResponseRequest, known: Description) -> ChatRequest:
     """The chat that it stands for. Raises FieldError."""
-    items = body.input
-    if isinstance(items, str):
-        items = [InputItem(role="user", content=items)]
-    before = [Message(role="system", content=body.instructions)] if body.instructions else []
-    text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
+    text = body.text or TextOptions()
+    reasoning = body.reasoning or ReasoningOptions()
     if text.format is not None:
         check_parts("text.format", text.format, _FORMATS)
     chosen = body.tool_choice
     chat = ChatRequest(
-        messages=[*before, *turns(_read(f"input[{i}]", item) for i, item in enumerate(items))],
+        messages=_messages(body),
         max_completion_tokens=body.max_output_tokens,
         logprobs=bool(body.include) or body.top_logprobs is not None,
         top_logprobs=body.top_logprobs,
@@ -167,6 +164,17 @@ def chat_of_response(body: ResponseRequest, known: Description) -> ChatRequest:
         said = "goes without tools, and with a model that does not reason"
         raise FieldError(field, f"{field} {said}: which tokens are the text's is not known")
     return chat
+
+
+def _messages(body: ResponseRequest) -> list[Message]:
+    """The messages of the chat."""
+    items = body.input
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    messages = [*turns(_read(f"input[{i}]", item) for i, item in enumerate(items))]
+    if body.instructions:
+        messages.insert(0, Message(role="system", content=body.instructions))
+    return messages
 
 
 def _read(at: str, item: InputItem) -> Message | tuple[Kind, str | Call]:
@@ -218,9 +226,11 @@ class ResponseAnswer:
             yield self._event("created", response=self._response("in_progress"))
             yield self._event("in_progress", response=self._response("in_progress"))
         if self._blocks.finish_reason is None:
-            positions = step.logprobs[0] if step.logprobs else []
-            self._untold += [chat_logprob(each, self._body.top_logprobs or 0) for each in positions]
-            self._logprobs += self._untold[len(self._untold) - len(positions) :]
+            top = self._body.top_logprobs or 0
+            for position in step.logprobs[0] if step.logprobs else ():
+                logprob = chat_logprob(position, top)
+                self._untold.append(logprob)
+                self._logprobs.append(logprob)
             for what, block, text in self._blocks.take(step.texts[0], step.finish_reasons[0]):
                 yield from self._block_events(what, block, text)
 
@@ -236,8 +246,8 @@ class ResponseAnswer:
             if parts:
                 yield self._event("content_part.added", **at, part=self._part(block))
         if what == "delta" or (what == "stop" and self._untold):
-            untold, self._untold = self._untold, []
-            told = {"logprobs": untold} if block.kind == "text" else {}
+            told = {"logprobs": self._untold} if block.kind == "text" else {}
+            self._untold = []
             yield self._event(f"{name}.delta", **at, **told, delta=text)
         if what == "stop":
             whole = {"logprobs": self._logprobs} if block.kind == "text" else {}

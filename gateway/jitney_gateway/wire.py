@@ -35,7 +35,7 @@ class WireRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     """Sampling parameters that no answer could show: they are no fields."""
 
 
-class Part(WireRecord):
+class ContentPart(WireRecord):
     """A part of a message's content. Only text is taken."""
 
     type: str
@@ -67,7 +67,7 @@ class Message(WireRecord):
     send back as they got them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
@@ -251,24 +251,37 @@ def decode(data: bytes, type_: type[T]) -> T:
     """Read a body. Raises FieldError."""
     try:
         given = msgspec.json.decode(data, type=dict[str, Any])
-        own = type_.__struct_fields__
-        if "params" in own:
-            names = set(NAMES) & given.keys() - {*own, *type_.unseen}
-            params = {name: given.pop(name) for name in names}
-            if "params" in given:
-                raise FieldError("params", "params is unknown or not supported")
-            given["params"] = {name: each for name, each in params.items() if each is not None}
+        if "params" in type_.__struct_fields__:
+            _gather_params(given, type_)
         return msgspec.convert(given, type_)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        found = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", str(error), re.DOTALL)
-        assert found is not None
-        said, path = found[1], found[2] or ""
-        named = re.fullmatch(r"(?s)Object (contains unknown|missing required) field `(.*)`", said)
-        if named is None:
-            raise FieldError(path, f"{path or 'the body'}: {said}") from None
-        fault = "is missing" if "missing" in named[1] else "is unknown or not supported"
-        path = ".".join(filter(None, (path, named[2])))
-        raise FieldError(path, f"{path} {fault}") from None
+        raise _field_error(str(error)) from None
+
+
+def _gather_params(given: dict[str, Any], type_: type[WireRecord]) -> None:
+    """Move what has a sampling parameter's name into ``params``; the fields of the record stay."""
+    if "params" in given:
+        raise FieldError("params", "params is unknown or not supported")
+    params = {}
+    for name in set(NAMES) - {*type_.__struct_fields__, *type_.unseen}:
+        value = given.pop(name, None)
+        if value is not None:
+            params[name] = value
+    given["params"] = params
+
+
+def _field_error(text: str) -> FieldError:
+    """Of msgspec's text: what is wrong, and where."""
+    found = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", text, re.DOTALL)
+    assert found is not None
+    said = found[1]
+    path = found[2] or ""
+    named = re.fullmatch(r"(?s)Object (contains unknown|missing required) field `(.*)`", said)
+    if named is None:
+        return FieldError(path, f"{path or 'the body'}: {said}")
+    fault = "is missing" if "missing" in named[1] else "is unknown or not supported"
+    path = ".".join(name for name in (path, named[2]) if name)
+    return FieldError(path, f"{path} {fault}")
 
 
 def check_parts(at: str, record: Any, parts: Mapping[str, Sequence[str]]) -> None:
@@ -277,11 +290,13 @@ def check_parts(at: str, record: Any, parts: Mapping[str, Sequence[str]]) -> Non
     own = parts.get(record.type)
     if own is None:
         raise FieldError(f"{at}.type", f"{at}.type is {record.type!r}: {' or '.join(parts)}")
-    for name in sorted({each.rstrip("?") for names in parts.values() for each in names}):
-        field, absent = f"{at}.{name}", getattr(record, name) is None
+    of_any_type = {name.rstrip("?") for names in parts.values() for name in names}
+    for name in sorted(of_any_type):
+        field = f"{at}.{name}"
+        absent = getattr(record, name) is None
         if absent and name in own:
             raise FieldError(field, f"{field} is missing")
-        if not absent and not {name, f"{name}?"} & {*own}:
+        if not absent and name not in own and f"{name}?" not in own:
             raise FieldError(field, f"{field} does not go with the type {record.type}")
 
 
@@ -301,8 +316,9 @@ def body_schemas(
     params = components.pop("SamplingParams")["properties"]
     for type_ in types:
         if "params" in type_.__struct_fields__:
-            own = components[type_.__name__]["properties"]
-            unseen = ("params", *type_.unseen)
-            both = (params | own).items()
-            components[type_.__name__]["properties"] = {k: v for k, v in both if k not in unseen}
+            component = components[type_.__name__]
+            properties = params | component["properties"]
+            for name in ("params", *type_.unseen):
+                properties.pop(name, None)
+            component["properties"] = properties
     return schemas, components

@@ -131,7 +131,7 @@ class InSession:
         self._pads = masked and min(taken.dims, default=1) >= 0
         self._by_rows = bool(job.batch_size) or not (self._pads and session.signature.can_batch)
         sizes = (job.batch_size,) if job.batch_size else _SIZES if self._by_rows else _ELEMENTS
-        self._sizes = Sizes(sizes if session.signature.can_batch else (1,))
+        self._sizes = BatchSizes(sizes if session.signature.can_batch else (1,))
         self._held: dict[int, Arrays] = {}
         self._longest = 1
         """Of the rows that are held; 1 if that does not count."""
@@ -184,7 +184,7 @@ class InSession:
         self._pool.shutdown(cancel_futures=True)
 
 
-class Sizes:
+class BatchSizes:
     """The size of a batch: each of a few in turn, then the fastest."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:

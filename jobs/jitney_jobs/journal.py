@@ -56,7 +56,7 @@ class FileRows(msgspec.Struct, frozen=True, tag="file"):
     rows: int
 
 
-class Part(msgspec.Struct, frozen=True, tag="part"):
+class OutputPart(msgspec.Struct, frozen=True, tag="part"):
     """A committed part: names and bytes of its files, and its rows."""
 
     number: int
@@ -76,7 +76,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
     at: float = 0.0
 
 
-Line = Begin | FileRows | Part | End
+Line = Begin | FileRows | OutputPart | End
 
 
 class Ranges:
@@ -111,7 +111,7 @@ class Record:
         self.rows: dict[int, int] = {}
         """File -> its rows, of those read to the end."""
         self.schema: bytes | None = None
-        self.parts: list[Part] = []
+        self.parts: list[OutputPart] = []
         """Without their rows, of which there may be as many intervals as rows."""
         self.written = self.failed = 0
         """Rows in parts, and bad rows."""
@@ -126,7 +126,7 @@ class Record:
                         bad = f"line {number} of {path} is damaged: {error}"
                         raise InvalidArgumentError(bad) from None
                     self.apply(said, len(line))
-                    pieces += said.rows if isinstance(said, Part) else ()
+                    pieces += said.rows if isinstance(said, OutputPart) else ()
                     pieces = pieces if len(pieces) < _MANY else Ranges(pieces).pieces
         self.done = Ranges(pieces)
         """The rows that were committed when the journal was read."""
@@ -142,7 +142,7 @@ class Record:
             self.begin = line
         elif isinstance(line, FileRows):
             self.rows[line.file] = line.rows
-        elif isinstance(line, Part):
+        elif isinstance(line, OutputPart):
             self.parts.append(msgspec.structs.replace(line, rows=[]))
             self.written += line.written
             self.failed += line.failed

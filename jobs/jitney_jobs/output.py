@@ -21,7 +21,7 @@ from jitney.errors import InvalidArgumentError
 
 from jitney_jobs.dataset import LINES, Dataset, Place, Row, file_system, reason
 from jitney_jobs.job import Job
-from jitney_jobs.journal import JobJournal, Part, Ranges, sync
+from jitney_jobs.journal import JobJournal, OutputPart, Ranges, sync
 
 _BLOCK = 512
 """Rows that are encoded together."""
@@ -149,7 +149,7 @@ class Output:
             self._write(f"{self._folder}/{name}", data)
         sizes = {name: len(data) for name, data in files.items()}
         counts = total - len(bad), len(bad)
-        self._journal.append(Part(number, sizes, pieces, *counts, figures, new))
+        self._journal.append(OutputPart(number, sizes, pieces, *counts, figures, new))
         pa.default_memory_pool().release_unused()  # what the threads of writing had
 
     def _encode(self, rows: list[tuple[Place, Row]], good: list[Any], bad: list[BadRow]) -> None:

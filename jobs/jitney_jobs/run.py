@@ -12,7 +12,7 @@ from jitney.progress import Deadline, Progress, State, clock_text
 from jitney_jobs.dataset import Dataset
 from jitney_jobs.executors import Models
 from jitney_jobs.job import Job
-from jitney_jobs.journal import JobJournal, Part, Record
+from jitney_jobs.journal import JobJournal, OutputPart, Record
 from jitney_jobs.output import Output
 from jitney_jobs.pipeline import Gathering, Pipeline
 
@@ -170,7 +170,7 @@ def write_report(record: Record) -> Path:
     return write_page(f"Job {Path(job.output).name}", blocks, record.folder)
 
 
-def _throughput(parts: list[Part]) -> tuple[list[float], dict[str, list[float]]]:
+def _throughput(parts: list[OutputPart]) -> tuple[list[float], dict[str, list[float]]]:
     """Times, and values between each part's commit and the one before it, the pauses between runs
     left out."""
     ends: list[float] = [0.0]

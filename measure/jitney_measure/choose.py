@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jitney_measure.axes import Score, label
-from jitney_measure.record import Choice, Result, Trial, Tuning, Verdict
+from jitney_measure.record import Choice, LoadVerdict, Result, Trial, Tuning
 from jitney_measure.slo import line, show_time
 
 _NOISE = 0.05
@@ -26,7 +26,7 @@ def score(trial: Trial) -> Score:
     return (1.0, -near[0]) if near is not None else (0.0, float(len(trial.points)))
 
 
-def nearest(trials: Sequence[Trial]) -> tuple[float, Trial, Verdict] | None:
+def nearest(trials: Sequence[Trial]) -> tuple[float, Trial, LoadVerdict] | None:
     """The load that broke the bounds least, with its excess; None if no load has figures."""
     found = [
         (verdict.excess, trial, verdict)

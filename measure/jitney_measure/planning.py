@@ -16,7 +16,7 @@ from rich.table import Table
 from jitney_measure.lengths import Lengths, Source
 from jitney_measure.plots import sizing_plot
 from jitney_measure.simulation import Observed, simulate
-from jitney_measure.sizing import Expected, Limits, expect
+from jitney_measure.sizing import EngineLimits, Expected, expect
 
 _out = Console(highlight=False)
 _SHARE, _SPARE = 0.9, 1 / 64
@@ -34,7 +34,7 @@ class Sizes:
     """What was chosen for the options that were not given, and where the memory goes (bytes)."""
 
     config: EngineConfig
-    limits: Limits
+    limits: EngineLimits
     requests: Lengths
     """Within ``max_model_len``."""
     cut: float
@@ -73,7 +73,7 @@ def choose(
             parts = "weights of {:.2f} GiB, {:.2f} for a step, a cache of {:.2f}".format(*sizes)
             raise InvalidArgumentError.of("memory", memory, f"enough for {parts}, and a reserve")
         blocks = cache // footprint.block
-        free = expect(config, kept, Limits(blocks, 1 << 40, 1 << 40, None))
+        free = expect(config, kept, EngineLimits(blocks, 1 << 40, 1 << 40, None))
         if "max_num_seqs" not in given:
             seqs = min(8 * math.ceil(1.1 * free.in_cache / 8), 65536)
         if config.max_num_batched_tokens is None:
@@ -85,12 +85,12 @@ def choose(
         config, max_model_len=context, max_num_seqs=seqs, max_num_batched_tokens=budget,
         kv_cache_bytes=blocks * footprint.block, prefix_caching=False, speculation=None,
     )  # fmt: skip
-    limits = Limits(blocks, seqs, budget, streams)
+    limits = EngineLimits(blocks, seqs, budget, streams)
     cut = float((totals > context).mean())
     return Sizes(config, limits, kept, cut, memory, steps, blocks * footprint.block)
 
 
-def compare(sizes: Sizes, limits: Limits) -> tuple[Expected, Observed, float]:
+def compare(sizes: Sizes, limits: EngineLimits) -> tuple[Expected, Observed, float]:
     """What is expected, what the simulation does, and the sequences that run by it. Where so many
     run that it would take long, all limits are scaled down for it, and the sequences up by what is
     expected at both sizes."""

@@ -112,7 +112,7 @@ class Point(msgspec.Struct, frozen=True):
     engine: EngineWork | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class LoadVerdict(msgspec.Struct, frozen=True):
     """One load against the bounds: what exceeds them, in words; empty if the load meets them."""
 
     load: Load
@@ -142,7 +142,7 @@ class Result(msgspec.Struct, frozen=True):
     options: dict[str, str]
     points: tuple[Point, ...]
     slo: str = ""
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[LoadVerdict, ...] = ()
     best: Best | None = None
     version: Literal[1] = 1
 

@@ -16,7 +16,7 @@ from jitney.sampling_params import SamplingParams
 from msgspec.structs import replace
 
 from jitney_measure.lengths import Lengths
-from jitney_measure.sizing import Limits
+from jitney_measure.sizing import EngineLimits
 
 _NO_LIMIT = 1 << 40
 
@@ -38,7 +38,9 @@ class Observed:
     """That it took."""
 
 
-def simulate(config: EngineConfig, lengths: Lengths, limits: Limits, at_first: int) -> Observed:
+def simulate(
+    config: EngineConfig, lengths: Lengths, limits: EngineLimits, at_first: int
+) -> Observed:
     """Let every request of ``lengths`` be served once, after a quarter of them that is not counted.
     ``at_first`` sequences run already, each with a part of its output."""
     began = time.monotonic()

@@ -21,7 +21,7 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What bounds the batch."""
 
     num_blocks: int
@@ -31,14 +31,14 @@ class Limits:
     streams: int | None
     """Requests at a time, each followed by the next; None: a queue that never ends."""
 
-    def scaled(self, share: float) -> "Limits":
+    def scaled(self, share: float) -> "EngineLimits":
         """All of them smaller: the same batch, but for its granularity."""
         blocks, seqs, budget = (
             max(1, round(share * each))
             for each in (self.num_blocks, self.max_num_seqs, self.budget)
         )
         streams = self.streams and max(1, round(share * self.streams))
-        return Limits(blocks, seqs, max(seqs, budget), streams)
+        return EngineLimits(blocks, seqs, max(seqs, budget), streams)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Expected:
     """Prompt tokens to compute for each token of output."""
 
 
-def expect(config: EngineConfig, lengths: Lengths, limits: Limits) -> Expected:
+def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expected:
     """The steady state of ``lengths``, none of which exceeds the context, with the block size,
     ``eviction`` and ``watermark`` of ``config``, and nothing found in the prefix cache."""
     size, prompt, output = config.block_size, lengths.prompt, lengths.output
@@ -114,7 +114,7 @@ def _held(prompt: Counts, output: Counts, size: int) -> tuple[Counts, Counts]:
 
 
 def _without_cache(
-    limits: Limits, work: float, output: float, variation: float
+    limits: EngineLimits, work: float, output: float, variation: float
 ) -> tuple[float, str]:
     """How many sequences run if the cache is no limit, and what is.
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rich.markup import escape
 
 from jitney_measure.options import Shared
-from jitney_measure.record import Best, Load, Measurement, Point, Result, State, Verdict
+from jitney_measure.record import Best, Load, LoadVerdict, Measurement, Point, Result, State
 
 TIMES = ("ttft", "itl", "gap", "tpot", "latency")
 _BOUND = re.compile(r"([a-z]+)-(?:mean|p(\d+(?:\.\d+)?))=([\d.]+(?:us|ms|s))", re.ASCII)
@@ -148,7 +148,7 @@ def _bound(text: str, language: bool) -> Bound:
     return Bound(match[1], float(match[2]) if match[2] else None, seconds)
 
 
-def judge(point: Point, bounds: Sequence[Bound]) -> Verdict:
+def judge(point: Point, bounds: Sequence[Bound]) -> LoadVerdict:
     """A load that failed or fell behind meets no bound: its queue only grows."""
     behind = point.state in ("failed", "behind")
     over = ["; ".join(point.remarks) or point.state] if behind else []
@@ -161,7 +161,7 @@ def judge(point: Point, bounds: Sequence[Bound]) -> Verdict:
         elif found > bound.seconds:
             over.append(f"{bound.name} is {show_time(found)}")
     worst = math.inf if behind else max(excess, default=math.inf)
-    return Verdict(point.load, tuple(over), worst if worst < math.inf else None)
+    return LoadVerdict(point.load, tuple(over), worst if worst < math.inf else None)
 
 
 def judged(result: Result, bounds: Sequence[Bound]) -> Result:

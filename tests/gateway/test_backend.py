@@ -14,7 +14,7 @@ from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney_gateway import backend as module
 from jitney_gateway.app import Gateway
 from jitney_gateway.ask import Ask, Description
-from jitney_gateway.backend import Backend, Model, Step, translated
+from jitney_gateway.backend import Backend, ServedModel, Step, translated
 from jitney_gateway.refusals import UnknownModelError
 from starlette.requests import Request
 from tritonclient.utils import InferenceServerException
@@ -150,10 +150,10 @@ def test_a_model_that_is_unloaded_while_they_are_listed_is_left_out(
     async def names() -> list[str]:
         return ["digits", "gone"]
 
-    async def look(name: str) -> Model:
+    async def look(name: str) -> ServedModel:
         if name == "gone":
             raise translated(name, "", "Request for unknown model: 'gone' is not found")
-        return Model(name, "classify", {}, None, 0.0)
+        return ServedModel(name, "classify", {}, None, 0.0)
 
     backend = backend_of(monkeypatch)
     monkeypatch.setattr(backend, "names", names)
@@ -170,12 +170,12 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     async def names() -> list[str]:
         return ["digits", "m"]
 
-    async def ask(name: str) -> Model:
+    async def ask(name: str) -> ServedModel:
         described.append(name)
         if name not in ("digits", "m"):
             raise translated(name, "", f"Request for unknown model: {name!r} is not found")
         taken = Description(64, 1, frozenset(), adapters=adapters.copy())
-        return Model(name, "", {}, taken if name == "m" else None, time.monotonic())
+        return ServedModel(name, "", {}, taken if name == "m" else None, time.monotonic())
 
     def stream_infer(requests: Any, headers: dict[str, str]) -> FakeStream:
         asked.append(requests)
@@ -230,9 +230,9 @@ def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch
     async def names() -> list[str]:
         return ["m", "n"]
 
-    async def look(name: str) -> Model:
+    async def look(name: str) -> ServedModel:
         looked.append(name)
-        return Model(name, "", {}, known, 0.0)
+        return ServedModel(name, "", {}, known, 0.0)
 
     monkeypatch.setattr(backend, "names", names)
     monkeypatch.setattr(backend, "look", look)

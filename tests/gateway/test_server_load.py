@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from jitney.errors import ConfigError
-from jitney_gateway.load import Load, parse
+from jitney_gateway.load import ServerLoad, parse
 from prometheus_client.parser import text_string_to_metric_families
 
 PAGE = "".join(
@@ -60,7 +60,7 @@ def test_instances_count_together() -> None:
 
 def test_the_header_in_both_forms(url: str) -> None:
     async def ask() -> None:
-        load = Load(url)
+        load = ServerLoad(url)
         ((name, value),) = (await load.header("json", "one")).items()
         assert name == "endpoint-load-metrics"
         assert json.loads(value.removeprefix("JSON ")) == {"named_metrics": FIGURES}
@@ -74,7 +74,7 @@ def test_the_header_in_both_forms(url: str) -> None:
 
 
 def test_the_names_of_the_inference_gateway(url: str) -> None:
-    page = asyncio.run(Load(url).page()).decode()
+    page = asyncio.run(ServerLoad(url).page()).decode()
     found = {family.name: family.samples for family in text_string_to_metric_families(page)}
     assert {name: sample.value for name, (sample,) in found.items()} == {
         "vllm:num_requests_waiting": 3,
@@ -86,10 +86,10 @@ def test_the_names_of_the_inference_gateway(url: str) -> None:
 
 def test_nothing_is_told_while_the_server_does_not_answer(url: str) -> None:
     async def ask() -> None:
-        load = Load("http://127.0.0.1:9/metrics")
+        load = ServerLoad("http://127.0.0.1:9/metrics")
         assert await load.header("json", "one") == {}
         assert await load.page() == b""
 
     asyncio.run(ask())
     with pytest.raises(ConfigError, match="is 'server:8002', not http"):
-        Load("server:8002")
+        ServerLoad("server:8002")

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jitney_jobs.job import Job, make_job
-from jitney_jobs.journal import JobJournal, Part
+from jitney_jobs.journal import JobJournal, OutputPart
 from jitney_jobs.run import run_job
 from jitney_jobs.worker import cancel
 
@@ -139,7 +139,7 @@ def fail_at_part(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     append = JobJournal.append
 
     def failing(self: JobJournal, line: Any) -> None:
-        if isinstance(line, Part) and line.number == number:
+        if isinstance(line, OutputPart) and line.number == number:
             raise OSError(errno.ENOSPC, "No space left on device")
         append(self, line)
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_jobs.journal import JobJournal, Part, Ranges, Record
+from jitney_jobs.journal import JobJournal, OutputPart, Ranges, Record
 from jitney_jobs.run import read_record
 
 from tests.jobs.job_rows import bad, fail_at_part, ids, job_of, read, run, write_lines
@@ -208,7 +208,7 @@ def test_what_is_known_of_parts_does_not_grow_with_their_rows(
     tracemalloc.start()
     for number in range(100):
         rows = [(0, i, i + 1) for i in range(number % 2 + number // 2 * 1000, 50_000, 2)[:500]]
-        journal.append(Part(number, {}, rows, 500, 0, figures))
+        journal.append(OutputPart(number, {}, rows, 500, 0, figures))
     grown, _ = tracemalloc.get_traced_memory()
     record = Record(tmp_path / "out" / "_job" / "journal.jsonl")
     _, peak = tracemalloc.get_traced_memory()

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from jitney.errors import CheckpointError, InvalidArgumentError
 from jitney_jobs import pipeline
-from jitney_jobs.executors import InSession, Sizes
+from jitney_jobs.executors import BatchSizes, InSession
 from jitney_jobs.job import make_job
 from jitney_jobs.run import read_record
 from PIL import Image
@@ -157,7 +157,7 @@ def test_rows_of_different_lengths_are_not_padded_without_a_mask(tmp_path: Path)
 
 
 def test_the_fastest_batch_size_is_kept() -> None:
-    sizes = Sizes((8, 16, 32))
+    sizes = BatchSizes((8, 16, 32))
     seen = []
     for _ in range(20):
         seen.append(sizes.now)

@@ -14,7 +14,7 @@ from jitney_measure import lengths, planning, record, sizing
 from jitney_measure.lengths import Lengths
 from jitney_measure.plan import read_bytes
 from jitney_measure.simulation import simulate
-from jitney_measure.sizing import Limits, expect
+from jitney_measure.sizing import EngineLimits, expect
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
@@ -46,7 +46,7 @@ def options(**more: object) -> EngineConfig:
 
 def blocks_for(config: EngineConfig, made: Lengths, sequences: int) -> int:
     """A cache in which about so many run."""
-    held = NO_LIMIT / expect(config, made, Limits(NO_LIMIT, NO_LIMIT, 1 << 40, None)).in_cache
+    held = NO_LIMIT / expect(config, made, EngineLimits(NO_LIMIT, NO_LIMIT, 1 << 40, None)).in_cache
     return max(round(sequences * held), CONTEXT // config.block_size)
 
 
@@ -59,7 +59,7 @@ def test_as_many_run_as_are_expected(name: str, eviction: str) -> None:
     config, made = options(eviction=eviction), requests(name)
     blocks = blocks_for(config, made, 32)
     for streams in (None, 20) if eviction == "preempt" else (None,):
-        limits = Limits(blocks, NO_LIMIT, 1 << 40, streams)
+        limits = EngineLimits(blocks, NO_LIMIT, 1 << 40, streams)
         expected = expect(config, made, limits)
         found = simulate(config, made, limits, round(expected.running))
         assert expected.running == pytest.approx(found.running, rel=0.05)
@@ -73,7 +73,7 @@ def test_sequences_count_by_how_long_they_run() -> None:
     """The mean request is not the one that is met: the naive figure is far off."""
     config, made = options(), requests("bimodal")
     blocks = blocks_for(config, made, 64)
-    expected = expect(config, made, Limits(blocks, NO_LIMIT, 1 << 40, None))
+    expected = expect(config, made, EngineLimits(blocks, NO_LIMIT, 1 << 40, None))
     naive = blocks * 16 / float(made.prompt.mean() + made.output.mean() / 2)
     assert not 0.95 < naive / expected.running < 1.05
 
@@ -81,7 +81,7 @@ def test_sequences_count_by_how_long_they_run() -> None:
 @pytest.mark.parametrize("streams", [None, 24])
 def test_a_small_budget_is_the_limit(streams: int | None) -> None:
     config, made = options(), requests("narrow", 75_000)
-    limits = Limits(NO_LIMIT, 24, 64, streams)
+    limits = EngineLimits(NO_LIMIT, 24, 64, streams)
     expected = expect(config, made, limits)
     found = simulate(
         config, made, dataclasses.replace(limits, num_blocks=10_000), round(expected.running)
@@ -93,7 +93,7 @@ def test_a_small_budget_is_the_limit(streams: int | None) -> None:
 
 def test_preemptions_are_of_the_right_size() -> None:
     config, made = options(), requests("long answers")
-    limits = Limits(blocks_for(config, made, 24), NO_LIMIT, 1 << 40, None)
+    limits = EngineLimits(blocks_for(config, made, 24), NO_LIMIT, 1 << 40, None)
     expected = expect(config, made, limits)
     found = simulate(config, made, limits, round(expected.running))
     assert found.preemptions > 1
@@ -104,7 +104,7 @@ def test_preemptions_are_of_the_right_size() -> None:
 
 def test_at_a_share_of_all_limits_it_is_the_same_batch() -> None:
     config, made = options(max_model_len=CONTEXT), requests("narrow", 200_000)
-    limits = Limits(blocks_for(config, made, 320), NO_LIMIT, 1 << 40, None)
+    limits = EngineLimits(blocks_for(config, made, 320), NO_LIMIT, 1 << 40, None)
     sizes = planning.Sizes(config, limits, made, 0.0, 0, 0, 0)
     expected, found, running = planning.compare(sizes, limits)
     assert found.used == pytest.approx(expected.used, rel=0.03)

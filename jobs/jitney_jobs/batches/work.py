@@ -259,7 +259,7 @@ class _BadRow(msgspec.Struct):
     error: str
 
 
-class _Named(msgspec.Struct):
+class _CustomId(msgspec.Struct):
     custom_id: str
 
 
@@ -273,7 +273,7 @@ def _error_line(given: bytes, why: str | None, end: str) -> bytes:
         "error": None,
     }
     with contextlib.suppress(RecursionError):  # it is nested almost too deeply
-        made["custom_id"] = msgspec.json.decode(given, type=_Named).custom_id
+        made["custom_id"] = msgspec.json.decode(given, type=_CustomId).custom_id
 
     answered = _ANSWERED.fullmatch(why or "")
     if answered is not None:
