@@ -40,7 +40,8 @@ def minilm() -> Predict:
     model = SentenceEncoder(AutoModel.from_pretrained(str(weights_folder()))).eval()
 
     def predict(row: dict[str, Any]) -> list[float]:
-        ids, mask = torch.tensor([row["input_ids"]]), torch.tensor([row["attention_mask"]])
+        ids = torch.tensor([row["input_ids"]])
+        mask = torch.tensor([row["attention_mask"]])
         embedding: list[float] = model(ids, mask)[0].tolist()
         return embedding
 

@@ -128,7 +128,8 @@ def _python_call(call: ast.expr) -> tuple[str, str]:
 def _tagged(text: str, schema: Mapping[str, Any]) -> str:
     """Parameters between tags, each read as its schema says."""
     properties = schema.get("properties", {})
-    arguments, at = {}, 0
+    arguments = {}
+    at = 0
     while found := _PARAMETER.match(text, at):
         key, value = found.groups()
         arguments[key] = _typed(value, properties.get(key) or {})

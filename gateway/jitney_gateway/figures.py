@@ -46,7 +46,9 @@ class Watch:
     """Times and counts one answer, from when it is made."""
 
     def __init__(self, figures: Figures, model: str, key: str, streamed: bool) -> None:
-        self._figures, self._model, self._key = figures, model, key
+        self._figures = figures
+        self._model = model
+        self._key = key
         self._streamed = streamed
         self._began = time.monotonic()
         self._last: dict[tuple[int, int], float] = {}

@@ -34,8 +34,11 @@ class ToolFormat(NamedTuple):
 _NAME = r"(?P<name>[\w.:/-]{1,128})"
 _PYTHON = r"(?=\[\s*[A-Za-z_][\w.]{0,127}\s*\()"
 _JSON = '{"name": "NAME", "arguments": '
-_CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_CALLS, _ENDS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL = "<｜tool▁call▁begin｜>"
+_SEP = "<｜tool▁sep｜>"
+_END = "<｜tool▁call▁end｜>"
+_CALLS = "<｜tool▁calls▁begin｜>"
+_ENDS = "<｜tool▁calls▁end｜>"
 
 _DEEPSEEK = ToolFormat(
     "json",

@@ -80,16 +80,19 @@ class Parser:
         return self._take()
 
     def _take(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        self._pieces = []
         return pieces
 
     def _send(self, size: int) -> None:
         """What is held, up to ``size``, is content or reasoning."""
-        text, self._held = self._held[:size], self._held[size:]
+        text = self._held[:size]
+        self._held = self._held[size:]
         if text and self._thinking:
             self._pieces.append(Piece("reasoning", text))
         elif text:
-            self._first, self._said = False, True
+            self._first = False
+            self._said = True
             self._pieces.append(Piece("text", text))
 
     def _step(self) -> bool:
@@ -109,7 +112,8 @@ class Parser:
         groups = found.groupdict()
         if self._thinking or groups.get("think"):
             self._held = self._held[len(found[0]) :]
-            self._thinking, self._dropped = not self._thinking, ()
+            self._thinking = not self._thinking
+            self._dropped = ()
         else:
             self._body = Body(self._kind, len(found[0]), groups.get("name"))
         return True
@@ -125,7 +129,8 @@ class Parser:
             return False
         if self._thinking or not self._said:
             self._held = text
-        self._dropped, self._first = None, True
+        self._dropped = None
+        self._first = True
         return True
 
     def _complete(self, body: Body) -> bool:
@@ -136,9 +141,12 @@ class Parser:
                 return False
             called = body.calls(self._held[body.start : end], self._schemas)
         except MALFORMED:
-            self._body, self._first = None, False
+            self._body = None
+            self._first = False
             self._send(body.start)
             return True
         self._pieces += [Piece("call", arguments, name) for name, arguments in called]
-        self._held, self._body, self._dropped = self._held[end:], None, self._closing
+        self._held = self._held[end:]
+        self._body = None
+        self._dropped = self._closing
         return True

@@ -68,7 +68,8 @@ async def _vectors(
 ) -> Sequence[np.ndarray]:
     """One for each text."""
     array = _texts("input", [given] if isinstance(given, str) else given)
-    name, most = model.config["input"][0]["name"], int(model.config.get("max_batch_size", 0))
+    name = model.config["input"][0]["name"]
+    most = int(model.config.get("max_batch_size", 0))
     parts = [array[i : i + (most or 1)] for i in range(0, len(array), most or 1)]
     asked = [backend.infer(model.name, {name: part[:, None] if most else part}) for part in parts]
     found: list[np.ndarray] = []

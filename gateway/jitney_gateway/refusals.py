@@ -91,9 +91,11 @@ _OF_MESSAGES = {
 def as_asked(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
     """A model's refusal in the words of ``body``."""
     text = str(error)
-    names, word = _ASKED_BY, re.split("[^a-z_]", text)[0]
+    names = _ASKED_BY
+    word = re.split("[^a-z_]", text)[0]
     if isinstance(error, FieldError):
-        names, word = _OF_A_CHAT, re.split("[^a-z_]", error.field)[0]
+        names = _OF_A_CHAT
+        word = re.split("[^a-z_]", error.field)[0]
     for field in names.get(word, ()):
         if getattr(body, field, None) is not None:
             return FieldError(field, re.sub(rf"{word}(\.\w+)?", field, text, count=1))
@@ -103,16 +105,19 @@ def as_asked(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
 def describe(error: JitneyError) -> tuple[int, dict[str, Any]]:
     """Status and body. The text of a model's refusal opens with the name of the field."""
     status, code = next(found[1:] for found in _STATUS if isinstance(error, found[0]))
-    text, field = str(error), None
+    text = str(error)
+    field = None
     if isinstance(error, StatusError):
-        status, code = error.status, _CODES.get(error.status, "refused")
+        status = error.status
+        code = _CODES.get(error.status, "refused")
     elif isinstance(error, FieldError):
         field = error.field or None
     elif status == 400:
         named = re.match(r"([a-z_]+)[^\s:]*(?:: | (?:is|has|holds|do) )", text)
         field = named[1] if named else None
     elif status == 503 and "queue is full" in text:
-        status, code = 429, "queue_full"
+        status = 429
+        code = "queue_full"
     kind = "invalid_request_error" if status < 429 else "server_error"
     return status, {"error": {"message": text, "type": kind, "param": field, "code": code}}
 

@@ -118,7 +118,8 @@ def _arguments(function: Mapping[str, Any], body: str) -> str:
     schema = {"type": "object", **(function.get("parameters") or {})}
     if body == "json":
         return _json(schema, schema)
-    properties, python = schema.get("properties", {}), body == "python"
+    properties = schema.get("properties", {})
+    python = body == "python"
     for name in (function["name"], *properties):
         if python and (not name.isidentifier() or keyword.iskeyword(name)):
             raise InvalidArgumentError(f"tools: {name!r} is no name that Python allows")

@@ -13,7 +13,9 @@ class Traced:
 
     def __init__(self, app: ASGIApp, tracing: Tracing, without: Collection[str]) -> None:
         """``without``: paths that get no spans."""
-        self._app, self._tracing, self._without = app, tracing, without
+        self._app = app
+        self._tracing = tracing
+        self._without = without
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -26,7 +28,8 @@ class Traced:
             pair for pair in scope["headers"] if pair[0].decode("latin-1") in headers
         ]
         scope["headers"] += [(name.encode(), v.encode()) for name, v in span.headers().items()]
-        state, status = scope.setdefault("state", {}), 500
+        state = scope.setdefault("state", {})
+        status = 500
 
         async def note(message: Message) -> None:
             nonlocal status

@@ -36,7 +36,9 @@ class InServer:
         abort: Callable[[], None] = lambda: None,
     ) -> None:
         """``abort`` ends what is under way early, if that can be done."""
-        self._ask, self._abort, self.capacity = ask, abort, 2 * at_once
+        self._ask = ask
+        self._abort = abort
+        self.capacity = 2 * at_once
         self._threads = ThreadPoolExecutor(at_once)
         self._running: dict[Future[Any], int] = {}
         self.figures: dict[str, float] = {}
@@ -69,8 +71,10 @@ class OpenAiServer:
 
     def __init__(self, job: Job) -> None:
         """Raises InvalidArgumentError for files that cannot be read."""
-        self._place, self._access = urlsplit(str(job.server)).netloc, access_of(job)
-        context, plain = self._access.context, http.client.HTTPConnection
+        self._place = urlsplit(str(job.server)).netloc
+        self._access = access_of(job)
+        context = self._access.context
+        plain = http.client.HTTPConnection
         kind = partial(http.client.HTTPSConnection, context=context) if context else plain
         self._connect = partial(kind, self._place, timeout=TIMEOUT_S)
         self._headers = {"content-type": "application/json", **dict(self._access.headers)}

@@ -64,7 +64,8 @@ def _option(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
     )
 
 
-_arguments, _settings = inspect.signature(run), msgspec.structs.fields(Job)[2:]
+_arguments = inspect.signature(run)
+_settings = msgspec.structs.fields(Job)[2:]
 run.__signature__ = _arguments.replace(  # type: ignore[attr-defined]
     parameters=[*list(_arguments.parameters.values())[:2], *map(_option, _settings)]
 )

@@ -216,8 +216,10 @@ class Dataset:
         ``size`` in a chunk; after each file its number of rows, unless the journal knows it. Raises
         InvalidArgumentError for a file that is damaged, and UnavailableError if the storage fails
         although it was tried again."""
-        sizes, done = self.sizes, record.done
-        before, total = 0, max(1, sum(sizes))
+        sizes = self.sizes
+        done = record.done
+        before = 0
+        total = max(1, sum(sizes))
         for index in range(len(sizes)) if files is None else files:
             file = self.files[index]
             columns = {} if self.whole else self._partition(file.path)
@@ -232,7 +234,8 @@ class Dataset:
                             at = [i for i in range(first, end) if not done.covers(index, i, i + 1)]
                             data = _taken(data, [row - first for row in at])
                             yield Chunk(index, at, self.format, data, columns, position)
-                        first, given = end, max(given, end)
+                        first = end
+                        given = max(given, end)
                     break
                 except _ERRORS as error:
                     wait_or_raise(tries, self._retries, file.path, error)
@@ -255,7 +258,8 @@ class Dataset:
                 # Page by page: otherwise the whole of a row group would be held.
                 parquet = pq.ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER)
                 _check_names(parquet.schema_arrow.names, file.path)
-                first, total = 0, max(1, parquet.metadata.num_rows)
+                first = 0
+                total = max(1, parquet.metadata.num_rows)
                 for group in range(parquet.num_row_groups):
                     of_group = parquet.metadata.row_group(group)
                     rows = of_group.num_rows
@@ -307,7 +311,8 @@ def _fewer(size: int, rows: int, nbytes: int) -> int:
 
 def _next_of(lines: Iterator[Any], size: int) -> list[Any]:
     """``size`` lines, or fewer if they are large."""
-    taken, nbytes = [], 0
+    taken = []
+    nbytes = 0
     for line in islice(lines, size):
         taken.append(line)
         nbytes += len(line)

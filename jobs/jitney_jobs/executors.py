@@ -80,7 +80,8 @@ class Passing:
         self._ready.append((key, prepared))
 
     def step(self) -> list[Outcome]:
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         return ready
 
     def close(self) -> None:
@@ -91,7 +92,9 @@ class InEngine:
     """A checkpoint, run by the engine in this process."""
 
     def __init__(self, llm: LLM) -> None:
-        self._llm, self.capacity, self.figures = llm, llm.capacity, llm.figures
+        self._llm = llm
+        self.capacity = llm.capacity
+        self.figures = llm.figures
         self._running: Running = {}
 
     def rank(self, prepared: EncodedPrompt, ending: bool) -> tuple[int, list[int]]:
@@ -156,16 +159,19 @@ class InSession:
         """Have those that are held run together, or, if that fails, each alone; the results of
         those that ran before."""
         keys, future = self._ahead
-        rows, room = list(self._held.values()), self.capacity - len(keys)
+        rows = list(self._held.values())
+        room = self.capacity - len(keys)
         self._ahead = [*self._held], self._pool.submit(self._run, rows, room, self._sizes.now)
-        self._held, self._longest = {}, 1
+        self._held = {}
+        self._longest = 1
         return list(zip(keys, future.result(), strict=True)) if keys else []
 
     def _run(self, rows: list[Arrays], room: int, size: int) -> list[Any]:
         """In the pool's thread: the answers."""
         if not rows:
             return []
-        began, figures = time.perf_counter(), self.figures
+        began = time.perf_counter()
+        figures = self.figures
         joined = [
             ModelRequest({name: array[None] for name, array in row.items()}, (self._output,))
             for row in (_padded(rows) if self._pads else rows)
@@ -265,7 +271,8 @@ class Models:
         key = [getattr(job, name) for name in _OF_MODEL], [each.stat().st_mtime for each in files]
         if self._loaded is None or key != self._key:
             self.close()
-            self._key, self._loaded = key, load(job)
+            self._key = key
+            self._loaded = load(job)
         executor, context = self._loaded
         executor.figures.update(dict.fromkeys(executor.figures.keys() - {"most_rows"}, 0.0))
         return executor, msgspec.structs.replace(context, job=job)
@@ -296,7 +303,8 @@ def load(job: Job) -> tuple[Executor, Context]:
     if job.task == "generate":
         llm = LLM(model, **job.engine)
         return InEngine(llm), Context(job, Language(llm.tokenizer.data, llm.config, llm.info))
-    session, tokenizer = InSession(job), job.tokenizer or _tokenizer_of(model)
+    session = InSession(job)
+    tokenizer = job.tokenizer or _tokenizer_of(model)
     return session, Context(job, signature=session.signature, tokenizer=tokenizer)
 
 
@@ -313,7 +321,8 @@ class Feeder:
     def __init__(self, executor: Executor, retries: int) -> None:
         self.tries = 0
         """Rows that were tried again."""
-        self._executor, self._retries = executor, retries
+        self._executor = executor
+        self._retries = retries
         self._new: list[Item] = []
         self._sorted: deque[Item] = deque()
         self._down = self._ending = False

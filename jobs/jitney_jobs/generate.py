@@ -32,7 +32,8 @@ from jitney_jobs.journal import Record
 from jitney_jobs.tensors import Arrays
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-_CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
+_CHAT = "/v1/chat/completions"
+_COMPLETION = "/v1/completions"
 _OF_THE_SERVICE = ("model", "user", "metadata", "store", "service_tier", "stream")
 """Keys of a body that change nothing here."""
 
@@ -57,7 +58,8 @@ class Encoder:
 
     def __init__(self, language: Language) -> None:
         self._tokenizer = Tokenizer(language.tokenizer)
-        self._config, self._info = language.config, language.info
+        self._config = language.config
+        self._info = language.info
         self.context = language.info.max_model_len
 
     def text(self, prompt: Any) -> list[int]:
@@ -90,7 +92,8 @@ class Generate:
 
     def __init__(self, job: Job, encoder: Encoder) -> None:
         self._encode = encoder.chat if job.chat else encoder.text
-        self._prompt, self._params = _make_prompt(job), _make_params(job)
+        self._prompt = _make_prompt(job)
+        self._params = _make_params(job)
 
     def prepare(self, row: Row) -> EncodedPrompt:
         return EncodedPrompt(self._encode(self._prompt(row)), self._params(row))
@@ -106,7 +109,9 @@ def prompt_lengths(source: str, column: str, model: str) -> list[int]:
     from jitney.engine.assemble import resolve_model  # imports torch
 
     job = make_job({"input": source, "output": f"{source}.out", "model": model, "column": column})
-    tokenizer, storage, lengths = Tokenizer.load(resolve_model(model)), Storage(job), []
+    tokenizer = Tokenizer.load(resolve_model(model))
+    storage = Storage(job)
+    lengths = []
     for chunk in Dataset(job).chunks(Record(Path()), 1024):
         if isinstance(chunk, Chunk):
             rows = (chunk.row(item, storage) for item in chunk.items())
@@ -121,7 +126,8 @@ class GenerateOnServer:
 
     def __init__(self, job: Job) -> None:
         self._chat = job.chat
-        self._prompt, self._params = _make_prompt(job), _make_params(job)
+        self._prompt = _make_prompt(job)
+        self._params = _make_params(job)
 
     def prepare(self, row: Row) -> Arrays:
         prompt: Any = self._prompt(row)
@@ -201,7 +207,8 @@ class OpenAiLinesOnServer:
     fields = None
 
     def __init__(self, job: Job) -> None:
-        self._fixed, self._of_job = _fixed_params(job), {"model": job.model}
+        self._fixed = _fixed_params(job)
+        self._of_job = {"model": job.model}
 
     def prepare(self, row: Row) -> Line:
         _check_line(row)

@@ -15,7 +15,8 @@ from jitney.field_types import field_at_fault
 from msgspec import Meta
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-STOPPED, LATE = 130, 4
+STOPPED = 130
+LATE = 4
 """Exit statuses: what shells expect of an interrupted command; complete, but later than it was to
 be."""
 Count = Annotated[int, Meta(ge=1)]
@@ -222,5 +223,6 @@ def read_job(path: Path) -> dict[str, Any]:
 
 def differences(before: Job, now: Job) -> list[str]:
     """The settings that shape the output and differ: ``prompt was 'a', is 'b'``."""
-    old, new = before.essential, now.essential
+    old = before.essential
+    new = now.essential
     return [f"{k} was {show(old[k])}, is {show(new[k])}" for k in old if old[k] != new[k]]

@@ -116,7 +116,8 @@ class Record:
         self.written = self.failed = 0
         """Rows in parts, and bad rows."""
         self.ended: End | None = None
-        decoder, pieces = msgspec.json.Decoder(Line), list[Interval]()
+        decoder = msgspec.json.Decoder(Line)
+        pieces = list[Interval]()
         with path.open("rb") if path.is_file() else io.BytesIO() as lines:
             for number, line in enumerate(lines, 1):
                 if line.endswith(b"\n"):  # else it was torn

@@ -18,7 +18,8 @@ except ImportError:
     missing = "metrics of jobs need prometheus_client: pip install 'triton-jitney[jobs]'"
     raise InstallationError(missing) from None
 
-_PUSH_S, _TIMEOUT_S = 15.0, 10.0
+_PUSH_S = 15.0
+_TIMEOUT_S = 10.0
 FAMILIES: dict[str, tuple[str, Callable[[State], float | None]]] = {
     "rows_total": ("Rows that have ended, bad ones too, in all runs", lambda s: s.done),
     "bad_rows_total": ("Bad rows, in all runs", lambda s: s.bad),

@@ -52,7 +52,9 @@ class Output:
         """Raises InvalidArgumentError if there are parts, but no journal."""
         lines = job.output_format == "auto" and dataset.format in LINES
         self._parquet = job.output_format != "jsonl" and not lines
-        self._job, self._dataset, self._journal = job, dataset, journal
+        self._job = job
+        self._dataset = dataset
+        self._journal = journal
         self.misfits = 0
         """Rows that did not fit into a part."""
         self.last_bad: BadRow | None = None
@@ -66,7 +68,8 @@ class Output:
     def recover(self) -> None:
         """Remove what the journal does not name, and check that what it names is there. Raises
         InvalidArgumentError."""
-        there, parts = self._parts(), self._journal.record.parts
+        there = self._parts()
+        parts = self._journal.record.parts
         committed = {name: size for part in parts for name, size in part.files.items()}
         for name in there.keys() - committed.keys():
             self._fs.delete_file(f"{self._folder}/{name}")
@@ -90,7 +93,8 @@ class Output:
     def expect(self, fields: pa.Schema | None) -> None:
         """Take the types of the result's columns, where known. Raises InvalidArgumentError if one
         of them is a column of the input too."""
-        fields, of_input = fields or pa.schema([]), self._dataset.schema or pa.schema([])
+        fields = fields or pa.schema([])
+        of_input = self._dataset.schema or pa.schema([])
         for name in self._job.keep or () if of_input.names else ():
             if name not in of_input.names:
                 raise InvalidArgumentError.of("keep", name, f"one of {', '.join(of_input.names)}")
@@ -126,7 +130,8 @@ class Output:
     def write(self, part: list[Ended], figures: dict[str, float]) -> None:
         """Write a part and commit it. Rows that do not fit become bad ones. ``part`` is emptied
         while it is encoded: its memory is the next one's."""
-        number, total = self._journal.record.next_number, len(part)
+        number = self._journal.record.next_number
+        total = len(part)
         pieces = Ranges((file, row, row + 1) for (file, row), _ in part).pieces
         new = None
         if self._parquet and self._schema is None:
@@ -138,7 +143,8 @@ class Output:
         good: list[Any] = []
         bad: list[BadRow] = []
         while part:
-            block, part[:_BLOCK] = part[:_BLOCK], []
+            block = part[:_BLOCK]
+            part[:_BLOCK] = []
             bad += [row for _, row in block if isinstance(row, BadRow)]
             self._encode([(at, row) for at, row in block if not isinstance(row, BadRow)], good, bad)
         name = f"part-{number:05}.{'parquet' if self._parquet else 'jsonl'}"

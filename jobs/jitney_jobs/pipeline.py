@@ -36,7 +36,8 @@ from jitney_jobs.prepare import (
 )
 
 _POLL_S = 0.2
-_IN_FLIGHT_BYTES, _PART_BYTES = 128 << 20, 64 << 20
+_IN_FLIGHT_BYTES = 128 << 20
+_PART_BYTES = 64 << 20
 """Of rows as they were read: with more of them, or with what was made of them, no chunk is read,
 and a part is written."""
 _JUDGED = 100
@@ -53,9 +54,13 @@ class Gathering(ABC):
     def __init__(self, job: Job, journal: JobJournal, output: Output, task: Task) -> None:
         output.expect(task.fields)
         self._counts = {**dict.fromkeys((*_SECONDS, *_COUNTS), 0.0), "moved_at": time.time()}
-        self._began, self._cpu = time.monotonic(), time.process_time()
+        self._began = time.monotonic()
+        self._cpu = time.process_time()
         self._run = journal.record.next_number
-        self._job, self._journal, self._output, self._task = job, journal, output, task
+        self._job = job
+        self._journal = journal
+        self._output = output
+        self._task = task
         self._in_flight = 0
         """Rows between reading and a part."""
         self._bytes = self._part_bytes = 0
@@ -144,10 +149,13 @@ class Gathering(ABC):
         full = len(self._part) >= self._job.part_rows or self._part_bytes >= _PART_BYTES
         due = self._part and (all_rows or old or full)
         if self._writing is not None and (due or all_rows or self._writing.done()):
-            writing, self._writing = self._writing, None
+            writing = self._writing
+            self._writing = None
             writing.result()
         if due:
-            part, self._part, self._part_bytes = self._part, [], 0
+            part = self._part
+            self._part = []
+            self._part_bytes = 0
             self._writing = in_background(partial(self._write, part, self._figures()))
             if all_rows:
                 self._writing.result()
@@ -240,7 +248,8 @@ class Pipeline(Gathering):
                 self._reading = in_background(self._next_chunk)
             if not self._reading.done():
                 return
-            read, self._reading = self._reading.result(), None
+            read = self._reading.result()
+            self._reading = None
             if isinstance(read, Chunk):
                 self._in_flight += len(read.rows)
                 self._bytes += read.nbytes // len(read.rows) * len(read.rows)
@@ -273,7 +282,8 @@ class Pipeline(Gathering):
             made = sum(item.nbytes for item in items)
             self._row_bytes = max(1, nbytes + made) / len(items)
             for item in items:
-                item.key, item.nbytes = int(self._counts["taken"]), nbytes // len(items)
+                item.key = int(self._counts["taken"])
+                item.nbytes = nbytes // len(items)
                 self._counts["taken"] += 1
                 self._feeder.add(item)
 

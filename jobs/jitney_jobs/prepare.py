@@ -114,10 +114,12 @@ def make_task(context: Context) -> Task:
 def make_preparer(context: Context) -> Preparer:
     """What prepares a chunk, in the caller's thread. It raises UnavailableError if the storage
     fails, and whatever a bad row may raise out of its reach."""
-    task, storage = make_task(context), Storage(context.job)
+    task = make_task(context)
+    storage = Storage(context.job)
 
     def prepare(chunk: Chunk) -> Prepared:
-        began, items = time.perf_counter(), []
+        began = time.perf_counter()
+        items = []
         for number, raw in zip(chunk.rows, chunk.items(), strict=True):
             item = Item((chunk.file, number), None, None)
             items.append(item)

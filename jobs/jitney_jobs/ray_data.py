@@ -91,7 +91,8 @@ class RayPipeline(Gathering):
         self._counts["run_s"] += time.monotonic() - began
         if not self._pulling.done():
             return True
-        pulled, self._pulling = self._pulling, None
+        pulled = self._pulling
+        self._pulling = None
         try:
             batch = pulled.result()
         except ray.exceptions.RayError as error:
@@ -163,7 +164,8 @@ def _stream(
     settings.execution_options.preserve_order = job.ordered
     settings.target_max_block_size = _BLOCK_BYTES
     settings.issue_detectors_config.detectors = []
-    left, shared = [i for i in range(len(dataset.sizes)) if not record.is_done(i)], ray.put(record)
+    left = [i for i in range(len(dataset.sizes)) if not record.is_done(i)]
+    shared = ray.put(record)
     if not left:
         return iter(())
 

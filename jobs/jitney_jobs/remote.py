@@ -29,7 +29,8 @@ class TritonModel:
     def __init__(self, job: Job) -> None:
         """Raises UnavailableError if the server or the model is not there, and
         InvalidArgumentError for files that cannot be read."""
-        self._address, self._model = str(job.server), str(job.model)
+        self._address = str(job.server)
+        self._model = str(job.model)
         self._access = access_of(job)
         self._connect = partial(
             grpc.InferenceServerClient,

@@ -57,7 +57,8 @@ def run_job(
                     models = Models()
                     closing.callback(models.close)
                 pipeline = Pipeline(job, dataset, journal, output, closing, models)
-            progress, deadline = Progress(), Deadline(begun.due)
+            progress = Progress()
+            deadline = Deadline(begun.due)
             closing.callback(progress.close)
 
             def show(figures: dict[str, float]) -> None:
@@ -99,7 +100,9 @@ def _state(record: Record, job: Job, figures: dict[str, float]) -> State:
 def status_of(record: Record) -> str:
     """A few lines on where a job stands."""
     assert record.begin is not None
-    files, written, failed = record.begin.files, record.written, record.failed
+    files = record.begin.files
+    written = record.written
+    failed = record.failed
     figures = record.parts[-1].figures if record.parts else {}
     state = _state(record, record.begin.job, figures)
     total = "" if record.total is None else f" of {record.total:,}"
@@ -129,7 +132,8 @@ def _total(record: Record, name: str) -> float:
 
 
 def _rate(record: Record) -> str:
-    rows, seconds = record.written + record.failed, max(1e-9, _total(record, "seconds"))
+    rows = record.written + record.failed
+    seconds = max(1e-9, _total(record, "seconds"))
     said = f"{seconds:,.1f} s without loading: {rows / seconds:,.1f} rows/s"
     tokens = _total(record, "tokens")
     return f"{said}, {tokens / seconds:,.0f} tokens/s" if tokens else said
@@ -146,8 +150,10 @@ def write_report(record: Record) -> Path:
     from jitney_measure.pages.plots import over_time  # matplotlib may be missing
 
     assert record.begin is not None
-    job, size = record.begin.job, sum(file.size for file in record.begin.files)
-    rows, seconds = max(1, record.written + record.failed), max(1e-9, _total(record, "seconds"))
+    job = record.begin.job
+    size = sum(file.size for file in record.begin.files)
+    rows = max(1, record.written + record.failed)
+    seconds = max(1e-9, _total(record, "seconds"))
     said = (
         f"{'Complete' if record.ended else 'Not complete'}: {record.written:,} rows written, "
         f"{record.failed:,} bad, in {_rate(record)}"

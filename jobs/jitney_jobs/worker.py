@@ -100,7 +100,8 @@ def _work(
             time.sleep(_POLL_S)
             continue
         path, lock = claimed
-        held, state = partial(_lies_at, path, lock), "failed"
+        held = partial(_lies_at, path, lock)
+        state = "failed"
         for number in range(tries):
             if not held():
                 break

@@ -17,16 +17,22 @@ Setting = tuple[int, ...]
 Score = tuple[float, ...]
 """Compared as tuples are; more is better."""
 
-BATCH, WINDOW, INSTANCES = "batch_size", "window_us", "instances"
-SEQUENCES, TOKENS = "max_num_seqs", "max_num_batched_tokens"
+BATCH = "batch_size"
+WINDOW = "window_us"
+INSTANCES = "instances"
+SEQUENCES = "max_num_seqs"
+TOKENS = "max_num_batched_tokens"
 OPTIONS = {
     False: {BATCH: "batch_sizes", WINDOW: "windows", INSTANCES: "instances"},
     True: {SEQUENCES: "max_num_seqs", TOKENS: "token_budgets"},
 }
 """Axis -> its option, by whether it is a language model."""
 
-_WINDOWS_US, _LONGEST_WINDOW_US = (0, 500, 2000, 5000), 10_000_000
-_MOST_INSTANCES, _MOST_SEQUENCES, _MOST_TOKENS = 64, 65536, 1 << 24
+_WINDOWS_US = (0, 500, 2000, 5000)
+_LONGEST_WINDOW_US = 10_000_000
+_MOST_INSTANCES = 64
+_MOST_SEQUENCES = 65536
+_MOST_TOKENS = 1 << 24
 _TOKENS = {False: (128, 256, 512, 1024, 2048), True: (2048, 4096, 8192, 16384)}
 """Usual token budgets, by whether the model runs on a GPU."""
 
@@ -74,9 +80,11 @@ def _values(
     if not (text := given[option]):
         return tuple(sorted(set(defaults)))
     parts = {part.strip() for part in text.split(",")}
-    least, bound = 1, f"whole numbers from 1 to {most}{of}, with commas between"
+    least = 1
+    bound = f"whole numbers from 1 to {most}{of}, with commas between"
     if axis == WINDOW:
-        least, bound = 0, "times from 0 to 10s like 500us or 2ms, with commas between"
+        least = 0
+        bound = "times from 0 to 10s like 500us or 2ms, with commas between"
         times = [0.0 if part == "0" else read_time(part) for part in parts]
         values = [-1 if seconds is None else round(seconds * 1e6) for seconds in times]
     else:
@@ -110,7 +118,8 @@ def search(axes: Axes, current: Setting, scores: Mapping[Setting, Score]) -> Ite
             yield from (each for each in dict.fromkeys(line) if each not in scores)
             best = max([here, *line], key=lambda setting: scores[setting])  # the first of equals
             if scores[best] > scores[here]:
-                here, moved = best, True
+                here = best
+                moved = True
 
 
 def _canonical(axes: Axes, setting: Setting) -> Setting:

@@ -115,7 +115,8 @@ def _sweep(driver: "Driver", target: "Target", model: "Model", title: str) -> "R
     from jitney_measure import record, slo
 
     points: list[record.Point] = []
-    server, began = target.server(), record.now()
+    server = target.server()
+    began = record.now()
     with _out.status("") as status:
         for load in driver.loads:
             status.update(f"{escape(model.name)}, {load} …")

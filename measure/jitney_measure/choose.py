@@ -125,7 +125,8 @@ def shortcoming(result: Result | None) -> str:
 def conclusion(tuning: Tuning) -> str:
     """The result in a sentence or two."""
     within = f"with {tuning.slo}" if tuning.slo else "with no bound on latency"
-    choice, near = tuning.choice, nearest(standing(tuning.trials))
+    choice = tuning.choice
+    near = nearest(standing(tuning.trials))
     if choice is not None:
         figure = f"{choice.throughput:,.1f} {tuning.unit} at {choice.load}"
         if choice.is_current:

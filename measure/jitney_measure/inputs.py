@@ -36,7 +36,8 @@ class Inputs:
     """
 
     def __init__(self, options: Shared, folder: Path) -> None:
-        self._options, self._folder = options, folder
+        self._options = options
+        self._folder = folder
         self._input_tokens = span("input_tokens", options.input_tokens)
         self._output_tokens = span("output_tokens", options.output_tokens)
         self._prompts = read_prompts(options.prompts) if options.prompts else [""] * _PROMPTS

@@ -121,7 +121,8 @@ def _of_prometheus(answer: object, path: Path) -> tuple[list[Part], list[Part]]:
     series: dict[str, list[Counts]] = {}
     try:
         for each in answer["data"]["result"]:  # type: ignore[index]
-            name, outcome = each["metric"]["__name__"], each["metric"].get("outcome")
+            name = each["metric"]["__name__"]
+            outcome = each["metric"].get("outcome")
             values = np.array([float(value) for _, value in each["values"]])
             steps = np.diff(values)
             steps[steps < 0] = values[1:][steps < 0]  # the server was started again
@@ -135,7 +136,8 @@ def _of_prometheus(answer: object, path: Path) -> tuple[list[Part], list[Part]]:
         ("jitney_prompt_tokens_total", set(ended) - {"refused"}),
         ("jitney_generated_tokens_total", set(ended) & set(_MADE_OUTPUT)),
     ):
-        tokens, requests = totals.get(f"{name}:"), sum(ended[each] for each in outcomes)
+        tokens = totals.get(f"{name}:")
+        requests = sum(ended[each] for each in outcomes)
         if tokens is None or not np.sum(requests):
             raise InvalidArgumentError(f"{path} lacks {name} or jitney_requests_total that grow")
         mean = tokens.sum() / requests.sum()

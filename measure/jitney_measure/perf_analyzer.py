@@ -35,7 +35,8 @@ _HOW = (
     "NVIDIA's image tritonserver:<release>-py3-sdk has it on its path (with compose: "
     "`docker compose --profile perf run --rm perf`); or name it with --perf-analyzer"
 )
-_SETTLE_S, _LANGUAGE_SETTLE_S = 0.1, 0.6
+_SETTLE_S = 0.1
+_LANGUAGE_SETTLE_S = 0.6
 """The server counts a request after its answer, and metrics are a quarter of a second late: counts
 are read until two readings agree. Where others use the model they never do: hence ``_READINGS``."""
 _READINGS = 10
@@ -104,7 +105,8 @@ def _settled(target: Target, model: Model) -> Snapshot:
     made = snapshot(target, model)
     for _ in range(_READINGS):
         time.sleep(_LANGUAGE_SETTLE_S if model.language else _SETTLE_S)
-        before, made = made, snapshot(target, model)
+        before = made
+        made = snapshot(target, model)
         if made == before:
             break
     return made
@@ -172,7 +174,8 @@ class Driver:
         limit_s = 3 * expected_s + _PATIENCE_S
         for _ in range(2):
             with tempfile.TemporaryDirectory(prefix="jitney-sweep-") as folder:
-                export, log = Path(folder, "profile.json"), Path(folder, "output")
+                export = Path(folder, "profile.json")
+                log = Path(folder, "output")
                 words = self.arguments(target, model, load, requests, count, export)
                 if self.tool.run(words, target.access, log, limit_s):
                     found = read_export(export)
@@ -289,9 +292,11 @@ def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> 
     sent = np.array([e.sent for e in exchanges])
     ended = np.array([e.ended or e.sent for e in exchanges])  # unanswered: not in flight
     answered = np.array([bool(e.responses) for e in exchanges])
-    starts, ends = sent[answered], ended[answered]
+    starts = sent[answered]
+    ends = ended[answered]
     latency = ends - starts
-    begin, end = sent.min(), sent.max()
+    begin = sent.min()
+    end = sent.max()
     if np.count_nonzero(ends <= end) < min(3, len(ends)):
         end = ends.max()  # so few that all were sent at once: take the whole time
     window = max(float(end - begin), 1e-9)
@@ -300,7 +305,8 @@ def measure(exchanges: Sequence[Exchange], *, language: bool, rows: int = 1) -> 
         times = np.array([at for exchange in done for at in exchange.responses])
         amounts = np.array([count for exchange in done for count in exchange.counts])
     else:
-        times, amounts = ends, np.full(len(ends), rows)
+        times = ends
+        amounts = np.full(len(ends), rows)
     inside = times <= end
     third = np.clip(np.digitize(starts, edges) - 1, 0, 2)
     medians = [np.median(latency[third == i]) for i in np.unique(third)]

@@ -69,7 +69,8 @@ def command(count: Callable[[str, str, str], list[int]]) -> Callable[..., None]:
         outputs = lengths.parse("output", output) if output else None
         if source is not None and source.suffix == ".json":
             found_prompts, found_outputs, found = lengths.read(source)
-            prompts, outputs = prompts or found_prompts, outputs or found_outputs
+            prompts = prompts or found_prompts
+            outputs = outputs or found_outputs
             streams = streams or found
         elif source is not None:
             prompts = lengths.counted(count(str(source), column, model))
@@ -77,7 +78,8 @@ def command(count: Callable[[str, str, str], list[int]]) -> Callable[..., None]:
             missing = "output" if prompts is not None else "prompt"
             raise InvalidArgumentError(f"--{missing} is missing: MEAN or MEAN:DEVIATION of tokens")
         make_folder(out)
-        requests, footprint = planning.sample(prompts, outputs), weigh(config)
+        requests = planning.sample(prompts, outputs)
+        footprint = weigh(config)
         sizes = planning.choose(config, set(given), footprint, requests, size, streams)
         planning.show(footprint, sizes, out)
 

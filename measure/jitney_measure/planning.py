@@ -19,11 +19,14 @@ from jitney_measure.simulation import Observed, simulate
 from jitney_measure.sizing import EngineLimits, Expected, expect
 
 _out = Console(highlight=False)
-_SHARE, _SPARE = 0.9, 1 / 64
+_SHARE = 0.9
+_SPARE = 1 / 64
 """Of what the weights leave: the cache's, as the engine's default on a GPU; and what stays free."""
 _STEP_SHARE = 0.05
 """Of it, what the activations of a suggested token budget may take."""
-_TOKENS, _LEAST, _MOST = 600_000, 400, 4000
+_TOKENS = 600_000
+_LEAST = 400
+_MOST = 4000
 """Of the simulated requests, about; and how many these are."""
 _ROUNDS = 10
 """Requests of a simulation for each sequence that runs at once, at least."""
@@ -62,7 +65,8 @@ def choose(
         context = min(context, 256 * math.ceil(np.quantile(totals, 0.999) / 256))
     kept = requests.cut(context)
     left = memory - footprint.weights
-    seqs, budget = config.max_num_seqs, config.max_num_batched_tokens or 512
+    seqs = config.max_num_seqs
+    budget = config.max_num_batched_tokens or 512
     for _ in range(4):  # more sequences take more memory of a step, which leaves less to the cache
         steps = budget * footprint.step_token + min(budget, seqs) * footprint.step_row
         most = min(left * (1 - _SPARE) - steps, left * (config.kv_cache_fraction or _SHARE))
@@ -94,7 +98,8 @@ def compare(sizes: Sizes, limits: EngineLimits) -> tuple[Expected, Observed, flo
     """What is expected, what the simulation does, and the sequences that run by it. Where so many
     run that it would take long, all limits are scaled down for it, and the sequences up by what is
     expected at both sizes."""
-    config, requests = sizes.config, sizes.requests
+    config = sizes.config
+    requests = sizes.requests
     expected = expect(config, requests, limits)
     longest = int((requests.prompt + requests.output).max())
     share = max(
@@ -109,7 +114,8 @@ def compare(sizes: Sizes, limits: EngineLimits) -> tuple[Expected, Observed, flo
 
 def show(footprint: Footprint, sizes: Sizes, out: Path) -> None:
     """Print the tables and the lines for model.json, and draw the picture."""
-    limits, block = sizes.limits, sizes.config.block_size
+    limits = sizes.limits
+    block = sizes.config.block_size
     memory = {
         f"weights in {footprint.dtype}": footprint.weights,
         f"activations of {limits.budget:,} tokens": sizes.steps,
@@ -140,7 +146,8 @@ def show(footprint: Footprint, sizes: Sizes, out: Path) -> None:
 
 
 def _show_running(sizes: Sizes, memory: Mapping[str, int], out: Path) -> None:
-    config, limits = sizes.config, sizes.limits
+    config = sizes.config
+    limits = sizes.limits
     streams = dict.fromkeys((limits.streams, None))
     cases = {each: compare(sizes, replace(limits, streams=each)) for each in streams}
     _print(

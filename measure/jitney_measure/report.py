@@ -67,7 +67,8 @@ def _server(points: Sequence[Point]) -> Table:
     """Its own counts: of the engine where there are any, else of each model."""
     engines = [(point.load, point.engine) for point in points if point.engine is not None]
     stages = [(point.load, stage) for point in points for stage in point.stages]
-    heads, rows = ["load"], []
+    heads = ["load"]
+    rows = []
     for load, record in engines or stages:
         figures = asdict(record).items()
         heads = ["load", *(name.replace("_s", ", ms").replace("_", " ") for name, _ in figures)]
@@ -107,7 +108,8 @@ def _shared(a: Result, b: Result) -> Table:
         cells = [str(point.load), _figure(mine.throughput), _figure(theirs.throughput)]
         cells.append(f"{theirs.throughput / mine.throughput:.2f}" if mine.throughput else "–")
         for bound in bounds:
-            early, late = bound.of(mine), bound.of(theirs)
+            early = bound.of(mine)
+            late = bound.of(theirs)
             ratio = f"{late / early:.2f}" if early and late is not None else "–"
             cells += [_milliseconds(early), _milliseconds(late), ratio]
         rows.append(TableRow([*cells, point.state, other.state]))

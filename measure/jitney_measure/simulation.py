@@ -52,7 +52,8 @@ def simulate(
     )
     streams = limits.streams or 2 * at_first + 32
     chance = np.random.default_rng(0)
-    prompts, outputs = lengths.prompt.tolist(), lengths.output.tolist()
+    prompts = lengths.prompt.tolist()
+    outputs = lengths.output.tolist()
     total = len(prompts)
     keys = count()
 

@@ -62,13 +62,18 @@ class Expected:
 def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expected:
     """The steady state of ``lengths``, none of which exceeds the context, with the block size,
     ``eviction`` and ``watermark`` of ``config``, and nothing found in the prefix cache."""
-    size, prompt, output = config.block_size, lengths.prompt, lengths.output
+    size = config.block_size
+    prompt = lengths.prompt
+    output = lengths.output
     preempts = config.eviction == "preempt"
-    first, last = -(-prompt // size), -(-(prompt + output - 1) // size)
+    first = -(-prompt // size)
+    last = -(-(prompt + output - 1) // size)
     blocks, squares = _held(prompt, output, size)
     used = float(blocks.sum() / output.sum())
     if not preempts:
-        first, blocks, squares = last, last * output, last**2 * output  # all reserved at once
+        first = last
+        blocks = last * output
+        squares = last**2 * output  # all reserved at once
     watermark = math.ceil(config.watermark * limits.num_blocks) if preempts else 0
     # The first of the queue waits until it fits beside that, a long one for longer.
     free = watermark + float((first**2).sum() / first.sum()) / 2
@@ -82,7 +87,8 @@ def expect(config: EngineConfig, lengths: Lengths, limits: EngineLimits) -> Expe
         if preempts
         else 0.0
     )
-    mean_prompt, mean_output = float(prompt.mean()), float(output.mean())
+    mean_prompt = float(prompt.mean())
+    mean_output = float(output.mean())
     variation = float(prompt.var()) / mean_prompt**2
     preemptions = 0.0
     for _ in range(4):
@@ -109,7 +115,8 @@ def _held(prompt: Counts, output: Counts, size: int) -> tuple[Counts, Counts]:
         pairs = size * full * (full + 1)
         return pairs // 2 + rest * (full + 1), pairs * (2 * full + 1) // 6 + rest * (full + 1) ** 2
 
-    last, before = sums(prompt + output - 1), sums(prompt - 1)
+    last = sums(prompt + output - 1)
+    before = sums(prompt - 1)
     return last[0] - before[0], last[1] - before[1]
 
 
@@ -122,7 +129,8 @@ def _without_cache(
     value analysis of a closed network with a queue and a delay (Reiser and Lavenberg, 1980).
     ``variation``: of the prompts, the square of deviation over mean.
     """
-    budget, streams = limits.budget, limits.streams
+    budget = limits.budget
+    streams = limits.streams
     most = budget / (1 + work) + 1  # decodes whose prompts take all the rest, and a prompt
     if streams is None or streams > limits.max_num_seqs:
         if most < limits.max_num_seqs:
@@ -133,7 +141,8 @@ def _without_cache(
         service = work * output / max(1.0, budget - rate * output)
         seconds = service * (1 + max(0.0, queue - load * (1 - variation) / 2))
         rate = count / (output + seconds)
-        queue, load = rate * seconds, min(1.0, rate * service)
+        queue = rate * seconds
+        load = min(1.0, rate * service)
     running = min(most, streams - max(0.0, queue - load))
     return running, "streams" if running > 0.9 * streams else "the token budget"
 

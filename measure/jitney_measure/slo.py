@@ -66,7 +66,8 @@ def doubts(options: Shared, load: Load, measured: Measurement) -> tuple[State, l
         chance = 2 / math.sqrt(measured.requests) if options.arrivals == "poisson" else 0.0
         if abs(measured.sent_per_s / load.level - 1) > _PACE + chance:
             remarks.append(f"perf_analyzer sent {measured.sent_per_s:,.1f} requests/s")
-        early, late = measured.under_way[0], measured.under_way[-1]
+        early = measured.under_way[0]
+        late = measured.under_way[-1]
         behind = late > max(_BACKLOG * measured.requests, 2 + 2 * early)
     state: State = "behind" if behind else "unstable" if remarks else "steady"
     if behind:

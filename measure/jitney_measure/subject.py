@@ -174,7 +174,8 @@ def serve(
     once.
     """
     with tempfile.TemporaryDirectory(prefix="jitney-tune-") as folder:
-        repository, source = Path(folder), subject.repository.resolve()
+        repository = Path(folder)
+        source = subject.repository.resolve()
         for name in beside:
             (repository / name).symlink_to(source / name)
         model = repository / subject.name

@@ -166,7 +166,8 @@ class Target:
 
     def _fetch(self, url: str, option: str, body: bytes | None = None) -> str:
         request = urllib.request.Request(url, body)
-        own, there = urlsplit(f"{self.access.scheme}://{self.http}"), urlsplit(url)
+        own = urlsplit(f"{self.access.scheme}://{self.http}")
+        there = urlsplit(url)
         if (own.scheme, own.hostname) == (there.scheme, there.hostname):
             # No key to another host, nor without TLS where there is TLS.
             for name, value in self.access.headers:

@@ -53,7 +53,8 @@ class Tuner:
 
     def run(self) -> Tuning:
         """Raises JitneyError if there is no server, or if nothing can be sent to the model."""
-        self._began, self._date = time.monotonic(), record.now()
+        self._began = time.monotonic()
+        self._date = record.now()
         tried = [f"{name} {', '.join(map(str, values))}" for name, values in self._axes.items()]
         most = f"up to {len(self.driver.loads)} loads each, at most {self.budget_s:,.0f} s in all"
         said = f"{self.subject.name}: {'; '.join([*tried, most])}."
@@ -102,11 +103,15 @@ class Tuner:
     ) -> None:
         """Raises LoadError if the server has made another setting of it."""
         self._loading_s.append(load_s)
-        model, server, began = target.model(self.subject.name), target.server(), record.now()
+        model = target.model(self.subject.name)
+        server = target.server()
+        began = record.now()
         if not self.subject.language:
             there = read_setting(target.get(f"/v2/models/{model.name}/config"))
             if phase == "current":  # the server has completed the configuration
-                setting, self._current, self._axes = there, there, self.make_axes(there)
+                self._axes = self.make_axes(there)
+                self._current = there
+                setting = there
             elif there != setting:
                 raise LoadError(f"the server changed it to {label(self._named(there))}")
         points: list[Point] = []

@@ -34,7 +34,9 @@ ctypes.CDLL(None).ptrace(0, 0, None, None) == 0 or os._exit({_NOT_ALLOWED})
 {_EXEC}"""
 # Positions in /proc/PID/stat behind the name: where the stack starts, and the bounds of the command
 # line and of the environment.
-_START_STACK, _ARG_START, _ENV_END = 25, 45, 49
+_START_STACK = 25
+_ARG_START = 45
+_ENV_END = 49
 
 
 def restrict(key: str) -> list[str]:
@@ -55,7 +57,8 @@ def launch(
     """
     names = [f"JITNEY_ARGUMENT_{number}" for number in range(len(secret))]
     is_main = threading.current_thread() is threading.main_thread()
-    python, bound = [sys.executable, "-I", "-S", "-c"], "9" if is_main else "0"
+    python = [sys.executable, "-I", "-S", "-c"]
+    bound = "9" if is_main else "0"
     program = [*python, _TRACED, bound, *command, *names]
     hidden = {**environment, **dict(zip(names, secret, strict=True))}
     process = subprocess.Popen(program, env=hidden, **options)
@@ -80,7 +83,8 @@ def _redirect(pid: int, names: Sequence[str]) -> None:
     """Point the arguments ``names`` of a program that has not run yet to the values of the
     variables of those names."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    stack, bounds = int(stat[_START_STACK]), [int(each) for each in stat[_ARG_START:_ENV_END]]
+    stack = int(stat[_START_STACK])
+    bounds = [int(each) for each in stat[_ARG_START:_ENV_END]]
     argument_start, argument_end, variable_start, variable_end = bounds
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as file:
         memory = file.fileno()

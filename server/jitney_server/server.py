@@ -173,7 +173,8 @@ class TritonServer:
         was clean: every request had ended and every model was unloaded. True too if the server was
         not running.
         """
-        self.unclean, self.lost = "", False
+        self.unclean = ""
+        self.lost = False
         if self._process is not None:
             grace_s = float(self._exit_timeout_s) if grace_s is None else grace_s
             self.unclean, self.lost = stop(self.admin, self._process, grace_s)

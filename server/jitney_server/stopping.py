@@ -126,7 +126,8 @@ def unload_all(admin: Admin, pid: int, grace_s: float) -> tuple[str, bool]:
             now = time.monotonic()
             for name, state in live.items():
                 if name not in asked or (state == "READY" and now > asked[name] + _ASK_AGAIN_S):
-                    asked[name], said[name] = now, ""
+                    asked[name] = now
+                    said[name] = ""
                     try:
                         admin.unload(name)
                     except InternalError as error:

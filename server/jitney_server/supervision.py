@@ -103,7 +103,8 @@ class Supervisor:
     # ------------------------------------------------------------------ what is wrong
 
     def _look(self) -> None:
-        server, now = self._server, self._clock()
+        server = self._server
+        now = self._clock()
         if not server.is_alive():
             self._note("the server ended by itself")
         elif server.admin.is_ready() or self._lost:
@@ -130,7 +131,8 @@ class Supervisor:
 
     def _note_processes(self) -> set[int]:
         """Which process is whose. Returns those known that have ended and are zombies."""
-        known, self._models = self._models, {}
+        known = self._models
+        self._models = {}
         ended = set()
         for process in children(self._server.pid):
             name = model_of(process)

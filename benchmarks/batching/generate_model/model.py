@@ -60,7 +60,8 @@ def _rows(request: Any) -> list[tuple[np.ndarray, int]]:
         array: np.ndarray = pb_utils.get_input_tensor_by_name(request, name).as_numpy()
         return array
 
-    lengths, max_tokens = tensor("prompt_tokens")[:, 0], tensor("max_tokens")[:, 0]
+    lengths = tensor("prompt_tokens")[:, 0]
+    max_tokens = tensor("max_tokens")[:, 0]
     return [
         (ids[:length], int(count))
         for ids, length, count in zip(tensor("input_ids"), lengths, max_tokens, strict=True)

@@ -41,7 +41,8 @@ def subplots(count: int, width: float = 3.4) -> tuple[Figure, Sequence[Axes]]:
 
 def saved(figure: Figure, name: str, caption: str) -> Plot:
     """The figure as a page takes it."""
-    svg, png = io.BytesIO(), io.BytesIO()
+    svg = io.BytesIO()
+    png = io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None})
     figure.savefig(png, format="png", dpi=150)
     return Plot(name, caption, svg.getvalue(), png.getvalue(), len(figure.axes))

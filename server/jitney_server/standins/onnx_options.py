@@ -18,11 +18,9 @@ GraphLevel = Literal["all", "extended", "basic", "none"]
 GRAPH_LEVELS: dict[int, GraphLevel] = {0: "all", 1: "extended", -1: "basic", 2: "none"}
 """``optimization.graph.level`` in the native backend's reading."""
 
-CUDA, TENSORRT, OPENVINO = (
-    "CUDAExecutionProvider",
-    "TensorrtExecutionProvider",
-    "OpenVINOExecutionProvider",
-)
+CUDA = "CUDAExecutionProvider"
+TENSORRT = "TensorrtExecutionProvider"
+OPENVINO = "OpenVINOExecutionProvider"
 CPU = "CPUExecutionProvider"
 
 _TENSORRT_BOOLS = (
@@ -167,7 +165,8 @@ def _gpu_providers(
     providers: list[tuple[str, Mapping[str, str]]] = []
     cuda: dict[str, str] = {}
     for entry in accelerators:
-        name, given = str(entry["name"]), entry.get("parameters", {})
+        name = str(entry["name"])
+        given = entry.get("parameters", {})
         if name == "tensorrt":
             options = {**_tensorrt_options(given), "device_id": str(device_id)}
             providers.append((TENSORRT, options))

@@ -64,7 +64,8 @@ def complete_config(config: Config, signature: Signature, max_batch_size: int) -
     ``max_batch_size`` is what a model gets that can batch and does not say how far. Beyond them, a
     listed tensor may leave out its ``dims`` or ``data_type``.
     """
-    inputs, outputs = config.setdefault("input", []), config.setdefault("output", [])
+    inputs = config.setdefault("input", [])
+    outputs = config.setdefault("output", [])
     if not inputs or not outputs:
         _complete_batching(config, signature, max_batch_size)
     offset = 1 if config.get("max_batch_size", 0) > 0 else 0
