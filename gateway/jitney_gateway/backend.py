@@ -72,6 +72,10 @@ class ServedModel(msgspec.Struct):
     base: str | None = None
     """Of an adapter: the model it belongs to."""
 
+    def has_adapter(self, name: str) -> bool:
+        """Whether one of its adapters has that name."""
+        return self.description is not None and name in self.description.adapters
+
     def adapter(self, name: str) -> "ServedModel":
         """What is known of one of its adapters."""
         return msgspec.structs.replace(self, name=name, base=self.name)
@@ -112,7 +116,10 @@ class Backend:
         """Raises UnknownModelError for a model that does not serve an endpoint such as
         ``/v1/embeddings``."""
         model = await self.look(name)
-        if endpoint not in (f"/v1/{model.endpoint}", *(GENERATING if model.description else ())):
+        served = {f"/v1/{model.endpoint}"}
+        if model.description is not None:
+            served.update(GENERATING)
+        if endpoint not in served:
             raise UnknownModelError(f"model {name!r} does not serve {endpoint}")
 
     async def look(self, name: str) -> ServedModel:
@@ -133,11 +140,12 @@ class Backend:
         for base in await self.names():
             with contextlib.suppress(UnknownModelError):  # it has just been unloaded
                 model = await self.look(base)
-                known = model.description
-                if known and name not in known.adapters and time.monotonic() - model.at > _STALE_S:
-                    model = self._models[base] = await self._ask(base)
-                    known = model.description
-                if known and name in known.adapters:
+                stale = time.monotonic() - model.at > _STALE_S
+                if stale and model.description is not None and not model.has_adapter(name):
+                    # It may have got the adapter since.
+                    model = await self._ask(base)
+                    self._models[base] = model
+                if model.has_adapter(name):
                     return model.adapter(name)
         return None
 
@@ -145,8 +153,14 @@ class Backend:
         with _translated(name):
             answer = await self._client.get_model_config(name, as_json=True)
         config = answer["config"]
-        said = config.get("parameters", {}).get("openai_endpoint", {}).get("string_value", "")
-        model = ServedModel(name, said, config, None, time.monotonic())
+        endpoint = config.get("parameters", {}).get("openai_endpoint", {})
+        model = ServedModel(
+            name=name,
+            endpoint=endpoint.get("string_value", ""),
+            config=config,
+            description=None,
+            at=time.monotonic(),
+        )
         if config.get("backend") == "jitney":
             arrays = await self._perform(Ask(model=name, inputs={"task": b"describe"}))
             text = arrays["text_output"][0]

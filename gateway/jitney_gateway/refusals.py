@@ -91,15 +91,21 @@ _OF_MESSAGES = {
 def as_asked(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
     """A model's refusal in the words of ``body``."""
     text = str(error)
-    names = _ASKED_BY
-    word = re.split("[^a-z_]", text)[0]
     if isinstance(error, FieldError):
-        names = _OF_A_CHAT
-        word = re.split("[^a-z_]", error.field)[0]
-    for field in names.get(word, ()):
+        # Of the chat that the body was made into.
+        word = _first_word(error.field)
+        names = _OF_A_CHAT.get(word, ())
+    else:
+        word = _first_word(text)
+        names = _ASKED_BY.get(word, ())
+    for field in names:
         if getattr(body, field, None) is not None:
             return FieldError(field, re.sub(rf"{word}(\.\w+)?", field, text, count=1))
     return error
+
+
+def _first_word(text: str) -> str:
+    return re.split("[^a-z_]", text)[0]
 
 
 def describe(error: JitneyError) -> tuple[int, dict[str, Any]]:

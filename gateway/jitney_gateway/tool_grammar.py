@@ -39,21 +39,28 @@ def schema_of(
         parallel = False
     if not functions:
         raise InvalidArgumentError.of("tool_choice", tool_choice, "one of the request's tools")
+
     row = TOOL_FORMATS[tool_format]
     ids = token_ids or {}
-    rules = ['text[suffix="</parameter>"]: /(?s:.*)/'] if row.body == "xml" else []
+    before_all, before_one, after_one, between, after_all = row.syntax
+    calls = " | ".join(f"call{index}" for index in range(len(functions)))
+    more = f"({_text(between, ids)} call)*" if parallel else ""
+    rules = [
+        f"start: {_text(before_all, ids)} call {more} {_text(after_all, ids)}",
+        f"call: {calls}",
+    ]
+    if row.body == "xml":
+        rules.append('text[suffix="</parameter>"]: /(?s:.*)/')
     for index, function in enumerate(functions):
-        before, after = (part.replace("NAME", function["name"]) for part in row.syntax[1:3])
+        before = _text(before_one.replace("NAME", function["name"]), ids)
+        after = _text(after_one.replace("NAME", function["name"]), ids)
         try:
             arguments = _arguments(function, row.body)
         except MALFORMED:
             said = f"tools: the parameters of {function['name']!r} are no JSON schema"
             raise InvalidArgumentError(said) from None
-        rules.append(f"call{index}: {_text(before, ids)} {arguments} {_text(after, ids)}")
-    begin, between, end = (_text(row.syntax[index], ids) for index in (0, 3, 4))
-    more = f"({between} call)*" if parallel else ""
-    calls = " | ".join(f"call{index}" for index in range(len(functions)))
-    return {"grammar": "\n".join([f"start: {begin} call {more} {end}", f"call: {calls}", *rules])}
+        rules.append(f"call{index}: {before} {arguments} {after}")
+    return {"grammar": "\n".join(rules)}
 
 
 def after_reasoning(
@@ -65,26 +72,40 @@ def after_reasoning(
     markers = reasoning_markers(reasoning_format)
     if not markers:
         return constraint
-    ((kind, value),) = constraint.items()
-    answers = {
-        "json": lambda: _whole(value),
-        "json_object": lambda: _whole({"type": "object"}),
-        "regex": lambda: "/" + re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", value) + "/",
-        "choice": lambda: f"({' | '.join(map(json.dumps, value))})",
-        "grammar": lambda: f"%lark {{\n{value}\n}}",
-    }
+    begin, end = markers
     ids = token_ids or {}
-    begin, end = (_text(marker, ids) for marker in markers)
-    opened = (reasoning_format or "").endswith(OPENED)
-    thoughts = f"thoughts {end} SPACE?" if markers[1] in ids else "thoughts SPACE?"
-    lazy = "" if markers[1] in ids else f"[suffix={end}]"
+    if end in ids:  # a token ends the thoughts, which text cannot do
+        thoughts = f"thoughts {_text(end, ids)} SPACE?"
+        lazy = ""
+    else:
+        thoughts = "thoughts SPACE?"
+        lazy = f"[suffix={_text(end, ids)}]"
+    if not (reasoning_format or "").endswith(OPENED):
+        thoughts = f"({_text(begin, ids)} {thoughts})?"
+    ((kind, value),) = constraint.items()
     rules = [
-        f"start: {thoughts if opened else f'({begin} {thoughts})?'} answer",
+        f"start: {thoughts} answer",
         f"thoughts{lazy}: /(?s:.*)/",
         r"SPACE: /\s{1,4}/",
-        f"answer: {answers[kind]()}",
+        f"answer: {_answer(kind, value)}",
     ]
     return {"grammar": "\n".join(rules)}
+
+
+def _answer(kind: str, value: Any) -> str:
+    """A constraint in Lark."""
+    if kind == "json":
+        return _whole(value)
+    if kind == "json_object":
+        return _whole({"type": "object"})
+    if kind == "regex":
+        # A slash ends a regular expression of Lark, unless there is a backslash before it.
+        escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", value)
+        return f"/{escaped}/"
+    if kind == "choice":
+        return f"({' | '.join(map(json.dumps, value))})"
+    assert kind == "grammar", kind
+    return f"%lark {{\n{value}\n}}"
 
 
 def _text(text: str, token_ids: Mapping[str, int]) -> str:
