@@ -206,6 +206,9 @@ class Driver:
         words += ["-b", str(self.options.rows)] if model.max_batch_size else []
         if load.kind == "concurrency":
             words += ["--concurrency-range", f"{load.level:g}"]
+            if self.whole_batches > 1:
+                # Several senders end at different times, and the last alone fills no batch.
+                words += ["--max-threads", "1"]
         else:  # One sender: several divide the requests among them and end at different times.
             words += ["--request-rate-range", f"{load.level:g}", "--max-threads", "1"]
             words += ["--request-distribution", self.options.arrivals]
