@@ -19,7 +19,9 @@ def result(name: str, *points: Point) -> Result:
     return Result(name, "m", False, "here", "Triton", "2", "", {}, points)
 
 
-SLOW, FAST, USERS = Load("rate", 20), Load("rate", 120), Load("concurrency", 16)
+SLOW = Load("rate", 20)
+FAST = Load("rate", 120)
+USERS = Load("concurrency", 16)
 GROUPS = {
     "modes": {
         "none": result("none", point(SLOW, 19.4, batch=1.0), point(FAST, 90.0, behind=True)),

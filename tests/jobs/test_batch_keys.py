@@ -11,7 +11,8 @@ from jitney_jobs.batches import records
 from jitney_jobs.batches.records import Folder, write_whole
 from jitney_jobs.batches.service import BatchService
 
-OLD, NEW = "o" * 24, "n" * 24
+OLD = "o" * 24
+NEW = "n" * 24
 
 
 def write(file: Path, text: str) -> None:
@@ -22,7 +23,8 @@ def write(file: Path, text: str) -> None:
 
 
 def test_keys_of_jobs_last_and_come_with_new_owners(tmp_path: Path) -> None:
-    folder, file = Folder(tmp_path / "batches"), tmp_path / "keys"
+    folder = Folder(tmp_path / "batches")
+    file = tmp_path / "keys"
     write(file, f"alice:{OLD}\n")
     before = dict(Keys(file, [BatchService(folder)]).items())
     assert sorted(before.values()) == ["alice", "alice"]
@@ -38,7 +40,8 @@ def test_keys_of_jobs_last_and_come_with_new_owners(tmp_path: Path) -> None:
 def test_a_full_disk_keeps_no_key_that_is_taken_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, file = Folder(tmp_path / "batches"), tmp_path / "keys"
+    folder = Folder(tmp_path / "batches")
+    file = tmp_path / "keys"
     write(file, f"alice:{OLD}\n")
     keys = Keys(file, [BatchService(folder)])
 
@@ -56,7 +59,8 @@ def test_gateways_that_start_at_once_agree_on_the_keys_of_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each writes its own before either has it in place."""
-    folder, file = Folder(tmp_path / "batches"), tmp_path / "keys"
+    folder = Folder(tmp_path / "batches")
+    file = tmp_path / "keys"
     write(file, f"alice:{OLD}\n")
     both = threading.Barrier(2)
 

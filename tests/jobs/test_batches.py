@@ -27,7 +27,8 @@ from tests.jobs import fake_api
 from tests.jobs.fake_api import KEY, Api
 from tests.real_server.client import wait_until
 
-ALICE, BOB = {"authorization": f"Bearer {KEY}"}, {"authorization": "Bearer bob"}
+ALICE = {"authorization": f"Bearer {KEY}"}
+BOB = {"authorization": "Bearer bob"}
 CHECKED: dict[str, Exception] = {
     "nowhere": UnknownModelError("there is no model nowhere"), "away": UnavailableError("away"),
 }  # fmt: skip
