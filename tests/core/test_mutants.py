@@ -77,7 +77,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "lookahead blocks are kept": ("live", "del sequence.table[kept:]", "kept = 0"),
     "drafts take blocks that others need": (
-        "lookahead", " or kv.num_free <= self._blocks_due(after)", "",
+        "lookahead", "num_free > self._blocks_due(after)", "num_free > 0",
     ),
     "a draft may end the sequence": ("policy/speculation", "id not in stop_ids", "True"),
     "drafts go beyond the end": (

@@ -2,22 +2,27 @@
 
 In the order in which they are read:
 
-- ``request``: a request and its sequences.
 - ``kv_cache``: blocks.
-- ``live``: who waits, runs and has ended.
-- ``plan``: how a step is filled.
+- ``request``: a request and its sequences.
+- ``admission``, ``deadlines``, ``held``: what a request may need, when it expires, and requests
+  that wait for a resource.
+- ``policy``: the questions that a step asks of tiers and drafts, and who answers them.
+- ``step_in_flight``, ``live``, ``integrity``: the sequences that wait and run, the steps that
+  compute them, and checks that these agree.
+- ``step_plan``, ``lookahead``, ``plan``: how a step is filled.
 - ``outcome``: what its output does.
 - ``scheduler``: what the engine calls.
-- ``policy``: what tiers and drafts change of that.
 
 There are no phases. A sequence has ``num_tokens`` tokens, of which ``num_computed`` are in the
 cache; a step gives each sequence some more under one token budget. Running sequences come first,
-then waiting ones by rank, ``priority * aging_s + arrival``, the lowest first. A rank never changes,
-and whoever comes later ranks higher, so none starves.
+then waiting ones. Both are ordered by rank, ``priority * aging_s + arrival``, the lowest first. A
+rank never changes, and grows with the arrival. So in time every sequence has the lowest rank, and
+none starves.
 
-At most ``max_num_seqs`` sequences run, and never more than the budget has tokens. A prompt of n > 1
-counts as n of them while it is computed. Those of its forks that would be too many wait in the
-queue by their rank, and compute what the prefix cache lacks. So a step's work is bounded by
+At most ``max_num_seqs`` sequences run, and never more than the budget has tokens. A request of
+n > 1 runs as one sequence until its prompt is computed, but counts as n of them. Then it *forks*
+into n sequences. Forks that may not run yet wait in the queue by their rank. When they are
+admitted, they compute of the prompt what the prefix cache lacks. So a step's work is bounded by
 ``max_num_seqs`` and one request's n, whatever is queued.
 
 When no block is free, the running sequence of the highest rank is preempted: its blocks are freed

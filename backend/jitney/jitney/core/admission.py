@@ -19,8 +19,9 @@ class Needs:
     sequence_blocks: int
     """Blocks of one sequence at its longest. Its last token is never computed: no slot for it."""
     request_blocks: int
-    """Blocks of all n sequences at once: full prompt blocks counted once, the rest n times. If not
-    all n can run at once, of those that can: one that waited shares nothing for certain."""
+    """Blocks of all n sequences at once. Full blocks of the prompt are shared, and counted once. If
+    not all n can run at once: blocks of those that can, nothing shared, because a fork that waited
+    may find no block of the prompt in the cache any more."""
 
 
 def needs_of(
@@ -43,14 +44,17 @@ def needs_of(
     sequence_blocks = -(-(size + max_output - 1) // block_size)
     request_blocks = sequence_blocks
     n = message.params.n
-    if max_output > 1:  # else it never forks
+    # With one token of output each, all n end when the prompt is computed, and nothing is forked.
+    if max_output > 1:
         at_once = min(n, max_running)
         shared = size // block_size if n <= max_running else 0
         request_blocks = shared + at_once * (sequence_blocks - shared)
     never_evicts = config.eviction == "never"
     blocks = request_blocks if never_evicts else sequence_blocks
     if blocks > num_blocks:
-        sequences = f" in each of n = {n} sequences" if never_evicts and n > 1 else ""
+        sequences = ""
+        if never_evicts and n > 1:
+            sequences = f" in each of n = {n} sequences"
         raise InvalidArgumentError(
             f"a prompt of {size:,} tokens with up to {max_output:,} output tokens{sequences} "
             f"needs {blocks:,} KV blocks of {block_size}, but the cache has {num_blocks:,} "

@@ -1,5 +1,5 @@
-"""Deadlines, the earliest first: of the scheduler's requests, and of those whose prompt the front
-encodes.
+"""Deadlines of requests, the earliest first. The scheduler keeps those of its requests, the front
+those of requests whose prompt is being encoded.
 """
 
 from bisect import bisect_left, bisect_right, insort

@@ -1,9 +1,9 @@
-"""Requests that the scheduler has accepted, but that it does not have yet: each waits for a
-resource, such as a compiled grammar or an adapter.
+"""Held requests: accepted, but without sequences yet, because each waits for a resource such as a
+compiled grammar or an adapter.
 
-They count towards the limit of the queue, and they end at their deadline, like those that wait for
-a place in the batch. Owned by the scheduler, whose ``submit`` takes a request over once its
-resources are there. What a request waits for, only the engine knows.
+They count towards the limit of the queue and end at their deadline, like requests that wait to run.
+Owned by the scheduler. The engine knows what a request waits for, and passes it to
+``Scheduler.submit`` once that is there.
 """
 
 from jitney.core.deadlines import Deadlines
@@ -34,7 +34,7 @@ class HeldRequests:
         return self._messages[key]
 
     def remove(self, key: int) -> Submit:
-        """A held request has ended, or its resources are there."""
+        """Hold a request no longer: it has ended, or its resources are there."""
         message = self._messages.pop(key)
         self.deadlines.remove(message)
         return message

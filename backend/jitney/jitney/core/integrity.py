@@ -1,5 +1,6 @@
 """Checks of the live requests: each is in exactly one state, and queues, steps in flight and blocks
-agree. Called by the scheduler, which the engine asks when it is idle and tests ask after each step.
+agree. The scheduler's ``check_integrity`` calls them: the engine when it is idle, tests after each
+step.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ def integrity_checks(live: LiveRequests, num_held: int) -> Iterator[None]:
     _check_copies_in_flight(live)
     tables = [(one.table, one.num_computed) for one in live.running]
     for step in live.in_flight:
-        tables += step.deferred
+        tables += [(one.table, one.num_computed) for one in step.deferred]
     yield from live.kv.integrity_checks(tables)
 
 
@@ -32,10 +33,10 @@ def _check_request(request: Request, kv: KvCache) -> None:
     forks_due = request.forks_due
     not_ended = len(states) - states.count(State.ENDED)
     key = request.message.key
-    assert request.live == forks_due + not_ended
-    assert request.live > 0, f"request {key} has ended but is still here"
+    assert request.num_live == forks_due + not_ended
+    assert request.num_live > 0, f"request {key} has ended but is still here"
     assert forks_due == 0 or request.first_token is None, f"request {key} did not fork"
-    assert request.running == states.count(State.RUNNING)
+    assert request.num_running == states.count(State.RUNNING)
     for sequence in request.sequences:
         _check_sequence(sequence, kv)
 
@@ -74,7 +75,7 @@ def _check_running(live: LiveRequests) -> None:
         assert by_tier[request.tier] <= request.most_running, "too many sequences of a tier run"
     reserved = sum(one.reserved_blocks for one in running)
     for request in live.requests.values():
-        if request.running:
+        if request.num_running:
             reserved += request.reserved_blocks
     assert reserved == live.reserved_blocks <= live.kv.num_blocks, "too much is reserved"
 
@@ -105,16 +106,19 @@ def _check_sequences_in_flight(live: LiveRequests) -> None:
             assert row.block_table == sequence.table, "a row in flight has another table"
             key = (row.key, row.index)
             tokens[key] += len(row.token_ids)
-            samples[key] += row.drafts
-            if row.sample:
+            samples[key] += row.drafts  # one behind each draft
+            if row.sample:  # and one behind the last known token; of n, this sequence has one
                 samples[key] += 1
+            # Slots behind the planned tokens. The latest row counts.
             lookahead[key] = row.propose
     for sequence in live.running:
         key = (sequence.request.message.key, sequence.index)
         ahead = sequence.num_planned - sequence.num_computed
         assert ahead == tokens[key], f"{ahead} tokens are planned, {tokens[key]} in flight"
+        # The table has no blocks beyond those for known tokens and lookahead.
         end = max(sequence.num_planned + lookahead[key], sequence.num_tokens)
         assert len(sequence.table) <= live.kv.blocks_for(end), "a block is not needed"
+        # As in the docstring of Sequence.
         pending = max(sequence.num_planned + 1 - sequence.num_tokens, 0)
         assert pending == samples[key], f"{pending} samples pending, {samples[key]} in flight"
 

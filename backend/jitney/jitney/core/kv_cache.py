@@ -21,6 +21,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 _CHECKED_AT_ONCE = 2048
+_FREE = 1  # states of a block that nobody references, for checks of integrity
+_CACHED = 2
 
 
 def root_hash(salt: str | None, adapter: str = "") -> bytes:
@@ -88,12 +90,12 @@ class KvCache:
         return found
 
     def num_free_but(self, blocks: Iterable[int]) -> int:
-        """Blocks that an allocation may take, none of ``blocks``."""
+        """How many blocks an allocation may take if it takes none of ``blocks``."""
         return self.num_free - sum(self._refs[block] == 0 for block in blocks)
 
     def freed_by(self, table: list[int], given_up: Counter[int]) -> list[int]:
-        """The blocks that nobody would hold any more if ``table`` were given up too: beside the
-        references that ``given_up`` counts, to which it is added."""
+        """The blocks that would become free if ``table`` were given up, too. ``given_up`` counts
+        the references of tables given up before; those of ``table`` are added to it."""
         blocks = list(table)
         for block in table:
             source = self._pending_copies.get(block)
@@ -217,14 +219,15 @@ class KvCache:
             assert len(set(table)) == len(table), "a table names a block twice"
             owners.update(table)
             for block in table[num_written // self.block_size :]:
+                # A pending copy holds its source, but does not make the table's block shared.
                 held = sum(source == block for source in self._pending_copies.values())
                 assert self._refs[block] - held == 1, f"writable block {block} is shared"
                 assert self._hash_of[block] is None, f"writable block {block} has a hash"
         for destination, source in self._pending_copies.items():
             assert owners[destination] == 1, f"a copy is pending to the free block {destination}"
             owners[source] += 1
-        released = bytearray(self.num_blocks)  # 1: free, 2: cached
-        for state, blocks in ((1, self._free), (2, self._cached)):
+        released = bytearray(self.num_blocks)  # 0: referenced, _FREE or _CACHED
+        for state, blocks in ((_FREE, self._free), (_CACHED, self._cached)):
             for count, block in enumerate(blocks):
                 if count % _CHECKED_AT_ONCE == 0:
                     yield
@@ -240,8 +243,8 @@ class KvCache:
             owned = owners.get(block, 0)
             assert refs == owned, f"block {block}: {refs} references, {owned} owners"
             assert (refs == 0) == bool(state), f"block {block} is lost, or free and owned"
-            assert state != 1 or key is None, "a free block has a hash"
-            assert state != 2 or key is not None, "a cached block has none"
+            assert state != _FREE or key is None, "a free block has a hash"
+            assert state != _CACHED or key is not None, "a cached block has none"
             if key is not None:
                 hashed += 1
                 assert self._block_of.get(key) == block, f"block {block} is not found by its hash"

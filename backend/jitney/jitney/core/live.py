@@ -17,12 +17,12 @@ from jitney.core.deadlines import Deadlines
 from jitney.core.kv_cache import KvCache
 from jitney.core.policy.seam import Admission
 from jitney.core.request import Request, Sequence, State, by_rank, remove_ranked
-from jitney.core.step_in_flight import StepInFlight
+from jitney.core.step_in_flight import DeferredFree, StepInFlight
 from jitney.messages import Batch, Finished, Row
 
 
 class LiveRequests:
-    """Requests by key, their sequences by state, and the blocks these hold."""
+    """Requests by key, their sequences by state, and the blocks that these hold."""
 
     def __init__(self, kv: KvCache, admission: Admission) -> None:
         self.kv = kv
@@ -33,11 +33,13 @@ class LiveRequests:
         """By rank."""
         self.deadlines = Deadlines()
         self.reserved_blocks = 0
-        """Blocks reserved for the requests of which something runs (``eviction: never``)."""
+        """Blocks reserved for requests with running sequences, and for such sequences themselves
+        (``eviction: never``)."""
         self.preemptions = 0
-        """Ever."""
+        """All preemptions since the start."""
         self.in_flight: list[StepInFlight] = []
-        """Steps in flight, the oldest first: one, or two from a plan ahead to the next update."""
+        """Steps in flight, the oldest first. At most one, or two between a plan ahead and the next
+        update."""
 
     @property
     def num_waiting(self) -> int:
@@ -47,8 +49,8 @@ class LiveRequests:
     # ------------------------------------------------------------------ requests and sequences
 
     def add(self, request: Request) -> None:
-        """A new request, which counts as queued already: its first sequence waits, or those of a
-        resumed one that have not ended."""
+        """Take a new request: its sequences wait. That is one, or, of a resumed request, all that
+        have not ended. The request was counted as queued before."""
         message = request.message
         assert message.key not in self.requests, "a key was used twice"
         self.requests[message.key] = request
@@ -58,14 +60,15 @@ class LiveRequests:
                 self.wait(sequence, message.arrival)
 
     def wait(self, sequence: Sequence, since: float) -> None:
-        """Put a sequence without blocks into the queue: its state until it is admitted."""
+        """Put a sequence without blocks into the queue, where it stays until it is admitted or
+        ends."""
         sequence.state = State.WAITING
         sequence.waiting_since = since
         self.admission.add(sequence)
 
     def admit(self, sequence: Sequence, table: list[int], num_computed: int, now: float) -> None:
-        """Run ``sequence`` on ``table``, whose first ``num_computed`` tokens are written and whose
-        full blocks among these have been offered to the prefix cache."""
+        """Run ``sequence`` on ``table``. Its first ``num_computed`` tokens are written, and the
+        blocks that these fill have been offered to the prefix cache."""
         assert sequence.state is State.WAITING
         self.admission.remove(sequence)
         sequence.table = table
@@ -76,18 +79,19 @@ class LiveRequests:
         insort(self.running, sequence, key=by_rank)
         self.reserved_blocks += sequence.reserved_blocks
         request = sequence.request
-        if not request.running:
+        if not request.num_running:
             self.reserved_blocks += request.reserved_blocks
-        request.running += 1
+        request.num_running += 1
         if request.first_scheduled is None:
             request.first_scheduled = now
             self.admission.count_dequeued(request.message)
 
     def preempt(self, sequence: Sequence, now: float) -> None:
-        """Back to the queue because no block is free. It will recompute prompt and output, except
-        for what is still cached then. Never called for a sequence in flight."""
+        """Put a sequence back into the queue because blocks are short. It will recompute prompt and
+        output, except for what is still cached then. Never called for a sequence in flight."""
         assert sequence.num_planned == sequence.num_computed, "a step in flight computes it"
-        if sequence.state is State.RUNNING:  # a new fork that finds no block does not run yet
+        # A new fork for whose copy no block is free does not run yet.
+        if sequence.state is State.RUNNING:
             self._leave_running(sequence)
         self._give_up_table(sequence)
         sequence.num_computed = 0
@@ -108,7 +112,7 @@ class LiveRequests:
         self._give_up_table(sequence)
         sequence.state = State.ENDED
         sequence.grammar = None
-        sequence.request.live -= 1
+        sequence.request.num_live -= 1
 
     def close(self, request: Request) -> None:
         """End the live sequences of a request and forget it."""
@@ -123,12 +127,13 @@ class LiveRequests:
 
     def finish(self, request: Request, now: float) -> Finished:
         """Close a request whose sequences have all ended."""
-        assert request.live == 0
+        assert request.num_live == 0
         self.close(request)
         return Finished(request.message.key, request.timing(now))
 
-    def give_back(self, sequence: Sequence) -> None:
-        """Free the lookahead blocks of a running sequence whose row with drafts is over."""
+    def free_lookahead(self, sequence: Sequence) -> None:
+        """Free the blocks of a running sequence that were allocated for drafts or proposals of a
+        row that is over, and that its tokens do not need."""
         kept = self.kv.blocks_for(max(sequence.num_planned, sequence.num_tokens))
         self.kv.release(sequence.table[kept:])
         del sequence.table[kept:]
@@ -137,34 +142,36 @@ class LiveRequests:
         found = remove_ranked(self.running, sequence)
         assert found, "a running sequence is not where its rank says"
         request = sequence.request
-        request.running -= 1
-        if not request.running:
+        request.num_running -= 1
+        if not request.num_running:
             self.reserved_blocks -= request.reserved_blocks
         self.reserved_blocks -= sequence.reserved_blocks
 
     def _give_up_table(self, sequence: Sequence) -> None:
-        """Free the blocks; if a step in flight uses them, only once it is complete (*deferred
-        free*)."""
+        """Free the blocks of a sequence. If a step in flight may use them, they are freed when it
+        is complete (*deferred free*)."""
         table = sequence.table
         sequence.table = []
         if not self.in_flight:
             self.kv.release(table)
             return
+        # Steps complete in order: behind the latest one, none uses the table any more.
         latest = self.in_flight[-1]
         computed_in_flight = sequence.num_planned > sequence.num_computed
-        # A copy may be made for a sequence that is not itself in the step.
+        # The step may also copy a block from or to a table that no row of it has. Copies are rare,
+        # so it is not looked up which tables these are.
         if computed_in_flight or latest.batch.copies:
-            latest.deferred.append((table, sequence.num_computed))
+            latest.deferred.append(DeferredFree(table, sequence.num_computed))
         else:
             self.kv.release(table)
 
     # ------------------------------------------------------------------ steps in flight
 
     def sequence_of(self, row: Row) -> Sequence | None:
-        """Whose step this row is. None if the sequence has ended meanwhile: the row is surplus.
+        """The sequence of a row in flight. None if it has ended meanwhile: the row is surplus.
 
-        A sequence has blocks while it runs, and one in flight is never preempted: so the blocks
-        that it has are still those of the row.
+        A sequence has a block table exactly while it runs, and a sequence in flight is never
+        preempted. So if it has a table, this is the table of the row.
         """
         request = self.requests.get(row.key)
         if request is None:
@@ -173,7 +180,7 @@ class LiveRequests:
         return sequence if sequence.table else None
 
     def complete(self, batch: Batch) -> StepInFlight:
-        """The oldest step in flight is over: its copies are made, the deferred frees are due."""
+        """The oldest step in flight is over: its copies are made, its deferred frees are due."""
         assert self.in_flight, "no step is in flight"
         step = self.in_flight.pop(0)
         assert step.batch is batch, "this step is not the oldest in flight"
@@ -192,13 +199,13 @@ class LiveRequests:
             if sequence is not None:
                 sequence.num_planned -= len(row.token_ids)
                 if row.drafts or row.propose:
-                    self.give_back(sequence)
-        if self.in_flight:  # it may use the same tables
+                    self.free_lookahead(sequence)
+        if self.in_flight:  # the step before it may use the same tables, and is not over
             self.in_flight[-1].deferred += step.deferred
         else:
             self._release(step)
 
     def _release(self, step: StepInFlight) -> None:
-        """No step in flight uses the tables that were given up."""
-        for table, _ in step.deferred:
-            self.kv.release(table)
+        """Do the deferred frees of a step that is over."""
+        for deferred in step.deferred:
+            self.kv.release(deferred.table)

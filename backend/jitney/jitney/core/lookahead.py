@@ -1,8 +1,9 @@
-"""Lookahead: the room of a step for drafts, and for what a draft model proposes behind them.
+"""Lookahead: the tokens and blocks of a step that are left for drafts, and for what a draft model
+proposes behind them.
 
-Which drafts there are, the draft policy says. They get what others leave: every running sequence
-keeps a token of the budget, prompts keep theirs, and blocks that others will need stay free. The
-planner's, which makes the rows.
+The draft policy says which drafts there are. Here they are cut down to what others leave of the
+step: each running sequence keeps one token of the budget, prompts keep all that they need, and
+blocks that others will need stay free. Called by the planner.
 """
 
 from jitney.core.live import LiveRequests
@@ -12,7 +13,7 @@ from jitney.core.request import Sequence
 
 
 class Lookahead:
-    """The room of the step that is being planned."""
+    """What the step that is being planned has left for drafts."""
 
     def __init__(self, live: LiveRequests, policies: Policies) -> None:
         self._live = live
@@ -24,13 +25,14 @@ class Lookahead:
         self._reads_left = 0
 
     def begin(self, max_tokens: int) -> None:
-        """A step is to be planned. A draft model may read as many tokens as the step computes."""
+        """A step is to be planned. A draft model may read as many tokens as the step may compute:
+        ``max_tokens``."""
         self._kept_for_prompts = self._tokens_of_prompts()
         self._reads_left = max_tokens
 
     def _tokens_of_prompts(self) -> int:
-        """Tokens that the prompts of running sequences need, and the first waiting sequence if it
-        may run."""
+        """Tokens that the prompts of running sequences still need, and those of the first waiting
+        sequence if it may run."""
         running = self._live.running
         tokens = sum(one.prefill_left for one in running)
         if self._admission.places(running) > 0:
@@ -40,9 +42,10 @@ class Lookahead:
         return tokens
 
     def choice_of(self, sequence: Sequence, *, tokens_left: int, position: int) -> DraftChoice:
-        """What a decode computes behind its token, with slots for all of it. Of ``tokens_left`` it
-        takes one for that token; running sequences from ``position`` on come after it."""
+        """What a decode computes behind its token, with slots for all of it. ``tokens_left``: of
+        the budget, its own token included. Running sequences from ``position`` on come after it."""
         after = self._live.running[position:]
+        # Its own token, the prompts, and one token for each sequence after it come first.
         spare_tokens = tokens_left - 1 - self._kept_for_prompts - len(after)
         choice = self._drafts.choice_of(
             sequence, most=max(spare_tokens, 0), most_read=self._reads_left
@@ -57,29 +60,35 @@ class Lookahead:
         return choice
 
     def _take_slots(self, sequence: Sequence, choice: DraftChoice, after: list[Sequence]) -> None:
-        """Allocate blocks for a choice, and cut it down to the slots there are. While any sequence
-        waits, drafts take no blocks."""
+        """Allocate blocks for a choice, as far as others can spare them, and cut it down to the
+        slots there are."""
         kv = self._kv
         table = sequence.table
-        start = sequence.num_planned + 1
-        while True:
-            slots = len(table) * kv.block_size - start
-            if slots >= len(choice.drafts) + choice.propose:
-                return
-            if self._live.num_waiting or kv.num_free <= self._blocks_due(after):
-                break
-            if not kv.grow(table):
-                break
+        start = sequence.num_planned + 1  # of the first draft
+        end = start + len(choice.drafts) + choice.propose
+        while len(table) * kv.block_size < end and self._can_spare_block(after):
+            grown = kv.grow(table)
+            assert grown, "a block to spare is not free"
+        slots = len(table) * kv.block_size - start
         del choice.drafts[slots:]
         choice.propose = min(choice.propose, slots - len(choice.drafts))
         if not choice.propose:
             choice.ask_nothing()
 
+    def _can_spare_block(self, after: list[Sequence]) -> bool:
+        """Whether drafts may take a free block: if no sequence waits, and those ``after`` this one
+        find enough blocks without it."""
+        if self._live.num_waiting:
+            return False
+        return self._kv.num_free > self._blocks_due(after)
+
     def _blocks_due(self, after: list[Sequence]) -> int:
-        """Blocks for every fork that is due, and for the known tokens of these sequences."""
+        """Blocks that others may need in this step: one for every fork that is due, and those of
+        the sequences ``after`` this one, at least one each for the token that they sample."""
         running = self._live.running
-        forks = self._admission.max_running - self._admission.places(running) - len(running)
-        due = forks
+        # places() subtracts the running sequences, and the forks due that may run.
+        forks_due = self._admission.max_running - self._admission.places(running) - len(running)
+        due = forks_due
         for sequence in after:
             missing = self._kv.blocks_for(sequence.num_tokens) - len(sequence.table)
             due += max(1, missing)

@@ -1,7 +1,7 @@
 """What a step's output does to the live requests: new tokens, ends, full blocks, forks.
 
-The second half of the scheduler: ``Scheduler.update`` makes an :class:`Outcome` of each step,
-:func:`final_event` is also called by the engine's journal.
+``Scheduler.update`` makes an :class:`Outcome` for each step. The engine's journal also calls
+:func:`final_event`.
 """
 
 from dataclasses import dataclass
@@ -42,17 +42,19 @@ class Outcome:
         else:
             self._apply_prompt(sequence, row, result)
         request = sequence.request
-        if not request.live:
+        if not request.num_live:
             self.events.append(self.live.finish(request, self.now))
 
     def _apply_decode(self, sequence: Sequence, row: Row, result: RowOutput) -> None:
-        """Of a sequence with output: a decode, or a part of a recomputation."""
+        """Apply the row of a sequence that has output: a decode, or a part of a recomputation."""
+        # The row's tokens are known ones first, then drafts.
         known = len(row.token_ids) - row.drafts
         accepted = 0
         reason: FinishReason | None = None
         if row.sample:
             sampled = result.token_ids
-            # The runner may leave out what was sampled behind a wrong draft.
+            # The runner may leave out the samples behind a wrong draft. A draft counts only if the
+            # sample behind it is there.
             drafts = row.token_ids[known : known + len(sampled) - 1]
             event, accepted = _append(sequence, sampled, result.logprobs, drafts)
             reason = event.finish_reason
@@ -61,13 +63,15 @@ class Outcome:
             if row.drafts:
                 self._count_drafts(row, accepted)
             if row.propose:
-                sequence.num_read = row.start + known + accepted + 1 - result.unread
-            # The proposal stands behind samples: where a grammar forced other tokens, it means
-            # nothing.
+                # A draft model reads up to the last good sample, that sample included.
+                last_sample = row.start + known + accepted
+                sequence.num_read = last_sample + 1 - result.unread
+            # The runner proposed what follows the samples. If a grammar forced other tokens behind
+            # them, the proposal is of no use.
             follows = event.ids == sampled[: 1 + accepted]
             sequence.proposed = result.proposal if follows else []
-        # Drafts count as computed as far as they are what was sampled. The others were never there:
-        # their slots are written again before anybody reads them.
+        # Accepted drafts count as computed. The slots of the others are written again before they
+        # are read.
         sequence.num_computed += known + accepted
         sequence.num_planned -= row.drafts - accepted
         if self.caching:
@@ -75,11 +79,11 @@ class Outcome:
         if reason is not None:
             self.live.end(sequence)
         elif row.drafts or row.propose:
-            self.live.give_back(sequence)
+            self.live.free_lookahead(sequence)
 
     def _apply_prompt(self, sequence: Sequence, row: Row, result: RowOutput) -> None:
-        """Of a sequence without output: a part of its prompt, and the first tokens with the last
-        part."""
+        """Apply the row of a sequence without output: a part of its prompt. The last part samples
+        the first tokens."""
         request = sequence.request
         count = len(row.token_ids)
         sequence.num_computed += count
@@ -94,8 +98,8 @@ class Outcome:
             self._append_first_tokens(sequence, result)
 
     def _append_first_tokens(self, leader: Sequence, result: RowOutput) -> None:
-        """The prompt is computed: make the other n − 1 sequences and append each one's first
-        token."""
+        """The prompt is computed: make the other n − 1 sequences, and append its first token to
+        each of the n."""
         request = leader.request
         request.first_token = self.now
         for index in range(1, request.message.params.n):
@@ -105,8 +109,8 @@ class Outcome:
         for position, sequence in enumerate(request.sequences):
             logprobs = None
             if result.logprobs is not None:
-                logprobs = result.logprobs[position : position + 1]
-            sampled = result.token_ids[position : position + 1]
+                logprobs = [result.logprobs[position]]
+            sampled = [result.token_ids[position]]
             event, _ = _append(sequence, sampled, logprobs, drafts=[])
             self.events.append(event)
             self._count_tokens(event, accepted=0)
@@ -114,7 +118,7 @@ class Outcome:
                 alive.append(sequence)
             else:
                 ended.append(sequence)
-        # Before any of them frees its blocks: the leader's are those that are shared.
+        # The others share the leader's blocks. So they fork before it ends and frees these.
         _fork(self.live, leader, alive, self.now)
         for sequence in ended:
             self.live.end(sequence)
@@ -127,20 +131,23 @@ class Outcome:
     def _count_tokens(self, event: Tokens, accepted: int) -> None:
         made = len(event.ids)
         self.counts.generated_tokens += made
-        # One is sampled, and one behind each accepted draft.
+        # The first is sampled. An accepted draft brings a further one: the sample behind it, or, if
+        # it was accepted because the grammar forced it, itself. All others are forced.
         self.counts.forced_tokens += made - 1 - accepted
 
 
-def final_event(of: Submit, index: int, cumulative: float, reason: FinishReason) -> Tokens:
-    """The end of a sequence for a reason other than a token: none comes with it. ``cumulative`` is
-    the logprob of what it has."""
-    asked = of.params.logprobs is not None
+def final_event(
+    message: Submit, index: int, cumulative_logprob: float, reason: FinishReason
+) -> Tokens:
+    """The event that ends a sequence for a reason other than a new token, and so has no tokens.
+    ``cumulative_logprob`` is that of the tokens before."""
+    asked = message.params.logprobs is not None
     return Tokens(
-        key=of.key,
+        key=message.key,
         index=index,
         ids=[],
         logprobs=[] if asked else None,
-        cumulative_logprob=cumulative if asked else None,
+        cumulative_logprob=cumulative_logprob if asked else None,
         finish_reason=reason,
     )
 
@@ -158,12 +165,14 @@ def _cache_full_blocks(live: LiveRequests, sequence: Sequence) -> None:
 
 
 def _collect_prompt_logprobs(request: Request, row: Row, result: RowOutput) -> None:
-    """Append the logprobs of the prompt positions that a chunk gave."""
+    """Collect the logprobs of prompt positions from a chunk. The chunk's token at each position
+    predicts the next one: so it has entries for the positions [row.start + 1, last]."""
     known = request.prompt_logprobs
     entries = result.prompt_logprobs or []
     last = min(row.end, len(row.prompt) - 1)
     assert len(entries) == max(last - row.start, 0), "prompt logprobs are missing"
-    repeated = len(known) - (row.start + 1)  # a recomputed chunk gives them again
+    # After a preemption a chunk is computed again: its first entries may be known.
+    repeated = len(known) - (row.start + 1)
     assert repeated >= 0, "prompt logprobs have a gap"
     known += entries[repeated:]
 
@@ -177,7 +186,7 @@ def _fork(live: LiveRequests, leader: Sequence, alive: list[Sequence], now: floa
         if sequence is leader:
             continue
         sequence.hashes = hashes.copy()
-        # One more than may run waits, and recomputes.
+        # If no more sequences may run, it waits, and computes the prompt again when admitted.
         if live.admission.is_full(sequence.request, live.running):
             live.wait(sequence, now)
             continue
@@ -194,28 +203,34 @@ def _append(
     logprobs: list[list[Logprob]] | None,
     drafts: list[int],
 ) -> tuple[Tokens, int]:
-    """Append the first of ``sampled``, those behind each draft that is right, and the tokens that a
-    grammar forces after one: these are not sampled, but a draft of one is as good as any. Returns
-    their event, with the finish reason if the sequence ends, and how many drafts are accepted."""
+    """Append what a row gave one sequence: its first sample, and the sample behind each draft that
+    is right, until the first wrong draft. Behind each sample the tokens that a grammar forces are
+    appended too, without being sampled. A draft is right if it is the token at its position,
+    whether that was sampled or forced.
+
+    Returns the event of these tokens, with the finish reason if the sequence ends, and how many
+    drafts are right: *accepted*."""
     message = sequence.request.message
     ids: list[int] = []
-    forced: list[int] = []
+    forced: list[int] = []  # tokens that the grammar has forced and that are not appended yet
     accepted = 0
-    follows = True  # whether sampled[accepted] stands behind all that is output by now
-    while follows or forced:
+    # Whether the row has a sample behind all of the output so far: sampled[accepted]. It is the
+    # next token, unless that is forced.
+    sample_follows = True
+    while forced or sample_follows:
         is_forced = bool(forced)
         token = forced.pop(0) if is_forced else sampled[accepted]
         ids.append(token)
         reason, stop_id = _add_token(sequence, token)
         if reason is not None:
             break
+        # Behind a forced token nothing more is forced: the grammar has named all of them at once.
         if sequence.grammar is not None and not is_forced:
             forced = _forced_tokens(sequence)
-        # The next sample stands behind this token if the next draft is this token.
-        if follows and accepted < len(drafts) and drafts[accepted] == token:
+        if sample_follows and accepted < len(drafts) and drafts[accepted] == token:
             accepted += 1
         else:
-            follows = False
+            sample_follows = False
     event = Tokens(
         key=message.key,
         index=sequence.index,
@@ -230,7 +245,7 @@ def _append(
 
 
 def _with_logprobs(event: Tokens, sequence: Sequence, logprobs: list[list[Logprob]]) -> Tokens:
-    """The event with the candidates at each of its tokens, of which the first was chosen."""
+    """The event with the candidates for each of its tokens. The first candidate is the token."""
     for candidates in logprobs:
         sequence.cumulative_logprob += candidates[0].logprob
     return msgspec.structs.replace(
@@ -239,7 +254,7 @@ def _with_logprobs(event: Tokens, sequence: Sequence, logprobs: list[list[Logpro
 
 
 def _forced_tokens(sequence: Sequence) -> list[int]:
-    """What a grammar forces after a sampled token. Ends are left to the sampler."""
+    """What a grammar forces after a sampled token, up to a stop id: that is always sampled."""
     grammar = sequence.grammar
     request = sequence.request
     if grammar is None or not request.takes_forced:
@@ -249,7 +264,8 @@ def _forced_tokens(sequence: Sequence) -> list[int]:
 
 
 def _add_token(sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-    """Append one token. Why the sequence ends by it, if it does, and the stop id if it is one."""
+    """Append one token. Returns the finish reason if the sequence ends with it, and the token if it
+    is a stop id that ends it."""
     request = sequence.request
     message = request.message
     sequence.output.append(token)

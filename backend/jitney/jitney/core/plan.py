@@ -4,61 +4,47 @@ There are no phases: a sequence has ``num_tokens`` tokens of which ``num_planned
 or about to be, and a step computes some more of them under one token budget. It takes, in this
 order,
 
-1. running sequences with one token to compute, and those that a grammar forced (decodes),
-2. running sequences with a prompt or a recomputation to compute, in chunks,
-3. waiting sequences, as far as places, blocks and budget allow,
+1. *decodes*: running sequences with one token to compute, or with several that a grammar forced,
+2. *chunks*: running sequences with a prompt or a recomputation to compute, some of it in each step,
+3. waiting sequences, as far as running sequences, blocks and budget allow,
 
 each by rank. Where decodes would take nearly the whole budget, they leave an eighth of it to the
 chunks.
 
-A prompt of n > 1 counts as n sequences. It is admitted as soon as one may run; the forks that find
-no place are those of one request, and wait by its rank. With ``eviction: never`` all that can ever
-run at once must find one, because forks that wait share no blocks for certain.
+A request of n > 1 counts as n running sequences while its prompt is computed. It is admitted as
+soon as one more may run; those of its forks that may not run then wait in the queue. With
+``eviction: never`` it is admitted only when all of its forks that can ever run at once may run. A
+fork that waits may have to compute the prompt again, into blocks that nobody reserved.
 
 A plan *ahead* is made while a step is in flight. It differs in four things:
 
-- A token that this step is still sampling is *carried*: the row has its index among the samples
-  instead of the token.
-- A sequence gets no row if its pending token is its last by length.
-- Nor does a sequence that must know its pending token first: its request reads its own output, or
-  it has drafts in flight or in prospect. It gets its row in the next plan.
+- A token that the step in flight is still sampling is *carried*: the row has its index among the
+  samples instead of the token.
+- A sequence gets no row if its pending token is the last that it may have.
+- A sequence gets no row either if its next row depends on the value of its pending token: because
+  its request reads its own output, or because it has drafts in flight or is about to have some. It
+  gets its row in the next plan.
 - Nothing is preempted: :attr:`Planner.can_plan_ahead` has checked that there is a block for each
   decode. Tokens that a grammar forces and that do not fit are computed in the next step.
 
 What may shape a step beside rank and budget is asked of ``policy``.
 """
 
-from dataclasses import dataclass, field
-
 from jitney.config import EngineConfig
 from jitney.core.live import LiveRequests
 from jitney.core.lookahead import Lookahead
 from jitney.core.policy.choose import Policies
-from jitney.core.policy.seam import DraftChoice
 from jitney.core.request import Request, Sequence, State
 from jitney.core.step_in_flight import StepInFlight
-from jitney.messages import Batch, Row, StepStats
+from jitney.core.step_plan import StepPlan
+from jitney.messages import StepStats
 
-# A sequence that plans ahead leave out has a row in every second step. That pays for the batch as
-# long as such sequences are few: they lose half of their tokens, the others gain the host's time.
+# A sequence that plans ahead leave out has a row in every second step only. So it loses half of its
+# tokens, while the others gain the host's time. Steps are planned ahead as long as at most one
+# sequence in so many is left out.
 _ONE_LEFT_OUT_IN = 4
-# Of the token budget, the part that decodes leave to chunks.
-_PREFILL_SHARE = 8
-_NO_DRAFTS = DraftChoice()
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step in the making."""
-
-    now: float
-    counts: StepStats
-    ahead: bool
-    tokens_left: int
-    kept_for_prefill: int
-    """Of the tokens that are left, those that no decode may take."""
-    num_samples: int = 0
-    step: StepInFlight = field(default_factory=lambda: StepInFlight(Batch([])))
+# Decodes leave the token budget, divided by this, to chunks.
+_PREFILL_DIVISOR = 8
 
 
 class Planner:
@@ -85,33 +71,34 @@ class Planner:
         self._preempts = config.eviction == "preempt"
         self._watermark = watermark
         self._max_tokens = max_num_batched_tokens
-        self._prefill_share = max_num_batched_tokens // _PREFILL_SHARE
+        self._prefill_share = max_num_batched_tokens // _PREFILL_DIVISOR
 
     @property
     def can_plan_ahead(self) -> bool:
-        """Whether a step may be planned now, even if one is in flight: few sequences or none depend
-        on the value of a pending token, and there is a block for every decode that needs one."""
+        """Whether a step may be planned now. While one is in flight, that takes a block for every
+        decode that needs one, and few sequences that depend on the value of a pending token."""
         live = self._live
         if not live.in_flight:
             return True
-        # Who makes way is preempted, which a plan ahead cannot do.
+        # An urgent sequence needs others preempted, and a plan ahead preempts nobody.
         urgent = self._admission.urgent(live.running)
         if urgent is not None and self._in_the_way(urgent):
             return False
         step = live.in_flight[-1]
-        if step.completes_first:
+        if step.must_complete_first:
             return False
-        if step.leaves_out and self._leaves_out_many():
+        if step.host_reads_samples and self._leaves_out_many():
             return False
         free = self._kv.num_free
-        if free >= len(live.running):  # enough for any decodes, without counting them
+        # A decode needs one block at most. So these are enough, however many of them need one.
+        if free >= len(live.running):
             return True
         return free >= sum(map(self._needs_block, live.running))
 
     def make(self, now: float, counts: StepStats) -> StepInFlight:
-        """Plan a step. What it looks up in the prefix cache is added to ``counts``."""
+        """Plan a step. Its lookups in the prefix cache are added to ``counts``."""
         live = self._live
-        plan = _Plan(
+        plan = StepPlan(
             now=now,
             counts=counts,
             ahead=bool(live.in_flight),
@@ -120,18 +107,19 @@ class Planner:
         )
         if self._drafts.is_active:
             self._lookahead.begin(self._max_tokens)
-        preemptions = live.preemptions
+        preemptions_before = live.preemptions
         self._admission.sort(live.running, now)
         self._admit_urgent(plan)
         self._limits.begin(live.running)
         self._drafts.begin(live.running, self._limits)
-        for sequence in self._plan_decodes(plan):
+        prefills = self._plan_decodes(plan)
+        for sequence in prefills:
             # A decode that needed a block may have preempted it meanwhile.
             if sequence.state is State.RUNNING:
                 self._plan_chunk(plan, sequence, plan.tokens_left)
-        # Where blocks are short nobody is admitted, unless nothing runs any more: the only
-        # sequence that ran may have made way for itself.
-        if live.preemptions == preemptions or not live.running:
+        # A step that preempts admits nobody, because blocks are short. But if a sequence that ran
+        # alone preempted itself, nothing runs any more, and the step would be empty.
+        if live.preemptions == preemptions_before or not live.running:
             self._admit_waiting(plan)
         self._admission.note_planned(now)
         assert plan.tokens_left >= 0, "the step is over its budget"
@@ -167,37 +155,44 @@ class Planner:
         """Tokens of the step that decodes leave to running sequences with chunks."""
         running = self._live.running
         share = self._prefill_share
-        if len(running) <= self._max_tokens - share:  # decodes cannot take them
+        # One token for each running sequence leaves the share anyway.
+        if len(running) <= self._max_tokens - share:
             return 0
         return min(share, sum(one.prefill_left for one in running))
 
-    def _plan_decodes(self, plan: _Plan) -> list[Sequence]:
-        """Plan every running sequence that decodes, making room by preemption. Returns the other
-        running sequences, by rank."""
+    def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
+        """Plan a row for every running sequence that decodes, and preempt others where no block is
+        free. Returns the running sequences that do not decode yet, by rank."""
         running = self._live.running
         block_size = self._block_size
         limited = self._limits.is_active
-        others = []
+        prefills = []
         position = 0
-        # Victims leave from the end of `running`. Being of a higher rank than the sequence in hand,
-        # none of them has a row yet, and no sequence changes its position.
+        # `running` may shrink while it is read: a decode that needs a block preempts the last one.
+        # That one comes after the decode, or is the decode: so it has no row yet, and no sequence
+        # before it changes its position.
         while position < len(running):
             sequence = running[position]
             position += 1
             start = sequence.num_planned
-            if start < sequence.prefill_end:  # it has a prompt to compute
-                others.append(sequence)
+            if start < sequence.prefill_end:  # it has a prompt or a recomputation to compute
+                prefills.append(sequence)
                 continue
+            # So many tokens are to compute whose values are known: 0 if the next one is pending,
+            # less than 0 if drafts are in flight too. Both occur in a plan ahead only.
             known = sequence.num_tokens - start
-            # Its next token is still being sampled, and the sequence depends on its value.
+            # The next token is pending, and the next row depends on its value. That is so with
+            # drafts in flight, too: behind this condition `known` is at least 0.
             if plan.ahead and known <= 0 and self._waits_for_sample(sequence):
                 continue
-            # The budget is spent, or its last token is pending.
-            if plan.tokens_left <= plan.kept_for_prefill or start >= sequence.limit:
+            if plan.tokens_left <= plan.kept_for_prefill:
+                continue
+            # All is planned that is ever computed: its last token is pending.
+            if start >= sequence.limit:
                 continue
             if limited and not self._limits.may_decode(sequence):
                 continue
-            end = start + (known or 1)
+            end = start + (known or 1)  # the pending token takes a slot, too
             if len(sequence.table) * block_size < end and not self._make_room(plan, sequence, end):
                 continue
             if limited:
@@ -206,9 +201,11 @@ class Planner:
                 self._plan_forced(plan, sequence, position)
             elif known == 1:
                 self._plan_decode(plan, sequence, position)
-            else:  # that token is pending
-                self._add_row(plan, sequence, [0], (sequence.index,), sequence.sample_index)
-        return others
+            else:
+                # The device puts the pending token in the place of this 0.
+                carried = sequence.sample_index
+                plan.add_row(sequence, [0], (sequence.index,), carried=carried)
+        return prefills
 
     def _waits_for_sample(self, sequence: Sequence) -> bool:
         """Whether a plan ahead leaves out a sequence of which a sample is pending."""
@@ -217,29 +214,31 @@ class Planner:
             return True
         return self._drafts.is_active and self._drafts.waits_for_sample(sequence)
 
-    def _plan_forced(self, plan: _Plan, sequence: Sequence, position: int) -> None:
+    def _plan_forced(self, plan: StepPlan, sequence: Sequence, position: int) -> None:
         """Plan a decode of several known tokens, which a grammar forced: as many as have slots.
-        Each sequence from ``position`` on keeps a token of the budget."""
-        after = plan.kept_for_prefill + len(self._live.running) - position
-        budget = max(plan.tokens_left - after, 1)
+        The running sequences from ``position`` on come after it, and keep a token each."""
+        kept_for_others = plan.kept_for_prefill + len(self._live.running) - position
+        budget = max(plan.tokens_left - kept_for_others, 1)
         slots = len(sequence.table) * self._block_size - sequence.num_planned
         self._plan_chunk(plan, sequence, min(budget, slots))
 
-    def _plan_decode(self, plan: _Plan, sequence: Sequence, position: int) -> None:
+    def _plan_decode(self, plan: StepPlan, sequence: Sequence, position: int) -> None:
         """Plan a decode of one token, and its drafts."""
-        choice = _NO_DRAFTS
+        tokens = [sequence.output[-1]]
+        choice = None
         if self._drafts.is_active:
             choice = self._lookahead.choice_of(
                 sequence, tokens_left=plan.tokens_left, position=position
             )
-        tokens = [sequence.output[-1], *choice.drafts]
-        self._add_row(plan, sequence, tokens, (sequence.index,), choice=choice)
+            tokens += choice.drafts
+        plan.add_row(sequence, tokens, (sequence.index,), choice=choice)
 
-    def _make_room(self, plan: _Plan, sequence: Sequence, end: int) -> bool:
-        """Allocate blocks for the positions below ``end`` of ``sequence``, one at most in a plan
-        ahead, preempting from the end of ``running`` if none is free. False if ``sequence`` itself
-        was preempted."""
-        wanted = len(sequence.table) + 1 if plan.ahead else self._kv.blocks_for(end)
+    def _make_room(self, plan: StepPlan, sequence: Sequence, end: int) -> bool:
+        """Allocate blocks for the positions below ``end`` of ``sequence``. While no block is free,
+        the last running sequence is preempted. False if that was ``sequence`` itself."""
+        wanted = self._kv.blocks_for(end)
+        if plan.ahead:  # can_plan_ahead has checked for one block each, and no more
+            wanted = len(sequence.table) + 1
         while len(sequence.table) < wanted:
             if self._kv.grow(sequence.table):
                 continue
@@ -251,11 +250,9 @@ class Planner:
                 return False
         return True
 
-    # ------------------------------------------------------------------ rows
-
-    def _plan_chunk(self, plan: _Plan, sequence: Sequence, most: int) -> None:
-        """Plan at most so many of the known tokens of a sequence. Their blocks are allocated, at
-        admission for a prompt or recomputation."""
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, most: int) -> None:
+        """Plan at most ``most`` known tokens of a sequence, whose blocks are allocated already: at
+        admission those of a prompt or a recomputation."""
         start = sequence.num_planned
         count = min(sequence.num_tokens - start, most)
         if start < sequence.prefill_end:
@@ -269,61 +266,14 @@ class Planner:
             else:  # the prompt is done: its forks are sampled from the same logits
                 sample = tuple(range(sequence.request.message.params.n))
         tokens = sequence.tokens(start, start + count)
-        self._add_row(plan, sequence, tokens, sample)
-
-    def _add_row(
-        self,
-        plan: _Plan,
-        sequence: Sequence,
-        token_ids: list[int],
-        sample: tuple[int, ...],
-        carried: int | None = None,
-        choice: DraftChoice = _NO_DRAFTS,
-    ) -> None:
-        """Add a row to the step, and count its tokens as planned."""
-        request = sequence.request
-        message = request.message
-        row = Row(
-            key=message.key,
-            index=sequence.index,
-            token_ids=token_ids,
-            start=sequence.num_planned,
-            block_table=sequence.table,
-            sample=sample,
-            params=message.params,
-            prompt=sequence.prompt,
-            output=sequence.output,
-            stop_ids=message.stop_ids,
-            bad_words_ids=message.bad_words_ids,
-        )
-        # Fields with a default are not in the call, which takes time for each name in it.
-        row.carried = carried
-        row.grammar = sequence.grammar
-        row.adapter = request.adapter
-        if choice is not _NO_DRAFTS:
-            row.drafts = len(choice.drafts)
-            row.propose = choice.propose
-            row.most_read = choice.read
-        plan.step.batch.rows.append(row)
-        plan.tokens_left -= len(token_ids)
-        sequence.num_planned += len(token_ids)
-        if not sample:
-            return
-        sequence.sample_index = plan.num_samples
-        plan.num_samples += len(sample) + row.drafts
-        forks = len(sample) > 1
-        reads = request.reads_output or row.drafts > 0 or row.propose > 0
-        # Unless its sample is the last token by length, which nothing follows.
-        if (forks or reads) and sequence.num_planned - row.drafts < sequence.limit:
-            plan.step.completes_first = plan.step.completes_first or forks
-            plan.step.leaves_out = plan.step.leaves_out or reads
+        plan.add_row(sequence, tokens, sample)
 
     # ------------------------------------------------------------------ waiting sequences
 
-    def _admit_urgent(self, plan: _Plan) -> None:
+    def _admit_urgent(self, plan: StepPlan) -> None:
         """Admit the sequences that come before running ones, and preempt those in their way."""
         live = self._live
-        # A plan ahead preempts nobody, and each decode keeps the block that can_plan_ahead saw.
+        # A plan ahead preempts nobody. So each decode keeps the block that can_plan_ahead saw.
         spare = len(live.running) if plan.ahead else 0
         while True:
             sequence = self._admission.urgent(live.running)
@@ -338,12 +288,12 @@ class Planner:
                 return
 
     def _in_the_way(self, first: Sequence) -> list[Sequence]:
-        """Running sequences that make way for an urgent one."""
+        """Running sequences to preempt for an urgent one."""
         if not self._preempts:
             return []
         return self._admission.in_the_way(first, self._hits(first), self._live.running)
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
         """Admit waiting sequences by rank until one does not fit. It is not passed over: small
         requests would starve a large one."""
         live = self._live
@@ -360,28 +310,31 @@ class Planner:
             places -= 1 + sequence.request.forks_due
             self._plan_chunk(plan, sequence, plan.tokens_left)
 
-    def _admit(self, plan: _Plan, sequence: Sequence, spare: int = 0) -> bool:
-        """Allocate the blocks of all tokens of a waiting sequence, cached ones where there are any,
-        and run it. False, and nothing changed, if there are not enough: ``spare`` stay free."""
+    def _admit(self, plan: StepPlan, sequence: Sequence, spare: int = 0) -> bool:
+        """Run a waiting sequence, with blocks for all of its tokens: first the cached blocks that
+        it begins with, then new ones. False, and nothing changed, if too few blocks are free.
+        ``spare``: blocks that must stay free, if that is more than the watermark."""
         request = sequence.request
         kv = self._kv
         reserve = sequence.reserved_blocks
-        if not request.running:
+        if not request.num_running:
             reserve += request.reserved_blocks
         if self._live.reserved_blocks + reserve > kv.num_blocks:
             return False
         hits = self._hits(sequence)
         num_new = kv.blocks_for(sequence.num_tokens) - len(hits)
-        # With nothing running no blocks need stay free, and waiting would never end.
-        spare = max(self._watermark, spare) if self._live.running else 0
-        table = kv.allocate(hits, num_new, spare=spare)
+        # If nothing runs, nothing will free any blocks: it must not wait for more than its own.
+        stay_free = 0
+        if self._live.running:
+            stay_free = max(self._watermark, spare)
+        table = kv.allocate(hits, num_new, spare=stay_free)
         if table is None:
             assert self._preempts or plan.ahead, "a reserved block is not free"
             return False
         num_cached = len(hits) * kv.block_size
         request.count_prefill(sequence, num_cached)
         sequence.prefill_end = sequence.num_tokens
-        if sequence.output:  # it decodes its last token
+        if sequence.output:  # its last token is computed by a decode
             sequence.prefill_end -= 1
         self._live.admit(sequence, table, num_cached, plan.now)
         if self._reads_cache(request):

@@ -32,17 +32,17 @@ class Request:
     reserved_blocks: int
     """Blocks reserved for it while any sequence runs (``eviction: never``); else 0."""
     aged_arrival: float
-    """Arrival, shifted by priority and policy: what its sequences are ranked by."""
+    """Arrival in seconds, shifted by priority and policy: its sequences are ranked by it."""
     grammar: Grammar | None = None
     adapter: Adapter | None = None
     tier: int = 0
     """Index among the option ``tiers``; 0 without."""
     most_running: int = 1
-    """Most sequences of its tier, or of all, that may run at once."""
-    running: int = field(default=0, init=False)
-    """Sequences that run."""
-    live: int = field(init=False)
-    """Sequences that have not ended, those not yet made included."""
+    """Most sequences of its tier that may run at once; without tiers, of all."""
+    num_running: int = field(default=0, init=False)
+    """Its running sequences."""
+    num_live: int = field(init=False)
+    """Its sequences that have not ended, forks that it has yet to make included."""
     reads_output: bool = field(init=False)
     """Whether the host must know a token before the next one can be sampled."""
     takes_forced: bool = field(init=False)
@@ -50,7 +50,8 @@ class Request:
     root: bytes = field(init=False)
     """Where the hashes of its blocks begin."""
     prompt_logprobs: list[list[Logprob] | None] = field(default_factory=lambda: [None], init=False)
-    """One entry per prompt position as far as known; nothing precedes the first."""
+    """One entry per prompt position, as far as they are known. The first is None: no token comes
+    before it that could predict it."""
     first_scheduled: float | None = field(default=None, init=False)
     first_token: float | None = field(default=None, init=False)
     cached_prompt_tokens: int = field(default=0, init=False)
@@ -61,7 +62,7 @@ class Request:
 
     def __post_init__(self) -> None:
         message = self.message
-        self.live = message.params.n
+        self.num_live = message.params.n
         self.reads_output = _reads_output(message)
         self.takes_forced = _takes_forced(message)
         version = "" if self.adapter is None else self.adapter.version
@@ -71,8 +72,9 @@ class Request:
             self._resume(message)
 
     def _resume(self, message: Submit) -> None:
-        """Take over what the sequences had emitted, and its prompt's logprobs with it."""
+        """Continue a request of an engine that has ended: its sequences have output already."""
         self.first_token = message.first_token
+        # The prompt's logprobs were sent with the first token, and are not collected again.
         self.prompt_logprobs = [None] * len(message.prompt)
         self.sequences = [Sequence(self, index) for index in range(message.params.n)]
         for sequence, emitted in zip(self.sequences, message.emitted, strict=True):
@@ -81,36 +83,37 @@ class Request:
             sequence.cumulative_logprob = emitted.cumulative_logprob
             if emitted.ended:
                 sequence.state = State.ENDED
-                self.live -= 1
+                self.num_live -= 1
             elif sequence.grammar is not None:
                 sequence.grammar.accept(sequence.output)
 
     @property
     def forks_due(self) -> int:
-        """Forks that it has yet to make."""
+        """How many forks it has yet to make."""
         return self.message.params.n - len(self.sequences)
 
     @property
     def places_needed(self) -> int:
-        """Places that a waiting sequence of it needs to be admitted: with ``eviction: never`` those
-        of all of its forks that can ever run at once."""
+        """How many more sequences must be allowed to run before one that waits is admitted. With
+        ``eviction: never`` its forks count too, as far as they can run at once."""
         if not self.reserved_blocks:
             return 1
         return min(1 + self.forks_due, self.most_running)
 
     @property
     def reads_cache(self) -> bool:
-        """Whether a cached prefix may be used: not while its logprobs are asked for."""
+        """Whether a cached prefix may be used. Not if the prompt's logprobs are asked for, until
+        all of them are known: they come from computing the prompt."""
         asked = self.message.params.prompt_logprobs is not None
         return not asked or len(self.prompt_logprobs) == len(self.message.prompt)
 
     def count_prefill(self, sequence: "Sequence", num_cached: int) -> None:
-        """One of its sequences is about to be admitted, with so many cached tokens: what of the
-        prompt is computed counts from here."""
+        """Set the counts of prompt tokens: one of its sequences is about to be admitted, with
+        ``num_cached`` tokens from the prefix cache."""
         if not sequence.output:
             self.cached_prompt_tokens = num_cached
-            self.computed_prompt_tokens = 0
-        elif self.first_scheduled is None:  # resumed: its prompt is computed once more
+            self.computed_prompt_tokens = 0  # each step adds to it
+        elif self.first_scheduled is None:  # resumed: the prompt is computed along with the output
             size = len(sequence.prompt)
             self.cached_prompt_tokens = min(num_cached, size)
             self.computed_prompt_tokens = size - self.cached_prompt_tokens
@@ -118,7 +121,8 @@ class Request:
     def timing(self, now: float) -> Timing:
         """Seconds since arrival, for the terminal event at ``now``."""
         arrival = self.message.arrival
-        # A resumed request is scheduled anew, long after its first token perhaps.
+        # A resumed request is scheduled again, which may be long after its first token: it left the
+        # queue at the earlier of the two.
         scheduled = [at for at in (self.first_scheduled, self.first_token) if at is not None]
         queue_s = None
         if scheduled:
@@ -170,16 +174,19 @@ class Drafting:
     right: float = 0.0
     """Those that were right."""
     proposal: list[int] = field(default_factory=list)
-    """Behind the first ``made_at`` tokens."""
+    """Tokens that may follow the first ``made_at`` tokens of the sequence."""
     made_at: int = 0
+    """``num_tokens`` when the proposal was made."""
     taken: int = 0
-    """Of the proposal, how many the step that is being planned may compute."""
+    """How many tokens of the proposal the step that is being planned may compute."""
     wanted: int = 0
-    """How many tokens a draft model is to propose in that step for the next one."""
+    """How many tokens a draft model is to propose in that step, for the next one."""
     refused: int = 0
-    """For so many steps it does not wait for a token that is pending."""
+    """Steps left in which it does not wait for a pending token, because a step had no room for its
+    drafts."""
     ngrams: dict[int, int] = field(default_factory=dict)
-    """Hash of an n-gram -> where the latest one ends, among the first ``indexed`` tokens."""
+    """Hash of an n-gram -> the position behind its latest occurrence in the first ``indexed``
+    tokens."""
     indexed: int = 0
 
 
@@ -191,9 +198,10 @@ class Sequence:
     being written by steps in flight. ``num_computed < num_tokens`` while the sequence lives: its
     last token is yet to be computed.
 
-    A step that computes the last known token samples the next one. So while ``num_planned`` is at
-    least ``num_tokens``, ``num_planned + 1 - num_tokens`` samples are in flight: *pending*. The one
-    to compute next, at position ``num_planned``, is the last of them.
+    A step that computes the last known token samples the next one. A sample is *pending* until its
+    step is complete. If ``num_planned`` has reached ``num_tokens``, pending samples stand for the
+    positions [num_tokens, num_planned]: ``num_planned + 1 - num_tokens`` of them. The next row
+    begins with the last one, at position ``num_planned``.
     """
 
     request: Request
@@ -205,16 +213,18 @@ class Sequence:
     table: list[int] = field(default_factory=list, init=False)
     """Blocks of positions 0, block_size, 2·block_size, …; empty unless RUNNING."""
     hashes: list[bytes] = field(default_factory=list, init=False)
-    """Of its leading full blocks, as far as computed: they depend on the tokens alone."""
+    """Hashes of its leading full blocks, as far as they were asked for. They depend on the tokens
+    alone, so they stay when it is preempted."""
     num_tokens: int = field(init=False)
     num_computed: int = field(default=0, init=False)
     num_planned: int = field(default=0, init=False)
     """``num_computed`` and what steps in flight add to it."""
     limit: int = field(init=False)
-    """Positions [0, limit) are all that is ever computed: the last token never is."""
+    """Positions [0, limit) are all that is ever computed, at its greatest length: its last token is
+    sampled, but not computed."""
     prefill_end: int = field(default=0, init=False)
-    """From here on it decodes: what it was admitted with is computed, but for its last token of
-    output."""
+    """It decodes once it has computed the positions [0, prefill_end): all tokens that it had when
+    it was admitted, except the last one if that was output."""
     sample_index: int = field(default=0, init=False)
     """Index of its latest sample among all samples of that step."""
     num_cached_blocks: int = field(default=0, init=False)
@@ -224,12 +234,14 @@ class Sequence:
     num_read: int = field(default=0, init=False)
     """How many of its tokens the draft model had computed when it was asked last."""
     proposed: list[int] = field(default_factory=list, init=False)
-    """What a draft model expects behind its last token."""
+    """What the runner proposed to follow its last token. ``drafters`` makes the proposal of
+    ``drafting`` from it."""
     reserved_blocks: int = field(default=0, init=False)
-    """Reserved while it runs, beside the request's (``eviction: never``, once resumed)."""
+    """Blocks reserved while it runs. With ``eviction: never``, and in a resumed request only: its
+    sequences share no prompt, so each reserves its own and the request none."""
     state: State = field(default=State.WAITING, init=False)
     waiting_since: float = field(default=0.0, init=False)
-    """If it waits: arrival, or when it was preempted or forked."""
+    """If it waits: when the request arrived, or when it was preempted or forked."""
     level: int = field(default=0, init=False)
     """Lower levels come first. Policies alone set it: 0 without."""
     rank: tuple[float, int, int] = field(init=False)
@@ -249,7 +261,9 @@ class Sequence:
     def prefill_left(self) -> int:
         """Tokens of a prompt or a recomputation that are not planned yet. 0 for a decode."""
         planned = self.num_planned
-        return self.num_tokens - planned if planned < self.prefill_end else 0
+        if planned >= self.prefill_end:
+            return 0
+        return self.num_tokens - planned
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at the positions [start, end)."""

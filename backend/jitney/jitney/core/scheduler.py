@@ -1,19 +1,20 @@
 """The scheduler: which sequence computes which tokens in the next step, and what follows.
 
 Owns all requests from submission to their terminal event, and the KV manager. The engine's thread
-alone calls it. How a step is filled is in ``plan``, what its result does in ``outcome``, and what
-options such as tiers and drafts change of that in ``policy``.
+alone calls it. ``plan`` fills a step, ``outcome`` applies its output, and ``policy`` has what the
+options ``tiers`` and ``speculation`` change of both.
 
 Steps take sequences by *rank*: ``priority * aging_s + arrival``, lower first. Waiting ``aging_s``
 seconds weighs as much as one level of priority, so an old request overtakes younger ones without
-its rank ever changing. Preemption takes the running sequence of the highest rank, and it goes
-back to the queue with the rank it has. So the sequence of the lowest rank is never preempted, and
-every sequence becomes that one in time: none starves.
+its rank ever changing. Preemption takes the running sequence of the highest rank, which goes back
+to the queue and keeps its rank. So the sequence of the lowest rank is never preempted, and every
+sequence becomes that one in time: none starves.
 
 Without overlap, every :meth:`Scheduler.schedule` is followed by :meth:`Scheduler.update` or
 :meth:`Scheduler.revert`. With overlap, a second step may be planned before the first is updated, if
-:attr:`Scheduler.can_plan_ahead`. Messages may come while one step is in flight, not while two are.
-Whatever ends a sequence then, its rows in flight are *surplus*: their results are dropped.
+:attr:`Scheduler.can_plan_ahead`. The engine passes messages on only while at most one step is in
+flight. If a message ends a sequence that is in that step, its row is *surplus*: its output is
+dropped.
 """
 
 import math
@@ -52,7 +53,7 @@ from jitney.messages import (
 
 
 class Scheduler:
-    """Queues and token budget -> Batch; Batch and its output -> events."""
+    """Plans steps as batches, and turns their outputs into events."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Scheduler:
         self.policies = choose_policies(
             config,
             self.kv,
-            # With a token for each in every step, so that none of them holds up the others.
+            # Every running sequence finds a token in the budget of each step.
             max_running=min(config.max_num_seqs, max_num_batched_tokens),
             watermark=watermark,
         )
@@ -93,19 +94,20 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request that is not held has yet to end."""
+        """Whether any request is open, held ones not counted."""
         return bool(self.live.requests)
 
     @property
     def next_deadline(self) -> float | None:
-        """The earliest deadline of an open request, held ones included: :meth:`expire` ends it."""
+        """The earliest deadline of the open requests, held ones included. :meth:`expire` is due
+        then."""
         earliest = [self.live.deadlines.earliest, self._held.deadlines.earliest]
         return min((each for each in earliest if each is not None), default=None)
 
     @property
     def can_plan_ahead(self) -> bool:
-        """Whether :meth:`schedule` may be called while a step is in flight: not if the next step
-        depends on the value of a token that this one samples, nor if blocks are short."""
+        """Whether :meth:`schedule` may be called now. While a step is in flight, it may not if much
+        of the next step depends on tokens that are still being sampled, or if blocks are short."""
         return self._planner.can_plan_ahead
 
     def stats(self, step_seconds: float = 0.0, out_of_memory: int = 0) -> StepStats:
@@ -137,16 +139,16 @@ class Scheduler:
             pass
 
     def integrity_checks(self) -> Iterator[None]:
-        """:meth:`check_integrity` in slices of well below a millisecond or two. Once the scheduler
-        has been called in between, what is left must be dropped."""
+        """:meth:`check_integrity` in slices of at most a millisecond or two, with a yield behind
+        each. If the scheduler is called between two slices, the rest must be dropped."""
         return integrity_checks(self.live, num_held=len(self._held))
 
     # ------------------------------------------------------------------ messages
 
     def hold(self, message: Submit) -> list[Event]:
         """Accept a request that must wait for a resource, or refuse it as :meth:`submit` does. It
-        counts as queued until it is submitted, or ends: by :meth:`cancel`, :meth:`fail` or
-        :meth:`expire`."""
+        is held, and counts as queued, until :meth:`submit` is called with it, or until
+        :meth:`cancel`, :meth:`fail` or :meth:`expire` ends it."""
         try:
             self._accept(message, self._admission.terms_of(message))
         except (InvalidArgumentError, UnavailableError) as refusal:
@@ -161,9 +163,9 @@ class Scheduler:
         adapter: Adapter | None = None,
     ) -> list[Event]:
         """Accept a request, or refuse it at once: Failed INVALID_ARGUMENT if an empty cache
-        could not hold it, Failed UNAVAILABLE if the queue is full. A held request, or one that is
-        resumed, was accepted before: the queue may be full. The sequences of a resumed request go
-        on like preempted ones."""
+        could not hold it, Failed UNAVAILABLE if the queue is full. A full queue refuses neither a
+        held request nor a resumed one, because both were accepted before. The sequences of a
+        resumed request go on like preempted ones."""
         assert message.prompt, "a prompt without tokens was not refused in front"
         terms = self._admission.terms_of(message)
         try:
@@ -183,7 +185,8 @@ class Scheduler:
             most_running=terms.most_running,
         )
         if message.first_token is not None and not self._preempts:
-            # Each computes the prompt on its own, so each reserves all of its blocks.
+            # A resumed request does not fork: each sequence computes the prompt on its own, and
+            # reserves all of its blocks. Nothing is left to reserve for the request as a whole.
             request.reserved_blocks = 0
             for sequence in request.sequences:
                 sequence.reserved_blocks = needs.sequence_blocks
@@ -200,7 +203,7 @@ class Scheduler:
         if sequence.state is State.ENDED or not sequence.output:
             return []
         events: list[Event] = [self._end(sequence, "stop")]
-        if not request.live:
+        if not request.num_live:
             events.append(self.live.finish(request, now))
         return events
 
@@ -221,7 +224,9 @@ class Scheduler:
             if message.first_token is None:
                 self._release_held(key)
                 events.append(_nothing_made(message, "in the queue"))
-            else:  # a resumed request: it ends below with what it has, and needs no resource
+            else:
+                # A resumed request ends with what it has. Submitted, it is live, and the loop below
+                # ends it. It will run no more, so it needs no resource.
                 events += self.submit(message)
         for key in self.live.deadlines.reached(now):
             request = self.live.requests[key]
@@ -240,8 +245,8 @@ class Scheduler:
     # ------------------------------------------------------------------ schedule
 
     def schedule(self, now: float) -> Batch:
-        """Plan the next step. The batch has no rows only if there is no request at all, or if a
-        step is in flight, and there is nothing to do before it is updated."""
+        """Plan the next step. The batch is empty if there is no request. It may also be empty while
+        a step is in flight: then nothing can be computed before that step is updated."""
         live = self.live
         assert len(live.in_flight) < 2, "two steps are neither updated nor reverted"
         step = self._planner.make(now, self._counts)
@@ -276,16 +281,17 @@ class Scheduler:
         return outcome.events
 
     def revert(self, batch: Batch) -> None:
-        """The latest step in flight failed or is dropped: it counts as not made, and its copies are
-        still pending. Nothing of it may still run. What it has written is written again, into the
-        same slots, before anybody reads it."""
+        """Take back the latest step in flight, which failed or is dropped: its tokens count as not
+        planned, and its copies are still pending. The device must be done with it. What it has
+        written is harmless: the same slots are written again before they are read."""
         self.live.revert(batch)
 
     def retry(self, rows: list[Row]) -> Batch:
-        """With nothing in flight, after :meth:`revert` or the update of another part: a step of
-        those of the reverted ``rows`` whose sequences still live, with every pending copy."""
+        """Plan a step again, or a part of it: of ``rows`` that were reverted, those whose sequences
+        have not ended, and every pending copy. Nothing may be in flight."""
         live = self.live
         assert not live.in_flight
+        # The rows are computed without drafts now, so update() does not tell the policy of these.
         self.policies.drafts.note_rows(rows)
         again: list[Row] = []
         for row in rows:
@@ -302,8 +308,9 @@ class Scheduler:
     # ------------------------------------------------------------------ parts
 
     def _accept(self, message: Submit, terms: Terms) -> Needs:
-        """Count a request as queued. Raises InvalidArgumentError if an empty cache could not hold
-        it, UnavailableError if the queue is full."""
+        """Work out what a request needs, and count it as queued unless it was held, and so is
+        counted already. Raises InvalidArgumentError if an empty cache could not hold it,
+        UnavailableError if the queue is full."""
         needs = needs_of(
             message,
             self.config,
@@ -311,9 +318,10 @@ class Scheduler:
             max_model_len=self.max_model_len,
             max_running=terms.most_running,
         )
-        if message.key in self._held:  # it was accepted when it came
+        if message.key in self._held:
             return needs
-        if not message.emitted:  # else it was accepted by an engine that has ended
+        # A resumed request was accepted by an engine that has ended.
+        if not message.emitted:
             self._admission.check_queue(message, self.live.running)
         self._admission.count_queued(message)
         return needs
@@ -346,16 +354,17 @@ class Scheduler:
         self._admission.count_dequeued(message)
 
     def _count_prefill(self, row: Row, sequence: Sequence | None) -> None:
-        """Count the tokens of a row as prefill, if they are part of one."""
+        """Count the tokens of a row, if they are a part of a prefill."""
+        # If the sequence has ended, where its prefill ended is not known: its prompt alone counts.
         prefill_end = len(row.prompt) if sequence is None else sequence.prefill_end
         if row.start < prefill_end:
             self._counts.prefill_tokens += len(row.token_ids)
 
 
 def _plain_row(row: Row, sequence: Sequence) -> Row:
-    """A reverted row as it is executed again: with nothing in flight and without drafts."""
+    """A reverted row as it is executed again: without drafts, and without a pending token."""
     assert sequence.num_planned == row.start, "a row does not follow what is computed"
-    if row.carried is not None:  # by now the token is known
+    if row.carried is not None:  # the step that sampled its token is complete
         return replace(row, token_ids=[sequence.output[-1]], carried=None)
     if row.drafts or row.propose:
         tokens = row.token_ids[: len(row.token_ids) - row.drafts]
@@ -364,7 +373,8 @@ def _plain_row(row: Row, sequence: Sequence) -> Row:
 
 
 def _error_of(sequence: Sequence, error: JitneyError) -> JitneyError:
-    """Why a row failed: its grammar knows better than the runner, which found nothing allowed."""
+    """Why a row failed. If its grammar could not go on, the runner saw only that no token was
+    allowed, while the grammar knows the reason."""
     grammar = sequence.grammar
     if grammar is not None and grammar.error is not None:
         return InvalidArgumentError(f"structured_outputs: {grammar.error}")
@@ -372,7 +382,7 @@ def _error_of(sequence: Sequence, error: JitneyError) -> JitneyError:
 
 
 def _nothing_made(message: Submit, where: str) -> Failed:
-    """The end of a request that has no token at its deadline."""
+    """The event that ends a request without any token at its deadline. ``where`` it was then."""
     assert message.deadline is not None
     state = f"the request was still {where}"
     error = DeadlineExceededError.of_request(message.arrival, message.deadline, state)

@@ -6,8 +6,17 @@ allocated again: block tables that are given up meanwhile are freed when it is c
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jitney.messages import Batch
+
+
+class DeferredFree(NamedTuple):
+    """A block table that was given up while a step in flight could still use its blocks."""
+
+    table: list[int]
+    num_computed: int
+    """Its leading tokens that are written: ``integrity`` checks the blocks behind them."""
 
 
 @dataclass(slots=True)
@@ -15,13 +24,13 @@ class StepInFlight:
     """One step, and the block tables to free when it is complete."""
 
     batch: Batch
-    completes_first: bool = False
-    """Whether its samples must be known before anything further can be planned."""
-    leaves_out: bool = False
-    """Whether it samples for sequences that a plan ahead leaves out: the host must know the sample
-    before it can plan their next row."""
+    must_complete_first: bool = False
+    """Whether no further step can be planned before its samples are known, because forks begin with
+    them."""
+    host_reads_samples: bool = False
+    """Whether the host must know some of its samples before it can plan the next row of these
+    sequences. A plan ahead leaves them out."""
     target: float | None = None
     """Seconds that it should take at most, if ``policy`` limits it."""
-    deferred: list[tuple[list[int], int]] = field(default_factory=list)
-    """Deferred frees: tables given up while it is in flight, each with its number of computed
-    tokens."""
+    deferred: list[DeferredFree] = field(default_factory=list)
+    """What to free when it is complete."""

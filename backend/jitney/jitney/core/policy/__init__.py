@@ -1,6 +1,7 @@
 """What may shape a step beside rank and token budget: tiers, drafts, and what a step costs.
 
-``seam`` has the questions that scheduler and planner ask, ``plain`` the answers without any policy,
-and ``choose`` reads the options and picks who answers. A policy knows requests and blocks, but
-neither the scheduler nor the planner.
+``seam`` has the questions that scheduler and planner ask, as Protocols. ``plain`` answers them
+without any policy, ``tiers``, ``pace`` and ``speculation`` by one. ``choose`` reads the options and
+makes the objects that answer. A policy knows requests and blocks, but neither the scheduler nor the
+planner.
 """

@@ -17,7 +17,7 @@ from jitney.messages import StepOutput
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """Who answers the questions of the seam."""
+    """The objects that answer the questions of the seam, one for each Protocol."""
 
     admission: Admission
     limits: StepLimits
@@ -27,7 +27,7 @@ class Policies:
     def note_step(
         self, step: StepInFlight, output: StepOutput, *, seconds: float, now: float
     ) -> None:
-        """A step is complete: learn from it. ``seconds``: 0 if they were not measured."""
+        """A step is complete: learn from it. ``seconds`` that it took; 0 if not measured."""
         self.drafts.note_rows(step.batch.rows)
         self.cost.note_step(step.batch, output, seconds)
         self.limits.note_step(step.target, now)
@@ -36,7 +36,8 @@ class Policies:
 def choose_policies(
     config: EngineConfig, kv: KvCache, *, max_running: int, watermark: int
 ) -> Policies:
-    """``max_running`` sequences may run, and admissions leave ``watermark`` blocks free."""
+    """Make the policies. At most ``max_running`` sequences may run, and admissions leave
+    ``watermark`` blocks free."""
     speculation = config.speculation
     tiers = config.tiers
     admission: Admission = ByRank(max_running, config.max_queued)

@@ -9,14 +9,14 @@ from typing import Protocol
 from jitney.config import SpeculationConfig
 from jitney.core.request import Drafting, Sequence
 
-_INDEXED_AT_ONCE = 1024  # tokens: a millisecond
+_INDEXED_AT_ONCE = 1024  # tokens of a sequence in a step: about a millisecond
 
 
 class Drafter(Protocol):
     """Where proposals come from: a search of the text so far, or a model."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """At most so many tokens that may follow the known ones of ``sequence``."""
+        """At most ``most`` tokens that may follow the known tokens of ``sequence``."""
 
 
 class NgramDrafter:
@@ -27,13 +27,13 @@ class NgramDrafter:
         self._lengths = range(longest, shortest - 1, -1)
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """What followed the latest of the longest matches. Nothing while a long prompt is still
-        being indexed, some tokens in each call."""
+        """What followed the latest occurrence of the longest n-gram that has occurred before. A
+        long prompt is indexed over several calls, which propose nothing."""
         drafting = sequence.drafting
         assert drafting is not None
         size = sequence.num_tokens
         self._index(sequence, drafting)
-        if drafting.indexed < size - 1:
+        if drafting.indexed < size - 1:  # not indexed to its end yet
             return []
         last = sequence.tokens(max(size - self._longest, 0), size)
         for length in self._lengths:
@@ -43,24 +43,24 @@ class NgramDrafter:
         return []
 
     def _index(self, sequence: Sequence, drafting: Drafting) -> None:
-        """Note where the n-grams of further tokens end. The last one is left out, because nothing
-        follows it yet."""
+        """Index the n-grams that end in further tokens. Those that end in the last token are left
+        out, because nothing follows them yet."""
         done = drafting.indexed
         until = min(sequence.num_tokens - 1, done + _INDEXED_AT_ONCE)
         begin = max(done - self._longest, 0)
         tokens = sequence.tokens(begin, until)
         for end in range(done + 1, until + 1):
-            in_tokens = end - begin
+            end_in_tokens = end - begin
             for length in self._lengths:
-                if length <= in_tokens:
-                    ngram = tuple(tokens[in_tokens - length : in_tokens])
+                if length <= end_in_tokens:
+                    ngram = tuple(tokens[end_in_tokens - length : end_in_tokens])
                     drafting.ngrams[hash(ngram)] = end
         drafting.indexed = max(until, done)
 
 
 def _what_followed(sequence: Sequence, end: int, most: int) -> list[int]:
-    """So many tokens from position ``end`` on. Where the text ends, it repeats itself: it goes on
-    as it has begun."""
+    """``most`` tokens from position ``end`` on. If the sequence has fewer, those that it has are
+    repeated: a text that repeats itself once may do so again."""
     size = sequence.num_tokens
     found = sequence.tokens(end, min(end + most, size))
     period = size - end
@@ -70,8 +70,8 @@ def _what_followed(sequence: Sequence, end: int, most: int) -> list[int]:
 
 
 class RunnerDrafter:
-    """Proposes what the runner did in the step that made the last token: its draft model, or a head
-    of the model itself."""
+    """Proposes what the runner proposed in the step that made the last token. The runner has it
+    from a draft model, or from a head of the model itself."""
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         """Nothing unless the row asked for it."""
@@ -79,7 +79,7 @@ class RunnerDrafter:
 
 
 def make_drafter(config: SpeculationConfig) -> Drafter:
-    """The one that the option names."""
+    """The drafter that the option names."""
     if config.drafter == "ngram":
         return NgramDrafter(config.ngram_min, config.ngram_max)
     return RunnerDrafter()

@@ -14,12 +14,14 @@ def dot(a: Vector, b: Vector) -> float:
 def fit(
     rows: Iterable[tuple[Vector, float, float]], *, before: Vector, precision: Vector
 ) -> list[float]:
-    """The weights ``w`` >= 0 that minimize, over rows of (x, y, importance), the sum of
+    """The weights ``w``, none of them negative, that minimize the sum of two things:
 
-        importance * (dot(w, x) - y) ** 2
+    - over ``rows`` of (x, y, importance): ``importance * (dot(w, x) - y) ** 2``,
+    - over the weights: ``precision * (w - before) ** 2``.
 
-    and of ``precision * (w - before) ** 2``: so a weight that no row tells stays as it was.
+    So a weight that the rows do not determine stays near ``before``.
     """
+    # Normal equations: matrix * w = vector.
     size = len(before)
     matrix = [[0.0] * size for _ in range(size)]
     vector = [0.0] * size
@@ -37,7 +39,8 @@ def fit(
         vector[i] += precision[i] * before[i]
     weights = [0.0] * size
     free = list(range(size))
-    # A weight that would be negative is 0, the most negative one first; the others are solved anew.
+    # While any weight would be negative, the most negative one is set to 0, and the others are
+    # solved for again.
     while free:
         solved = _solve([[matrix[i][j] for j in free] for i in free], [vector[i] for i in free])
         lowest = min(range(len(free)), key=solved.__getitem__)

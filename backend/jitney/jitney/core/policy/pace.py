@@ -102,7 +102,7 @@ class Pace:
         self._spent = [0.0] * len(self._tiers)
         self._taken = self._weights.steps
         for sequence in decodes:
-            if not self.limits(sequence):
+            if not self.is_limited(sequence):
                 self._taken += self._of_decode(sequence)
         self._reserve_for_prompts(running)
         self._reserve_for_lower_tiers(running)
@@ -118,7 +118,7 @@ class Pace:
         """Of each lower tier, the first sequence by rank goes on in any case."""
         self._lower: dict[int, Sequence] = {}
         for sequence in running:
-            if self.limits(sequence):
+            if self.is_limited(sequence):
                 self._lower.setdefault(sequence.request.tier, sequence)
         self._kept: dict[Sequence, float] = {}  # until its chunk is planned
         for tier, sequence in self._lower.items():
@@ -136,11 +136,11 @@ class Pace:
         """None also if no lower tier has any part in the step: it cannot be shorter."""
         return self._budget.target if any(self._spent) else None
 
-    def limits(self, sequence: Sequence) -> bool:
+    def is_limited(self, sequence: Sequence) -> bool:
         return sequence.request.tier > self._budget.top
 
     def may_decode(self, sequence: Sequence) -> bool:
-        if not self.limits(sequence):
+        if not self.is_limited(sequence):
             return True
         tier = sequence.request.tier
         # A tier that took nothing of the step yet has one row in it, whatever that costs.
@@ -152,7 +152,7 @@ class Pace:
         return False
 
     def count_decode(self, sequence: Sequence) -> None:
-        if self.limits(sequence):
+        if self.is_limited(sequence):
             self._take(sequence.request.tier, self._of_decode(sequence))
 
     def limit_chunk(self, sequence: Sequence, most: int) -> int:

@@ -103,7 +103,7 @@ class NoLimits:
     def begin(self, running: list[Sequence]) -> None:
         """Nothing is limited."""
 
-    def limits(self, sequence: Sequence) -> bool:
+    def is_limited(self, sequence: Sequence) -> bool:
         return False
 
     def may_decode(self, sequence: Sequence) -> bool:

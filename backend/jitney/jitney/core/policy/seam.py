@@ -23,11 +23,11 @@ class Terms:
     """On which terms a request is queued and run."""
 
     most_running: int
-    """Most sequences of its tier, or of all, that may run at once."""
+    """Most sequences of its tier that may run at once; without tiers, of all."""
     tier: int = 0
     """Index among the option ``tiers``; 0 without."""
     delay_s: float = 0.0
-    """Its sequences rank so many seconds later than by priority and arrival."""
+    """Seconds by which its sequences rank later than by priority and arrival alone."""
 
 
 class Admission(Protocol):
@@ -52,7 +52,7 @@ class Admission(Protocol):
         """A request is queued from now on."""
 
     def count_dequeued(self, message: Submit) -> None:
-        """A queued request is admitted, or ends."""
+        """A queued request is admitted, or has ended: it is queued no longer."""
 
     # -- waiting sequences
 
@@ -60,39 +60,43 @@ class Admission(Protocol):
         """A sequence waits."""
 
     def remove(self, sequence: Sequence) -> None:
-        """It waits no longer. A fork that has just been made never waited, and is ignored."""
+        """A sequence waits no longer. A fork that is admitted when it is made never waited: it is
+        ignored."""
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait."""
 
     def waiting(self) -> Iterator[Sequence]:
-        """All of them, for checks of integrity: asserts that their order is right."""
+        """All sequences that wait, for checks of integrity. Asserts that they are in order."""
 
     def first(self, running: list[Sequence]) -> Sequence | None:
-        """The waiting sequence to admit next."""
+        """The waiting sequence to admit next, if any."""
 
     # -- running sequences
 
     def places(self, running: list[Sequence]) -> int:
-        """How many more sequences may be admitted beside ``running`` and the forks that are due of
-        these. Below 0 by the forks of one request that find no place: these will wait."""
+        """How many more sequences may be admitted beside ``running`` and the forks that the running
+        requests have yet to make. Below 0 if one request has more forks than may run: those will
+        wait."""
 
     def is_full(self, request: Request, running: list[Sequence]) -> bool:
         """Whether no further sequence of this request may run."""
 
     def sort(self, running: list[Sequence], now: float) -> None:
-        """A step is to be planned: sort what runs by the ranks of this moment."""
+        """A step is to be planned: sort the running sequences by their levels at ``now``, and by
+        rank."""
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
-        """The waiting sequence, if any, to admit before running ones have their rows."""
+        """The waiting sequence, if any, to admit before the rows of running ones are planned,
+        because running ones of lower tiers would take what it needs."""
 
     def in_the_way(
         self, first: Sequence, hits: list[int], running: list[Sequence]
     ) -> list[Sequence]:
-        """Running sequences that make way for an urgent one, the last by rank first. None of them
-        if it can run without that, or cannot run anyway. ``hits``: the cached blocks that it would
-        begin with."""
+        """Running sequences to preempt so that the urgent sequence ``first`` can run, the last by
+        rank first. Empty if it can run without that, and if it could not run even so. ``hits``: the
+        cached blocks that it would begin with."""
 
     # -- reports
 
@@ -114,7 +118,7 @@ class DraftChoice:
     propose: int = 0
     """Tokens that the draft model is to propose for the next step."""
     read: int = 0
-    """Tokens that it may compute before, at most."""
+    """Most tokens of the sequence that it may compute before it proposes."""
 
     @property
     def is_empty(self) -> bool:
@@ -128,33 +132,34 @@ class DraftChoice:
 
 
 class StepLimits(Protocol):
-    """What limits the step that is being planned, and what of it is taken."""
+    """How many seconds the step that is being planned may take, and how many of them its rows
+    take so far."""
 
     is_active: bool
-    """Whether anything is ever limited. If not, the planner need not ask for each row."""
+    """Whether anything is ever limited. If not, the planner does not ask for each row."""
 
     @property
     def target(self) -> float | None:
-        """Of the step that is planned: seconds that it should take at most. None if nothing limits
-        it."""
+        """Seconds that the planned step should take at most. None if nothing limits it."""
 
     def begin(self, running: list[Sequence]) -> None:
         """A step of these sequences is to be planned; it has no rows yet."""
 
-    def limits(self, sequence: Sequence) -> bool:
+    def is_limited(self, sequence: Sequence) -> bool:
         """Whether the decodes of a sequence are limited. They have no drafts then."""
 
     def may_decode(self, sequence: Sequence) -> bool:
-        """Whether the step has room for a decode of this sequence."""
+        """Whether the step has seconds left for a decode of this sequence."""
 
     def count_decode(self, sequence: Sequence) -> None:
-        """Its row is planned."""
+        """A decode of this sequence is planned: count its seconds."""
 
     def limit_chunk(self, sequence: Sequence, most: int) -> int:
-        """Plan a chunk of ``most`` tokens, or of as many as the step has room for: how many."""
+        """How many tokens a chunk of at most ``most`` may have. Their seconds are counted."""
 
     def limit_drafts(self, choice: DraftChoice) -> None:
-        """Plan the drafts of a decode, cut down to what the step has room for."""
+        """Cut the drafts of a decode down to what the step has seconds left for. The seconds of
+        what remains are counted."""
 
     def note_step(self, target: float | None, now: float) -> None:
         """A step with this :attr:`target` is complete."""
@@ -164,24 +169,24 @@ class DraftPolicy(Protocol):
     """Which tokens are drafted."""
 
     is_active: bool
-    """Whether any sequence ever has drafts. If not, the planner need not ask for each row."""
+    """Whether any sequence ever has drafts. If not, the planner does not ask for each row."""
 
     def begin(self, running: list[Sequence], limits: StepLimits) -> None:
-        """A step of these sequences is to be planned: choose who may have drafts."""
+        """A step of these sequences is to be planned: choose which of them may have drafts."""
 
     def choice_of(self, sequence: Sequence, most: int, most_read: int) -> DraftChoice:
-        """What a decode computes behind its token: at most so many drafts and, if a draft model
-        is asked, tokens that this reads before."""
+        """What a decode computes behind its token: at most ``most`` drafts. If a draft model is
+        asked to propose, it reads at most ``most_read`` tokens before it does."""
 
     def waits_for_sample(self, sequence: Sequence) -> bool:
         """Whether a plan ahead leaves out a sequence whose next token is still being sampled,
         because its drafts are worth more than a step."""
 
     def note_refused(self, sequence: Sequence) -> None:
-        """The step has no room for what was chosen."""
+        """The step has no room for the drafts that were chosen for a sequence."""
 
     def note_rows(self, rows: list[Row]) -> None:
-        """A step of these rows is complete, or raised."""
+        """A step of these rows is over: complete, or failed."""
 
 
 class CostModel(Protocol):

@@ -114,7 +114,7 @@ class Speculation:
         asking: list[_Asking] = []
         for sequence in decoding:
             drafting = _begin_step(sequence)
-            if limits.limits(sequence):
+            if limits.is_limited(sequence):
                 continue
             # Its output has grown since it was proposed for.
             if drafting.made_at != sequence.num_tokens:
