@@ -4,13 +4,14 @@ Owned by the responder once the request is accepted. Only :meth:`Channel.is_canc
 from another thread at the same time. A send is a round trip of 0.2 to 0.4 ms to the server,
 whatever its size, and never waits for the client.
 
-A send may fail although the client is there: the server's shared memory is full. It takes nothing
-more after a final response, not even if that one failed; so only little data goes with the final
-flag, and more goes before it, where a failure can still be answered by an error.
+A send fails although the client is there if the server's shared memory is full. After a final
+response the server takes nothing more, even if that response failed. So little data goes with the
+final flag; larger data goes before it, in a response of its own. If that one fails, an error can
+still be sent.
 
-The final response makes the server delete the object that :meth:`Channel.is_cancelled` asks; to ask
-later, or at the same moment, crashes the whole server (2.51). Hence the lock: the channel closes
-before it sends the final response, and before it closes it waits for an answer that is due.
+The final response makes the server delete the object that :meth:`Channel.is_cancelled` asks. To ask
+it later, or at the same moment, crashes the whole server (2.51). Hence the lock: before the channel
+sends the final response, it waits until no thread is asking, and marks itself closed.
 """
 
 import logging
@@ -120,10 +121,12 @@ class Arrival:
 
 
 def sweep(watched: "queue.SimpleQueue[tuple[int, Channel]]") -> Iterator[int]:
-    """Ask the server once about each request of ``watched``. Gives the keys of those whose client
-    has gone, and keeps the others that are open."""
+    """Ask the server once about each request of ``watched``. Yields the keys of those whose client
+    has gone, and puts the others that are open back into ``watched``."""
     for _ in range(watched.qsize()):
-        key, channel = watched.get()  # so that one that raises holds up the others once
+        # Taken out before it is asked: a request whose question raises is dropped, and the next
+        # sweep reaches those behind it.
+        key, channel = watched.get()
         if channel.is_cancelled():
             yield key
         elif not channel.closed:

@@ -7,7 +7,7 @@ Imports nothing heavy, because auto-completion runs in a process of its own that
 from typing import Any
 
 PROMPT_INPUTS = ("text_input", "input_ids", "messages")
-"""Exactly one of them is given, but none to ``describe`` the model."""
+"""A request gives exactly one of them; to ``describe`` the model, none."""
 
 TASKS = {
     "generate": PROMPT_INPUTS,
@@ -15,7 +15,7 @@ TASKS = {
     "detokenize": ("input_ids",),
     "describe": (),
 }
-"""What a client may ask for, and by which prompts."""
+"""What a client may ask for -> the inputs of which one holds the prompt; empty: it needs none."""
 
 OUTPUTS = {
     "text_output": ("TYPE_STRING", -1),
@@ -44,8 +44,8 @@ INPUTS = {
     "exclude_input_in_output": ("TYPE_BOOL", 1),
     **dict.fromkeys(RETURN_FLAGS, ("TYPE_BOOL", 1)),
 }
-"""Name -> the server's name of the type, and the elements of the only axis (-1: any number). All
-optional for the server; the parser checks which combinations make sense."""
+"""Name -> the server's name of the type, and the length of the only axis (-1: any length). To the
+server all are optional; the parser checks which combinations make sense."""
 
 
 def complete_config(config: Any) -> Any:
@@ -55,13 +55,14 @@ def complete_config(config: Any) -> Any:
     both sides otherwise, and the load fails with that text.
     """
     declared = {tensor["name"] for tensor in config.as_dict()["input"]}
-    for name, (data_type, dims) in INPUTS.items():
-        tensor: dict[str, object] = {"name": name, "data_type": data_type, "dims": [dims]}
-        if name not in declared:  # a config may insist on an input that we do not
+    for name, (data_type, length) in INPUTS.items():
+        tensor: dict[str, object] = {"name": name, "data_type": data_type, "dims": [length]}
+        # config.pbtxt may declare an input of ours and not call it optional: then leave it so.
+        if name not in declared:
             tensor["optional"] = True
         config.add_input(tensor)
-    for name, (data_type, dims) in OUTPUTS.items():
-        config.add_output({"name": name, "data_type": data_type, "dims": [dims]})
+    for name, (data_type, length) in OUTPUTS.items():
+        config.add_output({"name": name, "data_type": data_type, "dims": [length]})
     config.set_max_batch_size(0)
     config.set_model_transaction_policy({"decoupled": True})
     return config

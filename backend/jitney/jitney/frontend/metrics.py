@@ -45,8 +45,8 @@ _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
 _Key = tuple[str, ...]
-"""A server metric: the name of its family and, if it has them, the values of a label of its own and
-of the label ``tier``."""
+"""Which of the server's metrics: the name of its family, then the value of the family's own label
+if it has one, then that of the label ``tier`` if it has that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,11 @@ class ModelMetrics:
         self._labels = dict(labels)
         self._block_size = info.block_size
         self.stats = StepStats(blocks_total=info.num_blocks)
-        # Of a bucket, its own observations alone.
+        # What every metric should show. A bucket of a histogram has only its own observations here;
+        # flush() makes them cumulative.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
         self._metrics: dict[_Key, _ServerMetric] = {}
-        self._sent: dict[_Key, float] = {}
+        self._sent: dict[_Key, float] = {}  # what every metric shows
         try:
             self._register()
         except pb_utils.TritonModelException as error:
@@ -127,7 +128,7 @@ class ModelMetrics:
             self._totals[_key(f"{name}_sum", tier)] += value * times
 
     def note(self, health: Health, counts: OpenCounts) -> None:
-        """What is so now: of the engine's processes, and how much is open."""
+        """Set the gauges: of the last step, of the engine's processes, and of what is open."""
         stats = self.stats
         total = stats.blocks_total
         unused = total - stats.blocks_used
@@ -151,7 +152,8 @@ class ModelMetrics:
         }
         for cause, count in dict(health.restarts).items():
             values[RESTARTS, cause] = count
-        for tier, of_tier in zip(self._tiers, stats.tiers, strict=False):  # none before a report
+        # Not strict: before the first report there are no stats of tiers.
+        for tier, of_tier in zip(self._tiers, stats.tiers, strict=False):
             values["jitney_tier_waiting_sequences", tier] = of_tier.waiting
             values["jitney_tier_running_sequences", tier] = of_tier.running
             values["jitney_tier_oldest_wait_seconds", tier] = of_tier.oldest_s
@@ -245,8 +247,10 @@ class ModelMetrics:
         self._add(ORCA, text, "kv_cache_block_type", kinds, counts=False)
 
     def _tiers_of(self, histogram: str) -> Sequence[str]:
-        """Values of the label ``tier``; an empty one is no label."""
-        return self._tiers if self._tiers and histogram not in OF_STEPS else ("",)
+        """The histogram's values of the label ``tier``; an empty text stands for no such label."""
+        if not self._tiers or histogram in OF_STEPS:
+            return ("",)
+        return self._tiers
 
     def _add(
         self,
@@ -257,7 +261,8 @@ class ModelMetrics:
         counts: bool = True,
         tiers: Sequence[str] = ("",),
     ) -> None:
-        """A family: a metric for each of the ``values`` of ``label`` and each of ``tiers``."""
+        """Register a family: a metric for each of the ``values`` of its label ``label`` and each
+        of ``tiers``. An empty value or tier stands for no such label."""
         kind = pb_utils.MetricFamily.COUNTER if counts else pb_utils.MetricFamily.GAUGE
         family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
         for value, tier in product(values, tiers):
@@ -271,7 +276,7 @@ class ModelMetrics:
 
 
 def _accumulate(values: dict[_Key, float], name: str, tier: str) -> None:
-    """Make the sums of a histogram's buckets cumulative, and its count of them."""
+    """Make a histogram's buckets cumulative, and set its count to their sum."""
     total = 0.0
     for edge in _EDGES[name]:
         key = _key(f"{name}_bucket", edge, tier)

@@ -84,15 +84,15 @@ def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
     groups = json.loads(args["model_config"]).get("instance_group", [])
     device = int(args["model_instance_device_id"])
     on_gpu = args["model_instance_kind"] == "GPU"
-    sharing = 0
+    num_instances = 0  # on this device
     for group in groups:
         if on_gpu:
-            shares = group.get("kind") == "KIND_GPU" and device in group.get("gpus", [])
+            is_here = group.get("kind") == "KIND_GPU" and device in group.get("gpus", [])
         else:
-            shares = group.get("kind") != "KIND_GPU"
-        if shares:
-            sharing += int(group.get("count", 1))
-    changes: dict[str, object] = {"instances": max(config.instances, sharing, 1)}
+            is_here = group.get("kind") != "KIND_GPU"
+        if is_here:
+            num_instances += int(group.get("count", 1))
+    changes: dict[str, object] = {"instances": max(config.instances, num_instances, 1)}
     if on_gpu and config.device == "auto":
         changes["device"] = f"cuda:{device}"
     return msgspec.structs.replace(config, **changes)

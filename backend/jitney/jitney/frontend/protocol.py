@@ -31,7 +31,7 @@ from jitney.tracing import HEADERS
 MAX_REQUEST_ID = 64
 """Characters that are kept of a client's request id."""
 MAX_CANDIDATES = 8192
-"""Logprobs that are encoded at once, or tokens without: some 10 ms."""
+"""Most logprobs in one part of a response, or tokens if none are asked for: some 10 ms of work."""
 
 _NUMPY_KINDS = {
     "TYPE_STRING": ("O", "BYTES"),
@@ -155,9 +155,11 @@ def _prompt_of(arrays: _Arrays, prompt_input: str) -> bytes | np.ndarray:
 
 
 def _split_parameters(text: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The request's parameters, and the headers among them that the server hands on: those of a
-    trace and of limits, in small letters, because a client of HTTP may write them in capitals."""
-    # Of two with this name one is the client's own, and it may be the one that is read.
+    """Split the request's parameters (JSON) into the client's own and the headers. The server hands
+    headers on as parameters: those of a trace, and the limits that a gateway sets. A client of HTTP
+    may write a header in capitals; the names returned are in small letters."""
+    # The limits bind the client. If the name is there twice, one of them may be the client's own,
+    # and JSON keeps only one of two equal names.
     if text.lower().count(f'"{LIMITS_HEADER}"') > 1:
         raise InvalidArgumentError(f"{LIMITS_HEADER} is given twice, but is no request's parameter")
     given = decode_sampling_json(text)
@@ -193,11 +195,11 @@ def _parse_params(arrays: _Arrays, given: dict[str, Any]) -> SamplingParams:
     if "sampling_parameters" in arrays:
         text = _bytes(arrays["sampling_parameters"][0])
         return parse_sampling_params(decode_sampling_json(text))
-    own = {name: value for name, value in given.items() if not _is_the_servers(name)}
+    own = {name: value for name, value in given.items() if not _is_reserved(name)}
     return parse_sampling_params(own)
 
 
-def _is_the_servers(parameter: str) -> bool:
+def _is_reserved(parameter: str) -> bool:
     return parameter in _RESERVED or parameter.startswith("triton_")
 
 
@@ -212,22 +214,23 @@ class ResponseWriter:
     def __init__(
         self, request: ClientRequest, echo_text: str, prompt_tokens: int, encoder: LogprobsEncoder
     ) -> None:
-        """``echo_text`` goes before each sequence's first text; ``encoder`` encodes the prompt's
-        logprobs, as the request's completion does its own."""
+        """``echo_text`` goes before each sequence's first text. ``encoder`` is for the prompt's
+        logprobs; those of the output arrive encoded."""
         params = request.params
         self._returns = request.returns
-        self._before = [echo_text] * params.n
+        self._echo = [echo_text] * params.n  # empty texts after the first response
         self.num_prompt_tokens = prompt_tokens
         self._encode = encoder.encode
         self._no_logprobs = b"null" if params.logprobs is None else b"[]"
-        self._prompt_logprobs: list[bytes] = []
+        self._prompt_logprobs: list[bytes] = []  # encoded so far, for the first response
         self._prompt_is_sent = False
         self.most = max(1, MAX_CANDIDATES // (1 + (params.logprobs or 0)))
-        """Tokens of one response of a stream."""
+        """Most tokens of one response of a stream, those of all sequences together."""
         self._most_prompt = max(1, MAX_CANDIDATES // (1 + (params.prompt_logprobs or 0)))
 
     def add_prompt(self, positions: Sequence[list[Logprob] | None]) -> bool:
-        """Put a part of the prompt's logprobs into the first response. True: that was all."""
+        """Encode the next part of the prompt's logprobs, for the first response. Returns True once
+        nothing is left to encode; until then it is to be called again before :meth:`write`."""
         done = len(self._prompt_logprobs)
         if self._prompt_is_sent or done == len(positions):
             return True
@@ -237,8 +240,8 @@ class ResponseWriter:
 
     def write(self, deltas: Sequence[SequenceDelta], timing: Timing | None) -> list[NamedArray]:
         """The arrays of one response. ``timing`` is None but for the last one."""
-        texts = [before + delta.text for before, delta in zip(self._before, deltas, strict=True)]
-        self._before = [""] * len(deltas)
+        texts = [echo + delta.text for echo, delta in zip(self._echo, deltas, strict=True)]
+        self._echo = [""] * len(deltas)
         tensors = [("text_output", strings(texts))]
         for name, make in _MADE_OF_DELTAS.items():
             if name in self._returns:
@@ -279,7 +282,7 @@ _MADE_OF_DELTAS: dict[str, Callable[[Sequence[SequenceDelta]], np.ndarray]] = {
     "num_output_tokens": lambda deltas: np.array([len(delta.ids) for delta in deltas], np.uint32),
     "output_ids": _output_ids,
 }
-"""The optional outputs that need nothing but what is new of each sequence."""
+"""The optional outputs that are made of the sequences' new tokens and texts alone: name -> how."""
 
 
 def strings(values: Iterable[str | bytes]) -> np.ndarray:

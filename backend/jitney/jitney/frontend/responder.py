@@ -39,6 +39,7 @@ from jitney.messages import (
     Cancelled,
     Event,
     Failed,
+    Finished,
     Message,
     StepReport,
     Submit,
@@ -52,16 +53,16 @@ _LOG = logging.getLogger(__name__)
 MAX_PAUSE_S = 0.02
 """Longest pause after one send, so that a single slow send delays the others only briefly."""
 MAX_WAIT_S = 0.5
-"""A stream that waits for longer is sent without any pause."""
+"""A stream that has waited for longer than this is sent without a pause."""
 MAX_READ_S = 0.005
-"""Time after which a turn begins nothing more of its inbox."""
+"""Seconds after which a turn makes no further call of its inbox."""
 MAX_REPORTS = 64
-"""Reports that may wait to be read."""
-LAST_SENDS_S = 3.0
-"""Time for sending what has ended when the responder is stopped."""
+"""Reports that may wait to be read. With so many, the engine waits before it adds another one."""
 MAX_HOLD_S = 1.0
-"""Longest wait of the engine for a place among them: then the report joins in any case, so that no
-engine hangs behind a send that hangs."""
+"""Longest such wait of the engine. Then the report is added in any case, so that an engine does not
+hang because a send hangs."""
+LAST_SENDS_S = 3.0
+"""Seconds for sending the replies that have ended when the responder is stopped."""
 
 _CLIENT_GONE = "the request was cancelled by its client"
 
@@ -79,7 +80,8 @@ class Reply:
     """When it joined the queue of those that have something to send; monotonic seconds."""
     last_token_at: dict[int, float] = field(default_factory=dict)
     cancel_reason: str = ""
-    """Set once the engine was told to cancel: nothing but the final response is sent any more."""
+    """Why the responder has told the engine to cancel it; empty if it has not. Once it is set,
+    nothing but the final response is sent."""
     begun: bool = False
     """Whether a response has been sent."""
     num_sent: int = 0
@@ -92,7 +94,7 @@ class Reply:
 
     @property
     def urgent(self) -> bool:
-        """Whether its next response is the first or the last: these do not wait."""
+        """Whether its next response is the first or the last: these are sent without a pause."""
         return not self.begun or self.completion.terminal is not None
 
 
@@ -115,12 +117,14 @@ class Responder:
         self._max_pending_tokens = max_pending_tokens
         self._send_share = send_share
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._read_one = threading.Condition()
-        self._backlog = 0  # reports in the inbox; under _read_one
+        self._report_was_read = threading.Condition()
+        self._backlog = 0  # reports in the inbox; guarded by _report_was_read
+        # Every open request is in one of these two, by its key.
         self._encoding: dict[int, Arrival] = {}
-        self._deadlines = Deadlines()  # of these
         self._replies: dict[int, Reply] = {}
-        self._urgent: OrderedDict[int, Reply] = OrderedDict()  # both are first in, first out
+        self._deadlines = Deadlines()  # of those in _encoding; the engine keeps the others'
+        # Replies with something to send, each in one of the two; first in, first out.
+        self._urgent: OrderedDict[int, Reply] = OrderedDict()
         self._queue: OrderedDict[int, Reply] = OrderedDict()
         self._stopping = False
         self._pause_until = 0.0
@@ -130,7 +134,7 @@ class Responder:
     # ------------------------------------------------------------------ from other threads
 
     def post(self, work: Callable[..., None], *args: object) -> None:
-        """Have a method of the thread's called in it."""
+        """Have the responder's thread call ``work``: one of the methods below."""
         self._inbox.put(partial(work, *args))
 
     @property
@@ -139,11 +143,11 @@ class Responder:
         return OpenCounts(len(self._encoding), len(self._replies), self._backlog)
 
     def put(self, report: StepReport) -> None:
-        """What the engine reports; this is the engine's outbox. Waits while the backlog is full,
-        for ``MAX_HOLD_S`` at most."""
+        """Take a report; this object is the engine's outbox. Waits while the backlog is full, for
+        ``MAX_HOLD_S`` at most."""
         at = time.monotonic()
-        with self._read_one:
-            self._read_one.wait_for(lambda: self._backlog < MAX_REPORTS, MAX_HOLD_S)
+        with self._report_was_read:
+            self._report_was_read.wait_for(lambda: self._backlog < MAX_REPORTS, MAX_HOLD_S)
             self._backlog += 1
         self._inbox.put(partial(self._read, report, at))
 
@@ -161,7 +165,7 @@ class Responder:
         if arrival is not None:
             self._deadlines.remove(arrival)
             self._replies[reply.key] = reply
-            self._guard(reply, lambda _: self._send_message(submit))
+            self._guard(reply, lambda: self._send_message(submit))
 
     def answer(self, arrival: Arrival, tensors: Sequence[NamedArray]) -> None:
         """Send what needed no engine, and end the request unless it has ended meanwhile."""
@@ -190,7 +194,7 @@ class Responder:
 
     def abort(self, error: JitneyError, key: int | None = None) -> None:
         """End request ``key``, or every request added so far, with ``error``; the engine is told
-        to cancel them. A key that has ended, though its end is not sent yet, is ignored."""
+        to cancel them. A request whose end only has to be sent is left alone."""
         for arrival in self._open():
             reply = self._replies.get(arrival.key)
             ended = reply is not None and reply.completion.terminal is not None
@@ -204,12 +208,15 @@ class Responder:
     # ------------------------------------------------------------------ the thread
 
     def turn(self) -> float | None:
-        """Make calls of the inbox, then send responses for as long as that took, at least one.
-        Waits while there is nothing to do and while sending has used up its share of the time.
-        0: for the next turn; None: it was stopped, and every request has ended."""
+        """One turn of the worker: make the calls in the inbox, then send responses, at least one,
+        for as long as the calls took.
+
+        If no response may be sent now, waits for the next call, or until one may. Returns 0, which
+        is the pause before the next turn; None once it was stopped and every request has ended.
+        """
         seconds = self._read_inbox()
         until = time.monotonic() + seconds
-        while self._patience() == 0:
+        while self._seconds_to_next_send() == 0:
             self._send_next()
             if time.monotonic() >= until:
                 break
@@ -219,11 +226,12 @@ class Responder:
         return None
 
     def _read_inbox(self) -> float:
-        """Wait for a call, and make those that have come, for a bounded time. The seconds that they
-        took."""
-        patience = 0 if self._stopping else self._patience()
+        """Wait for a call until a response may be sent, then make the calls that have come, for a
+        bounded time. Returns the seconds that the calls took."""
+        # None: there is nothing to send, so wait for a call without a limit.
+        longest_wait = 0 if self._stopping else self._seconds_to_next_send()
         try:
-            call = self._inbox.get(block=patience != 0, timeout=patience)
+            call = self._inbox.get(block=longest_wait != 0, timeout=longest_wait)
         except queue.Empty:
             return 0.0
         began = time.monotonic()
@@ -234,12 +242,12 @@ class Responder:
                 return seconds
             call = self._inbox.get_nowait()
 
-    def _patience(self) -> float | None:
-        """Seconds until the next response may be sent; None while there is none to send.
+    def _seconds_to_next_send(self) -> float | None:
+        """Seconds until the next response may be sent; 0: now; None: there is none to send.
 
-        A response costs the engine's cores as much as a token or two. So sending keeps to a share
-        of the time, and tokens made in a pause leave with the next response of their request. First
-        and last responses do not wait, nor does a stream that has waited for ``MAX_WAIT_S``.
+        A response costs the engine's cores as much as a token or two. So there is a pause after
+        each, and tokens made in the pause leave with the next response of their request. First and
+        last responses do not wait, nor does a stream that has waited for ``MAX_WAIT_S``.
         """
         if self._urgent:
             return 0
@@ -254,12 +262,14 @@ class Responder:
     def _send_next(self) -> None:
         _, reply = (self._urgent or self._queue).popitem(last=False)
         if not self._may_send(reply):
-            return  # it must by now wait for its end
+            return  # since it was queued, it has begun to wait for its terminal event
         began = time.monotonic()
-        self._guard(reply, self._send)
+        self._guard(reply, partial(self._send, reply))
         ended = time.monotonic()
+        # The send and the pause together are 1 / send_share times as long as the send.
         seconds = ended - began
-        self._pause_until = ended + min(seconds / self._send_share - seconds, MAX_PAUSE_S)
+        pause = seconds / self._send_share - seconds
+        self._pause_until = ended + min(pause, MAX_PAUSE_S)
 
     def _end_all(self) -> None:
         """Send what has ended, for a bounded time; all others end with an error."""
@@ -273,20 +283,20 @@ class Responder:
 
     def _read(self, report: StepReport, at: float) -> None:
         """A step's report that was made at ``at`` (monotonic seconds)."""
-        with self._read_one:
+        with self._report_was_read:
             self._backlog -= 1
-            self._read_one.notify()
+            self._report_was_read.notify()
         for event in report.events:
             reply = self._replies.get(event.key)
             if reply is not None:  # else it ended here first
-                self._guard(reply, partial(self._feed, event=event, at=at))
+                self._guard(reply, partial(self._feed, reply, event, at))
         self._metrics.step(report.stats)
 
     def _feed(self, reply: Reply, event: Event, at: float) -> None:
         if isinstance(event, Tokens):
             self._observe_latency(reply, event, at)
             if reply.streamed:
-                self._bound(reply)
+                self._cancel_if_too_slow(reply)
         for finish in reply.completion.feed(event):
             self._send_message(finish)
         if self._may_send(reply):
@@ -313,9 +323,10 @@ class Responder:
             self._metrics.observe("jitney_inter_token_seconds", each, times=count, tier=tier)
         reply.last_token_at[tokens.index] = at
 
-    def _bound(self, reply: Reply) -> None:
-        """Cancel a stream whose tokens cannot be sent as fast as they are made. Counted is what
-        waited before its next tokens come, because a grammar may force any number of these."""
+    def _cancel_if_too_slow(self, reply: Reply) -> None:
+        """Cancel a stream if too many of its tokens wait: they cannot be sent as fast as they are
+        made. To be called before new tokens are added, because a grammar may force any number of
+        tokens at once, which is no sign of slowness."""
         waiting = reply.completion.pending_tokens
         if waiting > self._max_pending_tokens and not reply.cancel_reason:
             reply.cancel_reason = (
@@ -327,36 +338,34 @@ class Responder:
     # ------------------------------------------------------------------ a response
 
     def _may_send(self, reply: Reply) -> bool:
-        """Whether a response can be made now.
-
-        When the text of all sequences has ended (at a stop string) and the engine has not reported
-        the end yet, the last data waits for that report, one step away: the last data response is
-        the final one and carries the timing.
-        """
+        """Whether a response can be made now."""
         completion = reply.completion
         if completion.terminal is not None:
             return True
         if not reply.streamed or reply.cancel_reason:
+            return False  # only its final response is sent
+        if completion.all_ended:
+            # All texts have ended, at stop strings, but the engine has not reported the end yet.
+            # The last data must leave with the final response, which carries the timing: wait for
+            # that report, one step away.
             return False
-        return completion.has_pending and not completion.all_ended
+        return completion.has_pending
 
     def _send(self, reply: Reply) -> None:
-        """Send the next response, or a part of it that is as large as one may be."""
+        """Send the next response: the final error, or what is new, up to a response's largest size.
+        What does not fit is sent when the others have had a turn."""
+        error = _final_error(reply)
+        if error is not None:
+            self._end(reply.arrival, error)
+            return
         completion = reply.completion
-        terminal = completion.terminal
-        if isinstance(terminal, Failed):
-            self._end(reply.arrival, from_code(terminal.code, terminal.message))
-            return
-        if isinstance(terminal, Cancelled) or reply.cancel_reason:
-            self._end(reply.arrival, CancelledError(reply.cancel_reason or _CLIENT_GONE))
-            return
         if not reply.writer.add_prompt(completion.prompt_logprobs or []):
-            self._line_up(reply)  # the others have a turn
+            self._line_up(reply)  # a part is encoded; nothing is sent before the rest is
             return
         deltas = completion.take(reply.writer.most if reply.streamed else sys.maxsize)
-        timing = None
-        if terminal is not None and not completion.has_pending:
-            timing = terminal.timing
+        timing = None  # set for the final response only
+        if isinstance(completion.terminal, Finished) and not completion.has_pending:
+            timing = completion.terminal.timing
         tensors = reply.writer.write(deltas, timing)
         reply.begun = True
         reply.num_sent += sum(len(delta.ids) for delta in deltas)
@@ -406,17 +415,26 @@ class Responder:
             if self._spans is not None:
                 self._spans.failed(arrival, error)
 
-    def _guard(self, reply: Reply, work: Callable[[Reply], None]) -> None:
-        """Do this, and end the request if it fails, so that it fails alone: a send does
-        (CancelledError if the client has gone, else InternalError), an engine that takes no request
-        any more, our own bug."""
+    def _guard(self, reply: Reply, work: Callable[[], None]) -> None:
+        """Call ``work``, and end this one request if that raises."""
         try:
-            work(reply)
+            work()
         except (CancelledError, UnavailableError, InternalError) as error:
+            # The client has gone, the engine takes no more requests, or a send has failed.
             if isinstance(error, InternalError):
                 self._metrics.count("jitney_send_failures_total")
             self._end(reply.arrival, error)
-        except Exception:
+        except Exception:  # our bug
             _LOG.exception("request %r could not be answered", reply.arrival.request_id)
             self._metrics.count("jitney_thread_errors_total")
             self._end(reply.arrival, InternalError("the request could not be answered"))
+
+
+def _final_error(reply: Reply) -> JitneyError | None:
+    """The error that the reply has to end with; None if there is none."""
+    terminal = reply.completion.terminal
+    if isinstance(terminal, Failed):
+        return from_code(terminal.code, terminal.message)
+    if isinstance(terminal, Cancelled) or reply.cancel_reason:
+        return CancelledError(reply.cancel_reason or _CLIENT_GONE)
+    return None

@@ -53,11 +53,11 @@ MAX_OPEN_BYTES = 1 << 30
 REQUEST_BYTES = 16_384
 """What a request takes in the front beside its prompt; counted like bytes of the prompt."""
 CPU_SEND_SHARE = 0.2
-"""Option ``send_share`` if it is not set: on a CPU, where a response costs the engine's cores as
-much as a token or two."""
-_LARGEST_SHARE = 0.25
-"""Questions and responses share one queue to the server: with very many requests there are fewer
-sweeps, so that the questions take at most this share of the time."""
+"""Default of option ``send_share`` on a CPU, where a response costs the engine's cores as much as a
+token or two. Elsewhere it is 1."""
+_SWEEP_SHARE = 0.25
+"""Largest share of the time for asking the server which clients have gone. Questions and responses
+go through one queue to the server, so with very many requests there are fewer sweeps."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
 
@@ -82,7 +82,9 @@ class Service:
         self._tracing = tracing
         self._keys = itertools.count()
         self._closed: str | None = None  # why no request is accepted any more
-        self._accepted_bytes = 0  # of all requests ever; the responder counts those that ended
+        # Bytes of all requests that were ever accepted. Those that are open now: this less
+        # Responder.ended_bytes. So each of the two counts has one thread that writes it.
+        self._accepted_bytes = 0
         self._logprobs = LogprobsEncoder(tokenizer.token_text)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
@@ -94,6 +96,7 @@ class Service:
         drafter = "" if config.speculation is None else config.speculation.drafter
         self._metrics = ModelMetrics(labels, info, tiers=self._tier_names, drafter=drafter)
         self._responder = self._make_responder(labels["model"])
+        # Called with what Responder.abort takes, from any thread.
         self._abort = partial(self._responder.post, self._responder.abort)
         self._watched: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
         self._workers = self._start_workers()
@@ -173,7 +176,7 @@ class Service:
         self._accepted_bytes += size
         self._responder.post(self._responder.add, arrival)
         self._watched.put((arrival.key, channel))
-        self._lane_for(request).submit(self._encode, request, arrival)
+        self._encoders_for(request).submit(self._encode, request, arrival)
 
     def _check_size(self, request: ClientRequest) -> None:
         """Raise InvalidArgumentError for a prompt that is too long whatever its encoding gives."""
@@ -189,19 +192,21 @@ class Service:
 
     def _check_open_bytes(self, size: int) -> None:
         """Raise UnavailableError if this is more than the front's memory is meant for."""
-        taken = self._accepted_bytes - self._responder.ended_bytes
-        if taken + size > MAX_OPEN_BYTES:
+        open_bytes = self._accepted_bytes - self._responder.ended_bytes
+        if open_bytes + size > MAX_OPEN_BYTES:
             raise UnavailableError(
-                f"the prompts of all open requests have {taken:,} bytes, and at most "
+                f"the prompts of all open requests have {open_bytes:,} bytes, and at most "
                 f"{MAX_OPEN_BYTES:,} may be open"
             )
 
-    def _lane_for(self, request: ClientRequest) -> ThreadPoolExecutor:
-        """The threads that encode it."""
+    def _encoders_for(self, request: ClientRequest) -> ThreadPoolExecutor:
+        """The threads that encode this request: slow ones delay only their like."""
         structured = request.params.structured_outputs
         if structured is not None and not self._grammars.knows(structured):
             return self._new_grammars
-        return self._long if len(request.prompt) > SHORT_PROMPT else self._short
+        if len(request.prompt) > SHORT_PROMPT:
+            return self._long
+        return self._short
 
     # ------------------------------------------------------------------ threads that encode
 
@@ -276,8 +281,8 @@ class Service:
     def close(self) -> None:
         """End every thread in bounded time. Requests that are still open end with an error."""
         self._closed = "the model is being unloaded"
-        for lane in (self._short, self._long, self._new_grammars):
-            lane.shutdown(wait=False, cancel_futures=True)
+        for encoders in (self._short, self._long, self._new_grammars):
+            encoders.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
         # In this order: the engine's last report is still answered.
         self._engine.stop()
@@ -311,7 +316,7 @@ class Service:
         for key in sweep(self._watched):
             self._responder.post(self._responder.cancel, key)
         took = time.monotonic() - began
-        least_pause = took * (1 / _LARGEST_SHARE - 1)
+        least_pause = took / _SWEEP_SHARE - took
         return max(self._config.cancel_sweep_s - took, least_pause)
 
     def _flush_metrics(self) -> float:

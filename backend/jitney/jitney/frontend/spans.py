@@ -12,7 +12,7 @@ from jitney.tracing import Span, Tracing
 
 
 class RequestSpans:
-    """One model instance's."""
+    """Makes the spans of one model instance."""
 
     def __init__(self, tracing: Tracing, model: str, health: Health) -> None:
         self._tracing = tracing
@@ -33,12 +33,12 @@ class RequestSpans:
             first_token = ended
             if timing.first_token_s is not None:
                 first_token = began + timing.first_token_s
-            prompt = {
+            of_prefill = {
                 "jitney.cached_tokens": timing.cached_prompt_tokens,
                 "jitney.computed_tokens": timing.computed_prompt_tokens,
             }
             span.child("queue", began, scheduled, {})
-            span.child("prefill", scheduled, first_token, prompt)
+            span.child("prefill", scheduled, first_token, of_prefill)
             span.child("decode", first_token, ended, {"jitney.tokens": num_tokens})
         span.end(
             ended,

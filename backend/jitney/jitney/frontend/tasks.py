@@ -1,7 +1,7 @@
 """What a client may ask of a model besides generating: its tokenizer, and what it can do.
 
-Called by the service, in the threads that encode. Who has no tokenizer of the model's, such as the
-gateway, asks for these.
+Called by the service, in the threads that encode. Meant for clients that do not have the model's
+tokenizer, such as the gateway.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,14 @@ def perform(
     request: ClientRequest, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> Sequence[NamedArray]:
     """The arrays of the only response. tokenize: output_ids [number of tokens]; detokenize and
-    describe: text_output [1]. Raises InvalidArgumentError for a prompt that generating refuses."""
+    describe: text_output [1]. Raises InvalidArgumentError for a prompt that "generate" would refuse
+    too."""
     if request.task == "describe":
         return [("text_output", strings([_describe(tokenizer, config, info)]))]
-    if isinstance(request.prompt, bytes):
+    if isinstance(request.prompt, bytes):  # tokenize: a text or a chat
         ids, _ = encode_input(request.prompt_input, request.prompt, tokenizer, config, info)
         return [("output_ids", np.array(ids, np.int32))]
-    ids = request.prompt.tolist()
+    ids = request.prompt.tolist()  # detokenize
     check_token_ids("input_ids", ids, info.vocab_size)
     return [("text_output", strings([tokenizer.decode(ids, skip_special_tokens=False)]))]
 

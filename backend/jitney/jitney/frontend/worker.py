@@ -70,14 +70,15 @@ def on_sigterm(callback: Callable[[], None], count_error: Callable[[], None]) ->
         _LOG.warning("not in the main thread: SIGTERM will not be caught")
         return
     reader, writer = socket.socketpair()
-    writer.setblocking(False)
+    writer.setblocking(False)  # a signal handler must not wait
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     called = False
 
     def wait() -> float:
         nonlocal called
-        assert writer.fileno() >= 0  # both stay open: a second signal must find them too
+        # This line also keeps the writer alive: once it was collected, no signal could come.
+        assert writer.fileno() >= 0
         if reader.recv(1) == bytes([signal.SIGTERM]) and not called:
             callback()
             called = True
