@@ -136,19 +136,20 @@ def accelerator_for(config: EngineConfig, device: torch.device) -> Accelerator |
     Looks through all installed distributions, so it is for loads alone. Raises ConfigError for
     kernels that are asked for by name and not installed.
     """
-    asked = config.attention if config.attention in ("cpu", "gpu") else None
-    name = asked
-    if name is None and device.type == "cpu":
+    asked = config.attention
+    if asked in ("cpu", "gpu"):
+        name = asked
+    elif device.type == "cpu":
         name = "cpu"  # for "reference" too: it fuses and packs modules all the same
-    elif name is None and config.attention == "auto":
+    elif asked == "auto":
         name = "gpu"
-    if name is None:
+    else:
         return None
     for point in entry_points(group=ACCELERATORS, name=name):
         kind = _load_kind(point)
         if kind is not None:
             return kind(config, device)
-    if asked is not None:
+    if name == asked:
         raise ConfigError.of(
             "attention", asked, "auto or reference: these kernels are not installed"
         )

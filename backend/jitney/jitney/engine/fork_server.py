@@ -54,9 +54,9 @@ class ForkServer:
         # it is started by a thread that lives as long as this object.
         self._starter = ThreadPoolExecutor(1, "jitney-fork-server-starter")
 
-    def fork(self) -> tuple[int, socket.socket]:
-        """A new engine: its pid and the socket to it. The pid is 0 if the fork server has died and
-        no engine was forked; the socket then has reached its end."""
+    def fork(self) -> tuple[int | None, socket.socket]:
+        """A new engine: its pid and the socket to it. The pid is None if the fork server has died
+        and no engine was forked; the socket then has reached its end."""
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._control is not None
@@ -65,7 +65,7 @@ class ForkServer:
             # An OSError means that the fork server has just died: then no pid comes either.
             with contextlib.suppress(OSError):
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            return self._receive() or 0, ours
+            return self._receive(), ours
 
     def wait(self) -> int:
         """Wait for the end of the engine that was forked last: its exit status."""
@@ -149,7 +149,7 @@ class EngineConnection:
 
     def kill(self) -> None:
         """End the process now. What it has sent can still be received."""
-        if self.pid and self._status is None:
+        if self.pid is not None and self._status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
