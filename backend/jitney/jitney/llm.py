@@ -53,8 +53,9 @@ from jitney.text.tokenizer import Tokenizer, TokenizerData
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Running = dict[Any, tuple[Submit, Completion]]
-"""Requests that were started, by a caller's keys."""
+"""Requests that were started and not collected yet. The keys are the caller's own."""
 COUNTS = ("steps", "rows_in_steps", "prompt_tokens", "cached_tokens", "tokens")
+"""What ``LLM.figures`` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +112,15 @@ class LLM:
         first_line = setup(self.tokenizer.data, self.info, self.config)
         self._grammars = GrammarChecker(self.config, CHECKER, first_line)
         closing.callback(self._grammars.close)
+        # Called by close(), or when this object is collected; at the interpreter's exit only where
+        # there is a process to end.
         self._give_back = weakref.finalize(self, closing.close)
         self._give_back.atexit = process
         self._keys = itertools.count()
         self._open: dict[int, Completion] = {}
         self.figures = {**dict.fromkeys(COUNTS, 0.0), "most_rows": self.config.max_num_seqs}
-        """Counts since it was loaded, or since :meth:`generate` or a job began."""
+        """Counts since the model was loaded, or since :meth:`generate` or a job began, for displays
+        of progress: ``COUNTS``, and ``most_rows`` (option ``max_num_seqs``)."""
 
     # ------------------------------------------------------------------ what callers use
 
@@ -127,7 +131,8 @@ class LLM:
 
     @property
     def capacity(self) -> int:
-        """Requests at once that fill the batch with some to spare, and fit into the queue."""
+        """How many requests to have open at once: twice what the batch holds, so that the next ones
+        are there when others end, but no more than the queue takes."""
         return max(1, min(2 * self.config.max_num_seqs, self.config.max_queued))
 
     def generate(
@@ -171,7 +176,7 @@ class LLM:
     def close(self) -> None:
         """Give the model's memory back. What is open ends; the object is of no use afterwards."""
         self._open.clear()
-        self._give_back()  # once
+        self._give_back()  # does nothing when called again
 
     def __enter__(self) -> "LLM":
         return self
@@ -230,7 +235,7 @@ class LLM:
     # ------------------------------------------------------------------ out
 
     def _complete(self, submits: list[Submit], progress: bool) -> list[Completed]:
-        """Run requests to their ends."""
+        """Run requests to their ends; the results in the order of ``submits``."""
         running: Running = {}
         done: dict[int, Completed] = {}
         waiting = deque(submits)
@@ -249,6 +254,7 @@ class LLM:
                         num_bad += 1
                 figures = {
                     **self.figures,
+                    # The whole input was read before the first request began.
                     "taken": len(submits),
                     "position": 1.0,
                     "bad": num_bad,
@@ -262,18 +268,21 @@ class LLM:
         return [done[submit.key] for submit in submits]
 
     def _pieces(self, submit: Submit) -> Iterator[SequenceDelta]:
+        """What :meth:`stream` returns."""
         completion = self.start(submit)
-        ended: set[int] = set()
+        ended: set[int] = set()  # indices of sequences whose end the caller has got
         try:
             while completion.terminal is None or completion.has_pending:
                 if not completion.has_pending:
                     self.step()
                     continue
+                # A delta for every sequence, new or not. Leave out those that say nothing new.
                 for delta in completion.take():
-                    ends = delta.finish_reason and delta.index not in ended
-                    if delta.ids or delta.text or ends:
+                    has_ended = delta.finish_reason is not None
+                    is_news = has_ended and delta.index not in ended
+                    if delta.ids or delta.text or is_news:
                         yield delta
-                    if delta.finish_reason:
+                    if has_ended:
                         ended.add(delta.index)
             if isinstance(completion.terminal, Failed):
                 raise from_code(completion.terminal.code, completion.terminal.message)
@@ -293,6 +302,8 @@ class LLM:
         try:
             report = self._engine.step()
         except BaseException:
+            # An engine in this process forgets its requests by reset(); one in a process of its own
+            # needs the cancels.
             for key in self._open:
                 self._engine.send(Cancel(key))
             self._engine.reset()
@@ -313,26 +324,30 @@ class LLM:
             target = self._open.get(event.key)
             if target is None:
                 continue  # aborted here first
-            for finish in target.feed(event):
+            for finish in target.feed(event):  # a stop string was found
                 self._engine.send(finish)
             if target.terminal is not None:
                 del self._open[event.key]
 
     def ended(self, running: Running) -> list[tuple[Any, Completed]]:
-        """Make a step, unless one of ``running`` has ended without one; those that have ended are
-        taken out of it."""
-        if all(completion.terminal is None for _, completion in running.values()):
+        """Take the requests that have ended out of ``running``. If none has, make a step first."""
+        if not _ended_keys(running):
             self.step()
-        ready = [key for key, (_, each) in running.items() if each.terminal is not None]
-        return [(key, _completed_of(*running.pop(key))) for key in ready]
+        results: list[tuple[Any, Completed]] = []
+        for key in _ended_keys(running):
+            submit, completion = running.pop(key)
+            results.append((key, _completed_of(submit, completion)))
+        return results
 
     def _abort(self, keys: list[int]) -> None:
         """Cancel those of ``keys`` that are still open. If nothing else is open, make steps until
         the engine has no work: a step of ended requests may still be in flight."""
-        left = [key for key in keys if self._open.pop(key, None) is not None]
-        for key in left:
-            self._engine.send(Cancel(key))
-        while not self._open and self._give_back.alive and self._engine.has_work:
+        for key in keys:
+            if self._open.pop(key, None) is not None:
+                self._engine.send(Cancel(key))
+        if self._open or not self._give_back.alive:
+            return
+        while self._engine.has_work:
             self.step()
 
     def _check_open(self) -> None:
@@ -369,8 +384,9 @@ def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     listed = list(prompts)
-    is_one = isinstance(prompts, list) and bool(listed) and type(listed[0]) is int
-    return [listed] if is_one else listed
+    if isinstance(prompts, list) and listed and type(listed[0]) is int:
+        return [listed]
+    return listed
 
 
 def _parsed(params: object) -> SamplingParams:
@@ -379,6 +395,10 @@ def _parsed(params: object) -> SamplingParams:
     if not isinstance(params, SamplingParams):
         raise InvalidArgumentError.of("params", params, "SamplingParams, or a list of them")
     return parse_sampling_params(msgspec.structs.asdict(params))
+
+
+def _ended_keys(running: Running) -> list[Any]:
+    return [key for key, (_, each) in running.items() if each.terminal is not None]
 
 
 def _completed_of(submit: Submit, completion: Completion) -> Completed:
