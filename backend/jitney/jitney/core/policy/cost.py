@@ -2,17 +2,19 @@
 
     seconds = w0 + w1 * chunked + w2 * tokens + w3 * samples + w4 * context, and what drafts add
 
-Weights are fitted while the first steps run (after 1, 2, 4, … 64 of them), and then stay until
-predictions are off: until 16 steps with chunks, or 16 without, took 3 % more or less in the mean
-than was predicted. A fit minimizes the squared *relative* error over the last 256 steps, so a step
-that something else held up, whose error is at most 1, moves little. What these steps do not tell
-stays as it was: a batch that is full for an hour does not forget what a step of one row takes. What
-no step has told apart, such as tokens and samples while all are decodes, shares the seconds. No
+Weights are fitted after 1, 2, 4, … 64 steps. Then they stay until predictions are off: until 16
+steps with chunks, or 16 without, took in the mean 3 % more or less than was predicted.
+
+A fit minimizes the squared *relative* error over the last 256 steps. So a step that something else
+delayed changes little. Weights that these steps do not determine stay as they were: a batch that is
+full for an hour does not forget what a step of one row takes. Where two fields always grow
+together, such as tokens and samples while all rows are decodes, their weights share the seconds. No
 weight is negative.
 
-What drafts and a draft model add is fitted to the steps that have any, and all else to the others:
-so what a step would take without them stays what such steps took. While no step has drafts, what
-these add fades: else a first one that something held up would be the last.
+The weights of drafts and of a draft model are fitted to steps that have drafts, the other weights
+to all other steps. So the prediction for a step without drafts depends on such steps alone. While
+no step has drafts, the weights of drafts fade. Otherwise, if something else delayed the first step
+with drafts, drafts would seem too dear ever to be tried again.
 
 No clock here: whoever has one passes the seconds in.
 """
@@ -24,16 +26,16 @@ from typing import NamedTuple
 from jitney.core.policy.least_squares import Vector, dot, fit
 from jitney.messages import Batch, RowOutput, StepOutput
 
-_OFF = 0.03  # mean relative error, of one sign, from which weights are fitted anew
-_CHECKED = 16  # steps with chunks, or without, whose errors that is the mean of
-_WARM_UP = 64  # steps, in which weights are fitted whenever their number has doubled
-_RECENT = 256  # steps, to which weights are fitted
-_PRECISION = 1e-3  # of the weights as they were, beside measured steps
-_FADING = 1 / 400  # share of the weights of drafts that a step without them takes away
+_OFF = 0.03  # mean relative error above which weights are fitted anew
+_CHECKED = 16  # latest steps, with chunks or without, of whose errors that is the mean
+_WARM_UP = 64  # first steps, in which weights are fitted whenever their number has doubled
+_RECENT = 256  # latest steps, to which weights are fitted
+_PRECISION = 1e-3  # how much the weights before a fit count in it, compared with a measured step
+_FADING = 1 / 400  # of the weights of drafts, the part that a step without drafts takes away
 
 
 class StepShape(NamedTuple):
-    """What a step's seconds depend on. Tokens, samples and context without drafts."""
+    """What a step's seconds depend on. Drafts do not count among tokens, samples and context."""
 
     steps: float = 1.0
     chunked: float = 0.0
@@ -41,20 +43,21 @@ class StepShape(NamedTuple):
     tokens: float = 0.0
     samples: float = 0.0
     context: float = 0.0
-    """Tokens of all contexts."""
+    """Tokens of the contexts of all rows."""
     drafted: float = 0.0
     """Rows with drafts."""
     drafts: float = 0.0
+    """Drafts of all rows."""
     asked: float = 0.0
     """Rows for which a draft model computes any token."""
     passes: float = 0.0
-    """Of a draft model that proposes."""
+    """Passes of the draft model to propose: the most tokens that it proposes for a row."""
     read: float = 0.0
-    """Tokens that it computes before."""
+    """Tokens of sequences that the draft model computes before it proposes."""
 
     @classmethod
     def of(cls, batch: Batch, outputs: Sequence[RowOutput] = ()) -> "StepShape":
-        """Of a step; without the outputs of its rows, what the model alone computes."""
+        """The shape of a step. Without ``outputs``, what a draft model does is left out."""
         rows = batch.rows
         drafts = sum(row.drafts for row in rows)
         tokens = batch.num_tokens - drafts
@@ -72,9 +75,10 @@ class StepShape(NamedTuple):
 
 
 _PLAIN = 5
-"""Of the fields, the first: those of steps without drafts."""
-# In which weights are of one size, or should be told apart: what a draft model has read tells more
-# of a step's seconds than how many rows asked it.
+"""So many fields of a shape, the first ones, are those of a step without drafts."""
+# Counted in these units, the fields have weights of about one size. Where the steps do not tell
+# fields apart, those that are large in their units take more of the seconds: so what a draft model
+# has read takes more of them than how many rows asked it.
 _UNITS = StepShape(
     steps=1.0,
     chunked=1.0,
@@ -96,13 +100,13 @@ class StepCost:
         self._plain = _Fitted(_UNITS[:_PLAIN])
         self._drafting = _Fitted(_UNITS[_PLAIN:])
         self.weights: StepShape | None = None
-        """Seconds for one of each, none of them negative; None before any step was measured."""
+        """Seconds for one of each field, none negative. None before any step was measured."""
 
     def note_step(self, batch: Batch, output: StepOutput, seconds: float) -> None:
         self.add(StepShape.of(batch, output.rows), seconds)
 
     def add(self, shape: StepShape, seconds: float) -> None:
-        """A step was measured. One of no time at all, by a clock that stands still, is none."""
+        """Learn from a measured step. Steps that took no time were not measured."""
         if seconds <= 0.0:
             return
         plain = shape[:_PLAIN]
@@ -136,17 +140,18 @@ class _Fitted:
     def __init__(self, units: Vector) -> None:
         self.weights = [0.0] * len(units)
         self._units = units
-        self._unit = 0.0  # seconds of the first step
+        self._first_seconds = 0.0  # of the first step
         self._count = 0
         self._recent: deque[_Measured] = deque(maxlen=_RECENT)
-        # Of steps with and without the second field: chunks, or drafts.
+        # The latest errors, apart for steps in which the second field of the shape is not 0 (True):
+        # steps with chunks or, of the fields of drafting, steps with drafts.
         self._errors = {each: deque[float](maxlen=_CHECKED) for each in (False, True)}
 
     def add(self, shape: Vector, added: float, step: float) -> None:
-        """A step was measured: ``added`` of its seconds are of these fields."""
+        """Learn from a step of ``step`` seconds, to which these fields added ``added``."""
         self._count += 1
         if self._count == 1:
-            self._unit = step
+            self._first_seconds = step
         error = (dot(self.weights, shape) - added) / step
         errors = self._errors[shape[1] > 0.0]
         errors.append(max(min(error, 1.0), -1.0))
@@ -155,14 +160,14 @@ class _Fitted:
             self._fit()
 
     def fade(self) -> None:
-        """A step told nothing of these weights."""
+        """A step had none of these fields: the weights lose a little."""
         self.weights = [weight * (1 - _FADING) for weight in self.weights]
 
     def _is_due(self, errors: deque[float]) -> bool:
-        """Whether to fit: whenever the number of steps has doubled at first, then if predictions
+        """Whether to fit: at first when the number of steps has doubled, later when predictions
         are off."""
         if self._count <= _WARM_UP:
-            return self._count & (self._count - 1) == 0
+            return self._count.bit_count() == 1  # a power of 2
         if len(errors) < _CHECKED:
             return False
         return abs(sum(errors)) > _OFF * _CHECKED
@@ -171,5 +176,8 @@ class _Fitted:
         for errors in self._errors.values():
             errors.clear()
         rows = [(one.shape, one.added, 1 / one.step**2) for one in self._recent]
-        precision = [_PRECISION * (unit / self._unit) ** 2 for unit in self._units]
+        # An error is relative if it is divided by seconds: those of a step in `rows`, those of the
+        # first step for a weight, times its unit.
+        seconds = self._first_seconds
+        precision = [_PRECISION * (unit / seconds) ** 2 for unit in self._units]
         self.weights = fit(rows, before=self.weights, precision=precision)

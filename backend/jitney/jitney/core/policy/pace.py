@@ -1,18 +1,18 @@
 """Latency tiers, as far as steps go: how much of a step the lower tiers get.
 
 The most urgent tier that decodes and has a target for the gap between its tokens limits the seconds
-of a step. They go to the decodes of that tier and of those above it first, then, by rank, to what
-the lower tiers and prompts have to compute, as far as it fits by the learned cost: a chunk is cut,
-a decode is left out (*held back*). But each tier keeps its ``share`` of those seconds, or what is
-least: a decode, or a block of a prompt.
+of a step. They go to the decodes of that tier and of those above it first. What is left goes, by
+rank, to the lower tiers and to prompts, as far as it fits by the learned cost: a chunk is cut, a
+decode is left out (*held back*). But each lower tier has at least its ``share`` of those seconds,
+and at least one decode, or one block of a prompt, in each step.
 
-While nobody decodes who has such a target, lower tiers may take a third of the least target for a
-first token: who arrives waits for the step that runs, with overlap for the one behind it too, and
-then for its own.
+While no tier with such a target decodes, lower tiers may take a third of the least target for a
+first token. For a new request may have to wait for three steps: the one that runs, with overlap
+the one behind it, and its own.
 
 An estimate is not always met, and the engine has work beside the device. So a step is planned for a
-part of the target, the *aim*: it shrinks with each gap that exceeds the target and grows slowly
-with all others, such that they balance if one in a hundred does.
+part of the target, the *aim*. It shrinks with each gap that exceeds the target, and grows slowly
+with each gap that does not, so that both balance if one gap in a hundred exceeds it.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,11 @@ _EXCEEDED = 0.95
 _MET = 1.0005
 _LEAST_AIM = 0.5
 _STEPS_TO_FIRST = 3  # the step that runs, with overlap the one behind it, and its own
-_LEAST_READ = 16  # tokens: to read no more than a sequence grows by would never come to an end
+# Tokens. If a draft model read fewer of a sequence in a step than the sequence grows by, it would
+# never have read all of it.
+_LEAST_READ = 16
 _NO_LIMIT = float("inf")
+_NO_WEIGHTS = StepShape(steps=0.0)  # by which a step takes no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,14 @@ class StepBudget:
     seconds: float = _NO_LIMIT
     """That it may take by the learned cost."""
     target: float | None = None
-    """Seconds: the target for the gap between tokens that it is planned for, if it is one."""
+    """If the limit is for a gap between tokens: the target for that gap, in seconds."""
     top: int = 0
-    """The tier whose target it is. Those below are limited."""
+    """The tier whose target it is. The tiers below it are limited."""
 
     @property
     def shared(self) -> float:
-        """Seconds that shares are of: the target itself where the limit is a part of it."""
+        """The seconds of which each tier has its share: the target if there is one, of which the
+        limit is a part only; else the limit."""
         return self.target or self.seconds
 
 
@@ -58,7 +62,7 @@ def budget_of(tiers: tuple[TierConfig, ...], decoding: set[int], aim: float) -> 
             target = tier.gap_ms / 1e3
             if target * aim < budget.seconds:
                 budget = StepBudget(seconds=target * aim, target=target, top=index)
-            # The targets of the tiers below are not for its step.
+            # All tiers below are limited by this one, so their targets do not count.
             return budget
         if tier.ttft_ms is not None:
             seconds = tier.ttft_ms / 1e3 / _STEPS_TO_FIRST
@@ -68,7 +72,7 @@ def budget_of(tiers: tuple[TierConfig, ...], decoding: set[int], aim: float) -> 
 
 
 class Pace:
-    """The limits of the step that is being planned, and what of it is taken. A ``StepLimits``."""
+    """The seconds of the step that is being planned, and how many are taken. A ``StepLimits``."""
 
     is_active = True
 
@@ -87,18 +91,30 @@ class Pace:
         # When the last step was complete, and its target.
         self._last_at = 0.0
         self._last_target: float | None = None
+        # The rest is of the step that is being planned. begin() sets it anew.
+        self._budget = StepBudget(top=len(tiers))
+        self._weights = _NO_WEIGHTS
+        self._chunked = False  # whether any row has more than one token
+        self._passes = 0  # of a draft model
+        self._taken = 0.0  # seconds of all rows so far
+        self._spent = [0.0] * len(tiers)  # of these, what chunks and limited decodes took, by tier
+        self._kept_for_prompts = 0.0  # seconds that lower tiers leave to prompts of other tiers
+        self._lower: dict[int, Sequence] = {}  # the first running sequence of each lower tier
+        # Of these, those with a prompt: seconds that are taken for a block of it, until its chunk
+        # is planned.
+        self._kept_for_first: dict[Sequence, float] = {}
 
     def begin(self, running: list[Sequence]) -> None:
         decodes = [one for one in running if not one.prefill_left]
-        if self._cost.weights is None:  # nothing is known of steps yet
+        if self._cost.weights is None:  # no step was measured yet: nothing is limited
             self._budget = StepBudget(top=len(self._tiers))
-            self._weights = StepShape(steps=0.0)
+            self._weights = _NO_WEIGHTS
         else:
             decoding = {one.request.tier for one in decodes}
             self._budget = budget_of(self._tiers, decoding, self.aim)
             self._weights = self._cost.weights
-        self._chunked = False  # whether any row has more than one token
-        self._passes = 0  # of a draft model
+        self._chunked = False
+        self._passes = 0
         self._spent = [0.0] * len(self._tiers)
         self._taken = self._weights.steps
         for sequence in decodes:
@@ -108,32 +124,33 @@ class Pace:
         self._reserve_for_lower_tiers(running)
 
     def _reserve_for_prompts(self, running: list[Sequence]) -> None:
-        """Keep what the prompts of the tiers that set the pace take from the others."""
+        """Keep the seconds of the prompts of those tiers that are not limited."""
         tokens = sum(one.prefill_left for one in running if one.request.tier <= self._budget.top)
-        self._reserved = 0.0
+        self._kept_for_prompts = 0.0
         if tokens:
-            self._reserved = self._weights.chunked + self._weights.tokens * tokens
+            self._kept_for_prompts = self._weights.chunked + self._weights.tokens * tokens
 
     def _reserve_for_lower_tiers(self, running: list[Sequence]) -> None:
-        """Of each lower tier, the first sequence by rank goes on in any case."""
-        self._lower: dict[int, Sequence] = {}
+        """The first sequence of each lower tier, by rank, has a row in any case. If that is a
+        chunk, its seconds are taken now, before decodes that rank behind it are planned."""
+        self._lower = {}
         for sequence in running:
             if self.is_limited(sequence):
                 self._lower.setdefault(sequence.request.tier, sequence)
-        self._kept: dict[Sequence, float] = {}  # until its chunk is planned
+        self._kept_for_first = {}
         for tier, sequence in self._lower.items():
-            # A block of its prompt comes before decodes that rank behind it.
             if sequence.prefill_left:
                 fixed, each = self._of_chunk(sequence)
                 seconds = fixed + each * min(sequence.prefill_left, self._block_size)
-                self._kept[sequence] = seconds
+                self._kept_for_first[sequence] = seconds
                 self._take(tier, seconds)
 
     # ------------------------------------------------------------------ questions
 
     @property
     def target(self) -> float | None:
-        """None also if no lower tier has any part in the step: it cannot be shorter."""
+        """The target of the step. None also if the step has nothing that could have been left out:
+        then its time tells nothing about the aim."""
         return self._budget.target if any(self._spent) else None
 
     def is_limited(self, sequence: Sequence) -> bool:
@@ -143,10 +160,10 @@ class Pace:
         if not self.is_limited(sequence):
             return True
         tier = sequence.request.tier
-        # A tier that took nothing of the step yet has one row in it, whatever that costs.
+        # Each tier has at least one row in the step, whatever that costs.
         if not self._spent[tier]:
             return True
-        if self._left(tier, self._reserved) >= self._of_decode(sequence):
+        if self._left(tier, self._kept_for_prompts) >= self._of_decode(sequence):
             return True
         self._counts.held_back[tier] += 1
         return False
@@ -157,7 +174,8 @@ class Pace:
 
     def limit_chunk(self, sequence: Sequence, most: int) -> int:
         tier = sequence.request.tier
-        self._take(tier, -self._kept.pop(sequence, 0.0))
+        # What begin() took for this chunk is replaced by what the chunk takes.
+        self._take(tier, -self._kept_for_first.pop(sequence, 0.0))
         count = self._chunk_that_fits(sequence, most)
         if count < most:
             self._counts.held_back[tier] += 1
@@ -166,16 +184,17 @@ class Pace:
             self._take(tier, fixed + each * count)
             self._chunked = True
             if tier <= self._budget.top:
-                self._reserved = max(self._reserved - each * count, 0.0)
+                self._kept_for_prompts = max(self._kept_for_prompts - each * count, 0.0)
         return count
 
     def _chunk_that_fits(self, sequence: Sequence, most: int) -> int:
-        """Tokens of a chunk that the step has room for."""
+        """How many tokens of a chunk the step has seconds left for."""
         tier = sequence.request.tier
         top = self._budget.top
         if tier < top or (tier == top and self._budget.target is None):
-            return most  # the limit is not for its own prompts
-        kept = self._reserved
+            return most  # a limit is for lower tiers; only a gap target limits its own prompts
+        # A lower tier leaves seconds to the prompts above it, the top tier to the lower tiers.
+        kept = self._kept_for_prompts
         if tier == top:
             kept = self._shares_left()
         fixed, each = self._of_chunk(sequence)
@@ -189,23 +208,24 @@ class Pace:
 
     def limit_drafts(self, choice: DraftChoice) -> None:
         weights = self._weights
-        count = self._fit(len(choice.drafts), weights.drafts, weights.drafted)
+        count = self._how_many(len(choice.drafts), weights.drafts, weights.drafted)
         del choice.drafts[count:]
         if count:
             self._taken += weights.drafted + weights.drafts * count
         self._limit_proposals(choice)
 
     def _limit_proposals(self, choice: DraftChoice) -> None:
-        """Take the seconds of a draft model's passes, of which all rows that ask share each, and of
-        what it reads before."""
+        """Cut down what a draft model is asked for, and take the seconds of its passes and of what
+        it reads. One pass proposes a token for every row that asks, so only passes beyond those of
+        other rows cost anything."""
         if not choice.propose:
             return
         weights = self._weights
-        further = max(choice.propose - self._passes, 0)
-        passes = self._fit(further, weights.passes, 0.0)
-        propose = choice.propose - (further - passes)
+        wanted = max(choice.propose - self._passes, 0)  # further passes
+        passes = self._how_many(wanted, weights.passes, 0.0)
+        propose = choice.propose - (wanted - passes)
         fixed = weights.asked + weights.passes * passes
-        read = self._fit(choice.read, weights.read, fixed)
+        read = self._how_many(choice.read, weights.read, fixed)
         if propose <= 0 or read < min(choice.read, _LEAST_READ):
             choice.ask_nothing()
             return
@@ -215,7 +235,7 @@ class Pace:
         choice.read = read
 
     def note_step(self, target: float | None, now: float) -> None:
-        """Learn from the time since the last step, if both were limited."""
+        """Learn from the gap since the last step was complete, if both steps have a target."""
         gap = now - self._last_at
         both_limited = target is not None and self._last_target is not None
         self._last_at = now
@@ -229,8 +249,9 @@ class Pace:
 
     # ------------------------------------------------------------------ seconds
 
-    def _fit(self, most: int, each: float, fixed: float) -> int:
-        """How many of ``most`` the step has room for, beside the shares of lower tiers."""
+    def _how_many(self, most: int, each: float, fixed: float) -> int:
+        """How many of ``most`` things the step has seconds left for, beside the shares of lower
+        tiers: ``each`` takes so many seconds, and all together ``fixed`` ones."""
         left = self._budget.seconds - self._taken - self._shares_left() - fixed
         if left < 0.0:
             return 0
@@ -239,8 +260,8 @@ class Pace:
         return int(left / each)
 
     def _left(self, tier: int, kept: float) -> float:
-        """Seconds of the step that a tier may still take: what is left but for what is kept for
-        others, or what is left of its share."""
+        """Seconds of the step that a tier may still take: those that nobody has taken and that are
+        not ``kept`` for others, or the rest of its share if that is more."""
         return max(self._budget.seconds - self._taken - kept, self._share_left(tier))
 
     def _share_left(self, tier: int) -> float:
@@ -249,7 +270,7 @@ class Pace:
         return max(share - self._spent[tier], 0.0)
 
     def _shares_left(self) -> float:
-        """The same of all lower tiers that have work."""
+        """Seconds of their shares that all running lower tiers have not taken."""
         return sum(map(self._share_left, self._lower))
 
     def _take(self, tier: int, seconds: float) -> None:
@@ -257,14 +278,14 @@ class Pace:
         self._spent[tier] += seconds
 
     def _of_decode(self, sequence: Sequence) -> float:
-        """Seconds that its row adds to the step."""
+        """Seconds that the row of a decode adds to the step."""
         weights = self._weights
         start = sequence.num_planned
         count = max(sequence.num_tokens - start, 1)
         return weights.samples + weights.tokens * count + weights.context * (start + count)
 
     def _of_chunk(self, sequence: Sequence) -> tuple[float, float]:
-        """Seconds that a chunk adds to the step, whatever its size, and for each token."""
+        """Seconds that a chunk adds to the step: those of any chunk, and those of each token."""
         weights = self._weights
         fixed = weights.samples + weights.context * sequence.num_planned
         if not self._chunked:

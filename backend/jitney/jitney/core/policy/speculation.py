@@ -5,16 +5,18 @@ behind the token that is due; the step samples behind each. The token at a posit
 (seed, sequence index, position), so the samples behind right drafts are the very tokens that steps
 without drafts would have made: ``outcome`` keeps them as far as the drafts are right.
 
-A draft is taken if the probability that it is accepted, times the value of a token, exceeds what it
-adds to the step. The value of a token is the time of a step without drafts, by row; seconds are
-``cost``'s. The probability is the sequence's own, as far as it is known, and that of all sequences
-where it is not: proposals are compared with what was sampled, those too that no step computed. So a
-full batch takes none, and with n-grams finds out at no cost when that changes.
+A draft is taken if the probability that it is accepted, times the value of a token, exceeds the
+seconds that it adds to the step. The value of a token is the time of a step without drafts, divided
+by its rows. ``cost`` predicts these seconds. The probability is the sequence's own as far as it is
+known, else that of all sequences. It is learned by comparing proposals with what was sampled, also
+the proposals that no step computed. So a full batch takes no drafts, and n-grams show at no cost
+when drafts begin to pay again.
 
-A draft model is asked for as many tokens as would be taken, if what they gain until the sequence
-ends exceeds what the model has to read of it before. Of sequences that it has not read at all, one
-a step is: so little is read before it shows whether drafts are right. Where asking gains nothing,
-one sequence asks for a few tokens now and then, for at most a small share of the time.
+A draft model is asked for as many tokens as would be taken, if these gain more until the sequence
+ends than it costs the model to read the sequence first. In each step the model begins to read one
+new sequence at most: so little is read before it shows whether drafts are right. Where asking gains
+nothing, one sequence asks for a few tokens now and then: a *try*. Tries take at most a small share
+of the time.
 """
 
 import math
@@ -29,39 +31,40 @@ from jitney.core.policy.seam import DraftChoice, StepLimits
 from jitney.core.request import Drafting, Sequence
 from jitney.messages import Row
 
-_MEMORY = 20  # comparisons that the average of a sequence goes back to
-_MEMORY_OF_ALL = 16  # the same of the average of all
-_PRIOR = 8.0  # comparisons that the average of all sequences counts for in that of one
-_SURE = 0.98  # no sequence's acceptance is more than that
-_LEAST_BAR = 0.05
-_UNMEASURED_BAR = 0.5
-_REFUSED = 16  # steps
-_RESTS_EVERY = 64  # steps: one is without drafts, to know what that takes
-_TRIED = 4  # tokens, in a try
-_TRIES = 0.03  # share of the time for tries of a draft model that does not pay
-# Drafts gain so much more than they cost, or are left out: the best of many averages are chosen,
-# and steps are not as linear as what is learned of them.
+_MEMORY = 20  # comparisons: the average of one sequence covers about so many of the latest
+_MEMORY_OF_ALL = 16  # the same for the average of all sequences
+_PRIOR = 8.0  # the average of all counts in that of one sequence as much as so many comparisons
+_SURE = 0.98  # highest probability that is assumed for a draft
+_LEAST_BAR = 0.05  # lowest price of a draft, however cheap steps with drafts seem to be
+_UNMEASURED_BAR = 0.5  # price of a draft before any step was measured
+_REFUSED = 16  # steps in which a sequence does not wait for its sample after it had no room
+_REST_EVERY = 64  # steps, of which one has no drafts, to measure what such a step takes
+_TRIED = 4  # tokens that are asked for in a try
+_TRIES = 0.03  # share of the time for tries, where a draft model does not pay
+# Drafts must gain so many times what they cost. For of many averages the best are chosen, which are
+# partly best by chance; and the learned cost is linear, while steps are not quite.
 _MARGIN = 1.4
 
 _unread = attrgetter("unread")
 
 
 class Prices(NamedTuple):
-    """What drafts cost, in tokens: as the share of a token's value."""
+    """What drafts cost, as a part of the value of a token."""
 
     bar: float
-    """A draft. As no draft is worth more than its probability, that must exceed it."""
+    """Of a draft. It pays if it is right with a greater probability than this."""
     of_row: float = 0.0
-    """That a row has drafts."""
+    """Of a row that has drafts, beside the drafts."""
     of_asking: float = 0.0
-    """That a row asks a draft model."""
+    """Of a row that asks a draft model, beside passes and reading."""
     of_pass: float = 0.0
-    """A pass of it, for all rows that ask."""
+    """Of a pass of the draft model, in which all rows that ask have a part."""
     of_read: float = 0.0
-    """A token that it reads before."""
+    """Of a token that the draft model reads before it proposes."""
 
 
 NO_DRAFTS = Prices(1.0, of_row=math.inf, of_asking=math.inf)
+"""At these prices no draft pays."""
 
 
 class _Asking(NamedTuple):
@@ -69,9 +72,9 @@ class _Asking(NamedTuple):
 
     drafting: Drafting
     chance: float
-    """Of a draft to be right if those before it are."""
+    """The probability that a draft is right if those before it are."""
     left: int
-    """Tokens that it may still make."""
+    """Tokens that the sequence may still make, without the last one."""
     unread: int
     """Tokens that the draft model has not read."""
     is_new: bool
@@ -102,13 +105,14 @@ class Speculation:
         self._cost = cost
         self._acceptance = 0.5  # of all sequences
         self._compared = 0
-        self._for_tries = 0.0  # tokens that a try may cost
-        self._steps = 0
+        self._for_tries = 0.0  # saved for the next try, in values of a token
+        self._steps = 0  # with known prices
 
     # ------------------------------------------------------------------ what to take
 
     def begin(self, running: list[Sequence], limits: StepLimits) -> None:
         """Decide how many drafts each of these sequences may take, and what it asks for."""
+        # Those with output and with something left to plan, recomputations included.
         decoding = [one for one in running if one.output and one.num_planned < one.limit]
         prices = self._prices(decoding)
         asking: list[_Asking] = []
@@ -116,7 +120,7 @@ class Speculation:
             drafting = _begin_step(sequence)
             if limits.is_limited(sequence):
                 continue
-            # Its output has grown since it was proposed for.
+            # Its output has grown since its proposal was made.
             if drafting.made_at != sequence.num_tokens:
                 self._follow(sequence, drafting)
             chance = self._chance(drafting)
@@ -133,25 +137,26 @@ class Speculation:
         if drafting is None or not (drafting.taken or drafting.wanted):
             return DraftChoice()
         drafts = self._good_drafts(sequence, drafting)
-        chosen = bool(drafts or drafting.wanted)
+        any_chosen = bool(drafts or drafting.wanted)
         del drafts[most:]
-        # What is sampled last is not computed, so nothing is proposed behind it.
+        # Positions that the sequence may compute behind this row: nothing is proposed for others.
         left = sequence.limit - sequence.num_planned - 1 - len(drafts)
         choice = DraftChoice(drafts, propose=min(drafting.wanted, left))
         if choice.propose:
-            # The sampled token, and two that may be read again: where a block begins, and with a
-            # grammar.
-            unread = sequence.num_tokens + len(drafts) + 3 - sequence.num_read
-            choice.read = min(unread, most_read)
+            unread = sequence.num_tokens + len(drafts) - sequence.num_read
+            # The sampled token is read, too. Two more may be read again: where a block begins, and
+            # with a grammar.
+            choice.read = min(unread + 3, most_read)
         if not choice.read:
             choice.ask_nothing()
-        if chosen and choice.is_empty:
+        if any_chosen and choice.is_empty:
             self.note_refused(sequence)
         return choice
 
     def _good_drafts(self, sequence: Sequence, drafting: Drafting) -> list[int]:
-        """What the sequence may compute of its proposal: nothing from the first token on that ends
-        it, or that its grammar forbids or is complete by; nothing beyond its last token."""
+        """The drafts that the sequence may compute: the ``taken`` ones of its proposal up to its
+        greatest length, and up to a token that would end it, that its grammar forbids, or that
+        would complete its grammar. That token is left out."""
         most = min(drafting.taken, sequence.limit - sequence.num_tokens)
         stop_ids = sequence.request.message.stop_ids
         drafts = list(takewhile(lambda id: id not in stop_ids, drafting.proposal[:most]))
@@ -169,25 +174,26 @@ class Speculation:
         return drafting.taken > 1 or drafting.wanted > 0
 
     def note_refused(self, sequence: Sequence) -> None:
-        """For a while it does not wait for such a step."""
+        """For a while the sequence does not wait for its samples."""
         drafting = sequence.drafting
         if drafting is not None and self.waits_for_sample(sequence):
             drafting.refused = _REFUSED
 
     def note_rows(self, rows: list[Row]) -> None:
-        """If any of them asked, what was saved for a try is spent."""
+        """If any of the rows asked a draft model, what was saved for a try is spent."""
         if any(row.propose for row in rows):
             self._for_tries = 0.0
 
     # ------------------------------------------------------------------ whom to ask
 
     def _ask(self, asking: list[_Asking], prices: Prices) -> None:
-        """Decide how many tokens a draft model is to propose for each."""
+        """Decide how many tokens a draft model is to propose for each sequence."""
         self._want_what_pays(asking, prices)
         passes = _passes_that_pay(asking, prices)
-        # Of those that the model has not read at all, only the shortest one is read in this step.
+        # Of the sequences that the model has not read at all, only the shortest one asks.
         new = [one for one in asking if one.drafting.wanted and one.is_new]
-        for one in sorted(new, key=_unread)[1:]:
+        new.sort(key=_unread)
+        for one in new[1:]:
             one.drafting.wanted = 0
         for one in asking:
             one.drafting.wanted = min(one.drafting.wanted, passes)
@@ -195,20 +201,21 @@ class Speculation:
             self._try(asking, prices)
 
     def _want_what_pays(self, asking: list[_Asking], prices: Prices) -> None:
-        """Of each alone: the tokens that would be taken, if they gain more than the model has to
-        read before."""
+        """Let each sequence want as many tokens as it would take as drafts, if these gain more than
+        it costs to read the sequence before. Passes, which sequences share, are not considered."""
         of_row = prices.of_row + prices.of_asking
         for one in asking:
             wanted, gain = _worth(one.chance, prices.bar, self._most)
             if not wanted:
                 continue
+            # What is read once serves all steps until the sequence ends.
             steps_left = one.left / (1 + wanted)
             if (gain - of_row) * steps_left >= prices.of_read * one.unread:
                 one.drafting.wanted = wanted
 
     def _try(self, asking: list[_Asking], prices: Prices) -> None:
-        """Asking gains nothing: ask for one sequence now and then, the one of which the model has
-        the least to read, once enough was saved for it."""
+        """Asking gains nothing: save a little in each step and, once that pays for a try, ask for
+        the sequence of which the model has the least to read."""
         least = min(asking, key=_unread)
         cost = prices.of_row + prices.of_asking
         cost += prices.of_read * least.unread
@@ -220,6 +227,7 @@ class Speculation:
     # ------------------------------------------------------------------ what is known
 
     def _prices(self, decoding: list[Sequence]) -> Prices:
+        """What drafts cost in this step, by the learned cost of steps."""
         rows = len(decoding)
         weights = self._cost.weights
         context = sum(one.num_planned for one in decoding)
@@ -228,12 +236,13 @@ class Speculation:
         if weights is None or seconds <= 0.0 or not rows:
             return Prices(_UNMEASURED_BAR)
         self._steps += 1
-        phase = self._steps % _RESTS_EVERY
-        if phase == 1:  # this step rests
+        # The first step of every _REST_EVERY has no drafts.
+        phase = self._steps % _REST_EVERY
+        if phase == 1:
             return NO_DRAFTS
         value = seconds / rows / _MARGIN
         of_asking = weights.asked / value
-        if phase == 0:  # the next step rests, and would waste what is proposed now
+        if phase == 0:  # the next step has none, and could not use what is proposed in this one
             of_asking = math.inf
         return Prices(
             bar=max(weights.drafts / value, _LEAST_BAR),
@@ -260,15 +269,17 @@ class Speculation:
         drafting.made_at = sequence.num_tokens
 
     def _note_comparison(self, drafting: Drafting, hit: float) -> None:
+        """Note whether a proposed token was right: ``hit`` is 1 or 0."""
         kept = 1 - 1 / _MEMORY
         drafting.right = kept * drafting.right + hit
         drafting.compared = kept * drafting.compared + 1.0
+        # Of all: a plain average of the first comparisons, then one in which older ones fade.
         self._compared = min(self._compared + 1, _MEMORY_OF_ALL)
         self._acceptance += (hit - self._acceptance) / (1 + self._compared)
 
 
 def _begin_step(sequence: Sequence) -> Drafting:
-    """What is known of a sequence, with nothing chosen for this step."""
+    """Choose nothing for a sequence yet. Returns what is known of it."""
     if sequence.drafting is None:
         sequence.drafting = Drafting()
     drafting = sequence.drafting
@@ -280,18 +291,20 @@ def _begin_step(sequence: Sequence) -> Drafting:
 
 
 def _may_ask(sequence: Sequence) -> bool:
-    """Whether a sequence has one token to compute, and more than one to make."""
+    """Whether a sequence decodes one token in this step, known or pending, and may make more than
+    one further token beside its last one."""
     if sequence.limit - sequence.num_tokens <= 1:
         return False
     return sequence.num_planned >= max(sequence.prefill_end, sequence.num_tokens - 1)
 
 
 def _worth(chance: float, bar: float, most: int) -> tuple[int, float]:
-    """How many drafts in a row are right with more than this probability, and by how much more:
-    each is right with probability ``chance`` if those before it are."""
+    """How many drafts pay, at most ``most``, and what they gain together. Each is right with
+    probability ``chance`` if those before it are. It pays while the probability that all of them
+    are right exceeds its price, ``bar``, and gains the difference."""
     count = 0
     gain = 0.0
-    right = chance
+    right = chance  # the probability that this draft and those before it are right
     while count < most and right > bar:
         count += 1
         gain += right - bar
@@ -300,8 +313,8 @@ def _worth(chance: float, bar: float, most: int) -> tuple[int, float]:
 
 
 def _passes_that_pay(asking: list[_Asking], prices: Prices) -> int:
-    """How many passes of the draft model gain more than they cost, for all rows together. 0 if even
-    these do not make up for asking at all."""
+    """How many passes of the draft model gain more than they cost, for all rows together. 0 if what
+    they gain is less than what the rows pay for asking at all."""
     passes = 0
     wanting = [one for one in asking if one.drafting.wanted]
     if not wanting:
@@ -315,5 +328,6 @@ def _passes_that_pay(asking: list[_Asking], prices: Prices) -> int:
             break
         passes += 1
         total += gain
+        # A pass makes one token for each row that wants more than the passes before made.
         wanting = [one for one in wanting if one.drafting.wanted > passes]
     return passes if total >= 0.0 else 0

@@ -1,11 +1,12 @@
 """Latency tiers, as far as queues and places go: who of which tier is admitted, and who makes way.
 How much of a step each tier gets is in ``pace``.
 
-Each tier has a queue, a limit for it and a cap of running sequences, if the option has one. A tier
-that is full holds up nobody of another. Levels order the tiers: a sequence has its tier's, until it
-has aged (waited for ``aging_s`` of its tier and those above). From then on it goes with the first
-tier, but only within its tier's share of places and blocks: so a backlog that has aged neither
-starves nor takes everything.
+Each tier has a queue and, if the option says so, a limit for it and a cap of running sequences. A
+full tier does not hold up another one. Tiers are ordered by level: the level of a sequence is the
+index of its tier until it has *aged*, that is, until it is older than ``aging_s`` of its tier and
+of those between it and the first, added up. Then its level is 0, that of the first tier, as long as
+the sequences of its tier stay within the tier's share of running sequences and blocks. So a backlog
+that has aged neither starves nor takes everything.
 
 A tier with a target for its first token is urgent: for its waiting sequences, running ones of lower
 tiers are preempted.
@@ -32,7 +33,7 @@ class TierCounts:
     held_back: list[int]
     """Decodes left out and chunks cut, so that a step was within a target."""
     overdue: list[int]
-    """Requests of which nothing was admitted while they aged."""
+    """Requests that aged before any of their sequences was admitted."""
 
     def reset(self) -> None:
         """Count from zero."""
@@ -59,6 +60,7 @@ class TierAdmission:
         self._counts = counts
         self.max_running = max_running
         self._caps = [min(one.max_running or max_running, max_running) for one in tiers]
+        # Seconds after which the requests of each tier have aged.
         self._aging = [0.0, *accumulate(one.aging_s for one in tiers[1:])]
         self._queues: list[list[Sequence]] = [[] for _ in tiers]
         self._queued: list[set[int]] = [set() for _ in tiers]  # keys
@@ -76,9 +78,10 @@ class TierAdmission:
 
     def check_queue(self, message: Submit, running: list[Sequence]) -> None:
         tier = self._tier_of(message)
-        # The limit of all tiers counts those that go first, the tier's own limit itself alone.
-        above = sum(map(len, self._queued[: tier + 1]))
-        self._check_limit(tier, above, self._config.max_queued, running)
+        # The limit of the engine counts the requests of this tier and of those above it, because
+        # lower tiers do not delay it. The limit of the tier counts its own requests alone.
+        not_below = sum(map(len, self._queued[: tier + 1]))
+        self._check_limit(tier, not_below, self._config.max_queued, running)
         own_limit = self._config.tiers[tier].max_queued
         if own_limit is not None:
             self._check_limit(tier, len(self._queued[tier]), own_limit, running)
@@ -86,8 +89,8 @@ class TierAdmission:
     def _check_limit(self, tier: int, queued: int, most: int, running: list[Sequence]) -> None:
         if queued < most:
             return
-        # Requests that the next step will admit do not wait. If the last step left any of the tier
-        # waiting, the next one may admit none.
+        # Requests that the next step will admit do not count. But if the last step left sequences
+        # of the tier waiting, the next one may admit none.
         held_up = self._left_waiting[tier] and self._queues[tier]
         if not held_up:
             queued -= max(self._places_of(tier, running), 0)
@@ -114,7 +117,7 @@ class TierAdmission:
 
     def add(self, sequence: Sequence) -> None:
         tier = sequence.request.tier
-        sequence.level = tier  # it may have run at that of the first tier
+        sequence.level = tier  # while it ran, its level may have been 0
         insort(self._queues[tier], sequence, key=by_rank)
 
     def remove(self, sequence: Sequence) -> None:
@@ -131,7 +134,8 @@ class TierAdmission:
             yield from queue
 
     def first(self, running: list[Sequence]) -> Sequence | None:
-        """The first by rank, of those tiers that have a place for theirs."""
+        """Of the first sequences of all queues, the first by level and rank that its tier's cap
+        lets run."""
         found = None
         found_rank = None
         for queue in self._queues:
@@ -147,9 +151,9 @@ class TierAdmission:
         return found
 
     def _finds_place(self, sequence: Sequence, running: list[Sequence]) -> bool:
-        """Whether the cap of its tier, if it has one, leaves a waiting sequence a place."""
+        """Whether the cap of its tier lets a waiting sequence run."""
         tier = sequence.request.tier
-        if self._caps[tier] == self.max_running:
+        if self._caps[tier] == self.max_running:  # no cap
             return True
         return self._places_of(tier, running) >= sequence.request.places_needed
 
@@ -168,18 +172,18 @@ class TierAdmission:
         return min(places, cap - admitted[tier])
 
     def _admitted(self, running: list[Sequence]) -> list[int]:
-        """By tier: sequences that run, and the forks that are due of those."""
+        """By tier: running sequences, and the forks that these have yet to make."""
         admitted = [0] * len(self._caps)
         for one in running:
             admitted[one.request.tier] += 1 + one.request.forks_due
         return admitted
 
     def _places_beside(self, admitted: list[int]) -> int:
-        """Places that so many of each tier leave."""
+        """How many more sequences may run beside so many of each tier."""
         places = self.max_running
         for cap, count in zip(self._caps, admitted, strict=True):
-            # Forks beyond a cap will wait, and take no places of others. Without a cap, those
-            # beyond all places are the reason why there are none.
+            # Forks beyond the cap of their tier will wait, and keep nobody else from running. A
+            # tier without a cap counts in full: its forks may make the result negative.
             if cap < self.max_running:
                 count = min(count, cap)
             places -= count
@@ -206,15 +210,16 @@ class TierAdmission:
         running.sort(key=by_rank)
 
     def _level(self, sequence: Sequence, count: int, blocks: int) -> int:
-        """The level of a sequence that is the last of ``count`` of its tier, which have so many
-        ``blocks``."""
+        """The level of a sequence. ``count`` and ``blocks`` are of the running sequences of its
+        tier up to this one, and of this one."""
         request = sequence.request
         if request.aged_arrival > self._now:
             return request.tier
         share = self._config.tiers[request.tier].share
-        has_place = count <= share * self.max_running
-        has_blocks = blocks <= share * self._kv.num_blocks
-        if count == 1 or (has_place and has_blocks):
+        within_count = count <= share * self.max_running
+        within_blocks = blocks <= share * self._kv.num_blocks
+        # The first sequence of a tier is within its share in any case.
+        if count == 1 or (within_count and within_blocks):
             return 0
         return request.tier
 
@@ -233,8 +238,8 @@ class TierAdmission:
     # ------------------------------------------------------------------ who makes way
 
     def urgent(self, running: list[Sequence]) -> Sequence | None:
-        """The first to be admitted, if running sequences of lower tiers rank behind it: its prompt
-        comes before theirs."""
+        """The first to be admitted, if a running sequence of a lower tier ranks behind it. Admitted
+        before the step is planned, it has its prompt computed before those of lower tiers."""
         first = self.first(running)
         if first is None:
             return None
@@ -258,13 +263,14 @@ class TierAdmission:
         victims: list[Sequence] = []
 
         def fits() -> bool:
-            # With nothing running no blocks need stay free.
+            """Whether ``first`` can run once the victims so far are preempted."""
+            # If nothing runs then, no blocks need to stay free.
             spare = self._watermark if len(victims) < len(running) else 0
             return self._places_beside(admitted) > 0 and free >= needed + spare
 
         for sequence in reversed(running):
             if fits() or by_rank(sequence) < by_rank(first):
-                break
+                break  # those before it rank before `first`, too
             request = sequence.request
             if request.tier <= first.request.tier:
                 continue
@@ -284,8 +290,11 @@ class TierAdmission:
     def _count_overdue(self) -> None:
         """Count the requests that were not admitted while they aged."""
         for tier, requests in enumerate(self._aging_requests):
-            while requests and self._now - requests[0][0] > self._aging[tier]:
-                _, key = requests.popleft()
+            while requests:
+                arrival, key = requests[0]
+                if self._now - arrival <= self._aging[tier]:
+                    break
+                requests.popleft()
                 if key in self._queued[tier]:
                     self._counts.overdue[tier] += 1
 
