@@ -201,6 +201,7 @@ class Pace:
         left = self._left(tier, kept) - fixed
         if left >= each * most or not each:
             return most
+        # A tier without any row in the step has at least a block of its prompt computed.
         least = 0
         if not self._spent[tier]:
             least = min(most, self._block_size)
