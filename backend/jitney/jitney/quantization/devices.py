@@ -1,4 +1,8 @@
-"""Where the products of quantized weights are computed. Called by whoever chooses layers."""
+"""Which devices have kernels of ours for quantized weights.
+
+Called where the class of a layer is chosen: ``quantize``, ``quantized_checkpoint``,
+``gguf_weights``.
+"""
 
 import torch
 
@@ -6,7 +10,7 @@ import torch
 def has_integer_kernels(device: torch.device) -> bool:
     """Whether our kernels multiply int8 and int4 weights on ``device``: on a CPU alone.
 
-    Elsewhere e4m3 goes through torch, int8 and int4 through torchao, and all else is read as
-    floats.
+    On another device torch multiplies e4m3, torchao multiplies int8 and int4, and weights stored in
+    any other way are read as floats.
     """
     return device.type == "cpu"

@@ -12,7 +12,8 @@ LARGEST = torch.finfo(E4M3).max  # 448
 ALIGNMENT = 16
 """The two sizes of a weight must be multiples of it for the kernels of scaled products."""
 _LEAST = 1e-30
-"""Keeps the scale of a row of zeros from being 0; smaller than any value of interest squared."""
+"""Stands for the largest value of a row of zeros, so that its scale is not 0. Rows of interest
+have larger ones."""
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,6 +24,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(1, keepdim=True).clamp_min(_LEAST)
 
-    # Of two tensors: torch computes a number over a tensor as a product with the reciprocal.
-    share = torch.full_like(largest, LARGEST) / largest
-    return (wide * share).to(E4M3), largest / LARGEST
+    # Both operands are tensors: torch computes ``number / tensor`` as ``number * (1 / tensor)``,
+    # which rounds twice.
+    inverse_scale = torch.full_like(largest, LARGEST) / largest
+    return (wide * inverse_scale).to(E4M3), largest / LARGEST

@@ -27,12 +27,18 @@ _TINY = 1e-30
 _SMALL_COLUMN = 8
 """A column whose weights are this many times smaller than the mean column is enlarged."""
 _MOST_ENLARGED = 2**16
+"""The most by which a column is enlarged."""
 _ROWS_AT_ONCE = 8192
-"""Rows of a weight that are floats at the same time."""
+"""Rows of a weight that are converted to floats at the same time: bounds the memory of that."""
 
 
 class EightBitLinear(QuantizedLinear):
-    """A :class:`QuantizedLinear` of 8 bits; x and the result are in ``dtype``."""
+    """A :class:`QuantizedLinear` of 8 bits; x and the result are in ``dtype``.
+
+    ``x * factors`` is quantized, multiplied by ``weight.T``, and the product by both scales; with
+    ``exact`` it is not quantized. ``factors`` are at most 1, and None if all are 1: see
+    :meth:`Int8Linear.of`.
+    """
 
     kind: torch.dtype
     """The weight's dtype."""
@@ -44,7 +50,8 @@ class EightBitLinear(QuantizedLinear):
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
-        """``weight`` and ``scale`` as the attributes are."""
+        """``weight`` is [out_features, in_features] in dtype ``kind``, ``scale`` float32
+        [1, out_features]."""
         super().__init__()
         assert weight.dtype == self.kind
         assert weight.is_contiguous()
@@ -79,8 +86,10 @@ class EightBitLinear(QuantizedLinear):
         layers enlarge different columns. None if the layers do not fit together.
         """
         layers = [each for each in linears if isinstance(each, EightBitLinear)]
+        if len(layers) != len(linears):
+            return None
         forms = {(type(x), x.in_features, x.dtype, x.bias is None) for x in layers}
-        if len(layers) != len(linears) or len(forms) != 1:
+        if len(forms) != 1:
             return None
 
         factors = _common_factors(layers)
@@ -98,8 +107,13 @@ class EightBitLinear(QuantizedLinear):
         return merged
 
     def weight_for(self, factors: Tensor | None) -> Tensor:
-        """The weight for an x times ``factors``, which are no smaller than this layer's."""
+        """The weight that gives the same result if x is multiplied by ``factors``, not by
+        ``self.factors``. None stands for factors of 1.
+
+        No factor may be below this layer's: then weights only become smaller, and still fit.
+        """
         if self.factors is None:
+            assert factors is None, "this layer's factors of 1 are the largest there are"
             return self.weight
         change = self.factors if factors is None else self.factors / factors
         if (change == 1).all():
@@ -128,8 +142,11 @@ class EightBitLinear(QuantizedLinear):
 
 
 def _common_factors(layers: Sequence[EightBitLinear]) -> Tensor | None:
-    """The factors of a merged layer's input: the largest of each column. A layer without any has
-    1 everywhere, and so then has the merged one."""
+    """The factors of a merged layer's input: for each column the largest of the layers' factors.
+
+    None stands for factors of 1, and no factor is above 1: if one layer has None, so has the merged
+    one.
+    """
     given = [each.factors for each in layers if each.factors is not None]
     if len(given) < len(layers):
         return None
@@ -168,18 +185,20 @@ class Int8Linear(EightBitLinear):
         """Quantize a weight [out_features, in_features]; the layer computes in its dtype.
 
         A column whose weights are far smaller than those of others would be rounded to zeros. It is
-        enlarged by a power of 2, and its input made as much smaller. The inputs of such columns are
-        often outliers.
+        multiplied by a power of 2, and its input divided by the same: its factor is the reciprocal.
+        The inputs of such columns are often outliers.
         """
         weight = weight.detach()
         column_sizes = weight.abs().amax(0).float()
-        smaller = column_sizes.mean() / column_sizes.clamp_min(_TINY)
-        factors = 0.5 ** smaller.clamp(1, _MOST_ENLARGED).log2().floor()
-        factors = factors.where(smaller >= _SMALL_COLUMN, 1.0)
+        ratio = column_sizes.mean() / column_sizes.clamp_min(_TINY)
+        is_small = ratio >= _SMALL_COLUMN
+        exponent = ratio.clamp(1, _MOST_ENLARGED).log2().floor()
+        factors = (0.5**exponent).where(is_small, 1.0)
 
-        quantized, scale = cls.quantize_rows(weight / factors)
+        enlarged = weight / factors
+        quantized, scale = cls.quantize_rows(enlarged)
         layer = cls(quantized, scale.t(), bias, weight.dtype)
-        if factors.min() < 1:
+        if is_small.any():
             layer.factors = factors
         return layer
 
@@ -192,10 +211,12 @@ class Int8Linear(EightBitLinear):
         """
         wide = x.float()
         largest = wide.abs().amax(1, keepdim=True)
-        share = torch.where(largest > 0, _LARGEST_INT8 / largest, 0.0)
+        inverse_scale = torch.where(largest > 0, _LARGEST_INT8 / largest, 0.0)
         nan_if_broken = (wide * 0).sum(1, keepdim=True)
         scale = largest / _LARGEST_INT8 + nan_if_broken
-        return (wide * share).nan_to_num().round().to(torch.int8), scale
+        # int8 has no NaN, and converting one is undefined: the scale alone carries it.
+        steps = (wide * inverse_scale).nan_to_num().round()
+        return steps.to(torch.int8), scale
 
     def product(self, x: Tensor) -> Tensor:
         """As the kernels do: outliers stay floats, and what is left is rounded to bytes.
@@ -210,14 +231,18 @@ class Int8Linear(EightBitLinear):
 
 
 def _outlier_bounds(sizes: Tensor) -> Tensor:
-    """[T, 1]: the largest value of each row of ``sizes`` [T, K] that is no outlier."""
+    """[T, 1]: of each row of ``sizes`` [T, K] a bound; larger values are outliers, of which there
+    are at most MOST_OUTLIERS."""
     bounds = sizes.mean(1, keepdim=True) * OUTLIER
 
-    # Outliers do not belong into the mean: compute it again without them, as long as few are left.
+    # Outliers raise the mean, and so the bound: compute both again without them. A row that has too
+    # many outliers already keeps its bound, as a lower one would only add more.
     for _ in range(2):
-        closer = sizes.where(sizes <= bounds, 0.0).mean(1, keepdim=True) * OUTLIER
-        bounds = closer.where(_outlier_counts(sizes, bounds) <= MOST_OUTLIERS, bounds)
+        mean = sizes.where(sizes <= bounds, 0.0).mean(1, keepdim=True)
+        has_few = _outlier_counts(sizes, bounds) <= MOST_OUTLIERS
+        bounds = (mean * OUTLIER).where(has_few, bounds)
 
+    # Raise the bounds of rows that have too many.
     while True:
         too_many = _outlier_counts(sizes, bounds) > MOST_OUTLIERS
         if not too_many.any():

@@ -22,21 +22,28 @@ GROUPS = (128, 64, 32)
 """Inputs that share a scale: the first of these that divides a layer's inputs."""
 _LARGEST_Q = 15
 _KEPT_RANGE = 0.9
-"""Share of a group's range that the first scale covers: the rest is clipped, and all else finer."""
+"""Share of a group's range that the first scale covers. What is outside is clipped; in return, the
+steps inside are smaller."""
 _TINY = 1e-30
+"""Keeps a divisor from being 0."""
 
 
 class Int4Linear(QuantizedLinear):
     """A :class:`QuantizedLinear` of 4 bits; x and the result are in ``dtype``."""
 
+    weight: Tensor
+    """uint8 [out_features, in_features / 2]: input 2 i in the low half of byte i, input 2 i + 1 in
+    its high half."""
+    scale: Tensor
+    """bfloat16 [2, out_features, groups]: ``scale[0]`` are the scales, ``scale[1]`` the least
+    values."""
     rounds_inputs = True
     has_bytes = True
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
-        """``weight`` is uint8 [out_features, in_features / 2], inputs 2 i in the low halves;
-        ``scale`` bfloat16 [2, out_features, groups], scales and leasts."""
+        """``weight`` and ``scale`` as the attributes are."""
         super().__init__()
         self.out_features = len(weight)
         self.in_features = 2 * weight.shape[1]
@@ -57,16 +64,18 @@ class Int4Linear(QuantizedLinear):
         # Round with a scale that covers most of each group's range.
         low, high = values.aminmax(dim=2, keepdim=True)
         middle = (low + high) / 2
-        reach = (high - low) / 2 * _KEPT_RANGE
-        q = _nearest(values, scale=2 * reach / _LARGEST_Q, least=middle - reach)
+        kept = (high - low) * _KEPT_RANGE
+        q = _nearest(values, scale=kept / _LARGEST_Q, least=middle - kept / 2)
 
-        # Then take the scale and the least that fit these q best (least squares), and round anew.
+        # Then take the scale and the least value that fit these q best (least squares), rounded as
+        # they are stored, and find q again for them.
         q_mean = q.mean(2, keepdim=True)
         values_mean = values.mean(2, keepdim=True)
         centred = q - q_mean
         slope = (centred * (values - values_mean)).sum(2, keepdim=True)
         slope /= centred.square().sum(2, keepdim=True).clamp_min(_TINY)
-        scale_and_least = torch.stack((slope, values_mean - slope * q_mean)).bfloat16()
+        intercept = values_mean - slope * q_mean
+        scale_and_least = torch.stack((slope, intercept)).bfloat16()
         scale, least = scale_and_least.float()
         q = _nearest(values, scale, least).to(torch.uint8).flatten(1)
         return cls.stored(q, scale_and_least.squeeze(3), bias, weight.dtype)
@@ -75,16 +84,20 @@ class Int4Linear(QuantizedLinear):
     def stored(
         cls, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> "Int4Linear":
-        """Of q as uint8 [out_features, in_features]; ``scale`` as in ``__init__``."""
-        halves = q[:, ::2] | q[:, 1::2] << 4
-        return cls(halves, scale.contiguous(), bias, dtype)
+        """The layer of a weight that is quantized already: ``q`` is uint8 [out_features,
+        in_features], a value to a byte; ``scale`` as the attribute is."""
+        low_halves = q[:, ::2]
+        high_halves = q[:, 1::2] << 4
+        return cls(low_halves | high_halves, scale.contiguous(), bias, dtype)
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "Int4Linear | None":
         """See :class:`QuantizedLinear`."""
         layers = [each for each in linears if isinstance(each, Int4Linear)]
+        if len(layers) != len(linears):
+            return None
         forms = {(x.in_features, x.group, x.dtype, x.bias is None) for x in layers}
-        if len(layers) != len(linears) or len(forms) != 1:
+        if len(forms) != 1:
             return None
         biases = [each.bias for each in layers if each.bias is not None]
         return Int4Linear(
@@ -98,8 +111,7 @@ class Int4Linear(QuantizedLinear):
         """The weight as it acts: float32 [out_features, in_features]."""
         low = self.weight & _LARGEST_Q
         high = self.weight >> 4
-        groups = self.scale.shape[1:]  # [out_features, groups]
-        q = torch.stack((low, high), -1).view(*groups, -1)
+        q = torch.stack((low, high), -1).view(self.out_features, -1, self.group)
         scale, least = self.scale.float().unsqueeze(3)
         return (q * scale + least).flatten(1)
 
@@ -113,16 +125,19 @@ class Int4Linear(QuantizedLinear):
 
 
 def _nearest(values: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    """The q, from 0 to 15, whose ``q * scale + least`` is nearest to each value."""
     return ((values - least) / scale.clamp_min(_TINY)).round().clamp(0, _LARGEST_Q)
 
 
 def group_size(in_features: int) -> int:
-    """Inputs that share a scale, of a whole number of groups of the smallest size."""
+    """Inputs of a group: the largest of GROUPS that divides ``in_features``. The smallest one
+    must."""
     return next(size for size in GROUPS if in_features % size == 0)
 
 
 def packed_bytes(out_features: int, in_features: int) -> int:
     """What such a layer's weight takes."""
     halves = in_features // 2
-    scales = in_features // group_size(in_features) * 4
-    return out_features * (halves + scales)
+    groups = in_features // group_size(in_features)
+    scale_and_least = 2 * torch.bfloat16.itemsize
+    return out_features * (halves + groups * scale_and_least)

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,12 @@ from jitney.quantization.transformers_reading import read_as_stored, remove_quan
 
 _log = logging.getLogger(__name__)
 
+Bits = Literal[4, 8]
+"""What a weight of a layer gets: 4 bits make it an ``Int4Linear``, 8 an ``Int8Linear``."""
+
 _EMBEDDING = "model.embed_tokens.weight"
+_FOUR_BIT_GROUP = 32
+"""Inputs that share a scale in all of ``_FOUR_BITS``."""
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that are multiplied as one, for which all must be of one kind."""
 
@@ -58,8 +63,9 @@ class GgufWeights:
     checkpoint: Checkpoint
     file: GgufFile
     dtype: torch.dtype
-    layers: dict[str, bool]
-    """Name of each linear layer made of blocks -> whether it gets 4 bits, else 8."""
+    layers: dict[str, Bits]
+    """Name of each linear layer that is stored in blocks -> the bits that its weights get. Empty if
+    all of the file is read as floats."""
     in_place = True
 
     @classmethod
@@ -74,7 +80,7 @@ class GgufWeights:
             for name, tensor in checkpoint.tensors.items()
             if tensor.dtype not in FLOATS and name != _EMBEDDING
         }
-        layers = {layer: _gets_four_bits(layer, types) for layer in types}
+        layers = {layer: _bits_of(layer, types) for layer in types}
         return cls(checkpoint, file, dtype, layers)
 
     @property
@@ -84,12 +90,14 @@ class GgufWeights:
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         needed = count_bytes(skeleton)
-        for layer, has_four in self.layers.items():
+        for layer, bits in self.layers.items():
             outputs, inputs = self.checkpoint.tensors[f"{layer}.weight"].shape
-            made = inputs // 2 + inputs // 32 * 4 if has_four else inputs + 4
-            needed += outputs * (made - inputs * self.dtype.itemsize)
+            as_floats = inputs * self.dtype.itemsize
+            needed += outputs * (_row_bytes(inputs, bits) - as_floats)
         head = self._tied_head(skeleton)
-        return needed if head is None else needed + head.numel()
+        if head is not None:  # it gets bytes, and the embedding keeps its floats
+            needed += head.numel()
+        return needed
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         """Leave the weights of ``layers`` out: they are read from the file afterwards."""
@@ -98,12 +106,12 @@ class GgufWeights:
 
     @torch.inference_mode()
     def after_reading(self, module: PreTrainedModel) -> None:
-        """Make the layers of the file's blocks, and a head of an embedding's that it is tied to."""
+        """Make the layers of the file's blocks, and the head of the embedding it is tied to."""
         made_as: Counter[str] = Counter()
         errors: list[float] = []
-        for layer, has_four in self.layers.items():
+        for layer, bits in self.layers.items():
             linear: Any = module.get_submodule(layer)
-            if has_four:
+            if bits == 4:
                 module.set_submodule(layer, self._four_bit_layer(layer, linear))
                 made_as["int4"] += 1
             else:
@@ -121,34 +129,35 @@ class GgufWeights:
 
     def _four_bit_layer(self, layer: str, linear: nn.Linear) -> Int4Linear:
         name = f"{layer}.weight"
-        form = self.checkpoint.tensors[name].dtype
-        q, scale = four_bits(self.file.blocks(name), form)
+        ggml_type = self.checkpoint.tensors[name].dtype
+        q, scale = _unpack_four_bits(self.file.blocks(name), ggml_type)
         return Int4Linear.stored(q, scale, linear.bias, self.dtype)
 
     def _round_to_bytes(self, name: str) -> "_Rounded":
         """A tensor of blocks in int8, read and rounded part by part."""
         qs: list[Tensor] = []
         scales: list[Tensor] = []
-        difference = 0.0
-        whole = 0.0
+        squared_error = 0.0
+        squared_norm = 0.0
         for part in self.file.parts(name):
             q, scale = Int8Linear.quantize_rows(part)
             qs.append(q)
             scales.append(scale)
-            difference += (q * scale - part).square().sum().item()
-            whole += part.square().sum().item()
-        error = math.sqrt(difference / whole) if whole else 0.0
+            squared_error += (q * scale - part).square().sum().item()
+            squared_norm += part.square().sum().item()
+        error = math.sqrt(squared_error / squared_norm) if squared_norm else 0.0
         return _Rounded(torch.cat(qs), torch.cat(scales).t(), error)
 
     def _tied_head(self, module: PreTrainedModel) -> Tensor | None:
-        """The head's weight, if it is that of an embedding in blocks and gets bytes."""
-        if not self.layers:
+        """The weight of a head that gets bytes although it is no layer of the file: one that is
+        tied to an embedding stored in blocks. None if there is no such head."""
+        if not self.layers:  # all is read as floats
+            return None
+        embedding = self.checkpoint.tensors.get(_EMBEDDING)
+        if embedding is None or embedding.dtype in FLOATS:
             return None
         head = module.get_output_embeddings()
-        stored = self.checkpoint.tensors.get(_EMBEDDING)
         if head.weight is not module.get_input_embeddings().weight:
-            return None
-        if stored is None or stored.dtype in FLOATS:
             return None
         return weight_of(head)
 
@@ -164,12 +173,23 @@ class _Rounded(NamedTuple):
     """Norm of the difference over the norm of the tensor."""
 
 
-def _gets_four_bits(layer: str, types: dict[str, str]) -> bool:
-    """Whether a layer, and all that are multiplied as one with it, have 4 bits in the file."""
+def _bits_of(layer: str, types: dict[str, str]) -> Bits:
+    """4 if a layer, and all that are multiplied as one with it, have 4 bits in the file."""
     name = layer.rpartition(".")[2]
     parent = layer.removesuffix(name)
     joined = next((names for names in _JOINED if name in names), (name,))
-    return all(types.get(f"{parent}{each}") in _FOUR_BITS for each in joined)
+    have_four = all(types.get(f"{parent}{each}") in _FOUR_BITS for each in joined)
+    return 4 if have_four else 8
+
+
+def _row_bytes(inputs: int, bits: Bits) -> int:
+    """What the weights and scales of one output take."""
+    if bits == 8:
+        scale = 4
+        return inputs + scale
+    groups = inputs // _FOUR_BIT_GROUP
+    scale_and_least = 2 * torch.bfloat16.itemsize
+    return inputs // 2 + groups * scale_and_least
 
 
 def _log_layers(made_as: Counter[str], errors: list[float]) -> None:
@@ -182,32 +202,34 @@ def _log_layers(made_as: Counter[str], errors: list[float]) -> None:
 # ------------------------------------------------------------------ blocks of 4 bits
 
 
-def four_bits(rows: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """Blocks, uint8 [outputs, bytes], as q, uint8 [outputs, inputs], and scales and leasts,
-    bfloat16 [2, outputs, groups]. The types are those of ggml's ``ggml-common.h``."""
-    layout = _FOUR_BITS[form]
+def _unpack_four_bits(rows: Tensor, ggml_type: str) -> tuple[Tensor, Tensor]:
+    """Blocks, uint8 [outputs, bytes], as what ``Int4Linear.stored`` takes: q, uint8 [outputs,
+    inputs], and scales and least values, bfloat16 [2, outputs, groups]. The types are those of
+    ggml's ``ggml-common.h``."""
+    layout = _FOUR_BITS[ggml_type]
     blocks = rows.unflatten(1, (-1, layout.size))
     runs = blocks[..., layout.header :].unflatten(2, (-1, layout.run))
     q = torch.stack((runs & 15, runs >> 4), 3).flatten(1)
 
-    step, least = _scales(blocks, form)
+    step, least = _scales(blocks, ggml_type)
     return q, torch.stack((step.flatten(1), least.flatten(1))).bfloat16()
 
 
-def _scales(blocks: Tensor, form: str) -> tuple[Tensor, Tensor]:
+def _scales(blocks: Tensor, ggml_type: str) -> tuple[Tensor, Tensor]:
     """Step and least of each group of uint8 [outputs, blocks, bytes]: float32 [outputs, blocks,
     groups of a block]. A value is ``q * step + least``."""
     step = _float16(blocks[..., :2])
-    if form == "Q4_0":  # values are from -8 to 7 steps
+    if ggml_type == "Q4_0":  # values are from -8 to 7 steps
         step = step.bfloat16().float()
         return step, -8 * step
 
     least = _float16(blocks[..., 2:4])
-    if form == "Q4_K":
+    if ggml_type == "Q4_K":
         scales, minima = _six_bits(blocks[..., 4:16])
         step = step * scales
         least = -least * minima
-    # What rounding to bfloat16 takes from the step, the least gives back at the middle value.
+    # The step will be rounded to bfloat16. Move the least value so that the middle of the range,
+    # q = 7.5, stays where it is.
     lost = step - step.bfloat16().float()
     return step, least + 7.5 * lost
 
@@ -218,12 +240,14 @@ def _float16(pairs: Tensor) -> Tensor:
 
 
 def _six_bits(header: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of eight groups, 6 bits each, from the 12 bytes of ``Q4_K``. Those of the
-    last four groups are in two pieces: four bits, and the highest two of the first groups' bytes.
+    """Scales and minima of eight groups, 6 bits each, from the 12 bytes of ``Q4_K``.
+
+    Those of the first four groups are the low 6 bits of bytes 0 to 7. Those of the last four are in
+    two pieces: their low 4 bits in bytes 8 to 11, their high 2 bits above those of the first four.
     """
     first_scales, first_minima, last = header.split(4, 2)
-    last_scales = last & 15 | first_scales >> 6 << 4
-    last_minima = last >> 4 | first_minima >> 6 << 4
+    last_scales = (last & 15) | (first_scales >> 6 << 4)
+    last_minima = (last >> 4) | (first_minima >> 6 << 4)
     scales = torch.cat((first_scales & 63, last_scales), 2)
     minima = torch.cat((first_minima & 63, last_minima), 2)
     return scales, minima

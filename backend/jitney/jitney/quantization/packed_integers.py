@@ -25,7 +25,9 @@ from jitney.quantization.four_bits import GROUPS, Int4Linear
 LayerTensors = dict[str, Tensor]
 """The tensors of a layer, by the last part of their names."""
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Which four bits of a word each of its eight outputs has."""
+"""A word holds eight outputs of 4 bits: output i is in bits 4 n to 4 n + 3, n the i-th of these."""
+_FOUR_BITS_END = 16
+"""Integers of 4 bits are below it."""
 
 
 class _Grouped(NamedTuple):
@@ -52,8 +54,9 @@ def make_linear(
 ) -> QuantizedLinear:
     """The layer of ``inputs`` inputs that ``stored`` holds.
 
-    ``plus_one``: GPTQ's zeros are stored less one. ``group_sizes``: those that the checkpoint says
-    that it has. Raises CheckpointError if the layer's groups have none of these sizes.
+    ``plus_one``: the zero points of GPTQ are one more than what is stored. ``group_sizes``: those
+    that the checkpoint's configuration names. Raises CheckpointError if the layer's groups have
+    none of these sizes.
     """
     bias = stored.get("bias")
     if "weight" in stored:
@@ -68,9 +71,12 @@ def make_linear(
 
     if grouped.group_of is None:
         _check_groups(grouped, inputs, group_sizes)
-        as_stored = _keep_bytes(grouped, bias, dtype) or _keep_nibbles(grouped, bias, dtype)
-        if as_stored is not None:
-            return as_stored
+        as_bytes = _keep_bytes(grouped, bias, dtype)
+        if as_bytes is not None:
+            return as_bytes
+        as_nibbles = _keep_nibbles(grouped, bias, dtype)
+        if as_nibbles is not None:
+            return as_nibbles
     return _round_to_bytes(_values(grouped), bias, dtype)
 
 
@@ -103,7 +109,9 @@ def _check_groups(grouped: _Grouped, inputs: int, group_sizes: Collection[int]) 
 def _keep_bytes(grouped: _Grouped, bias: Tensor | None, dtype: torch.dtype) -> Int8Linear | None:
     """The integers as they are, if they have 8 bits, one scale for each output, and a zero that
     leaves them within int8."""
-    if grouped.scale.shape[1] > 1 or grouped.q.max() < 16:
+    if grouped.scale.shape[1] > 1:
+        return None
+    if grouped.q.max() < _FOUR_BITS_END:  # 4 bits do, as they are
         return None
     shifted = grouped.q.float() - grouped.zero
     if shifted.min() < -128 or shifted.max() > 127:
@@ -115,13 +123,19 @@ def _keep_bytes(grouped: _Grouped, bias: Tensor | None, dtype: torch.dtype) -> I
 def _keep_nibbles(grouped: _Grouped, bias: Tensor | None, dtype: torch.dtype) -> Int4Linear | None:
     """The integers as they are, if they have 4 bits in groups of a size that the kernels have, or
     of a multiple of the largest one."""
+    if grouped.q.max() >= _FOUR_BITS_END:
+        return None
     size = grouped.q.shape[1] // grouped.scale.shape[1]
     largest = GROUPS[0]
-    if grouped.q.max() >= 16 or (size not in GROUPS and size % largest != 0):
+    if size not in GROUPS and size % largest != 0:
         return None
+
+    # (q - zero) * scale = q * scale + least. The least value is computed from the scale as it is
+    # stored, so that q = zero still gives almost 0.
     scale = grouped.scale.bfloat16().float()
-    scale_and_least = torch.stack((scale, -scale * grouped.zero)).bfloat16()
-    if size > largest:
+    least = -scale * grouped.zero
+    scale_and_least = torch.stack((scale, least)).bfloat16()
+    if size > largest:  # made of several groups of the largest size, with the same scale
         scale_and_least = scale_and_least.repeat_interleave(size // largest, 2)
     return Int4Linear.stored(grouped.q, scale_and_least, bias, dtype)
 
@@ -145,21 +159,26 @@ def _round_to_bytes(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> 
 
 
 def _compressed_tensors(stored: LayerTensors, inputs: int) -> _Grouped:
-    """Words [outputs, inputs / 8 or 4]; the last ones are filled up. Without a zero point, zero is
+    """Words [outputs, words of a row], of 4 bytes or 8 half bytes; a row's last word may be filled
+    up. Zero points are packed along the outputs: [words of a column, groups]. Without them, zero is
     the middle of the range."""
     words = stored["weight_packed"]
     scale = stored["weight_scale"]
-    bits = 8 if words.shape[1] * 4 >= inputs else 4
+    outputs = len(scale)
+    fits_as_bytes = words.shape[1] * 4 >= inputs
+    bits = 8 if fits_as_bytes else 4
     zero_words = stored.get("weight_zero_point")
     if zero_words is None:
-        zero = torch.full(scale.shape, float(1 << bits - 1))
+        middle = 2.0 ** (bits - 1)
+        zero = torch.full(scale.shape, middle)
     else:
-        zero = _unpack(zero_words.t(), bits)[:, : len(scale)].t().float()
+        by_group = _unpack(zero_words.t(), bits)  # [groups, outputs, filled up]
+        zero = by_group[:, :outputs].t().float()
     return _Grouped(
         q=_unpack(words, bits)[:, :inputs],
         scale=scale,
         zero=zero,
-        group_of=_scattered(stored.get("weight_g_idx"), scale.shape[1]),
+        group_of=_unless_neighbours(stored.get("weight_g_idx"), scale.shape[1]),
     )
 
 
@@ -180,27 +199,33 @@ def _unpack_awq(words: Tensor) -> Tensor:
 
 
 def _gptq(stored: LayerTensors, inputs: int, plus_one: bool) -> _Grouped:
-    """Words [inputs / 8 or 4, outputs]."""
+    """Words [inputs / values of a word, outputs]; zero points as words [groups, outputs / values of
+    a word]."""
     words = stored["qweight"]
     bits = 32 * len(words) // inputs
     scale = stored["scales"].t()
+    zero = _unpack(stored["qzeros"], bits).t().float()
+    if plus_one:
+        zero = zero + 1
     return _Grouped(
         q=_unpack(words.t(), bits),
         scale=scale,
-        zero=_unpack(stored["qzeros"], bits).t().float() + plus_one,
-        group_of=_scattered(stored.get("g_idx"), scale.shape[1]),
+        zero=zero,
+        group_of=_unless_neighbours(stored.get("g_idx"), scale.shape[1]),
     )
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """int32 [rows, words] as uint8 [rows, values], the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    lowest = (1 << bits) - 1
-    return (words.unsqueeze(-1) >> shifts & lowest).to(torch.uint8).flatten(1)
+    mask = (1 << bits) - 1  # also removes the signs that the shift copies
+    values = (words.unsqueeze(-1) >> shifts) & mask
+    return values.to(torch.uint8).flatten(1)
 
 
-def _scattered(group_of: Tensor | None, groups: int) -> Tensor | None:
-    """The group of each input; None if the inputs of a group are neighbours."""
+def _unless_neighbours(group_of: Tensor | None, groups: int) -> Tensor | None:
+    """``group_of``, the group of each input, unless the inputs of a group are neighbours: then
+    None, as where nothing is stored."""
     if group_of is None:
         return None
     inputs = len(group_of)

@@ -36,7 +36,8 @@ from jitney.quantization.torchao import TorchaoLinear
 _log = logging.getLogger(__name__)
 
 _CAPABILITY = {"fp8": (8, 9), "int4": (8, 0)}
-"""The compute capability that a GPU's product needs at least."""
+"""The compute capability that a GPU's product needs at least. int8 runs on every GPU, in every
+dtype."""
 
 
 @dataclass
@@ -48,7 +49,7 @@ class QuantizeWhileLoading:
     dtype: torch.dtype
     device: torch.device
     packed = ()
-    in_place = False  # on the device there is never room needed for all of them as they were
+    in_place = False  # else the device would need room for all of them before they are quantized
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """See :class:`WeightFormat`, here and below."""
@@ -58,7 +59,7 @@ class QuantizeWhileLoading:
         return quantized_bytes(skeleton, self.kind, self.device)
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
-        """transformers knows nothing of it."""
+        """Nothing: transformers reads the weights as they are."""
 
     def after_reading(self, module: PreTrainedModel) -> None:
         before = count_bytes(module)
@@ -79,7 +80,6 @@ def check_option(kind: Quantization, dtype: torch.dtype, device: torch.device) -
             _warn_if_slow(kind, dtype)
         else:
             _check_torchao(kind)
-    # torchao multiplies int8 in every dtype and on every GPU.
     if device.type == "cuda" and kind in _CAPABILITY:
         _check_gpu(kind, dtype, device)
 
@@ -143,10 +143,11 @@ def quantize_linears(
     weights = stream(map(weight_of, chosen), device)
     for (layer, parents), weight in zip(chosen.items(), weights, strict=True):
         bias = None if layer.bias is None else layer.bias.detach().to(device)
-        quantized = _quantize(weight, bias, "int8" if layer is head else kind, device)
+        kind_of_layer: Quantization = "int8" if layer is head else kind
+        quantized = _quantize(weight, bias, kind_of_layer, device)
         for parent, name in parents:
             setattr(parent, name, quantized)
-        layer.weight = None
+        layer.weight = None  # frees it: ``chosen`` holds the layer until all are quantized
     return len(chosen), kept
 
 
@@ -171,7 +172,8 @@ def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.d
     total = count_bytes(module)
     for layer in _choose(module, kind, device).chosen:
         weight = weight_of(layer)
-        total += _layer_bytes(weight, "int8" if layer is head else kind, device)
+        kind_of_layer: Quantization = "int8" if layer is head else kind
+        total += _layer_bytes(weight, kind_of_layer, device)
         if layer.weight is not embedding:  # a tied weight stays, as that of the embedding
             total -= weight.nbytes
     return total
@@ -207,8 +209,10 @@ def _choose(module: PreTrainedModel, kind: Quantization, device: torch.device) -
 def _why_not_head(head: nn.Module, kind: Quantization, device: torch.device) -> str | None:
     """Why the head stays as it is; None if it gets 8 bits."""
     inputs = weight_of(head).shape[1]
-    gets_bytes = kind in ("int8", "int4") and devices.has_integer_kernels(device)
-    return None if gets_bytes and inputs % ALIGNMENT == 0 else "the head"
+    has_kernel = kind in ("int8", "int4") and devices.has_integer_kernels(device)
+    if has_kernel and inputs % ALIGNMENT == 0:
+        return None
+    return "the head"
 
 
 def _why_not(

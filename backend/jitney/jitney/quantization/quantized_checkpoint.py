@@ -47,8 +47,10 @@ def weight_format(
 ) -> WeightFormat | None:
     """How the weights are quantized; None if they are not.
 
-    Raises UnsupportedModelError, naming what is read, for every other method and for a package that
-    is missing, CheckpointError for a scale that is, and ConfigError for an impossible option.
+    Raises:
+    - UnsupportedModelError for a method, or a form of it, that is not read; for a missing package;
+    - CheckpointError for a missing scale;
+    - ConfigError for a value of option ``quantization`` that this device or checkpoint excludes.
     """
     kind = config.quantization
     stored = checkpoint.config.get("quantization_config")
@@ -75,7 +77,12 @@ def _stored_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> WeightFormat:
-    """Of safetensors that one of METHODS quantized."""
+    """How safetensors are read that one of METHODS quantized. ``stored`` is the checkpoint's
+    ``quantization_config``.
+
+    The layers of our own come first. What they do not take is left to the method's library, if it
+    has one that we use.
+    """
     model_type = str(checkpoint.config["model_type"])
     if method in ("gptq", "awq"):
         _check_packed(model_type, method, stored, device)
@@ -89,6 +96,8 @@ def _stored_weights(
         layers = integer_layers(method, stored, checkpoint)
         if layers:
             return IntegerWeights(method, checkpoint, layers, dtype)
+
+    # No layer of ours takes them.
     if method in ("gptq", "awq"):
         raise refuse(model_type, f"none of its layers that {method} quantized is a linear one")
 
@@ -103,7 +112,8 @@ def _stored_weights(
 def _e4m3_weights(
     stored: Mapping[str, Any], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 ) -> WeightFormat | None:
-    """Of e4m3 that can be computed with as it is, or in int8; None if there is none."""
+    """How e4m3 is read that becomes layers of ours: ``int8`` ones on a CPU, ``fp8`` ones elsewhere.
+    None if there is none, or if the device cannot run such layers."""
     layers = e4m3_layers(stored, checkpoint)
     if not layers:
         return None

@@ -11,7 +11,7 @@ from jitney.quantization.e4m3 import ALIGNMENT
 from jitney.quantization.transformers_reading import LayerContents
 
 Layers = dict[str, LayerContents]
-"""By the layer's name."""
+"""Name of a layer -> the tensors it is stored in."""
 
 
 # ------------------------------------------------------------------ integers
@@ -19,17 +19,19 @@ Layers = dict[str, LayerContents]
 
 def integer_layers(method: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers:
     """The layers whose integers ``packed_integers`` reads. Empty if some are of another kind."""
-    groups = (config.get("config_groups") or {}).values()
     if method == "torchao":
         return {}
+    groups = (config.get("config_groups") or {}).values()
     if not all(_has_readable_integers(group, config.get("format")) for group in groups):
         return {}
 
+    # A layer is known by its weight; its other tensors may come before that.
     layers = Layers()
     for name, entry in checkpoint.tensors.items():
         layer, _, tensor = name.rpartition(".")
-        packed = tensor in ("qweight", "weight_packed")
-        if packed or (tensor == "weight" and entry.dtype == "I8"):
+        is_packed = tensor in ("qweight", "weight_packed")
+        is_int8 = tensor == "weight" and entry.dtype == "I8"
+        if is_packed or is_int8:
             layers[layer] = {}
     # Experts are merged into one tensor, which is no linear layer.
     if any(".experts." in layer for layer in layers):
@@ -113,7 +115,7 @@ def _e4m3_contents(layer: str, checkpoint: Checkpoint) -> LayerContents | None:
     outputs, inputs = weight.shape
     one_scale = scale.shape in ([], [1], [1, 1])
     scale_per_output = scale.shape in ([outputs], [outputs, 1])
-    if not one_scale and not scale_per_output:  # but one for each block or group
+    if not one_scale and not scale_per_output:  # one for each block or group
         return None
     if outputs % ALIGNMENT or inputs % ALIGNMENT:
         return None

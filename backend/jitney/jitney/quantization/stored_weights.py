@@ -63,7 +63,7 @@ class E4m3Weights:
             )
             module.set_submodule(name, made)
         remove_quantizer_marks(module)
-        _say(f"compressed-tensors, {len(self.layers)} linear layers in e4m3")
+        _log_method(f"compressed-tensors, {len(self.layers)} linear layers in e4m3")
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,15 @@ class IntegerWeights:
         return self.checkpoint.num_bytes + sum(added)
 
     def _added_bytes(self, contents: LayerContents, linear: nn.Module | None) -> int:
-        """What a layer takes beyond its words in the file: layers of scattered groups get bytes,
-        where the file may have had four bits."""
-        words = contents.get("qweight") or contents.get("weight_packed")
-        scattered = self._config.get("desc_act") or "weight_g_idx" in contents
-        if words is None or not scattered or not isinstance(linear, nn.Linear):
+        """What a layer takes beyond its packed weight in the file. A layer whose groups have
+        scattered inputs becomes one of 8 bits, also if the file has 4."""
+        packed = contents.get("qweight") or contents.get("weight_packed")
+        may_be_scattered = self._config.get("desc_act") or "weight_g_idx" in contents
+        if packed is None or not may_be_scattered or not isinstance(linear, nn.Linear):
             return 0
-        as_bytes = linear.in_features * linear.out_features
-        return max(0, as_bytes - 4 * math.prod(words.shape))
+        stored_bytes = math.prod(packed.shape) * 4  # words of 32 bits
+        made_bytes = linear.in_features * linear.out_features
+        return max(0, made_bytes - stored_bytes)
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         read_as_stored(hf_config, self.layers)
@@ -122,14 +123,15 @@ class IntegerWeights:
             made_as["int4" if isinstance(made, Int4Linear) else "int8"] += 1
         remove_quantizer_marks(module)
         kinds = "; ".join(f"{count} computed as {kind}" for kind, count in made_as.items())
-        _say(f"{self.method}, {len(self.layers)} linear layers: {kinds}")
+        _log_method(f"{self.method}, {len(self.layers)} linear layers: {kinds}")
 
     def _group_sizes(self) -> set[int]:
-        """Those that the checkpoint says that it has, as a whole or for some of its layers."""
+        """The sizes that the checkpoint's configuration names: for all layers, or for some."""
         config = self._config
-        groups = (config.get("config_groups") or {}).values()
-        said = [config, *(group.get("weights") or {} for group in groups)]
-        sizes = {each.get("group_size") for each in said}
+        sizes = {config.get("group_size")}
+        for group in (config.get("config_groups") or {}).values():
+            weights = group.get("weights") or {}
+            sizes.add(weights.get("group_size"))
         return {size for size in sizes if size is not None}
 
 
@@ -150,7 +152,7 @@ class DecompressedWeights:
         for parent, name, linear in _plain_linears(module):
             setattr(parent, name, _without_additions(linear))
         remove_quantizer_marks(module)
-        _say("compressed-tensors, decompressed while loading")
+        _log_method("compressed-tensors, decompressed while loading")
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class TorchaoWeights:
                 weight = linear.weight.to(self.dtype)
                 setattr(parent, name, TorchaoLinear(weight, linear.bias))
         remove_quantizer_marks(module)
-        _say("torchao, through torchao")
+        _log_method("torchao, through torchao")
 
 
 def _plain_linears(module: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
@@ -195,5 +197,5 @@ def _without_additions(linear: nn.Linear) -> nn.Linear:
     return plain
 
 
-def _say(what: str) -> None:
+def _log_method(what: str) -> None:
     _log.info("the checkpoint is quantized: %s", what)

@@ -23,7 +23,7 @@ from jitney.quantization.e4m3 import E4M3
 
 _NAME = "jitney_stored"
 """The quantizer's name in transformers' registry."""
-_IGNORED = r"(\.[kv]_scale|put_scale)$"
+_IGNORED = r"(\.k_scale|\.v_scale|input_scale|output_scale)$"
 """Tensors that are not read: scales of a cache, and static scales of activations."""
 
 _READ_AS = {
