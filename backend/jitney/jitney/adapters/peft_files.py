@@ -1,4 +1,5 @@
-"""An adapter's files in PEFT's format: read, judged, and made into factors. Called by ``pool``.
+"""Reads and checks an adapter's files in PEFT's format, and makes factors of them. Called by
+``pool``.
 
 A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. Whatever would change the
 result and is not computed here is refused by name. PEFT itself is not needed.
@@ -25,8 +26,8 @@ WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 
-# The values that a field may have; absent is fine. PEFT's other fields are of training, or told by
-# the tensors.
+# The values that a field may have. The first is what an absent field means. PEFT's other fields
+# matter for training alone, or the tensors' names and shapes say the same.
 _ALLOWED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -45,10 +46,12 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
 
 
 class _Pair(NamedTuple):
-    """The two tensors of a layer."""
+    """The two tensors of a layer; None if the file lacks one."""
 
     a: Tensor | None
+    """``lora_A.weight``, [rank, inputs] once it is checked"""
     b: Tensor | None
+    """``lora_B.weight``, [outputs, rank] once it is checked"""
 
 
 def read_adapter(
@@ -56,9 +59,9 @@ def read_adapter(
 ) -> tuple[str, dict[str, Factors]]:
     """The sha256 of the files, and factors in float32, by the layer's path.
 
-    Each file is read once: the sum and the factors are of the same bytes, whatever is written
-    meanwhile or later. Raises InvalidArgumentError for what is no adapter of this model, or cannot
-    be computed: it names the field or tensor, what it is and what it must be.
+    Each file is read once, so that the sha256 is that of the very bytes which became the factors,
+    even if the files change meanwhile. Raises InvalidArgumentError for what is no adapter of this
+    model, or cannot be computed: it names the field or tensor, what it is and what it must be.
     """
     config_bytes = _read(folder, CONFIG)
     try:
@@ -102,7 +105,8 @@ def _parse_weights(data: bytes, folder: Path) -> dict[str, Tensor]:
 
 def _check_config(config: Mapping[str, Any]) -> None:
     for name, allowed in _ALLOWED.items():
-        value = config.get(name, allowed[0])
+        default = allowed[0]
+        value = config.get(name, default)
         if not any(_is_same(value, each) for each in allowed):
             bound = " or ".join(repr(each) for each in allowed)
             raise InvalidArgumentError.of(name, value, bound)
@@ -126,7 +130,8 @@ def _is_positive(value: object) -> bool:
 
 
 def _by_pattern(pattern: Mapping[str, float] | None, path: str, default: float) -> float:
-    """PEFT's rule: the first key that is the path's end, or a regular expression for it."""
+    """The value of the first key that matches the end of ``path``, else ``default``. As in PEFT,
+    a key is a regular expression for one or more whole parts of the path."""
     for key, value in (pattern or {}).items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", path)
@@ -187,6 +192,7 @@ def _factors(path: str, pair: _Pair, rank: int, config: Mapping[str, Any]) -> Fa
     assert pair.a is not None
     assert pair.b is not None
     alpha = _by_pattern(config.get("alpha_pattern"), path, config["lora_alpha"])
+    # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root of the rank.
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
-    scaled = pair.b.float() * (alpha / divisor)
-    return Factors(a=pair.a.float(), b=scaled.T.contiguous())
+    scaled_b = pair.b.float() * (alpha / divisor)
+    return Factors(a=pair.a.float(), b=scaled_b.T.contiguous())

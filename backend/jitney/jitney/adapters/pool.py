@@ -2,6 +2,14 @@
 
 An adapter is in use while a request that names it is open. If a new one needs room, the unused one
 that was used longest ago makes way. If all are in use, the request waits for room.
+
+So a request that names an adapter is in one of three states:
+
+| state | it is a key of |
+|---|---|
+| it waits for room | ``_queue`` and ``_since`` |
+| its adapter is being loaded | ``_entry_of`` and ``_since`` |
+| its adapter is there, or could not be loaded | ``_entry_of`` |
 """
 
 import logging
@@ -24,7 +32,7 @@ ReadAdapter = Callable[[str], LowRank]
 Stamp = Callable[[str], tuple[int, ...]]
 """What the files of an adapter look like: it changes once they are written anew."""
 _Id = tuple[str, tuple[int, ...]]
-"""A name and its stamp."""
+"""A name and its stamp: an adapter whose files were written anew is another one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,17 +50,21 @@ class Adapters:
     """See the module's docstring."""
 
     def __init__(self, load: ReadAdapter, stamp: Stamp, most: int, patience: float) -> None:
-        """Keeps at most ``most`` in memory. Once a request has waited for room for ``patience``
-        seconds, none that comes later goes first."""
+        """Keeps at most ``most`` in memory. A request whose adapter is there may pass those that
+        wait for room, until the first of them has waited for ``patience`` seconds."""
         self._load = load
         self._stamp = stamp
         self._most = most
         self._patience = patience
         self._entries: OrderedDict[_Id, _Entry] = OrderedDict()  # the one used longest ago first
-        self._entry_of: dict[int, _Entry] = {}  # by key
-        self._queue: dict[int, str] = {}  # keys that wait for room, in order, and their names
-        self._since: dict[int, float] = {}  # by key, of all that wait: when that began
-        self._new: list[_Id] = []
+        # Request's key -> its adapter. An entry may be here alone: see ``receive``.
+        self._entry_of: dict[int, _Entry] = {}
+        # Request's key -> name of its adapter, first come first.
+        self._queue: dict[int, str] = {}
+        # Key -> when the request began to wait, for room or for a load.
+        self._since: dict[int, float] = {}
+        self._new: list[_Id] = []  # to be loaded, and not handed out by ``to_make`` yet
+        # Figures since the last report.
         self._hits = 0
         self._loads = 0
         self._wait_seconds = 0.0
@@ -62,16 +74,20 @@ class Adapters:
         return message.params.lora_name
 
     def claim(self, key: int, name: str, now: float) -> bool:
-        entry = None if self._is_held_up(now) else self._find(name)
-        if entry is not None:
-            self._assign(key, entry)
-            if entry.result is not None:
-                self._hits += 1
-                return True
-        else:
+        entry = None
+        if not self._must_queue(now):
+            entry = self._find_or_add(name)
+        if entry is None:
             self._queue[key] = name
-        self._since[key] = now
-        return False
+            self._since[key] = now
+            return False
+
+        self._assign(key, entry)
+        if entry.result is None:
+            self._since[key] = now
+            return False
+        self._hits += 1
+        return True
 
     def to_make(self) -> Sequence[_Id]:
         new = self._new
@@ -95,7 +111,8 @@ class Adapters:
         entry.result = result
         self._loads += 1
         if isinstance(result, JitneyError):
-            # The files may be repaired, so the next request tries again.
+            # The files may be repaired, so the next request tries again. Those that waited for this
+            # load get the error from their own reference to the entry.
             del self._entries[id]
         ready = sorted(key for key in entry.users if key in self._since)
         for key in ready:
@@ -119,8 +136,8 @@ class Adapters:
         return self._fill(now)
 
     def report(self, stats: StepStats) -> None:
-        entries = self._entries.values()
-        stats.adapters_resident = len([one for one in entries if one.result is not None])
+        resident = [entry for entry in self._entries.values() if entry.result is not None]
+        stats.adapters_resident = len(resident)
         stats.adapter_loads = self._loads
         stats.adapter_hits = self._hits
         stats.adapter_wait_seconds = self._wait_seconds
@@ -130,15 +147,17 @@ class Adapters:
 
     # ------------------------------------------------------------------ room
 
-    def _is_held_up(self, now: float) -> bool:
-        """Whether the first that waits for room has done so for too long to be passed."""
+    def _must_queue(self, now: float) -> bool:
+        """Whether a new request must wait behind those in the queue: the first of them has lost
+        patience."""
         if not self._queue:
             return False
         first = next(iter(self._queue))
         return now - self._since[first] > self._patience
 
-    def _find(self, name: str) -> _Entry | None:
-        """The entry of a name, which is to be loaded if it is not there. None: there is no room."""
+    def _find_or_add(self, name: str) -> _Entry | None:
+        """The entry of a name, now the one used last. If there is none, a new one that is to be
+        loaded; another adapter may be dropped for it. None: there is no room."""
         id = (name, self._stamp(name))
         entry = self._entries.get(id)
         if entry is None:
@@ -160,12 +179,12 @@ class Adapters:
         return False
 
     def _fill(self, now: float) -> list[int]:
-        """There may be room: assign it to those that wait for it, in order. Those of them whose
-        adapter is in memory already."""
+        """Assign what room there is to the requests that wait for it, in order. Returns those whose
+        wait is over by that, as their adapter is in memory already."""
         ready: list[int] = []
         while self._queue:
             key, name = next(iter(self._queue.items()))
-            entry = self._find(name)
+            entry = self._find_or_add(name)
             if entry is None:
                 break
             del self._queue[key]
@@ -189,15 +208,15 @@ def make_pool(config: EngineConfig, runner: TorchRunner) -> Adapters:
     root = Path(config.adapters)
 
     def load(name: str) -> LowRank:
-        version, factors = read_adapter(root / name, runner.sites, config.max_adapter_rank)
-        return runner.make_adapter(version, factors)
+        digest, factors = read_adapter(root / name, runner.sites, config.max_adapter_rank)
+        return runner.make_adapter(digest, factors)
 
     def stamp(name: str) -> tuple[int, ...]:
         found: list[int] = []
         for file in (CONFIG, WEIGHTS):
             try:
                 status = (root / name / file).stat()
-            except OSError:
+            except OSError:  # a missing file: loading it says so
                 continue
             found += [status.st_mtime_ns, status.st_size, status.st_ino]
         return tuple(found)
