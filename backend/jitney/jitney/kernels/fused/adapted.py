@@ -1,7 +1,8 @@
 """A step with LoRA adapters, through a model that is fused as a whole. Built by ``fuse``.
 
-What adapters give is added between the fused modules, where the module that they replace had it:
-before the rotary embedding, the residual sum or the activation. Steps without adapters go the
+The product of an adapter is added to that of the linear layer it belongs to, before anything is
+computed from it: the rotary embedding, the sum with the residual, the activation. A step with
+adapters therefore calls the parts of a fused layer one by one. Steps without adapters go the
 model's usual way.
 """
 
@@ -38,8 +39,9 @@ def find_places(model: FusedForward, sites: Mapping[str, Site]) -> list[Places]:
 
 
 def _parts(sites: Mapping[str, Site], prefix: str, *names: str) -> list[Part]:
-    """The sites of these names, side by side."""
-    found = list[Part]()
+    """Those of ``names`` that are sites, with the columns that they have in the result of the fused
+    layer: one behind the other, in this order."""
+    found: list[Part] = []
     first = 0
     for name in names:
         site = sites.get(prefix + name)
@@ -56,8 +58,11 @@ class AdaptedForward:
     def __init__(self, model: FusedForward, sites: Mapping[str, Site]) -> None:
         self._model = model
         self._places = find_places(model, sites)
-        paths = {part.path for place in self._places for parts in place for part in parts}
-        self.sites = {path: site for path, site in sites.items() if path in paths}
+        reached: set[str] = set()
+        for places in self._places:
+            for parts in places:
+                reached.update(part.path for part in parts)
+        self.sites = {path: site for path, site in sites.items() if path in reached}
         """Those that adapters may change: not inside of an MLP that is called as it is."""
         self.pack, self.program = model.kernels.adapted(model, self._places)
 
@@ -128,9 +133,11 @@ def _attend(
 def _run_mlp(mlp: FusedMLP, x: Tensor, places: Places, add: AddProducts) -> Tensor:
     gated: Any = mlp.gated
     if places.gated:
-        more = x.new_zeros(len(x), places.gated[-1].last)
-        add(places.gated, x, more)
-        inner = gated.plus(x, more)
+        # The activation is computed inside of ``gated``. Its method ``plus`` adds the second
+        # argument to gate and up before that.
+        from_adapters = x.new_zeros(len(x), places.gated[-1].last)
+        add(places.gated, x, from_adapters)
+        inner = gated.plus(x, from_adapters)
     else:
         inner = gated(x)
     out: Tensor = mlp.down(inner)

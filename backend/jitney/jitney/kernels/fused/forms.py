@@ -89,7 +89,8 @@ RowFunction = Callable[[Tensor], Tensor]
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
 """(qkv, which it may overwrite, cos and sin [T, R], attention) -> [T, heads, head size]"""
 EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(input of a branch's last product, residual, rows) -> (the sum's norm, the sum)"""
+"""(x, the input of a branch's last product; the residual; indices of rows, or None for all) ->
+(norm of the sum, the sum), of these rows alone. See :meth:`LayerKernels.end_branch`."""
 
 
 class FusedNorm(nn.Module):
@@ -127,5 +128,5 @@ class LayerKernels(Protocol):
         """Norms and rotary embedding of the heads, then attention."""
 
     def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
-        """sum = residual + branch_norm(product(x)), of the given rows if there are any, and its
-        norm; without ``norm``, the sum twice."""
+        """The end of a residual branch: sum = residual + branch_norm(product(x)), then norm(sum).
+        A norm that is None is left out: without ``norm``, the function gives the sum twice."""

@@ -150,7 +150,8 @@ class _Fuser:
     # ------------------------------------------------------------------ norms and MLPs
 
     def norm(self, norm: Any) -> FusedNorm:
-        """An RMS norm. It multiplies by its weight or by 1 + weight: what it gives tells."""
+        """An RMS norm. Whether it multiplies by its weight or by 1 + weight is found by trying
+        both."""
         epsilon = vars(norm).get("variance_epsilon", vars(norm).get("eps"))
         if not isinstance(epsilon, float):
             raise Misfit("it has no epsilon")
@@ -200,7 +201,7 @@ class _Fuser:
         self._checker.check(layer, fused, width=width, scales=LAYER_SCALES, call=call)
 
         _copy_plain_values(layer, fused)
-        if isinstance(angles, Angles):
+        if isinstance(angles, Angles):  # else its rotary module is not where most models have it
             self._rotaries[fused] = angles.rotary
         return fused
 
@@ -235,24 +236,26 @@ class _Fuser:
     def _attention_form(
         self, attention: nn.Module, children: Children, call: dict[str, Any]
     ) -> AttentionForm:
-        """As one call shows it."""
-        _, attended = run_alone(attention, self._checker.random(self._config.hidden_size), call)
-        if len(attended) != 1:
+        """What the module hands to attention when it is run once."""
+        x = self._checker.random(self._config.hidden_size)
+        _, attention_calls = run_alone(attention, x, call)
+        if len(attention_calls) != 1:
             raise Misfit("it does not attend once")
-        form = _form_of(attended[0])
+        attention_call = attention_calls[0]
+        form = _form_of(attention_call)
+
         *qkv, _ = children.products
         outputs = sum(each.out_features for each in qkv)
-        same_shapes = attended[0].value.shape == attended[0].key.shape
+        same_shapes = attention_call.value.shape == attention_call.key.shape
         if not same_shapes or outputs != sum(form.qkv_heads) * form.head_size:
             raise Misfit("its projections do not give the heads alone")
         if not children.norms:
             return form
 
         query, key = (self.norm(norm).form for norm in children.norms)
-        of_query = query.scale.numel() // form.head_size
-        of_key = key.scale.numel() // form.head_size
-        of_each_head = (of_query, of_key) == (1, 1)
-        of_all_heads = (of_query, of_key) == (form.query_heads, form.key_heads)
+        normed_heads = (query.scale.numel() // form.head_size, key.scale.numel() // form.head_size)
+        of_each_head = normed_heads == (1, 1)
+        of_all_heads = normed_heads == (form.query_heads, form.key_heads)
         if not (of_each_head or of_all_heads) or query.epsilon != key.epsilon:
             raise Misfit("its query and key norms differ")
         return replace(form, norms=(query, key))
@@ -271,7 +274,7 @@ class _Fuser:
             raise Misfit("not all of its parts are fused")
 
         expected = run_trial(module)
-        # Layers with the same rotary embedding share a table.
+        # Layers with the same rotary embedding share a table. Of each layer: (rotary, half).
         rotaries = [(self._rotaries[x], x.self_attn.half_rotary) for x in layers]
         different = list(dict.fromkeys(rotaries))
         length = self._length + _SURPLUS
@@ -290,8 +293,8 @@ class _Fuser:
 
         module.lm_head = fused.head
         is_tied = old_head.weight is embed.weight
-        is_packed = not list(fused.head.parameters())
-        if is_tied and is_packed:  # the embedding's weight stays beside the packed one
+        is_packed = not list(fused.head.parameters())  # a copy of the weight, in another layout
+        if is_tied and is_packed:  # so the embedding keeps the weight, too
             self.report.added_bytes += old_head.weight.nbytes
         return fused
 
@@ -325,8 +328,8 @@ def _form_of(call: AttentionCall) -> AttentionForm:
 
 
 def _has_half_angles(cos: Tensor, head_size: int) -> bool:
-    """Whether cos has one column for each pair of rotated values; else its second half is its first
-    once more."""
+    """Whether cos [1, T, columns] has one column for each pair of rotated values. Else it has one
+    for each value, and its second half repeats the first."""
     first, second = cos.tensor_split(2, -1)
     half = not torch.equal(first, second)
     rotated = cos.shape[-1] * 2 if half else cos.shape[-1]
@@ -336,7 +339,8 @@ def _has_half_angles(cos: Tensor, head_size: int) -> bool:
 
 
 def _copy_plain_values(source: nn.Module, target: nn.Module) -> None:
-    """The model around a layer may ask for its type, say."""
+    """Give ``target`` the plain public attributes of ``source``: the model around a layer may ask
+    for its type, say."""
     for name, value in vars(source).items():
         is_public = not name.startswith("_") and name != "training"
         if is_public and isinstance(value, (str, int, float)):

@@ -77,7 +77,8 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _error(self, func: Any, args: Any) -> ConfigError:
-        where = self._names[-1] if self._names and self._names[-1] else "the model"
+        innermost = self._names[-1] if self._names else ""
+        where = innermost or "the model"  # which has the name ""
         dtype = next((x.dtype for x in args if isinstance(x, torch.Tensor)), "no tensor")
         return ConfigError(
             f"option batch_invariant is true, but {where} computes {func} of {dtype}, whose "
@@ -92,7 +93,7 @@ def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if func.is_view or name in _MOVES:
         return True
     if torch.Tag.pointwise in func.tags:
-        # A multiple that is added may be rounded before or not.
+        # With ``alpha``, the multiple may or may not be rounded before it is added.
         return name in _EXACT and kwargs.get("alpha", 1) == 1
     # A product of one summand: frequencies times positions.
     return name in _PRODUCTS and args[0].shape[-1] == 1

@@ -1,9 +1,11 @@
 """Fused modules: each computes what the module it replaces does, in fewer and larger kernels.
 
-One product gives query, key and value. One kernel does the norms and the rotary embedding of the
-heads. The activation is computed with the gate's product, and the sum with the residual with the
-product before it or the norm after it. ``fuse`` builds these modules from a device's
-``LayerKernels``.
+- One product gives query, key and value.
+- One kernel does the norms and the rotary embedding of the heads.
+- The product of gate and up computes the activation too.
+- The sum with the residual is computed by the product before it, or by the norm after it.
+
+``fuse`` builds these modules from a device's ``LayerKernels``.
 
 Tensors are [T, width] inside, and [1, T, width] where transformers calls.
 """
@@ -98,13 +100,16 @@ class FusedAttention(nn.Module):
 
 
 class LayerNorms(NamedTuple):
-    """The norms of a layer: of what goes into a branch, and of what comes out of it before it is
-    added."""
+    """The norms of a layer."""
 
     attention: Norm
+    """Of the input of attention."""
     attended: Norm
+    """Of the output of attention, before it is added to the residual."""
     mlp: Norm
+    """Of the input of the MLP."""
     mixed: Norm
+    """Of the output of the MLP, before it is added to the residual."""
 
 
 class FusedDecoderLayer(nn.Module):
@@ -121,16 +126,17 @@ class FusedDecoderLayer(nn.Module):
         self._attend = attention.attend
         self._end_attention = kernels.end_branch(attention.output, norms.attended, norms.mlp)
 
-        # An MLP is its last product and what comes before that. One that is not fused is all last.
+        # A device may compute the MLP's last product together with the sum and the norm behind it.
+        # The MLP is therefore called in two steps; one that is not fused is all in the last step.
         self._before_last: RowFunction | None = None
         self._last: RowFunction = partial(call_mlp, mlp)
         if isinstance(mlp, FusedMLP):
             self._before_last = mlp.gated.forward
             self._last = mlp.down
-        self._end = self.end_before(None)
+        self._end_without_norm = self.end_before(None)
 
     def end_before(self, norm: Norm) -> EndBranch:
-        """The end of this layer together with ``norm``, which comes next."""
+        """The end of this layer, together with the norm that begins the next one."""
         return self._kernels.end_branch(self._last, self.norms.mixed, norm)
 
     def forward(
@@ -147,14 +153,14 @@ class FusedDecoderLayer(nn.Module):
         norm = self.norms.attention
         x = hidden if norm is None else norm(hidden)
         x, residual = self.run(x, hidden, angles, paged)
-        _, total = self._end(x, residual, None)
+        _, total = self._end_without_norm(x, residual, None)
         return total.unsqueeze(0)
 
     def run(
         self, x: Tensor, residual: Tensor, angles: CosSin, paged: PagedFunction
     ) -> tuple[Tensor, Tensor]:
-        """From the input of attention to the input of the layer's last product, and the residual
-        behind attention."""
+        """All but the end of the layer: x, the input of attention, and the residual -> the input of
+        the layer's last product, and the residual behind attention."""
         attended = self._attend(x, angles, paged)
         x, residual = self._end_attention(attended, residual, None)
         if self._before_last is not None:

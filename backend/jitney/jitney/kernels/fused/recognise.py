@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from jitney.execution.quantized import QuantizedLinear
 from jitney.kernels.fused.forms import ACTIVATIONS, Activation
 
-# Each form lists the children that a module of a kind may have, in a fixed order: products, norms
-# and others, told by their names. The last product is that of the output.
+# A form is a tuple of the names of all children that a module of a kind has. Names that end in
+# "_proj" are products, of which the last gives the module's output; see _children for the others.
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _QK_NORMS = ((), ("q_norm", "k_norm"))
 _ATTENTIONS = tuple((*qkv, "o_proj", *norms) for qkv in _QKV for norms in _QK_NORMS)
@@ -21,7 +21,7 @@ _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
 _MLPS = tuple((*gate_up, "down_proj", name) for gate_up in _GATE_UP for name in _ACTIVATION_NAMES)
 
-# Norms in the order of LayerNorms; "" stands where a layer has none.
+# Norms in the order of LayerNorms. "" is no child: it stands for a norm that a layer does not have.
 _BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
 _AROUND = (
     "input_layernorm",
@@ -65,26 +65,28 @@ def layer_children(module: nn.Module) -> Children | None:
 
 
 def _children(module: nn.Module, forms: Sequence[tuple[str, ...]]) -> Children | None:
-    """The children that one of ``forms`` names, if they are of its kinds and all there is."""
+    """The children of ``module``, if it has exactly those that one of ``forms`` names, each of the
+    kind that its name says, and no parameters of its own."""
     own = {
         name: child for name, child in module.named_children() if type(child) not in _WITHOUT_EFFECT
     }
-    names = next((form for form in forms if set(form) - {""} == set(own)), None)
-    if names is None:
+    form = next((each for each in forms if set(each) - {""} == set(own)), None)
+    if form is None:
         return None
+    # Sinks are handed to attention with each call, where a trial sees them.
     if any(name != "sinks" for name, _ in module.named_parameters(recurse=False)):
         return None
 
     found = Children([], [], [])
-    for name in names:
+    for name in form:
         child = own.get(name)
         if name.endswith("_proj"):
             if type(child) is not nn.Linear and not isinstance(child, QuantizedLinear):
                 return None
             found.products.append(child)
         elif name in ("self_attn", "mlp", *_ACTIVATION_NAMES):
-            found.others.append(child)
-        elif child is None or is_norm(child):
+            found.others.append(child)  # the caller looks into these
+        elif child is None or is_norm(child):  # None: the name is ""
             found.norms.append(child)
         else:
             return None

@@ -46,26 +46,29 @@ class Mixer:
 
 
 class Angles(CosSin):
-    """cos and sin as a rotary module gave them in a trial."""
+    """cos and sin as a rotary module gave them in a trial. The layers that get this tuple tell by
+    it which call of a rotary module was theirs."""
 
     rotary: Rotary
-    """The same call for other input."""
+    """Calls the same module, with the same further arguments, for other positions."""
 
 
 def run_trial(module: PreTrainedModel, step: StepFunction | None = None) -> Tensor:
     """The logits of ``module`` with a :class:`Mixer` as attention, or of ``step`` in its place."""
     positions = torch.arange(_TOKENS, device=module.device)
-    inputs = (positions + 1, positions, positions[::2], Mixer())
+    ids = positions + 1
+    rows = positions[::2]  # logits of some tokens alone, as in service
     if step is None:
-        return forward(module, *inputs)
-    return step(*inputs)
+        return forward(module, ids, positions, rows, Mixer())
+    return step(ids, positions, rows, Mixer())
 
 
 def record_calls(
     module: PreTrainedModel, fits: Callable[[nn.Module], object]
 ) -> WeakKeyDictionary[nn.Module, dict[str, Any]]:
-    """The keyword arguments beside its input of each module that ``fits``, by one trial; what a
-    rotary module gave is :class:`Angles`. A module that is replaced is forgotten."""
+    """Runs one trial. Returns, for each module that ``fits``, the keyword arguments that it was
+    called with beside its input; among them what a rotary module gave, as :class:`Angles`. A module
+    that is replaced is forgotten."""
     calls: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
     def record(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -86,8 +89,8 @@ def record_calls(
 
 
 def _mark_angles(made: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """A hook of a rotary module: what it gives keeps how it was made."""
-    rest = args[2:]
+    """A hook of a rotary module: what it gives remembers how it was made."""
+    rest = args[2:]  # the first two are x and the positions
     named = {k: v for k, v in kwargs.items() if k not in ("x", "position_ids")}
     angles = Angles(output)
     angles.rotary = lambda x, positions: made(x, positions, *rest, **named)
@@ -97,17 +100,21 @@ def _mark_angles(made: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 def run_alone(
     module: nn.Module, x: Tensor, call: dict[str, Any]
 ) -> tuple[Tensor, list[AttentionCall]]:
-    """What ``module`` gives for x by itself, and its calls of attention if it takes the keyword
-    arguments ``call``.
+    """What ``module`` gives for x by itself, and its calls of attention.
 
-    Raises Misfit if it needs more around it: what another layer has left for it, say.
+    ``call`` has the keyword arguments that :func:`record_calls` found; empty for a module that is
+    called with x alone, and does not attend. Raises Misfit if the module needs more around it: what
+    another layer has left for it, say.
     """
     mixer = Mixer()
-    arguments = {**call, "paged": mixer} if call else {}
+    arguments: dict[str, Any] = {}
+    if call:
+        arguments = {**call, "paged": mixer}
     try:
         result = module(x, **arguments)
     except (TypeError, LookupError, AttributeError, ValueError, AssertionError) as error:
         raise Misfit(f"it cannot be run alone ({type(error).__name__})") from error
+    # transformers' attention returns its weights as well, which are None here.
     if isinstance(result, tuple) and not any(isinstance(each, Tensor) for each in result[1:]):
         result = result[0]
     if not isinstance(result, Tensor):
@@ -141,18 +148,19 @@ class Checker:
         to attention, on input [1, T, width] of any of ``scales``."""
         for scale in scales:
             x = self.random(width) * scale
-            right, before = run_alone(module, x, call)
-            got, after = run_alone(fused, x, call)
+            right, right_calls = run_alone(module, x, call)
+            got, got_calls = run_alone(fused, x, call)
             self.same("its result", got, right)
-            for ours, theirs in zip(after, before, strict=True):
-                self.same("its query", ours.query, theirs.query)
-                self.same("its key", ours.key, theirs.key)
-                self.same("its value", ours.value, theirs.value)
+            for got_call, right_call in zip(got_calls, right_calls, strict=True):
+                self.same("its query", got_call.query, right_call.query)
+                self.same("its key", got_call.key, right_call.key)
+                self.same("its value", got_call.value, right_call.value)
 
     def same(self, what: str, got: Tensor, right: Tensor) -> None:
         """Raise Misfit if they differ by more than rounding."""
         if got.shape != right.shape:
             raise Misfit(f"{what} has another shape")
         error = float((got.float() - right.float()).norm())
-        if not error <= self._tolerance * float(right.float().norm()):
+        allowed = self._tolerance * float(right.float().norm())
+        if not error <= allowed:  # also if one is NaN
             raise Misfit(f"{what} differs")

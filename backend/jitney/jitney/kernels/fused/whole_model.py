@@ -20,8 +20,8 @@ StepProgram = Callable[[Tensor, Tensor, PagedFunction], Tensor | None]
 
 
 class Places(NamedTuple):
-    """The linear layers of one decoder layer that adapters may change, by the fused layers that
-    they are parts of."""
+    """The linear layers of one decoder layer that adapters may change. Each list has those that one
+    fused layer is made of, with the columns of its result that they give."""
 
     qkv: list[Part]
     output: list[Part]
@@ -80,12 +80,13 @@ class FusedForward:
     kernels: ModelKernels
 
     def __post_init__(self) -> None:
-        self._first_norm = self.layers[0].norms.attention
-        following = [*(layer.norms.attention for layer in self.layers[1:]), self.norm]
-        self._steps = [
-            _LayerStep(layer.run, table, layer.end_before(norm))
-            for layer, table, norm in zip(self.layers, self.table_of_layer, following, strict=True)
-        ]
+        first_norm, *next_norms = (layer.norms.attention for layer in self.layers)
+        next_norms.append(self.norm)
+        self._first_norm = first_norm
+        self._steps: list[_LayerStep] = []
+        per_layer = zip(self.layers, self.table_of_layer, next_norms, strict=True)
+        for layer, table, next_norm in per_layer:
+            self._steps.append(_LayerStep(layer.run, table, layer.end_before(next_norm)))
         self.program = self.kernels.program(self)
 
     @torch.inference_mode()
@@ -111,13 +112,13 @@ class FusedForward:
 
     def angles(self, positions: Tensor) -> list[CosSin]:
         """cos and sin [T, R] by each of the tables."""
-        # Side by side for each token: where sin begins does not depend on how many there are, so
-        # the kernel that reads it is the same for every step.
+        # cos and sin of a token are side by side: the offset from one to the other does not depend
+        # on the number of tokens, so the kernel that reads them is the same for every step.
         found = (table.index_select(0, positions).unbind(1) for table in self.tables)
         return [(cos, sin) for cos, sin in found]
 
     def cap(self, logits: Tensor) -> Tensor:
-        """Softly, if the model does."""
+        """The logits, softly capped if the model does that."""
         if self.softcap is None:
             return logits
         return torch.tanh(logits / self.softcap) * self.softcap
