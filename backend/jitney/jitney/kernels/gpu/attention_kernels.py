@@ -9,7 +9,7 @@ tile is token ``i // GROUP`` and head ``i % GROUP``. So each K and V is loaded o
 
 - A row of the batch with one new token is cut along its context into parts, one program each, which
   ``reduction_kernel`` joins.
-- A longer row of the batch is cut into tiles of tokens.
+- A longer row of the batch is cut along its new tokens into tiles, one program each.
 
 Tiles of the context begin at multiples of BLOCK_N of the position, whatever the queries: a position
 meets the same tiles in every chunk.
@@ -17,7 +17,9 @@ meets the same tiles in every chunk.
 | name | meaning |
 |---|---|
 | KV_HEADS, GROUP | KV heads, and the query heads that share one |
-| HEAD_SIZE, PADDED, HEAD_TILE | elements of a head; of its row in the cache; a power of 2 |
+| HEAD_SIZE | elements of a head |
+| PADDED | elements that a head's row in the cache has, HEAD_SIZE or more |
+| HEAD_TILE | HEAD_SIZE, rounded up to a power of 2 |
 | BLOCK_SIZE | tokens of a block of the cache |
 | OPERAND | the dtype in which products are computed |
 | ROWS, BLOCK_N | rows and keys of a tile |
@@ -48,7 +50,7 @@ def _part_span(position, end, window, num_parts, MIN_PART: tl.constexpr, BLOCK_N
     """(low, begin, size, parts): ``low`` is the first key that the query at ``position`` sees. The
     keys low to end - 1 are in ``parts`` parts of ``size`` keys from ``begin`` on, both multiples of
     BLOCK_N."""
-    low = position * 0
+    low = position * 0  # 0 of the type that the branch below gives
     if window is not None:
         low = tl.maximum(position - window + 1, 0)
     begin = low // BLOCK_N * BLOCK_N
@@ -62,9 +64,13 @@ def _store(
     out, token, head, real_row, top, total, result, sinks, factor,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the softmax's quotient times ``factor``, its denominator with one more logit where
-    there are sinks; 0 where there was no key."""
+    """Store ``result / total * factor``, or 0 where no key was seen.
+
+    ``factor`` is the scale of the cached values. A sink is one more logit of its head: it counts in
+    the softmax's denominator, and has no value.
+    """
     if sinks is not None:
+        # Add it to ``total``, as one more key; what came before is rescaled to the new maximum.
         sink = tl.load(sinks + head, real_row, other=0.0) * LOG2_E
         largest = tl.maximum(top, sink)
         shrink = tl.exp2(top - largest)
@@ -98,24 +104,25 @@ def _load_tile(
 @triton.jit
 def _attend(
     query, top, total, result,
-    keys, values, table, head, begin, end, first, position, scale, softcap, window,
+    keys, values, table, head, begin, end, low, position, scale, softcap, window,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys begin (a multiple of BLOCK_N) to end - 1 of a sequence; (top, total,
-    result) with them.
+    """Attend to the keys begin (a multiple of BLOCK_N) to end - 1 of a sequence. Returns (top,
+    total, result) with these keys included.
 
-    MASKED: some are before ``first`` (and may never have been written) or hidden from a query.
+    query is [ROWS, HEAD_TILE], ``position`` [ROWS] that of each row's token. MASKED: some keys are
+    before ``low`` (these may never have been written) or hidden from some query.
     """
     HEAD_TILE: tl.constexpr = query.shape[1]
     element = tl.arange(0, HEAD_TILE)
     # The block numbers of a tile are loaded while the tile before it is computed: the pipeliner
     # then sees loads of K and V whose addresses are known, and keeps its stages for them.
     key = begin + tl.arange(0, BLOCK_N)
-    block = tl.load(table + key // BLOCK_SIZE, (key >= first) & (key < end), other=0)
+    block = tl.load(table + key // BLOCK_SIZE, (key >= low) & (key < end), other=0)
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        inside = (key >= first) & (key < end)
+        inside = (key >= low) & (key < end)
         following = key + BLOCK_N
         next_block = tl.load(table + following // BLOCK_SIZE, following < end, other=0)
         row = row_offset(block, head, key % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE, PADDED)
@@ -129,6 +136,7 @@ def _attend(
         if softcap is not None:  # tanh(x) = 1 - 2 / (exp(2x) + 1), also at both infinities
             power = tl.exp2(scores * (scale * 2.0 / softcap))
             scores = softcap * (1.0 - 2.0 / (power + 1.0))
+        # From here on, scores * factor is in units of log2.
         factor = scale if softcap is None else LOG2_E
         if MASKED:
             seen = inside[None, :] & (key[None, :] <= position[:, None])
@@ -136,13 +144,14 @@ def _attend(
                 seen &= key[None, :] > position[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
 
-        # The factor is positive: it is applied to the maximum, and in the exponent by one fma.
+        # The factor is positive, so the largest score times it is the largest product: the scores
+        # themselves are multiplied only in the exponent, where one fma does it.
         largest = tl.maximum(top, tl.max(scores, 1) * factor)
         safe = largest
         if MASKED:  # a row that has seen no key yet
             safe = tl.where(largest == float("-inf"), 0.0, largest)
         weight = tl.exp2(tl.fma(scores, factor, -safe[:, None]))
-        shrink = tl.exp2(top - safe)
+        shrink = tl.exp2(top - safe)  # from the old maximum to the new one
         total = tl.fma(total, shrink, tl.sum(weight, 1))
         result = dot(weight.to(query.dtype), v, result * shrink[:, None])
         top = largest
@@ -153,36 +162,41 @@ def _attend(
 @triton.jit
 def _tile(
     out, part_results, part_tops, part_totals,
-    query, keys, values, factor, sinks, table, context, row, token, length, skipped, head, part,
-    scale, softcap, window, num_parts, query_token_stride, query_head_stride,
+    query, keys, values, factor, sinks, table, context, row, first_token, length, skipped, head,
+    part, scale, softcap, window, num_parts, query_token_stride, query_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED: tl.constexpr,
     HEAD_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, OPERAND: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MIN_PART: tl.constexpr,
     ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The new tokens of a row that begin ``skipped`` after its first, ``token``, as many as fit
-    into a tile, for the query heads of a KV head. With ``num_parts`` over 1 (the row has one new
-    token), only part ``part`` of the context."""
+    """One tile of queries: some new tokens of a row, for the query heads of KV head ``head``.
+
+    The row has ``length`` new tokens, of which the first is token ``first_token`` of the step, and
+    ``context`` tokens with them. The tile begins ``skipped`` tokens after the first and has as many
+    as fit. If ``num_parts`` is over 1, the row has one new token, and only part ``part`` of its
+    context is attended to. ``factor`` is the scale of the cached values.
+    """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     TOKENS: tl.constexpr = ROWS // GROUP
     first_position = context - length + skipped
     end = tl.minimum(first_position + TOKENS, context)
     low, begin, size, parts = _part_span(first_position, end, window, num_parts, MIN_PART, BLOCK_N)
+    # A row without context (padding of a graph) has no parts: part 0 stores its zeros.
     if part < tl.maximum(parts, 1):
         index = tl.arange(0, ROWS)
         element = tl.arange(0, HEAD_TILE)
-        nth = skipped + index // GROUP
+        new_token = skipped + index // GROUP  # counted from the row's first
         query_head = head * GROUP + index % GROUP
-        real_row = (index < TOKENS * GROUP) & (nth < length)
+        real_row = (index < TOKENS * GROUP) & (new_token < length)
         real = real_row[:, None] & (element < HEAD_SIZE)[None, :]
-        tokens = (token + nth).to(tl.int64)
-        offset = tokens * query_token_stride + query_head * query_head_stride
+        token = (first_token + new_token).to(tl.int64)
+        offset = token * query_token_stride + query_head * query_head_stride
         q = tl.load(query + offset[:, None] + element[None, :], real, other=0.0).to(OPERAND)
         if num_parts > 1:
             begin += part * size
             end = tl.minimum(begin + size, end)
 
-        position = context - length + nth
+        position = context - length + new_token
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         result = tl.zeros([ROWS, HEAD_TILE], tl.float32)
@@ -201,22 +215,28 @@ def _tile(
         )  # fmt: skip
 
         if (parts > 1) & (num_parts > 1):  # for the reduction kernel to join
-            at = (row.to(tl.int64) * HEADS + query_head) * num_parts + part
-            tl.store(part_tops + at, top, real_row)
-            tl.store(part_totals + at, total, real_row)
-            tl.store(part_results + at[:, None] * HEAD_SIZE + element[None, :], result, real)
+            index_of_part = (row.to(tl.int64) * HEADS + query_head) * num_parts + part
+            tl.store(part_tops + index_of_part, top, real_row)
+            tl.store(part_totals + index_of_part, total, real_row)
+            target = part_results + index_of_part[:, None] * HEAD_SIZE + element[None, :]
+            tl.store(target, result, real)
         else:
             _store(
-                out, tokens, query_head, real_row, top, total, result, sinks, factor,
+                out, token, query_head, real_row, top, total, result, sinks, factor,
                 HEADS, HEAD_SIZE,
             )  # fmt: skip
 
 
 @triton.jit
 def _row_of_tile(tile, query_start, num_rows, TOKENS: tl.constexpr):
-    """The last row whose tiles begin at or before ``tile``. A row's first tile is its first token
-    divided by TOKENS, plus one for each row before it."""
-    row = num_rows * 0
+    """The last row whose first tile is ``tile`` or before it: by bisection.
+
+    Row r, whose first token is token t of the step, begins with tile t // TOKENS + r. So a launch
+    needs to know no lengths: the numbers of rows and tokens give the number of tiles. The 1 for
+    each row makes up for rounding down, so that a row has at least the tiles that it fills. If it
+    has one more, that one has no work.
+    """
+    row = num_rows * 0  # 0 of the type that the loop gives
     upper = num_rows
     while upper - row > 1:
         middle = (row + upper) // 2
@@ -242,8 +262,9 @@ def attention_kernel(
     DECODE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     MIN_PART: tl.constexpr, ONLY_DECODES: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Programs (num_rows * num_parts + tiles, KV heads). The first compute a part of a row that has
-    one new token, the others a tile of a longer row's; what has no work ends at once.
+    """Programs (num_rows * num_parts + tiles, KV heads). Of the first dimension, the first
+    num_rows * num_parts compute a part of a row that has one new token, the others a tile of a
+    longer row (see ``_row_of_tile``). A program that has no work ends at once.
 
     out is [T, heads, HEAD_SIZE]; the parts are written where a row has more than one. ``scale`` is
     in units of log2, and includes no scale of the cache. ALWAYS_MASKED: a longer row's tiles run
@@ -314,14 +335,15 @@ def reduction_kernel(
     if (length == 1) & (parts > 1):
         element = tl.arange(0, HEAD_TILE)
         part = tl.arange(0, MOST_PARTS)
-        at = (row.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_parts + part
+        index_of_part = (row.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * num_parts + part
         real = part < parts
-        tops = tl.load(part_tops + at, real, other=float("-inf"))
+        tops = tl.load(part_tops + index_of_part, real, other=float("-inf"))
         top = tl.max(tops, 0)
         weight = tl.exp2(tops - top)
-        total = tl.sum(weight * tl.load(part_totals + at, real, other=0.0), 0)
+        totals = tl.load(part_totals + index_of_part, real, other=0.0)
+        total = tl.sum(weight * totals, 0)
         results = tl.load(
-            part_results + at[:, None] * HEAD_SIZE + element[None, :],
+            part_results + index_of_part[:, None] * HEAD_SIZE + element[None, :],
             real[:, None] & (element < HEAD_SIZE)[None, :],
             other=0.0,
         )
@@ -330,10 +352,10 @@ def reduction_kernel(
         if value_scale is not None:
             factor = tl.load(value_scale + query_head // GROUP)
 
-        # A tile of one row.
-        one = tl.arange(0, 1)
+        # ``_store`` takes a tile: one of one row, made by adding [0] to the scalars.
+        index = tl.arange(0, 1)
         zero = tl.zeros([1], tl.float32)
         _store(
-            out, token.to(tl.int64) + one, query_head + one, one == 0, top + zero, total + zero,
-            result, sinks, factor, KV_HEADS * GROUP, HEAD_SIZE,
+            out, token.to(tl.int64) + index, query_head + index, index == 0, top + zero,
+            total + zero, result, sinks, factor, KV_HEADS * GROUP, HEAD_SIZE,
         )  # fmt: skip

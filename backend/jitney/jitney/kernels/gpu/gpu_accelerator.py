@@ -39,7 +39,8 @@ class GpuAccelerator:
     """Attention over the paged cache, CUDA graphs, and a runner that overlaps steps."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        """Raises ConfigError for options that kernels, or interpreted ones, give no meaning."""
+        """Raises ConfigError for options that the GPU's kernels do not have; where they are
+        interpreted on a CPU, also for those that need a GPU."""
         self._config = config
         self._capture = capture_on(device)
         if config.kv_cache_dtype == "int8":
@@ -89,8 +90,8 @@ class GpuAccelerator:
         return GpuAttention(shape.device, shape.dtype, *heads, batch_invariant=invariant)
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
-        """Whether all layers attend through kernels of our own, which plan without looking at the
-        device."""
+        """Whether all layers attend through kernels of our own. Only these plan a step without
+        waiting for the device, as graphs and overlapped steps need it."""
         return all(attend.name == "gpu" for attend in attention)
 
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:

@@ -22,6 +22,7 @@ from jitney.kernels.gpu.write_kernel import write_kernel
 
 LOG2_E = 1.4426950408889634
 _MOST_PARTS = 64
+"""The most parts that a context is cut into: the reduction kernel loads them all at once."""
 _HEADS_PER_PROGRAM = 8
 """KV heads that a program of the write kernel writes."""
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -78,7 +79,7 @@ class GpuAttention:
         else:
             self.tiles = TileTable(tiles, tiles)
         self._compiled: set[tuple[object, ...]] = set()
-        """Forms of a step whose reduction kernel is compiled."""
+        """(dtype of the output, has no window, has no sinks) whose reduction kernel is compiled."""
 
     def plan(
         self, num_rows: int, num_tokens: int, max_query_len: int, max_context_len: int
@@ -88,9 +89,11 @@ class GpuAttention:
             return LaunchPlan(only_decodes=False, parts=1, tiles=self.tiles.mixed)
         only_decodes = max_query_len == 1 and num_rows == num_tokens
         tiles = self.tiles.decodes if only_decodes else self.tiles.mixed
+        # As many parts as keep the device busy, but no part shorter than the least.
+        wanted = round(tiles.programs / (num_rows * self._kv_heads))
         most = min(_MOST_PARTS, triton.cdiv(max_context_len, tiles.least_part))
-        that_keep_busy = round(tiles.programs / (num_rows * self._kv_heads))
-        return LaunchPlan(only_decodes, max(1, min(most, that_keep_busy)), tiles)
+        parts = max(1, min(wanted, most))
+        return LaunchPlan(only_decodes, parts, tiles)
 
     def __call__(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Tensor:
         """Write K and V to their slots, then attend: products in the cache's dtype (for float8, in
@@ -140,8 +143,10 @@ class GpuAttention:
         parts = self._make_parts(rows, plan.parts, q.device)
 
         programs = rows * plan.parts
-        if not plan.only_decodes:
-            programs += tokens // (tiles.chunk_rows // self._group) + rows
+        if not plan.only_decodes:  # the tiles of longer rows, as the kernel numbers them
+            tokens_of_tile = tiles.chunk_rows // self._group
+            programs += tokens // tokens_of_tile + rows
+        # By position, line by line as in the kernel's signature: keywords take the launch longer.
         attention_kernel[(programs, self._kv_heads)](
             out, *parts,
             q, cache.keys, cache.values, cache.key_scale, cache.value_scale, call.sinks,
@@ -159,8 +164,10 @@ class GpuAttention:
     def _make_parts(self, rows: int, parts: int, device: torch.device) -> _Parts:
         """Memory for what the parts give; none if contexts are not cut."""
         count = rows * self._heads * parts if parts > 1 else 0
-        floats = torch.empty(count * (self._head_size + 2), dtype=torch.float32, device=device)
-        results, tops, totals = floats.split([count * self._head_size, count, count])
+        # One allocation for all three.
+        sizes = [count * self._head_size, count, count]
+        floats = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+        results, tops, totals = floats.split(sizes)
         return _Parts(results, tops, totals)
 
     def _operand(self, query_dtype: torch.dtype) -> tl.dtype:
@@ -181,8 +188,11 @@ class GpuAttention:
         cache: LayerCache,
         meta: AttentionMetadata,
     ) -> None:
-        """Launch the kernel that joins the parts, if there are any. Compile it at the first step of
-        a form in any case: a request's context may grow long enough to need it."""
+        """Launch the kernel that joins the parts, if there are any.
+
+        It is compiled at the first step of its form even if that has no parts: a later step, of
+        longer contexts, must not wait for it.
+        """
         arguments = (
             out, *parts, cache.value_scale, call.sinks, meta.context_len, meta.query_start,
             call.window, plan.parts, self._kv_heads, self._group, self._head_size, self._head_tile,

@@ -92,15 +92,21 @@ class CudaCapture:
             launch()
 
     def _end_allocations(self) -> None:
-        """Tell the allocator that a spoilt capture is over. Some versions of torch do not, and then
-        give no cached memory back however short it is; others raise here."""
+        """Tell the allocator that a spoilt capture is over.
+
+        Some versions of torch do not do so, and then never give cached memory back, not even when
+        memory runs out. Others do, and raise here.
+        """
         with contextlib.suppress(Exception):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
 
 
 def padded_sizes(config: EngineConfig, info: ModelInfo) -> list[int]:
-    """Numbers of rows that decode steps are padded to, ascending: the option's, or powers of two,
-    from 16 on multiples of 16; the last is the most rows of a step or _MOST_ROWS."""
+    """Numbers of rows that decode steps are padded to, ascending.
+
+    Those of option ``cuda_graph_sizes``, or else 1, 2, 4, 8, the multiples of 16, and at last the
+    most rows that a step can have, at most _MOST_ROWS. Empty without graphs.
+    """
     if config.cuda_graphs == "never":
         return []
     rows = min(config.max_num_seqs, info.max_num_batched_tokens)
@@ -136,9 +142,11 @@ class DecodeGraphs:
 
         rows = max(sizes, default=0)
         columns = -(-info.max_model_len // info.block_size)
+        # The buffers: a step of the most rows, all of them padding. A graph of fewer rows reads the
+        # beginning of each.
         self._ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._indices = torch.arange(rows, device=device)
-        self._step = AttentionMetadata(
+        self._meta = AttentionMetadata(
             query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
             context_len=torch.zeros(rows, dtype=torch.int32, device=device),
             block_table=torch.zeros((rows, columns), dtype=torch.int32, device=device),
@@ -174,7 +182,7 @@ class DecodeGraphs:
         begin = time.monotonic()
         enter_device(self._device)
         with torch.inference_mode():
-            for size in reversed(self._sizes):  # what the largest allocates does for the others
+            for size in reversed(self._sizes):  # the others fit into what the largest allocates
                 if not self._run(size):
                     break
             synchronize(self._device)
@@ -183,15 +191,16 @@ class DecodeGraphs:
 
     def _load(self, ids: Tensor, meta: AttentionMetadata) -> None:
         """Copy a step into the buffers, in stream order."""
-        step = self._step
+        buffers = self._meta
         rows, columns = meta.block_table.shape
-        step.context_len.zero_()
-        step.slot_mapping.fill_(-1)
+        # The rows behind the step's are padding: no context, and no slot to write to.
+        buffers.context_len.zero_()
+        buffers.slot_mapping.fill_(-1)
         self._ids[:rows].copy_(ids)
-        step.positions[:rows].copy_(meta.positions)
-        step.slot_mapping[:rows].copy_(meta.slot_mapping)
-        step.context_len[:rows].copy_(meta.context_len)
-        step.block_table[:rows, :columns].copy_(meta.block_table)
+        buffers.positions[:rows].copy_(meta.positions)
+        buffers.slot_mapping[:rows].copy_(meta.slot_mapping)
+        buffers.context_len[:rows].copy_(meta.context_len)
+        buffers.block_table[:rows, :columns].copy_(meta.block_table)
 
     def _run(self, size: int) -> bool:
         """Replay the graph of ``size`` rows, captured first if it is not yet. False, and no graphs
@@ -211,14 +220,14 @@ class DecodeGraphs:
 
     def _decode(self, size: int) -> None:
         """What a graph consists of: from the buffers to ``_logits``."""
-        step = self._step
+        buffers = self._meta
         meta = dataclasses.replace(
-            step,
-            query_start=step.query_start[: size + 1],
-            context_len=step.context_len[:size],
-            block_table=step.block_table[:size],
-            slot_mapping=step.slot_mapping[:size],
-            positions=step.positions[:size],
+            buffers,
+            query_start=buffers.query_start[: size + 1],
+            context_len=buffers.context_len[:size],
+            block_table=buffers.block_table[:size],
+            slot_mapping=buffers.slot_mapping[:size],
+            positions=buffers.positions[:size],
             plans={},
         )
         logits = self._forward(self._ids[:size], meta, self._indices[:size])

@@ -1,8 +1,8 @@
 """Scales of a float8 KV cache. Called by ``gpu_accelerator``, once while a runner loads.
 
 A float8_e4m3 reaches from 2^-9 to 448. Each KV head of a layer gets one scale for its keys and one
-for its values: a cached number times the scale is the number. The scales are found by running some
-hundred tokens over a cache of the model's own dtype and noting the largest magnitudes.
+for its values; the cache holds ``value / scale``. The scales are found by running some hundred
+tokens over a cache of the model's own dtype and noting the largest magnitudes.
 """
 
 import torch
@@ -31,7 +31,12 @@ def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Te
     caches = make_layer_caches(
         model.layers, attention, block_size, model.dtype, model.device, blocks
     )
-    row = probe_row([0] * count, 0, count, list(range(blocks)))
+    row = probe_row(
+        prompt=[0] * count,  # any: the ids that the model gets are those below
+        start=0,
+        count=count,
+        block_table=list(range(blocks)),
+    )
     meta = build_metadata([row], block_size, model.device)
     step = PagedStep(caches, meta)
     scales: dict[int, tuple[Tensor, Tensor]] = {}
@@ -47,12 +52,13 @@ def find_kv_scales(model: LoadedModel, block_size: int) -> list[tuple[Tensor, Te
 
 
 def _spread_ids(count: int, model: LoadedModel) -> Tensor:
-    """Tokens far apart in the vocabulary, each another one."""
+    """Tokens far apart in the vocabulary; all different, if it has that many."""
+    # A prime: it has no divisor in common with a size that it does not divide.
     stride = 7919 if model.vocab_size % 7919 else 1
     return (torch.arange(count, device=model.device) * stride + 1) % model.vocab_size
 
 
 def _scale(x: Tensor) -> Tensor:
-    """Of keys or values [T, KV heads, head size]."""
+    """The scale of each KV head, for keys or values [T, KV heads, head size]."""
     largest = x.float().abs().amax((0, 2))
     return (largest * (_MARGIN / _LARGEST_E4M3)).clamp_(min=_SMALLEST)

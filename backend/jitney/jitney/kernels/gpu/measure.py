@@ -19,7 +19,8 @@ from jitney.kernels.gpu.graphs import padded_sizes
 from jitney.messages import Batch, ModelInfo, Row
 from jitney.sampling_params import SamplingParams
 
-# One row stands for a long context, the others do not make the measuring long.
+# One decode row has the longest context. The others have this one, so that measuring takes little
+# time.
 _SHORT_CONTEXT = 64
 # Memory of the driver for a graph of some hundred kernels.
 _GRAPH_BYTES = 2 << 20
@@ -28,7 +29,7 @@ _GRAPH_BYTES = 2 << 20
 def measure_steps(
     model: LoadedModel, caches: list[LayerCache], info: ModelInfo, config: EngineConfig
 ) -> StepMemory:
-    """Measure on a CUDA device. ``caches`` have one block, and so says ``info``."""
+    """Measure on a CUDA device. ``caches`` have one block, as ``info.num_blocks`` says."""
     runner = TorchRunner(model, caches, info)
     adapter = None
     if model.sites:
@@ -46,19 +47,27 @@ def measure_steps(
         runner.execute(batch)
     # Reserved, not allocated: gaps between tensors count.
     activations = torch.cuda.max_memory_reserved(model.device) - before
-    adapter = None  # its memory is counted elsewhere
-    del batch, row
+    # Free the adapter, which these hold: its memory is counted elsewhere.
+    del adapter, batch, row
     runner.close()
+    return StepMemory(activations, _graph_bytes(decode, config, info))
+
+
+def _graph_bytes(decode: int, config: EngineConfig, info: ModelInfo) -> int:
+    """What all graphs take. They share memory: about ``decode``, what the largest decode step
+    takes."""
     sizes = padded_sizes(config, info)
+    if not sizes:
+        return 0
     # Captured in any order, a larger graph may not fit into what the smaller ones left.
     times = 1 if config.cuda_graphs == "load" else 2
-    graphs = times * decode + len(sizes) * _GRAPH_BYTES if sizes else 0
-    return StepMemory(activations, graphs)
+    return times * decode + len(sizes) * _GRAPH_BYTES
 
 
 def largest_batches(info: ModelInfo, config: EngineConfig) -> list[Batch]:
-    """Steps that need the most: a budget of prompt tokens, all with logprobs, and as many decodes
-    as fit, each with everything that costs the sampler memory."""
+    """The steps that need the most memory: one of as many prompt tokens as the budget allows, all
+    with logprobs, and two of as many decodes as fit, with the sampling parameters that take most.
+    """
     prompts = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=1)
     rows: list[Row] = []
     left = info.max_num_batched_tokens

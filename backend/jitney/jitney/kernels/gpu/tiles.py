@@ -12,8 +12,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 _LARGEST_GROUP = 128
 _LEAST_PART = 256
 """Keys that a part of a context has at least."""
-_LARGE = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities with at least 163 KiB of shared memory for a program; others have 99."""
+_LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities that have at least 163 KiB of shared memory for a program. The others have
+99 KiB."""
 
 
 class Tiles(NamedTuple):
@@ -29,9 +30,9 @@ class Tiles(NamedTuple):
     stages: int
     """Tiles of K and V under way at once, the one in use among them."""
     least_part: int
-    """A part of a context has at least so many keys."""
+    """A part of a context has at least so many keys; the kernels' MIN_PART."""
     programs: int
-    """Programs that keep the device busy; contexts are cut in parts where there are fewer."""
+    """Programs that keep the device busy; contexts are cut into parts where there are fewer."""
 
 
 class TileTable(NamedTuple):
@@ -99,17 +100,20 @@ def look_up(
 ) -> TileTable:
     """The table. ``dtype`` is the cache's, ``group`` the query heads per KV head.
 
-    A tile of K and one of V of 64 keys by 128 elements of 16 bits are 32 KiB. In a step of decodes
-    three programs of two such stages share a processor: some 100 to 190 KiB are on their way, three
-    times what latency times bandwidth asks for. In a mixed step one program of 8 warps computes 128
-    rows, so that each K and V that comes from L2 is used 128 times.
+    How the sizes were chosen. A tile of K and one of V, of 64 keys by 128 elements of 16 bits, are
+    32 KiB together: a stage.
+
+    - A step of decodes waits for memory. Three programs with two stages each share a processor, so
+      100 to 190 KiB are being loaded at any time. That is three times latency times bandwidth.
+    - In a mixed step one program of 8 warps computes 128 rows, so each K and V that comes from L2
+      is used 128 times.
     """
-    wide = max(64, _power_of_2(head_size))
+    head_tile = max(64, _power_of_2(head_size))
     decode_rows = max(16, _power_of_2(group))
     if dtype == torch.float32:
-        table = _without_matrix_units(wide, decode_rows, processors)
+        table = _without_matrix_units(head_tile, decode_rows, processors)
     else:
-        table = _with_matrix_units(wide, decode_rows, processors, capability)
+        table = _with_matrix_units(head_tile, decode_rows, processors, capability)
     if not batch_invariant:
         return table
     # One token or many: the same tiles, so the same instructions in the same order.
@@ -123,14 +127,15 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _without_matrix_units(wide: int, decode_rows: int, processors: int) -> TileTable:
-    """For float32, whose products are made in registers."""
-    most_rows = 32 if wide <= 128 else 16
+def _without_matrix_units(head_tile: int, decode_rows: int, processors: int) -> TileTable:
+    """For float32, whose products are made in registers. ``head_tile``: elements of a head,
+    padded."""
+    most_rows = 32 if head_tile <= 128 else 16
     tiles = Tiles(
         decode_rows=decode_rows,
         chunk_rows=max(most_rows, decode_rows),
-        block_n=32 if wide <= 64 else 16,
-        warps=4 if wide <= 64 else 8,
+        block_n=32 if head_tile <= 64 else 16,
+        warps=4 if head_tile <= 64 else 8,
         stages=2,
         least_part=_LEAST_PART,
         programs=2 * processors,
@@ -139,10 +144,11 @@ def _without_matrix_units(wide: int, decode_rows: int, processors: int) -> TileT
 
 
 def _with_matrix_units(
-    wide: int, decode_rows: int, processors: int, capability: tuple[int, int]
+    head_tile: int, decode_rows: int, processors: int, capability: tuple[int, int]
 ) -> TileTable:
-    """For 16 and 8 bits."""
-    keys = max(16, 64 * 128 // wide)
+    """For 16 and 8 bits. ``head_tile``: elements of a head, padded."""
+    elements = 64 * 128  # of a tile of K: fewer keys of larger heads
+    keys = max(16, elements // head_tile)
     decodes = Tiles(
         decode_rows=decode_rows,
         chunk_rows=decode_rows,
@@ -154,8 +160,8 @@ def _with_matrix_units(
     )
     mixed = decodes._replace(chunk_rows=128, block_n=min(keys, 64), warps=8)
     fewer_rows = max(64, decode_rows)
-    if wide == 256 and capability < (9, 0):  # the sums of 128 rows would not fit the registers
+    if head_tile == 256 and capability < (9, 0):  # sums of 128 rows would not fit the registers
         mixed = mixed._replace(chunk_rows=fewer_rows)
-    if capability not in _LARGE:
+    if capability not in _LARGE_SHARED_MEMORY:
         mixed = mixed._replace(chunk_rows=fewer_rows, block_n=keys // 2, stages=2)
     return TileTable(decodes, mixed)

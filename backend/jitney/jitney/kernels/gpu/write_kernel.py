@@ -55,13 +55,13 @@ def write_kernel(
     PADDED: tl.constexpr,
     HEAD_TILE: tl.constexpr,  # HEAD_SIZE, rounded up to a power of 2
     BLOCK_SIZE: tl.constexpr,
-    HEADS_TILE: tl.constexpr,  # heads of one program
+    HEADS_OF_PROGRAM: tl.constexpr,
 ):
-    """Programs (T, tiles of KV heads)."""
+    """Programs (T, KV heads / HEADS_OF_PROGRAM, rounded up)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
-        head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
+        head = tl.program_id(1) * HEADS_OF_PROGRAM + tl.arange(0, HEADS_OF_PROGRAM)
         element = tl.arange(0, HEAD_TILE)
         is_head = head < KV_HEADS
         real = is_head[:, None] & (element < HEAD_SIZE)[None, :]
@@ -70,10 +70,10 @@ def write_kernel(
         row = row_offset(block, head, slot % BLOCK_SIZE, KV_HEADS, BLOCK_SIZE, PADDED)
         target = row[:, None] + element[None, :]
 
-        source = token * key_token_stride + head * key_head_stride
-        k = tl.load(key + source[:, None] + element[None, :], real, other=0.0)
+        key_offset = token * key_token_stride + head * key_head_stride
+        k = tl.load(key + key_offset[:, None] + element[None, :], real, other=0.0)
         _store(key_cache, target, k.to(tl.float32), real, key_scale, head, is_head)
 
-        source = token * value_token_stride + head * value_head_stride
-        v = tl.load(value + source[:, None] + element[None, :], real, other=0.0)
+        value_offset = token * value_token_stride + head * value_head_stride
+        v = tl.load(value + value_offset[:, None] + element[None, :], real, other=0.0)
         _store(value_cache, target, v.to(tl.float32), real, value_scale, head, is_head)
