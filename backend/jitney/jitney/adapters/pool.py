@@ -57,7 +57,7 @@ class Adapters:
         self._most = most
         self._patience = patience
         self._entries: OrderedDict[_Id, _Entry] = OrderedDict()  # the one used longest ago first
-        # Request's key -> its adapter. An entry may be here alone: see ``receive``.
+        # Request's key -> its adapter. One that could not be loaded is here alone.
         self._entry_of: dict[int, _Entry] = {}
         # Request's key -> name of its adapter, first come first.
         self._queue: dict[int, str] = {}

@@ -60,6 +60,7 @@ def weight_format(
             return None
         return QuantizeWhileLoading(kind, checkpoint, dtype, device)
 
+    # Anything but an object is no configuration: it is shown as the unknown method.
     method = stored.get("quant_method") if isinstance(stored, dict) else stored
     if kind != "none":
         raise ConfigError.of("quantization", kind, f"'none' for weights quantized by {method}")

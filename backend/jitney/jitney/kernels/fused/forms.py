@@ -87,7 +87,8 @@ class AttentionForm:
 RowFunction = Callable[[Tensor], Tensor]
 """Of each row of [..., width] by itself: a norm's kernel, or a product."""
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
-"""(qkv, which it may overwrite, cos and sin [T, R], attention) -> [T, heads, head size]"""
+"""(qkv [T, all heads * head size], which it may overwrite; cos [T, R]; sin [T, R]; attention) ->
+[T, heads, head size]"""
 EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(x, the input of a branch's last product; the residual; indices of rows, or None for all) ->
 (norm of the sum, the sum), of these rows alone. See :meth:`LayerKernels.end_branch`."""

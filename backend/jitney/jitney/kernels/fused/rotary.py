@@ -21,8 +21,8 @@ def whole_rotary(made: CosSin, half: bool) -> CosSin:
     """cos and sin [T, R] of what a model's rotary module gives: [1, T, R], or with ``half``
     [1, T, R / 2]."""
     cos, sin = made
-    cos = cos.squeeze(0)
-    sin = sin.squeeze(0)
+    cos = cos[0]
+    sin = sin[0]
     if half:
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     return cos, sin

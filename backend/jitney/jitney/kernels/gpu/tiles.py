@@ -116,7 +116,7 @@ def look_up(
         table = _with_matrix_units(head_tile, decode_rows, processors, capability)
     if not batch_invariant:
         return table
-    # One token or many: the same tiles, so the same instructions in the same order.
+    # The same tiles for one token and for many: both run the same instructions in the same order.
     rows = max(table.mixed.chunk_rows // 2, decode_rows)
     tiles = table.mixed._replace(decode_rows=rows, chunk_rows=rows)
     return TileTable(tiles, tiles)
