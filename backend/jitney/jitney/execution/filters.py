@@ -87,28 +87,32 @@ def _lower_bound(scaled: Tensor, parts: Tensor, params: list[SamplingParams]) ->
     # 0 stands for off, as everything up to the vocabulary's size may be asked for.
     top_k = [each.top_k if 0 < each.top_k < vocab else 0 for each in params]
     top_p = [each.top_p for each in params]
-    # A nucleus within a row's top_k needs no more than those. Whether it is within the candidates
-    # only the device knows: on a GPU, whose host must not wait, all logits are sorted.
-    wide = any(p < 1.0 and not k for p, k in zip(top_p, top_k, strict=True))
+    # A nucleus of a row with top_k lies within those. Of another row it may be wider than what is
+    # sorted here, which only the device knows: a GPU's host must not wait for the answer.
+    may_be_wide = any(p < 1.0 and not k for p, k in zip(top_p, top_k, strict=True))
     candidates = _CANDIDATES if device.type == "cpu" else vocab
-    width = min(max(candidates if wide else 0, *top_k, 0), vocab)
+    width = max(top_k)
+    if may_be_wide:
+        width = max(width, candidates)
+    width = min(width, vocab)
     if not width:
         return bound
-    whole = width == vocab
-    largest = _descending(scaled) if whole else scaled.topk(width, dim=-1).values
+
+    sorts_all = width == vocab
+    largest = _descending(scaled) if sorts_all else scaled.topk(width, dim=-1).values
     k = to_device(top_k, device)
     kth = largest.gather(1, (k - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     bound = torch.where(k > 0, torch.maximum(bound, kth), bound)
-
     if all(p >= 1.0 for p in top_p):
         return bound
+
     share = to_device(top_p, device, np.float64)
     narrowed = share < 1.0
     kept = parts.clone()
     _drop_below(kept.flatten(1), scaled, bound)
     share *= kept.sum(dim=-1).sum(dim=-1, dtype=torch.float64)  # what min_p and top_k left
     cut, found = _nucleus_bound(largest, bound, share)
-    if wide and not whole:
+    if may_be_wide and not sorts_all:
         short = (~found & narrowed & (k == 0)).nonzero().flatten()
         if short.numel():
             rest = _descending(scaled[short])

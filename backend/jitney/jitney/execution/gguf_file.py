@@ -63,7 +63,8 @@ class GgufFile:
             load_gguf_checkpoint,
         )
 
-        self.name, self._dequantize = path.name, gguf.dequantize
+        self.name = path.name
+        self._dequantize = gguf.dequantize
         reader = gguf.GGUFReader(path)
         fields = {
             key: field.contents()
@@ -72,39 +73,56 @@ class GgufFile:
         }
         self._check(fields, path.parent)
         architecture = fields["general.architecture"]
-        length = f"{architecture}.context_length"
-        if config is None and not fields.get(length):
-            raise CheckpointError(f"{path.name} lacks {length}, and no config.json is beside it")
-        ends = [reader.fields[key].contents() for key in _ENDS if key in reader.fields]
-        self.config = config or {**load_gguf_checkpoint(path)["config"], "eos_token_id": ends}
+        self.config: dict[str, Any]
         """As in a ``config.json``."""
-        if config is None and (size := fields.get(f"{architecture}.attention.key_length")):
-            self.config["head_dim"] = size
+        if config is not None:
+            self.config = config
+        else:
+            self._check_states_length(fields, architecture)
+            self.config = load_gguf_checkpoint(path)["config"]
+            self.config["eos_token_id"] = [
+                reader.fields[key].contents() for key in _ENDS if key in reader.fields
+            ]
+            head_size = fields.get(f"{architecture}.attention.key_length")
+            if head_size:
+                self.config["head_dim"] = head_size
+
         hf_config = AutoConfig.for_model(**self.config)
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(hf_config)
-        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(hf_config.to_dict())
+        processor_class = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+        self._processor = processor_class(hf_config.to_dict())
         names = get_gguf_hf_weights_map(skeleton, self._processor, architecture)
         self._stored: dict[str, Any] = {}
         self._angles: Tensor | None = None
         for tensor in reader.tensors:
-            is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight")
-            kind, kinds = tensor.tensor_type.name, _TYPES if is_matrix else FLOATS
-            if kind not in kinds:
-                raise UnsupportedModelError(
-                    f"{path.name}: tensor {show(tensor.name)} is of type {kind}, but must be "
-                    f"{', '.join(kinds[:-1])} or {kinds[-1]}"
-                )
+            self._check_type(tensor)
             if tensor.name == _ANGLES:
-                if config is None:
+                if config is None:  # else the configuration beside the file says how to rotate
                     self._angles = torch.from_numpy(np.array(tensor.data, np.float32))
-            elif tensor.name not in names:
+            elif tensor.name in names:
+                self._stored[names[tensor.name]] = tensor
+            else:
                 raise UnsupportedModelError(
                     f"{path.name} has a tensor {show(tensor.name)}, which a {architecture} of "
                     "transformers has no place for"
                 )
-            else:
-                self._stored[names[tensor.name]] = tensor
+
+    def _check_states_length(self, fields: dict[str, Any], architecture: str) -> None:
+        length = f"{architecture}.context_length"
+        if not fields.get(length):
+            raise CheckpointError(f"{self.name} lacks {length}, and no config.json is beside it")
+
+    def _check_type(self, tensor: Any) -> None:
+        """Raise UnsupportedModelError for a tensor of a type that is not read there."""
+        is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight")
+        known = _TYPES if is_matrix else FLOATS
+        kind = tensor.tensor_type.name
+        if kind not in known:
+            raise UnsupportedModelError(
+                f"{self.name}: tensor {show(tensor.name)} is of type {kind}, but must be "
+                f"{', '.join(known[:-1])} or {known[-1]}"
+            )
 
     def _check(self, fields: dict[str, Any], folder: Path) -> None:
         """Raise UnsupportedModelError for fields that ask for something that is not done, unless a
@@ -113,26 +131,37 @@ class GgufFile:
         heads = fields.get(f"{architecture}.attention.head_count") or 1
         size = fields.get(f"{architecture}.attention.key_length")
         size = size or fields.get(f"{architecture}.embedding_length", 0) // heads or 1
-        for key, values, beside in (
-            ("general.architecture", ARCHITECTURES, None),
-            ("split.count", (None, 0, 1), None),
-            (f"{architecture}.rope.scaling.type", (None, "none"), "config.json"),
-            (f"{architecture}.attention.sliding_window", (None, 0), "config.json"),
-            (f"{architecture}.rope.scaling.factor", (None, 0, 1), "config.json"),
-            (f"{architecture}.rope.scale_linear", (None, 0, 1), "config.json"),
-            (f"{architecture}.rope.dimension_count", (None, size), None),
-            (f"{architecture}.attention.causal", (None, True), None),
-            (f"{architecture}.attention.scale", (None, 0, float(np.float32(size**-0.5))), None),
-            (_SPLIT, _SPLITS, "tokenizer.json"),
-        ):
-            found = fields.get(key)
-            if found in values or (beside and (folder / beside).exists()):
-                continue
-            texts = " or ".join(str(value) for value in values if value is not None)
-            more = f" unless a {beside} is beside the file" if beside else ""
-            raise UnsupportedModelError(
-                f"{self.name}: {key} is {show(found)}, but must be {texts}{more}"
-            )
+        usual_scale = float(np.float32(size**-0.5))
+        self._require("general.architecture", fields, ARCHITECTURES)
+        self._require("split.count", fields, (None, 0, 1))
+        if not (folder / "config.json").exists():
+            beside = "config.json"
+            for key, allowed in (
+                ("rope.scaling.type", (None, "none")),
+                ("attention.sliding_window", (None, 0)),
+                ("rope.scaling.factor", (None, 0, 1)),
+                ("rope.scale_linear", (None, 0, 1)),
+            ):
+                self._require(f"{architecture}.{key}", fields, allowed, beside)
+        self._require(f"{architecture}.rope.dimension_count", fields, (None, size))
+        self._require(f"{architecture}.attention.causal", fields, (None, True))
+        self._require(f"{architecture}.attention.scale", fields, (None, 0, usual_scale))
+        if not (folder / "tokenizer.json").exists():
+            self._require(_SPLIT, fields, _SPLITS, "tokenizer.json")
+
+    def _require(
+        self, key: str, fields: dict[str, Any], allowed: tuple[Any, ...], beside: str = ""
+    ) -> None:
+        """Raise UnsupportedModelError unless the field has one of these values; ``beside`` is the
+        file that would take its place."""
+        found = fields.get(key)
+        if found in allowed:
+            return
+        texts = " or ".join(str(value) for value in allowed if value is not None)
+        more = f" unless a {beside} is beside the file" if beside else ""
+        raise UnsupportedModelError(
+            f"{self.name}: {key} is {show(found)}, but must be {texts}{more}"
+        )
 
     @property
     def kinds(self) -> dict[str, tuple[str, list[int]]]:
@@ -148,9 +177,11 @@ class GgufFile:
 
     def parts(self, name: str) -> Iterator[Tensor]:
         """A tensor's values in float32, some rows at a time."""
-        rows, kind = self._rows(name), self._stored[name].tensor_type
-        for i in range(0, len(rows), _ROWS):
-            yield torch.from_numpy(self._dequantize(rows[i : i + _ROWS], kind))
+        rows = self._rows(name)
+        kind = self._stored[name].tensor_type
+        for begin in range(0, len(rows), _ROWS):
+            part = self._dequantize(rows[begin : begin + _ROWS], kind)
+            yield torch.from_numpy(part)
 
     def floats(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor's values in ``dtype``."""

@@ -8,7 +8,7 @@ the vocabulary; only grammars and ``allowed_token_ids`` mask whole rows.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -52,14 +52,14 @@ def process_logits(logits: Tensor, rows: list[Row]) -> None:
     masks = {i: row.grammar.mask() for i, row in enumerate(rows) if row.grammar is not None}
     if masks:
         _apply_masks(logits, masks)
-    forbidden, bias, repeated, counted = _Pairs(), _Pairs(), _Pairs(), _Pairs()
+    forbidden = _Pairs()
+    bias = _Pairs()
+    repeated = _Pairs()
+    counted = _Pairs()
     for index, row in enumerate(rows):
         params = row.params
         if params.allowed_token_ids is not None:
-            allowed = to_device(params.allowed_token_ids, logits.device)
-            kept = logits[index, allowed]
-            logits[index] = _FORBIDDEN
-            logits[index, allowed] = kept
+            _allow_only(logits[index], params.allowed_token_ids)
         forbidden.add(index, _bad_endings(row.bad_words_ids, row.output))
         if _ends_too_early(row):
             forbidden.add(index, row.stop_ids)
@@ -71,18 +71,30 @@ def process_logits(logits: Tensor, rows: list[Row]) -> None:
             repeated.add(index, row.output, params.repetition_penalty)
         if _counts_output(row):
             counts = Counter(row.output)
-            frequency, presence = params.frequency_penalty, params.presence_penalty
-            counted.add(index, counts, [frequency * n + presence for n in counts.values()])
+            penalties = [
+                params.frequency_penalty * count + params.presence_penalty
+                for count in counts.values()
+            ]
+            counted.add(index, counts, penalties)
     if forbidden:
         logits[forbidden.on(logits)] = _FORBIDDEN
     if bias:
         logits[bias.on(logits)] += bias.values(logits)
     if repeated:  # over prompt and output: divides what is positive and multiplies what is not
-        pairs, factor = repeated.on(logits), repeated.values(logits)
+        pairs = repeated.on(logits)
+        factor = repeated.values(logits)
         values = logits[pairs]
         logits[pairs] = torch.where(values > 0, values / factor, values * factor)
     if counted:  # over the output alone: subtracts once, and for each occurrence
         logits[counted.on(logits)] -= counted.values(logits)
+
+
+def _allow_only(logits: Tensor, token_ids: Sequence[int]) -> None:
+    """Forbid all others in one row of logits [V]."""
+    allowed = to_device(token_ids, logits.device)
+    kept = logits[allowed]
+    logits.fill_(_FORBIDDEN)
+    logits[allowed] = kept
 
 
 def _apply_masks(logits: Tensor, masks: dict[int, bytes]) -> None:
@@ -141,13 +153,15 @@ class _Pairs:
 
     def add(self, row: int, tokens: Collection[int], values: Iterable[float] | float = 0.0) -> None:
         """Add pairs of ``row``, if there are any, with one number for all or one for each."""
-        if size := len(tokens):
-            self._rows.append(np.full(size, row))
-            self._tokens.append(np.fromiter(tokens, np.int64, size))
-            if isinstance(values, (int, float)):
-                self._values.append(np.full(size, values, np.float32))
-            else:
-                self._values.append(np.fromiter(values, np.float32, size))
+        size = len(tokens)
+        if not size:
+            return
+        self._rows.append(np.full(size, row))
+        self._tokens.append(np.fromiter(tokens, np.int64, size))
+        if isinstance(values, (int, float)):
+            self._values.append(np.full(size, values, np.float32))
+        else:
+            self._values.append(np.fromiter(values, np.float32, size))
 
     def on(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The pairs as an index into ``logits``."""
