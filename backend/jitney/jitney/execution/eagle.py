@@ -6,9 +6,9 @@ embedding of the token at p + 1. It predicts the hidden state of p + 1, and so t
 Further tokens follow from what it has predicted.
 
 So a head is a draft model (``draft``) with inputs of its own: one hidden state for each slot of the
-KV cache, kept because the head reads them only once a row asks. Of a full block that another
-sequence finds, the last state may be followed by another token there, which costs a proposal at
-most.
+KV cache, kept because the head reads them only once a row asks. A full block can be shared by
+sequences that go on differently. The head's last entry in it was then computed from the next token
+of only one of them; for the others it is wrong, which costs them a proposal at most.
 
 No other module knows of hidden states. :class:`OpenModel` reads them from the outside, and only
 where the loader asks for one, with drafter ``eagle``.
@@ -69,11 +69,11 @@ def block_bytes(weight: Tensor, block_size: int) -> int:
 
 
 class OpenModel:
-    """Reads a model's last hidden states, and adds to its embeddings.
+    """Reads a model's last hidden states, and adds to its embeddings: opens what is between them.
 
-    Made before the module is rearranged for speed, because the new embedding keeps kernels from
-    running a whole step as one native call, which would not call the head as a module. After that,
-    :meth:`follow` gives the model whose steps it reads.
+    Made before the module is rearranged for speed: the embedding that it puts in keeps kernels from
+    running a whole step as one native call, in which there would be no output layer to watch.
+    Afterwards, :meth:`follow` gives the model whose steps it reads.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -81,36 +81,43 @@ class OpenModel:
         """[T, hidden size] of the last step: what the last norm gave. The next step may overwrite
         it."""
         self._embedding = _AddingEmbedding(module.get_input_embeddings())
-        self._rows: Tensor | None = None
+        self._indices: Tensor | None = None
+        """While a step runs: the tokens whose logits are asked for."""
         module.set_input_embeddings(self._embedding)
 
     def follow(self, model: LoadedModel) -> LoadedModel:
-        """The model, its output layer watched from now on."""
+        """The model, its output layer watched from now on.
+
+        The module is asked for the logits of every token, so that the output layer is given every
+        state; the hook before that layer then leaves it those that were really asked for.
+        """
         step = model.forward
 
-        def forward(ids: Tensor, positions: Tensor, rows: Tensor, paged: PagedFunction) -> Tensor:
-            self._rows = rows
+        def forward(
+            ids: Tensor, positions: Tensor, indices: Tensor, paged: PagedFunction
+        ) -> Tensor:
+            self._indices = indices
             try:
                 every = torch.arange(len(ids), device=ids.device)
                 return step(ids, positions, every, paged)
             finally:
-                self._rows = None
+                self._indices = None
 
-        head: Any = model.module.get_output_embeddings()
-        head.register_forward_pre_hook(self._before_head)
+        output_layer: Any = model.module.get_output_embeddings()
+        output_layer.register_forward_pre_hook(self._before_output)
         return replace(model, forward=forward)
 
     def add(self, states: Tensor) -> None:
         """Add ``states`` [T, hidden size] to the embeddings of the next step's tokens."""
         self._embedding.added = states
 
-    def _before_head(self, head: nn.Module, given: tuple[Tensor]) -> tuple[Tensor] | None:
-        """Keep the states of all tokens, and have the head compute the chosen ones alone."""
-        if self._rows is None:
+    def _before_output(self, layer: nn.Module, given: tuple[Tensor]) -> tuple[Tensor] | None:
+        """Keep the states of all tokens, and hand on those whose logits are asked for."""
+        if self._indices is None:
             return None
         (states,) = given
         self.states = states.reshape(-1, states.shape[-1])
-        return (states[..., self._rows, :],)
+        return (states[..., self._indices, :],)
 
 
 class _AddingEmbedding(nn.Module):
@@ -165,8 +172,8 @@ class HeadInputs:
         self._kept.flatten(0, 1)[meta.slot_mapping] = states
 
     def begin_pass(self, meta: AttentionMetadata, predicted: Tensor | None) -> None:
-        """Feed the head: with what it ``predicted`` for these tokens [T, hidden size], or with what
-        the model's steps left in their slots."""
+        """Add states [T, hidden size] to the head's embeddings: those that it ``predicted`` itself,
+        or those that the model's steps left in the tokens' slots."""
         states = predicted
         if states is None:
             states = self._kept.flatten(0, 1)[meta.slot_mapping]

@@ -42,9 +42,9 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None
     """[heads]: one more logit per head, in the denominator of the softmax."""
     mask: Tensor | None = None
-    """This and the next field are for the probe to judge."""
+    """Not served: the probe refuses a model that brings one."""
     extra: Mapping[str, Any] = MappingProxyType({})
-    """Every other keyword argument of the call, and ``is_causal``."""
+    """Every other keyword argument of the call, and ``is_causal``; the probe judges them."""
 
 
 PagedFunction = Callable[[AttentionCall], Tensor]
@@ -54,8 +54,9 @@ class LayerCache(NamedTuple):
     """One layer's part of the KV cache and the function that reads and writes it."""
 
     keys: Tensor
-    """Of :func:`attention.cache_shape`, as are the values."""
+    """Its shape is :func:`attention.cache_shape`."""
     values: Tensor
+    """As the keys."""
     attend: "AttentionFunction"
     key_scale: Tensor | None = None
     """float32 [KV heads] of a float8 cache: an element stands for itself times its head's scale."""
@@ -74,8 +75,8 @@ class AttentionFunction(Protocol):
 
 
 StepFunction = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
-"""(ids [T], positions [T], rows, attention) -> logits [len(rows), vocabulary] of the tokens that
-``rows`` index, at least one. All three are int64."""
+"""(ids [T], positions [T], indices, attention) -> logits [len(indices), vocabulary] of the tokens
+with these indices among the T, at least one. All three tensors are int64."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ def paged_attention(
     """
     if paged is None:
         raise TypeError("the module does not pass keyword arguments on to its attention")
-    extra.setdefault("is_causal", bool(vars(module).get("is_causal", True)))  # as it states itself
+    if "is_causal" not in extra:  # else transformers' call says it; here, the layer itself may
+        extra["is_causal"] = bool(vars(module).get("is_causal", True))
     call = AttentionCall(
         layer=module.layer_idx,  # type: ignore[arg-type]
         query=query[0].transpose(0, 1),
@@ -178,12 +180,12 @@ def forward(
     module: PreTrainedModel,
     ids: Tensor,
     positions: Tensor,
-    rows: Tensor,
+    indices: Tensor,
     paged: PagedFunction,
 ) -> Tensor:
-    """Run T flattened tokens and return logits [len(rows), vocabulary] of the chosen ones.
+    """Run T flattened tokens through transformers' module: a :data:`StepFunction` of it.
 
-    ids and positions are int64 [T], rows int64 indices into them, at least one.
+    Where a step's tokens are under adapters, the linear layers add what these give.
     """
     adapted = paged.meta.adapted if isinstance(paged, PagedStep) else []
     with torch.inference_mode(), Hooks(module, adapted):
@@ -191,7 +193,7 @@ def forward(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=rows,
+            logits_to_keep=indices,
             paged=paged,
         )
     return output.logits[0]

@@ -9,6 +9,7 @@ that one can be launched before :meth:`PendingStep.wait` has brought them to the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ Forward = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
 """(ids [T], the step, indices of tokens, at least one) -> their logits [len(indices), V], which the
 next call may overwrite."""
 _PromptLogprobs = dict[int, list[list[Logprob]]]
-"""Index of a row -> of each position, its candidates."""
+"""Index of a row -> for each position that the step predicts, the candidates there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,19 @@ class _Chosen:
     tokens: list[int]
     """Their indices among the step's T tokens, ascending."""
     of_samples: list[int]
-    """For each sequence to sample, in order: which of ``tokens`` it is sampled from."""
+    """For each sample of the step, in order: its index in ``tokens``."""
     targets: dict[int, _Targets]
     """By the row's index, of rows with prompt logprobs."""
+
+
+class _StepLogits(NamedTuple):
+    """What the forward passes of a step gave."""
+
+    logits: Tensor
+    """[N, V], of the tokens that are sampled from."""
+    of_samples: list[int]
+    """For each sample of the step, in order: its index among the N."""
+    prompt: _PromptLogprobs
 
 
 @dataclass(slots=True)
@@ -64,13 +75,16 @@ class PendingStep:
 
     rows: list[Row]
     samples: list[Samples]
+    """In slices: together, the samples of all rows in order."""
     prompt: _PromptLogprobs
     recover: Callable[[], None]
+    """Called if the step failed; returns when nothing is in flight."""
     output: StepOutput | None = None
-    """Set if it is known."""
+    """Set once it is known."""
 
     def outputs(self) -> list[RowOutput]:
-        """What :meth:`wait` gives, kept for it."""
+        """Wait for the rows' outputs. They are kept: what the caller changes in them is in what
+        :meth:`wait` returns afterwards."""
         self.output = self.wait()
         return self.output.rows
 
@@ -119,7 +133,7 @@ class TorchRunner:
         self._draft: DraftModel | None = None
 
     def use_draft_model(self, draft: DraftModel) -> None:
-        """Have it follow whatever is computed from now on, and propose what rows ask for."""
+        """From now on, show every step to this draft model, which proposes what rows ask for."""
         self._draft = draft
 
     def execute(self, batch: Batch) -> StepOutput:
@@ -131,7 +145,10 @@ class TorchRunner:
 
     def launch(self, batch: Batch) -> PendingStep:
         """Queue a step behind those before it. Returns before a GPU is done, unless a row asks for
-        prompt logprobs; if it raises, MemoryError for want of the device's, nothing is in flight.
+        prompt logprobs or for a draft model's proposal.
+
+        Raises MemoryError if the device has too little memory, else whatever the device raises.
+        Then nothing is in flight any more.
         """
         enter_device(self._device)
         with torch.inference_mode():
@@ -144,8 +161,8 @@ class TorchRunner:
                 raise
 
     def recover(self) -> None:
-        """A step failed: wait until nothing is in flight. Raises DeviceLostError if the device does
-        not even answer."""
+        """Wait, after a step failed, until nothing is in flight. Raises DeviceLostError if the
+        device cannot even do that."""
         self._sampled = None
         try:
             synchronize(self._device)
@@ -158,8 +175,8 @@ class TorchRunner:
         return self._model.forward(ids, meta.positions, indices, step)
 
     def warm_up(self, batches: Sequence[Batch]) -> None:
-        """Compute first steps, and again with an adapter if there may be any, so that kernels are
-        compiled and memory is touched."""
+        """Compute these first steps, so that kernels are compiled and memory is touched. If
+        requests may bring adapters, compute them once more with one: that takes other kernels."""
         for batch in batches:
             self.execute(batch)
         if self.sites:
@@ -171,18 +188,21 @@ class TorchRunner:
 
     @property
     def sites(self) -> Mapping[str, Site]:
-        """What adapters may change; empty unless option ``adapters`` is set."""
+        """The linear layers that adapters may change, by path; none without option ``adapters``."""
         return self._model.sites
 
     def make_adapter(self, version: str, factors: Mapping[str, Factors]) -> LowRank:
         """An adapter as steps take it, of factors on the CPU. Any thread may call it."""
-        dtype, device = self._model.dtype, self._device
+        dtype = self._model.dtype
+        device = self._device
         placed = {
-            path: Factors(*(each.to(device, dtype) for each in pair))
+            path: Factors(a=pair.a.to(device, dtype), b=pair.b.to(device, dtype))
             for path, pair in factors.items()
         }
-        pack = self._model.pack
-        return LowRank(version, placed, None if pack is None else pack(placed))
+        packed = None
+        if self._model.pack is not None:
+            packed = self._model.pack(placed)
+        return LowRank(version, placed, packed)
 
     def close(self) -> None:
         """Give the memory of module and cache back. The runner is of no use afterwards."""
@@ -203,36 +223,41 @@ class TorchRunner:
         meta = build_metadata(rows, self.info.block_size, self._device, self._tables)
         ids = to_device([token for row in rows for token in row.token_ids], self._device)
         if self.info.overlap:
-            self._take_carried(rows, ids, meta)
-        logits, sources, prompt = self._run(rows, ids, meta)
-        samples = self._sample(rows, logits, sources)
+            self._insert_carried(rows, ids, meta)
+        found = self._compute_logits(rows, ids, meta)
+        samples = self._sample(rows, found)
         if self.info.overlap:
+            # The next step may be launched before this one is over: its rows take tokens from here.
             self._sampled = torch.cat([each.token_ids for each in samples]) if samples else None
-        step = PendingStep(rows, samples, prompt, self.recover)
+        step = PendingStep(rows, samples, found.prompt, self.recover)
         if self._draft is not None:
             self._draft.follow(batch, meta, step.outputs)
         return step
 
-    def _take_carried(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> None:
-        """Put the tokens that the step before samples into ``ids`` [T], without waiting for it."""
+    def _insert_carried(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> None:
+        """Put the tokens that rows carry over from the step before into ``ids`` [T], on the device,
+        without waiting for that step."""
         carried = [(r, row.carried) for r, row in enumerate(rows) if row.carried is not None]
         if carried:
             assert self._sampled is not None, "a row takes a token of a step that is not there"
-            takers, sources = to_device(carried, self._device).unbind(1)
-            ids[meta.query_start[takers].long()] = self._sampled[sources]
+            row_indices, sample_indices = to_device(carried, self._device).unbind(1)
+            first_tokens = meta.query_start[row_indices].long()  # a row that carries has no other
+            ids[first_tokens] = self._sampled[sample_indices]
 
-    def _run(
-        self, rows: list[Row], ids: Tensor, meta: AttentionMetadata
-    ) -> tuple[Tensor, list[int], _PromptLogprobs]:
-        """Logits to sample from, for each (row, sequence) the index of its own, prompt logprobs.
-
-        In as many passes as it takes to hold the logits: each writes the same K and V again.
-        """
+    def _compute_logits(self, rows: list[Row], ids: Tensor, meta: AttentionMetadata) -> _StepLogits:
+        """Run the model once, or in several passes if a row asks for prompt logprobs."""
         chosen = _choose_tokens(rows)
-        tokens = to_device(chosen.tokens or [0], self._device)
+        tokens = to_device(chosen.tokens or [0], self._device)  # a Forward wants at least one
         if not chosen.targets:
-            return self._forward(ids, meta, tokens), chosen.of_samples, {}
+            logits = self._forward(ids, meta, tokens)
+            return _StepLogits(logits, chosen.of_samples, prompt={})
+        return self._run_in_passes(chosen, tokens, ids, meta)
 
+    def _run_in_passes(
+        self, chosen: _Chosen, tokens: Tensor, ids: Tensor, meta: AttentionMetadata
+    ) -> _StepLogits:
+        """Run the model once for every ``_most_logits`` of the chosen ``tokens``: the logits of a
+        long prompt would not fit into memory. Each pass writes the same K and V again."""
         sampled = sorted(set(chosen.of_samples))
         prompt: _PromptLogprobs = {r: [] for r in chosen.targets}
         kept: list[Tensor] = []
@@ -244,34 +269,43 @@ class TorchRunner:
             # Copied, because the next pass may overwrite the logits.
             here = [index - begin for index in sampled if begin <= index < end]
             kept.append(logits[to_device(here, self._device)])
-        row_of = {index: i for i, index in enumerate(sampled)}
-        return torch.cat(kept), [row_of[index] for index in chosen.of_samples], prompt
 
-    def _sample(self, rows: list[Row], logits: Tensor, sources: list[int]) -> list[Samples]:
-        """For each (row, sequence) of the step, in order; ``sources`` index ``logits``.
+        # Only the logits that are sampled from were kept: count again among these.
+        index_among_kept = {index: i for i, index in enumerate(sampled)}
+        of_samples = [index_among_kept[index] for index in chosen.of_samples]
+        return _StepLogits(torch.cat(kept), of_samples, prompt)
+
+    def _sample(self, rows: list[Row], found: _StepLogits) -> list[Samples]:
+        """Sample each (row, sequence) of the step, in order.
 
         In slices: prompts of n > 1 that end in one step can give a hundred times as many sequences
         as rows, and the sampler makes several copies of its logits.
         """
         pairs = [pair for row in rows for pair in _samples_of(row)]
-        size = max(1, _SAMPLED_FLOATS // logits.shape[1])
+        size = max(1, _SAMPLED_FLOATS // found.logits.shape[1])
         samples = []
         for begin in range(0, len(pairs), size):
-            some = sources[begin : begin + size]
-            whole = slice(some[0], some[-1] + 1)  # as a rule each row of logits, once
-            once = some == list(range(whole.start, whole.stop))
-            part = logits[whole if once else to_device(some, self._device)]
-            samples.append(sample(part, pairs[begin : begin + size]))
+            end = begin + size
+            logits = self._take_rows(found.logits, found.of_samples[begin:end])
+            samples.append(sample(logits, pairs[begin:end]))
         return samples
+
+    def _take_rows(self, logits: Tensor, indices: list[int]) -> Tensor:
+        """``logits[indices]``. As a rule these are neighbours, each once: then without a copy."""
+        first = indices[0]
+        stop = indices[-1] + 1
+        if indices == list(range(first, stop)):
+            return logits[first:stop]
+        return logits[to_device(indices, self._device)]
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """All sources are read before any destination is written."""
         if not copies:
             return
         source, destination = to_device(copies, self._device).unbind(1)
-        for keys, values, *_ in self._caches:
-            for cache in (keys, values):
-                if cache.itemsize == 1:  # indexing knows no 8-bit floats
+        for layer in self._caches:
+            for cache in (layer.keys, layer.values):
+                if cache.itemsize == 1:  # torch cannot index 8-bit floats, but their bytes
                     cache = cache.view(torch.uint8)
                 cache[destination] = cache[source]
 
@@ -293,20 +327,21 @@ def _choose_tokens(rows: list[Row]) -> _Chosen:
                 targets[r] = _Targets(len(tokens), predicted, count)
                 tokens.extend(range(begin, begin + len(predicted)))
         if row.sample:
-            if not tokens or tokens[-1] != end - 1:  # else prompt logprobs have the last token
+            # Prompt logprobs may have chosen the last token already.
+            if not tokens or tokens[-1] != end - 1:
                 tokens.extend(range(end - 1 - row.drafts, end))
-            first = len(tokens) - 1 - row.drafts
+            last = len(tokens) - 1
             if row.drafts:
-                of_samples.extend(range(first, len(tokens)))
+                of_samples.extend(range(last - row.drafts, last + 1))
             else:
-                of_samples.extend([first] * len(row.sample))
+                of_samples.extend([last] * len(row.sample))
         begin = end
     return _Chosen(tokens, of_samples, targets)
 
 
 def _logprobs_within(targets: _Targets, logits: Tensor, begin: int) -> list[list[Logprob]]:
-    """The candidates of those targets that this pass predicts: ``logits`` are of the chosen tokens
-    from ``begin`` on."""
+    """The candidates of those targets that this pass predicts. The first row of ``logits`` is that
+    of the chosen token with index ``begin``."""
     low = max(targets.first, begin)
     high = min(targets.first + len(targets.token_ids), begin + len(logits))
     if low >= high:
@@ -316,8 +351,11 @@ def _logprobs_within(targets: _Targets, logits: Tensor, begin: int) -> list[list
 
 
 def _samples_of(row: Row) -> list[tuple[Row, int]]:
-    """(row, sequence index) for each token that it samples. Behind a draft that is the row as it
-    would be if the drafts up to there were output."""
+    """(row, sequence index) for each token that the row samples.
+
+    A token behind drafts is sampled as if these drafts were output. So its row is a copy that ends
+    with the last of them, and has them in its output.
+    """
     if not row.drafts:
         return [(row, index) for index in row.sample]
     (index,) = row.sample
@@ -325,9 +363,9 @@ def _samples_of(row: Row) -> list[tuple[Row, int]]:
     drafts = row.token_ids[known:]
     reads_output = needs_processing(row)
     pairs = []
-    for count in range(row.drafts + 1):
+    for count in range(row.drafts + 1):  # how many of the drafts it is sampled behind
         behind = replace(row, token_ids=row.token_ids[: known + count])
-        if count and reads_output:
+        if count and reads_output:  # else nothing reads it, and the copies can be saved
             behind.output = row.output + drafts[:count]
             if row.grammar is not None:
                 behind.grammar = row.grammar.after(drafts[:count])
@@ -336,7 +374,7 @@ def _samples_of(row: Row) -> list[tuple[Row, int]]:
 
 
 def _output(row: Row, samples: list[Sampled], prompt: list[list[Logprob]] | None) -> RowOutput:
-    """What the row's samples make of it."""
+    """The row's output: its samples, or the error of the first that failed."""
     failed = _first_failed(samples)
     if failed is not None and row.drafts:
         # Behind a wrong draft a failure means nothing: what was sampled before it stands.
