@@ -1,13 +1,14 @@
 """One token from each row's distribution: temperature, min_p, top_k, top_p and the choice itself.
 
-Called by the sampler. Every filter is a *lower bound* on the row's logits, shifted so that the
-largest is 0 and divided by the temperature: ``min_p`` keeps what is at least log(min_p), ``top_k``
-what is at least the k-th largest, ``top_p`` the smallest set of largest that holds that share of
-what the first two left. Tokens that tie with the last one kept are kept, so no order of equals
-matters.
+Called by the sampler. The logits of a row are *scaled*: shifted so that the largest is 0, then
+divided by the temperature. Every filter is a *lower bound* on scaled logits. ``min_p`` keeps those
+of at least log(min_p); ``top_k`` those of at least the k-th largest. ``top_p`` keeps the *nucleus*:
+the fewest of the largest that together hold that share of what the first two left. Tokens that tie
+with the last one kept are kept, so the order of equals does not matter.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from jitney.sampling_params import SamplingParams
 
 # Tokens per partial sum: 64-bit cumulative sums find the chunk, then the token in it.
 _CHUNK = 128
-# How many of a row's largest logits are sorted for ``top_p`` before all of them are.
+# On a CPU a nucleus is first looked for among so many of a row's largest logits. Only if it is
+# wider, all of them are sorted.
 _CANDIDATES = 1024
 
 
@@ -30,22 +32,27 @@ def choose_tokens(logits: Tensor, pairs: list[tuple[Row, int]]) -> Tensor:
     A greedy row's is the argmax. A row without a finite logit gives an arbitrary id.
     """
     best, chosen = logits.max(dim=-1)
-    random = [i for i, (row, _) in enumerate(pairs) if not row.params.greedy]
-    if not random:
+    sampled = [i for i, (row, _) in enumerate(pairs) if not row.params.greedy]
+    if not sampled:
         return chosen
-    sampled = [pairs[i] for i in random]
-    params = [row.params for row, _ in sampled]
-    if len(random) < len(pairs):
-        index = to_device(random, logits.device)
-        logits, best = logits[index], best[index]
-    # Shifting first keeps a small temperature from overflowing: the largest logit stays 0.
+    index = to_device(sampled, logits.device)
+    if len(sampled) < len(pairs):
+        logits = logits[index]
+        best = best[index]
+    chosen[index] = _sample(logits, best, [pairs[i] for i in sampled])
+    return chosen
+
+
+def _sample(logits: Tensor, best: Tensor, pairs: list[tuple[Row, int]]) -> Tensor:
+    """Ids [S] drawn from ``logits`` [S, V], which are overwritten; ``best`` [S] are the largest."""
+    params = [row.params for row, _ in pairs]
     temperature = to_device([each.temperature for each in params], logits.device, np.float32)
+    # Shifting first keeps a small temperature from overflowing: the largest logit stays 0.
     logits -= best.unsqueeze(1)
     logits /= temperature.unsqueeze(1)
     weights = _weights(logits, params)
-    ids = _pick(weights, _uniforms(sampled, logits.device)).clamp_(max=logits.shape[1] - 1)
-    chosen[to_device(random, chosen.device)] = ids
-    return chosen
+    ids = _pick(weights, _uniforms(pairs, logits.device))
+    return ids.clamp_(max=logits.shape[1] - 1)  # a row of NaN may give an index in the padding
 
 
 def _uniforms(pairs: list[tuple[Row, int]], device: torch.device) -> Tensor:
@@ -73,8 +80,8 @@ def _weights(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _drop_below(weights: Tensor, scaled: Tensor, bound: Tensor) -> None:
-    """Set weights [R, ≥ V] of logits [R, V] below their row's bound to 0. Multiplying by a mask is
-    four times as fast as filling by it."""
+    """Set to 0 the weights [R, ≥ V] of logits [R, V] below their row's bound. Multiplying by a mask
+    is four times as fast as filling by it."""
     weights[:, : scaled.shape[1]].mul_(scaled >= bound.unsqueeze(1))
 
 
@@ -82,42 +89,44 @@ def _lower_bound(scaled: Tensor, parts: Tensor, params: list[SamplingParams]) ->
     """Least logit that each row keeps: [R] f32. ``scaled`` [R, V], ``parts`` its weights."""
     device = scaled.device
     vocab = scaled.shape[1]
-    least = [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params]
-    bound = to_device(least, device, np.float32)
-    # 0 stands for off, as everything up to the vocabulary's size may be asked for.
+    log_min_p = [math.log(each.min_p) if each.min_p > 0.0 else -math.inf for each in params]
+    bound = to_device(log_min_p, device, np.float32)
+    # 0 stands for off. So does a top_k of the whole vocabulary or more.
     top_k = [each.top_k if 0 < each.top_k < vocab else 0 for each in params]
     top_p = [each.top_p for each in params]
-    # A nucleus of a row with top_k lies within those. Of another row it may be wider than what is
-    # sorted here, which only the device knows: a GPU's host must not wait for the answer.
-    may_be_wide = any(p < 1.0 and not k for p, k in zip(top_p, top_k, strict=True))
-    candidates = _CANDIDATES if device.type == "cpu" else vocab
+    # Rows whose nucleus may have any size. With top_k it lies within the k largest.
+    of_any_size = [i for i, k in enumerate(top_k) if top_p[i] < 1.0 and not k]
+
+    # How many of each row's largest logits are sorted: as many for every row.
     width = max(top_k)
-    if may_be_wide:
-        width = max(width, candidates)
+    if of_any_size:
+        # On a GPU all of them: to learn whether fewer are enough, the host would have to wait.
+        width = max(width, _CANDIDATES if device.type == "cpu" else vocab)
     width = min(width, vocab)
     if not width:
         return bound
+    largest = _descending(scaled) if width == vocab else scaled.topk(width, dim=-1).values
 
-    sorts_all = width == vocab
-    largest = _descending(scaled) if sorts_all else scaled.topk(width, dim=-1).values
     k = to_device(top_k, device)
-    kth = largest.gather(1, (k - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-    bound = torch.where(k > 0, torch.maximum(bound, kth), bound)
+    kth_largest = largest.gather(1, (k - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    bound = torch.where(k > 0, torch.maximum(bound, kth_largest), bound)
     if all(p >= 1.0 for p in top_p):
         return bound
 
-    share = to_device(top_p, device, np.float64)
-    narrowed = share < 1.0
     kept = parts.clone()
     _drop_below(kept.flatten(1), scaled, bound)
-    share *= kept.sum(dim=-1).sum(dim=-1, dtype=torch.float64)  # what min_p and top_k left
-    cut, found = _nucleus_bound(largest, bound, share)
-    if may_be_wide and not sorts_all:
-        short = (~found & narrowed & (k == 0)).nonzero().flatten()
-        if short.numel():
-            rest = _descending(scaled[short])
-            cut[short], _ = _nucleus_bound(rest, bound[short], share[short])
-    return torch.where(narrowed, torch.maximum(bound, cut), bound)
+    kept_weight = kept.sum(dim=-1).sum(dim=-1, dtype=torch.float64)  # of what min_p and top_k left
+    top_p_of_row = to_device(top_p, device, np.float64)
+    share = top_p_of_row * kept_weight
+    nucleus = _find_nucleus(largest, bound, share)
+    least = nucleus.least
+    if of_any_size and width < vocab:
+        index = to_device(of_any_size, device)
+        wider = index[~nucleus.is_whole[index]]
+        if wider.numel():
+            all_sorted = _descending(scaled[wider])
+            least[wider] = _find_nucleus(all_sorted, bound[wider], share[wider]).least
+    return torch.where(top_p_of_row < 1.0, torch.maximum(bound, least), bound)
 
 
 def _descending(scaled: Tensor) -> Tensor:
@@ -127,40 +136,53 @@ def _descending(scaled: Tensor) -> Tensor:
     return scaled.sort(dim=-1, descending=True).values
 
 
-def _nucleus_bound(largest: Tensor, bound: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """The last logit of the smallest set of largest that weighs at least ``share`` [R] f64.
+class _Nucleus(NamedTuple):
+    """What ``top_p`` keeps of each row."""
 
-    ``largest`` [R, K], descending. Returns the logits [R] and whether they were found among the K:
-    a token belongs to the set if those before it weigh less than the share.
+    least: Tensor
+    """[R] f32: the smallest logit in it."""
+    is_whole: Tensor
+    """bool [R]: whether all of it is among the logits that were looked at."""
+
+
+def _find_nucleus(largest: Tensor, bound: Tensor, share: Tensor) -> _Nucleus:
+    """The fewest of the largest that weigh at least ``share`` [R] f64.
+
+    ``largest`` [R, K], descending; those below ``bound`` [R] weigh nothing. A token belongs to the
+    nucleus if those before it weigh less than the share.
     """
     weights = largest.exp().masked_fill_(largest < bound.unsqueeze(1), 0.0)
     reached = weights.cumsum(dim=-1, dtype=torch.float64)
     before = reached - weights
-    kept = (before < share.unsqueeze(1)).sum(dim=-1)
-    last = (kept - 1).clamp_(min=0)
-    return largest.gather(1, last.unsqueeze(1)).squeeze(1), reached[:, -1] >= share
+    size = (before < share.unsqueeze(1)).sum(dim=-1)
+    last = (size - 1).clamp_(min=0)
+    return _Nucleus(
+        least=largest.gather(1, last.unsqueeze(1)).squeeze(1), is_whole=reached[:, -1] >= share
+    )
 
 
 def _pick(parts: Tensor, numbers: Tensor) -> Tensor:
-    """Inverse cumulative distribution in vocabulary order, of the chunks and then inside one: [S]
-    ids; none of weight 0 is ever picked.
+    """Draw from the weights ``parts`` [S, C, _CHUNK]: ids [S], none of weight 0.
 
-    ``parts`` [S, C, _CHUNK]; ``numbers`` [S, 2] f64 in [0, 1). The first that exceeds ``number ×
-    total``. A number of its own for each of the two, because where weights are a little other, as
-    after a resumption that computes as a prompt what decodes had computed, every border of the
-    vocabulary would be a little elsewhere, and a draw between the two places another token. So
-    there are few borders: those of the chunks, and those inside one chunk.
+    First a chunk is drawn by the chunks' sums, then a token in it, each by a number of its own
+    (``numbers`` [S, 2] f64 in [0, 1)): the first whose cumulative weight exceeds number × total.
+
+    Two draws and not one over the vocabulary, so that tokens stay the same where weights differ in
+    their last bits, as after a resumption that computes as a prompt what decodes had computed. A
+    token changes if its number lies between the old and the new place of a border. One draw would
+    have a border for every token of the vocabulary; these have those of the chunks, and those
+    inside one chunk.
     """
     sums = parts.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     chunk = _first_above(sums, numbers[:, 0] * sums[:, -1])
-    every = torch.arange(parts.shape[0], device=parts.device)
-    inside = parts[every, chunk].cumsum(dim=-1, dtype=torch.float64)
+    every_row = torch.arange(parts.shape[0], device=parts.device)
+    inside = parts[every_row, chunk].cumsum(dim=-1, dtype=torch.float64)
     return chunk * _CHUNK + _first_above(inside, numbers[:, 1] * inside[:, -1])
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """First index where ``cumulative`` [S, N] exceeds ``target`` [S]; if rounding puts the target
-    at the total or beyond, the last index whose own weight is not 0."""
+    """First index where ``cumulative`` [S, N] exceeds ``target`` [S]. Rounding can put the target
+    at the total, which nothing exceeds: then the last index whose own weight is not 0."""
     first = (cumulative <= target.unsqueeze(1)).sum(dim=-1)
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1)
     return torch.minimum(first, last)

@@ -10,7 +10,7 @@ costs one argmax. For the others: ``logits_processors``, then ``filters``.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,21 @@ from jitney.messages import Logprob, Row
 
 # Floats of one slice of log-probabilities: bounds the extra memory of a long prompt's.
 _SLICE_FLOATS = 1 << 24
-# Integers of the same width, and the bits of minus infinity.
-_BITS = {
-    torch.bfloat16: (torch.int16, np.uint16, 0xFF80),
-    torch.float16: (torch.int16, np.uint16, 0xFC00),
-    torch.float32: (torch.int32, np.uint32, 0xFF800000),
+
+
+class _Bits(NamedTuple):
+    """A float dtype's bits, read as integers of the same width."""
+
+    signed: torch.dtype
+    unsigned: npt.DTypeLike
+    minus_infinity: int
+    """As an unsigned integer. Only NaN with its sign set is larger."""
+
+
+_BITS_OF = {
+    torch.bfloat16: _Bits(torch.int16, np.uint16, 0xFF80),
+    torch.float16: _Bits(torch.int16, np.uint16, 0xFC00),
+    torch.float32: _Bits(torch.int32, np.uint32, 0xFF800000),
 }
 
 
@@ -41,62 +51,88 @@ class Sampled:
     logprobs: list[Logprob] | None = None
     """If ``params.logprobs`` is set: the chosen token, then the best ones, none twice."""
     error: JitneyError | None = None
-    """Why there is none for this sequence; the others of the batch are not touched."""
+    """Why this sequence gets no token; the others of the batch are not touched."""
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Of [S, V]: the first index of each row's largest logit, where a NaN counts as the largest
     (int64 [S]), and whether that is a finite number (bool [S])."""
-    if logits.device.type == "cpu" and logits.dtype in _BITS:
+    if logits.device.type == "cpu" and logits.dtype in _BITS_OF:
         # NumPy compares integers a register at a time, ten times as fast as torch does floats.
-        # Positive floats are sorted like their bits, negative ones in reverse.
-        signed, unsigned, minus_infinity = _BITS[logits.dtype]
-        bits = logits.view(signed).numpy()
-        if bits.view(unsigned).max(initial=0) <= minus_infinity:  # no NaN with its sign set
-            indices = bits.argmax(axis=1)
-            negative = bits[np.arange(len(bits)), indices] < 0
-            if negative.any():
-                indices[negative] = bits[negative].argmin(axis=1)
-            found = torch.from_numpy(indices)
-            return found, torch.isfinite(logits.gather(1, found[:, None])[:, 0])
+        form = _BITS_OF[logits.dtype]
+        bits = logits.view(form.signed).numpy()
+        # A NaN with its sign set would be taken for a small number.
+        if bits.view(form.unsigned).max(initial=0) <= form.minus_infinity:
+            found = torch.from_numpy(_argmax_of_bits(bits))
+            best = logits.gather(1, found.unsqueeze(1)).squeeze(1)
+            return found, torch.isfinite(best)
     best, found = logits.max(dim=-1)
     return found, torch.isfinite(best)
+
+
+def _argmax_of_bits(bits: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The argmax of each row [S, V] of floats, given as signed integers of the same bits.
+
+    Positive floats are in the order of these integers; negative ones are in the reverse order, and
+    their integers are negative.
+    """
+    indices = bits.argmax(axis=1)
+    all_negative = bits[np.arange(len(bits)), indices] < 0
+    if all_negative.any():
+        indices[all_negative] = bits[all_negative].argmin(axis=1)
+    return indices
 
 
 def _choose_allowed(
     logits: Tensor, masks: dict[int, bytes], chosen: Tensor, allowed: Tensor
 ) -> None:
     """Correct ``chosen`` and ``allowed`` [S] for greedy rows of which nothing but a grammar's mask
-    changes ``logits`` [S, V]. On a CPU this takes a tenth of the time of masking them."""
+    changes ``logits`` [S, V]. On a CPU this takes a tenth of the time of masking them.
+
+    ``masks``: by the row's index. ``chosen`` are the rows' argmaxes without a mask.
+    """
     best = chosen.tolist()
     ids_of: dict[bytes, npt.NDArray[np.int64]] = {}  # rows of one grammar often have one mask
-    found: dict[int, npt.NDArray[np.int64]] = {}
+    candidates: dict[int, npt.NDArray[np.int64]] = {}
     for i, mask in masks.items():
-        if mask[best[i] >> 3] >> (best[i] & 7) & 1:
-            continue
+        if _allows(mask, best[i]):
+            continue  # the argmax stands
         if mask not in ids_of:
             ids_of[mask] = _allowed_ids(mask, logits.shape[1])
         if len(ids_of[mask]):
-            found[i] = ids_of[mask]
+            candidates[i] = ids_of[mask]
         else:
             allowed[i] = False
-    if not found:
+    if not candidates:
         return
-    every = np.empty((len(found), max(map(len, found.values()))), np.int64)
-    for row, ids in zip(every, found.values(), strict=True):
-        row[: len(ids)], row[len(ids) :] = ids, ids[0]
-    index, names = torch.tensor(list(found)), torch.from_numpy(every)
-    places, allowed[index] = argmax(logits[index.unsqueeze(1), names])
-    chosen[index] = names.gather(1, places.unsqueeze(1)).squeeze(1)
+
+    # The argmax among each row's candidates, in one array that repeats a short row's first one.
+    longest = max(map(len, candidates.values()))
+    padded = np.empty((len(candidates), longest), np.int64)
+    for row, ids in zip(padded, candidates.values(), strict=True):
+        row[: len(ids)] = ids
+        row[len(ids) :] = ids[0]
+    rows = torch.tensor(list(candidates))
+    token_ids = torch.from_numpy(padded)
+    best_column, is_finite = argmax(logits[rows.unsqueeze(1), token_ids])
+    allowed[rows] = is_finite
+    chosen[rows] = token_ids.gather(1, best_column.unsqueeze(1)).squeeze(1)
+
+
+def _allows(mask: bytes, token_id: int) -> bool:
+    """Whether the token's bit is set: bit 0 of byte 0 is token 0's."""
+    byte = mask[token_id // 8]
+    return bool(byte >> (token_id % 8) & 1)
 
 
 def _allowed_ids(mask: bytes, size: int) -> npt.NDArray[np.int64]:
     """The ids below ``size`` that a mask, whole words of 32 bits, allows, ascending."""
     words = np.frombuffer(mask, np.uint32)
-    places = words.nonzero()[0]
-    bits = np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 32)
-    rows, columns = bits.nonzero()
-    ids: npt.NDArray[np.int64] = 32 * places[rows] + columns
+    # Most words are 0, and need not be unpacked.
+    word_indices = words.nonzero()[0]
+    bits = np.unpackbits(words[word_indices].view(np.uint8), bitorder="little").reshape(-1, 32)
+    rows, bit_indices = bits.nonzero()
+    ids: npt.NDArray[np.int64] = 32 * word_indices[rows] + bit_indices
     return ids[: np.searchsorted(ids, size)]
 
 
@@ -111,8 +147,9 @@ class Samples:
         counts: dict[int, int],
         measured: list[Tensor],
     ) -> None:
-        """``counts``: index of a sequence that asks for log-probabilities -> how many; ``measured``
-        of these: see :func:`measure`."""
+        """``finite`` and ``allowed`` [S]: whether the best logit is finite before and after the
+        logits processors. ``counts``: for how many best tokens the sequences with these indices ask
+        log-probabilities; ``measured``: what :func:`measure` gave for them."""
         self.token_ids = token_ids
         """int64 [S] on the device: some id of the vocabulary where there is an error."""
         self._counts = counts
@@ -135,17 +172,20 @@ class Samples:
             candidates = name_candidates(chosen, self._counts.values(), measured)
             for i, each in zip(self._counts, candidates, strict=True):
                 results[i].logprobs = each
-        for i in (i for i, good in enumerate(allowed) if not good):
-            error = (
-                InvalidArgumentError(
-                    "the sampling parameters forbid every token: see allowed_token_ids, bad_words, "
-                    "logit_bias, min_tokens, structured_outputs"
-                )
-                if finite[i]
-                else InternalError("the model's logits are not finite numbers")
-            )
-            results[i] = Sampled(-1, error=error)
+        for i, is_allowed in enumerate(allowed):
+            if not is_allowed:
+                results[i] = Sampled(-1, error=_no_token(finite=finite[i]))
         return results
+
+
+def _no_token(*, finite: bool) -> JitneyError:
+    """Why a sequence gets no token; ``finite``: the model's own logits are."""
+    if not finite:
+        return InternalError("the model's logits are not finite numbers")
+    return InvalidArgumentError(
+        "the sampling parameters forbid every token: see allowed_token_ids, bad_words, "
+        "logit_bias, min_tokens, structured_outputs"
+    )
 
 
 def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
@@ -156,15 +196,22 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
     """
     assert logits.shape[0] == len(pairs)
     rows = [row for row, _ in pairs]
+
+    # Plain greedy rows are done with this.
     chosen, finite = argmax(logits)
     allowed = finite
     special = [i for i, row in enumerate(rows) if not row.params.greedy or needs_processing(row)]
+
+    # Greedy rows with a grammar need no processed logits on a CPU.
+    masks: dict[int, bytes] = {}
     if logits.device.type == "cpu":
-        masks = {i: mask for i in special if (mask := lone_mask(rows[i])) is not None}
-        if masks:
-            special = [i for i in special if i not in masks]
-            allowed = finite.clone()
-            _choose_allowed(logits, masks, chosen, allowed)
+        masks = _lone_masks(rows, special)
+    if masks:
+        special = [i for i in special if i not in masks]
+        allowed = finite.clone()
+        _choose_allowed(logits, masks, chosen, allowed)
+
+    # All others do.
     if special:
         index = to_device(special, logits.device)
         copied = logits[index].float()  # a copy: indexing with a tensor always is
@@ -173,14 +220,26 @@ def sample(logits: Tensor, pairs: list[tuple[Row, int]]) -> Samples:
             process_logits(copied, processed)
             allowed = allowed.index_put((index,), torch.isfinite(copied.amax(dim=-1)))
         chosen[index] = choose_tokens(copied, [pairs[i] for i in special])
+
+    # Log-probabilities are those of the model's own logits.
     asked = {i: row.params.logprobs for i, row in enumerate(rows)}
     counts = {i: count for i, count in asked.items() if count is not None}
     measured: list[Tensor] = []
     if counts:
         index = to_device(list(counts), logits.device)
-        some = logits if len(counts) == len(rows) else logits[index]
-        measured = measure(some, chosen[index], max(counts.values()))
+        logits_of_asked = logits if len(counts) == len(rows) else logits[index]
+        measured = measure(logits_of_asked, chosen[index], max(counts.values()))
     return Samples(chosen, finite, allowed, counts, measured)
+
+
+def _lone_masks(rows: list[Row], indices: list[int]) -> dict[int, bytes]:
+    """By index, the masks of those of these rows that nothing else changes."""
+    masks = {}
+    for i in indices:
+        mask = lone_mask(rows[i])
+        if mask is not None:
+            masks[i] = mask
+    return masks
 
 
 def prompt_logprobs(logits: Tensor, targets: list[int], k: int) -> list[list[Logprob]]:
@@ -194,9 +253,9 @@ def prompt_logprobs(logits: Tensor, targets: list[int], k: int) -> list[list[Log
 
 
 def measure(logits: Tensor, chosen: Tensor, width: int) -> list[Tensor]:
-    """Of the model's own distribution in each row of ``logits`` [R, V], unprocessed: its chosen
-    token's log-probability [R] and rank [R], then the ``width`` best ones' log-probabilities and
-    ids [R, at most ``width``], best first."""
+    """Log-probabilities of each row of unprocessed ``logits`` [R, V], as four tensors: the chosen
+    token's log-probability [R] and its rank [R]; then the log-probabilities and the ids of the best
+    tokens [R, at most ``width``], best first."""
     size = max(1, _SLICE_FLOATS // logits.shape[1])
     parts = []
     for part, ids in zip(logits.split(size), chosen.split(size), strict=True):
@@ -208,36 +267,48 @@ def measure(logits: Tensor, chosen: Tensor, width: int) -> list[Tensor]:
 
 
 def _best(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The ``width`` largest of each row [R, V] and their indices, of equals the first. Which of
-    them topk takes depends on ``width``, and so on what else is in the batch."""
+    """The ``width`` largest of each row [R, V] and their indices; of equals those with the lowest
+    indices. topk alone will not do: which of equals it takes depends on ``width``, and so on what
+    other rows of the batch ask for."""
     if values.is_cuda:  # without waiting for the device
         best, ids = values.sort(dim=-1, descending=True, stable=True)
         return best[:, :width], ids[:, :width]
     best, ids = values.topk(width, dim=-1)
     if not width:
         return best, ids
-    rows, ids = (~(values < best[:, -1:])).nonzero(as_tuple=True)  # all of a row with a NaN
+
+    # All values that are not below their row's smallest of the best: equals of it included, and
+    # all of a row with a NaN. They come in the order of rows, then of indices.
+    rows, ids = (~(values < best[:, -1:])).nonzero(as_tuple=True)
     found = values[rows, ids]
-    order = found.argsort(descending=True, stable=True)
-    order = order[rows[order].argsort(stable=True)]
+    # Sort them by row, then by falling value, then by index: the sorts are stable, the last first.
+    by_value = found.argsort(descending=True, stable=True)
+    order = by_value[rows[by_value].argsort(stable=True)]
+    # The first ``width`` of each row.
     counts = rows.bincount(minlength=len(values))
-    places = order[(counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(width)]
-    return found[places], ids[places]
+    begins = counts.cumsum(0) - counts
+    kept = order[begins.unsqueeze(1) + torch.arange(width)]
+    return found[kept], ids[kept]
 
 
 def name_candidates(
     chosen: list[int], counts: Iterable[int], measured: list[list[Any]]
 ) -> list[list[Logprob]]:
-    """What :func:`measure` found, as each row asked for it: the chosen token, then the ``count``
-    best, none twice.
+    """For each row: the chosen token, then the ``count`` best, none twice. ``measured`` are the
+    four lists of :func:`measure`.
 
-    As vLLM ranks them: the best by their order, a chosen one outside them by the number of tokens
-    at least as probable.
+    Ranks are vLLM's: of the best tokens, their order; of a chosen token that is not among them, the
+    number of tokens that are at least as probable.
     """
     result = []
     for token, count, own, rank, best, ids in zip(chosen, counts, *measured, strict=True):
-        pairs = zip(ids[:count], best[:count], strict=True)
-        top = [Logprob(each, value, k) for k, (each, value) in enumerate(pairs, start=1)]
-        first = next((each for each in top if each.token_id == token), Logprob(token, own, rank))
-        result.append([first, *(each for each in top if each.token_id != token)])
+        first = Logprob(token, own, rank)
+        others = []
+        for order in range(min(count, len(ids))):
+            candidate = Logprob(ids[order], best[order], order + 1)
+            if candidate.token_id == token:
+                first = candidate
+            else:
+                others.append(candidate)
+        result.append([first, *others])
     return result
