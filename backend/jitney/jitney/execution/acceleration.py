@@ -36,7 +36,8 @@ class Accelerator(Protocol):
         """A function of its own for layers of this shape, compiled. Raises NoKernelError."""
 
     def fits(self, attention: Sequence[AttentionFunction]) -> bool:
-        """Whether what follows can be used where layers attend through these functions."""
+        """Whether the methods below can be used where layers attend through these functions. If
+        not, the model runs as without an accelerator, through these functions."""
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
         """Whether it makes bfloat16 as fast as float32 for this model, on a processor without
@@ -106,18 +107,18 @@ def select(
     ConfigError if a kernel asked for by name cannot run, or for ``batch_invariant`` without one
     that can keep it.
     """
-    reason = ""
+    no_kernel = ""  # why the accelerator has none, if it was asked
     if name != "reference" and accelerator is not None:
         try:
             return accelerator.attention(shape)
         except NoKernelError as error:
-            reason = str(error)
-        if name != "auto":
-            raise ConfigError(f"option attention is {name!r}, but {reason}")
+            no_kernel = str(error)
+        if name != "auto":  # a kernel was asked for by name
+            raise ConfigError(f"option attention is {name!r}, but {no_kernel}")
 
-    if shape.batch_invariant:
-        reason = reason or f"option attention is {name!r}"
+    if shape.batch_invariant:  # which the reference cannot keep
+        reason = no_kernel or f"option attention is {name!r}"
         raise ConfigError(f"option batch_invariant needs attention kernels: {reason}")
-    if reason:
-        _log.warning("attention runs in plain torch, which is slow: %s", reason)
+    if no_kernel:
+        _log.warning("attention runs in plain torch, which is slow: %s", no_kernel)
     return ReferenceAttention()

@@ -35,8 +35,8 @@ class AttentionMetadata:
     context_len: Tensor
     """int32 [R]: tokens in the cache for row r once this step is written."""
     block_table: Tensor
-    """int32 [R, max_blocks], padded with 0, its rows perhaps apart. Position p of row r is in block
-    ``block_table[r, p // block_size]`` at offset ``p % block_size``."""
+    """int32 [R, max_blocks], padded with 0; its rows need not be contiguous. Position p of row r is
+    in block ``block_table[r, p // block_size]`` at offset ``p % block_size``."""
     last_block: int
     """No block in the table has a higher number."""
     slot_mapping: Tensor
@@ -49,7 +49,7 @@ class AttentionMetadata:
     plans: dict[Hashable, object] = field(default_factory=dict)
     """Work lists that an attention function derives from this step, kept for its other layers."""
     adapted: list[Span] = field(default_factory=list)
-    """The tokens that adapters change, in order."""
+    """The tokens that are under adapters, in order."""
 
     @property
     def num_rows(self) -> int:
@@ -58,28 +58,32 @@ class AttentionMetadata:
 
 
 class BlockTables:
-    """The block tables of steps as one array, kept from step to step: as a rule a row's table is
-    what the same slot held a step before, and only a table that differs is written."""
+    """The block tables of a step as one array, which is kept from step to step. As a rule row r has
+    the same table as in the step before; only tables that differ are written."""
 
     def __init__(self) -> None:
         self.last_block = 0
         """No block that was ever written has a higher number."""
         self._array = np.zeros((0, 0), np.int32)
         self._written: list[list[int]] = []
+        """By the array's row: the table that it holds."""
 
     def fill(self, tables: list[list[int]]) -> np.ndarray:
-        """int32 [tables, longest], padded with 0: a view of what the next call overwrites."""
+        """The tables as int32 [tables, longest], padded with 0: a view of the array, which the next
+        call overwrites."""
         width = max(len(table) for table in tables)
-        rows, columns = self._array.shape
-        if rows < len(tables) or columns < width:
-            shape = max(rows, len(tables)), max(columns, 2 * width)
-            self._array, self._written = np.zeros(shape, np.int32), [[] for _ in range(shape[0])]
-        for slot, table in enumerate(tables):
-            if self._written[slot] != table:
-                row, count = self._array[slot], len(table)
-                row[:count] = table
-                row[count:] = 0
-                self._written[slot] = table.copy()
+        num_rows, num_columns = self._array.shape
+        if num_rows < len(tables) or num_columns < width:
+            num_rows = max(num_rows, len(tables))
+            num_columns = max(num_columns, 2 * width)  # tables grow: not in every step anew
+            self._array = np.zeros((num_rows, num_columns), np.int32)
+            self._written = [[] for _ in range(num_rows)]
+        for r, table in enumerate(tables):
+            if self._written[r] != table:
+                row = self._array[r]
+                row[: len(table)] = table
+                row[len(table) :] = 0
+                self._written[r] = table.copy()
                 self.last_block = max(self.last_block, *table)
         return self._array[: len(tables), :width]
 
@@ -92,36 +96,42 @@ def build_metadata(
 ) -> AttentionMetadata:
     """Metadata of a batch. Each row holds at least one token and blocks for all of its context.
 
-    With ``tables``, those of the last step, the result is good until the next call with them.
+    ``tables`` saves work if the last step's metadata was built with them, too. The result then
+    shares their memory: it is good until the next call with them.
     """
-    # Plain lists where they do: for some dozens of rows each call of NumPy costs more than a loop.
+    # Plain lists where possible: for some dozens of rows a call of NumPy costs more than a loop.
     assert rows, "a batch has at least one row"
     lengths = [len(row.token_ids) for row in rows]
     starts = [row.start for row in rows]
     longest = max(lengths)
     assert min(lengths) > 0, "a row has at least one token"
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-    used = []
+    used_tables = []
     for row, end in zip(rows, ends, strict=True):
-        table, blocks = row.block_table, -(-end // block_size)
-        assert len(table) >= blocks
-        used.append(table if len(table) == blocks else table[:blocks])
+        table = row.block_table
+        num_blocks = -(-end // block_size)
+        assert len(table) >= num_blocks
+        used_tables.append(table if len(table) == num_blocks else table[:num_blocks])
     tables = tables or BlockTables()
-    table_array = tables.fill(used)
+    table_array = tables.fill(used_tables)
 
     if longest == 1:
+        # Decodes only: each row's token is its last, and so in the last of its blocks.
         query_start = np.arange(len(rows) + 1, dtype=np.int32)
         positions = np.array(starts, np.int64)
-        pairs = zip(used, starts, strict=True)
-        slots = np.array([t[-1] * block_size + start % block_size for t, start in pairs], np.int64)
+        slot_list = []
+        for table, start in zip(used_tables, starts, strict=True):
+            slot_list.append(table[-1] * block_size + start % block_size)
+        slots = np.array(slot_list, np.int64)
     else:
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(lengths, out=query_start[1:])
-        owner = np.repeat(np.arange(len(rows)), lengths)
-        first = np.array(starts, np.int64) - query_start[:-1]
-        positions = np.arange(int(query_start[-1])) + first[owner]
-        block, offset = np.divmod(positions, block_size)
-        slots = table_array[owner, block].astype(np.int64) * block_size + offset
+        row_of_token = np.repeat(np.arange(len(rows)), lengths)
+        # A row's positions are the indices of its tokens among the T, moved by so much.
+        shift = np.array(starts, np.int64) - query_start[:-1]
+        positions = np.arange(int(query_start[-1])) + shift[row_of_token]
+        column, offset = np.divmod(positions, block_size)
+        slots = table_array[row_of_token, column].astype(np.int64) * block_size + offset
 
     device = torch.device(device)
     return AttentionMetadata(

@@ -32,15 +32,16 @@ class Factors(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A linear layer, perhaps as part of one that gives the results of several side by side."""
+    """A linear layer of the module as it was loaded. Kernels may join several layers into one that
+    gives their results side by side: [first, last) are this one's among them."""
 
     path: str
     first: int
-    """Index of its first output among those of the whole."""
     last: int
 
 
 Pack = Callable[[Mapping[str, Factors]], Any]
+"""An adapter's factors, by path -> the form in which kernels read them."""
 AddProducts = Callable[[Sequence[Part], Tensor, Tensor], None]
 """(parts of a layer, its x [T, inputs], out [T, outputs]): adds to ``out``, in place, what the
 adapters of a step give."""
@@ -54,7 +55,7 @@ class LowRank:
     factors: Mapping[str, Factors]
     """By the layer's path in the module."""
     packed: Any = None
-    """What kernels made of the factors."""
+    """The factors in the form that kernels read, if they have one: what a :data:`Pack` gave."""
 
 
 class Span(NamedTuple):
@@ -86,9 +87,10 @@ def spans_of(rows: Sequence[Row]) -> list[Span]:
 
 
 def find_sites(module: nn.Module) -> dict[str, Site]:
-    """The linear layers of the decoder's layers, by their paths."""
+    """The linear layers inside the decoder's layers, by their paths; the output layer is none."""
     found = {}
     for path, child in module.named_modules():
+        # Architectures call the list of decoder layers ``layers``, those like GPT-2 ``h``.
         if ".layers." not in f".{path}" and ".h." not in f".{path}":
             continue
         if isinstance(child, QuantizedLinear):
@@ -100,7 +102,7 @@ def find_sites(module: nn.Module) -> dict[str, Site]:
 
 
 def idle_factors(sites: Mapping[str, Site], rank: int) -> dict[str, Factors]:
-    """Those of an adapter of a ``rank`` on every layer that adds nothing."""
+    """The factors of an adapter of this rank that changes every layer, and adds zeros."""
     return {
         path: Factors(torch.zeros(rank, site.inputs), torch.zeros(rank, site.outputs))
         for path, site in sites.items()
@@ -108,7 +110,7 @@ def idle_factors(sites: Mapping[str, Site], rank: int) -> dict[str, Factors]:
 
 
 def plain_products(spans: Sequence[Span]) -> AddProducts:
-    """Those of a step with these spans: one after the other."""
+    """Adds the products of a step with these spans, one span after the other."""
 
     def add(parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
         for path, begin, end in parts:
@@ -121,7 +123,7 @@ def plain_products(spans: Sequence[Span]) -> AddProducts:
 
 
 class Hooks:
-    """For a while, the linear layers of a module add what the adapters of a step give."""
+    """A context in which the linear layers of a module add what the adapters of a step give."""
 
     def __init__(self, module: nn.Module, spans: Sequence[Span]) -> None:
         paths = {path for span in spans for path in span.adapter.factors}
@@ -148,5 +150,8 @@ class Hooks:
 
 
 def adapter_bytes(sites: Mapping[str, Site], rank: int, dtype: torch.dtype) -> int:
-    """The most that one adapter of such a rank takes."""
-    return sum(rank * sum(site) for site in sites.values()) * dtype.itemsize
+    """The most that one adapter of this rank takes: A and B of every layer."""
+    values = 0
+    for site in sites.values():
+        values += rank * site.inputs + rank * site.outputs
+    return values * dtype.itemsize

@@ -1,4 +1,5 @@
-"""Philox 4x32-10: random numbers that are a function of their place, not of what came before.
+"""Philox 4x32-10: random numbers that are a function of a counter and a key, not of what was drawn
+before.
 
 Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). A counter of
 128 bits and a key of 64 bits give 128 random bits; there is no state.

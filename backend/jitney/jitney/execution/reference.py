@@ -12,7 +12,8 @@ from jitney.execution.attention import AttentionMetadata
 from jitney.execution.byte_cache import LEAST_SCALE, SCALE_BYTES
 from jitney.execution.interface import AttentionCall, LayerCache
 
-# Scores of one slice of a row's queries: bounds the memory of a long prompt's.
+# Scores that are computed at once. A row with more of them is cut into slices of its queries, which
+# bounds the memory of a long prompt.
 _SLICE_SCORES = 1 << 24
 
 
@@ -35,26 +36,26 @@ class ReferenceAttention:
             blocks = meta.block_table[r, : -(-context // meta.block_size)].long()
             keys = _gather(cache.keys, blocks, cache.key_scale)[:, :context, :head_size]
             values = _gather(cache.values, blocks, cache.value_scale)[:, :context, :head_size]
-            shift = context - last  # from an index among the T to a position
-            size = max(1, _SLICE_SCORES // (query.shape[1] * context))
-            for begin in range(first, last, size):
-                end = min(begin + size, last)
-                seen = shift + end
+            slice_len = max(1, _SLICE_SCORES // (query.shape[1] * context))
+            for begin in range(first, last, slice_len):
+                end = min(begin + slice_len, last)
+                num_seen = context - (last - end)  # by the slice's last query
                 part = query[begin:end].float()
-                out[begin:end] = _attend(part, keys[:, :seen], values[:, :seen], call)
+                out[begin:end] = _attend(part, keys[:, :num_seen], values[:, :num_seen], call)
         return out
 
 
 def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | None) -> None:
-    """Put ``new`` [T, KV heads, head] into its slots, divided by ``scale`` [KV heads] if given, or
-    in an int8 cache by a scale of its own, which makes its largest element 127."""
+    """Put ``new`` [T, KV heads, head] into its slots. A float8 cache gets it divided by ``scale``
+    [KV heads], if given; an int8 cache divided by a scale for each token and head, which makes the
+    largest element 127 and is stored beside it."""
     block = torch.div(meta.slot_mapping, meta.block_size, rounding_mode="floor")
     offset = meta.slot_mapping % meta.block_size
     view = cache[..., : new.shape[-1]]
     if cache.dtype == torch.int8:
-        steps = (new.float().abs().amax(-1) / 127).clamp_min(LEAST_SCALE)
-        _scales(cache)[block, :, offset] = steps
-        new = (new.float() * (1 / steps)[..., None]).round()
+        scales = (new.float().abs().amax(-1) / 127).clamp_min(LEAST_SCALE)
+        _scales(cache)[block, :, offset] = scales
+        new = (new.float() * (1 / scales)[..., None]).round()
     elif scale is not None:
         most = torch.finfo(cache.dtype).max
         new = (new.float() / scale[None, :, None]).clamp(-most, most)
@@ -62,7 +63,7 @@ def write(new: Tensor, cache: Tensor, meta: AttentionMetadata, scale: Tensor | N
 
 
 def _gather(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
-    """float32 [KV heads, tokens of all blocks, head] of blocks [KV heads, tokens, head]."""
+    """The contents of these blocks, one after the other: float32 [KV heads, tokens, head]."""
     gathered = cache[blocks].transpose(0, 1).flatten(1, 2)
     if cache.dtype == torch.int8:
         return gathered[..., :-SCALE_BYTES] * _scales(gathered)[..., None]
@@ -70,14 +71,14 @@ def _gather(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _scales(cache: Tensor) -> Tensor:
-    """float32 [...], a view: the scales of an int8 cache [..., head and scale]."""
+    """The scales in an int8 cache [..., head and scale], as a view: float32 [...]."""
     return cache[..., -SCALE_BYTES:].view(torch.float32).squeeze(-1)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
-    """q [n, heads, head] are the last n of the positions of keys and values [KV heads, c, head].
-
-    ``call`` says how they attend. Returns [n, heads, head].
+    """Attention of the last n of c positions: ``q`` [n, heads, head] over keys and values
+    [KV heads, c, head], with the scale, window, softcap and sinks of ``call``. Returns
+    [n, heads, head].
     """
     n, num_heads, head_size = q.shape
     num_kv_heads, context, _ = keys.shape
@@ -87,10 +88,10 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Ten
         scores = call.softcap * torch.tanh(scores / call.softcap)
     positions = torch.arange(context, device=q.device)
     distance = positions[-n:, None] - positions
-    hidden = distance < 0
+    unseen = distance < 0
     if call.window is not None:
-        hidden |= distance >= call.window
-    scores = scores.masked_fill(hidden, float("-inf")).reshape(num_heads, n, context)
+        unseen |= distance >= call.window
+    scores = scores.masked_fill(unseen, float("-inf")).reshape(num_heads, n, context)
     if call.sinks is not None:
         # One more logit per head, which takes part in the denominator and carries no value.
         column = call.sinks.to(scores.dtype)[:, None, None].expand(num_heads, n, 1)
