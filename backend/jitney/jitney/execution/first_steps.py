@@ -12,10 +12,10 @@ _PROMPT_TOKENS = 16
 
 
 def first_steps(info: ModelInfo, propose: int) -> list[Batch]:
-    """A chunk of a prompt, and a decode for which a draft model is to ``propose`` so many tokens.
+    """Two batches: a chunk of a prompt, and a decode for which a draft model proposes ``propose``
+    tokens. If both do not fit into the cache, the decode alone, without a proposal.
 
-    What they write into blocks is overwritten before it is ever read. Where a chunk and a decode do
-    not fit, it is a decode alone.
+    What they write into blocks is overwritten before it is ever read.
     """
     decoded = 1 + propose
     slots = info.num_blocks * info.block_size
@@ -27,7 +27,7 @@ def first_steps(info: ModelInfo, propose: int) -> list[Batch]:
     greedy = SamplingParams(temperature=0.0, seed=0)
     decode = probe_row(prompt, start=count, count=1, block_table=table, params=greedy)
     decode.propose = min(propose, count)
-    decode.most_read = count + decoded
+    decode.most_read = count + decoded  # so that the draft model reads everything at once
     if not count:
         return [Batch([decode])]
     chunk = probe_row(prompt, start=0, count=count, block_table=table, params=greedy)

@@ -54,7 +54,7 @@ class Prepared:
     accelerator: Accelerator | None
     """None if its layers attend in plain torch only."""
     opened: eagle.OpenModel | None
-    """Reads its hidden states, for a head."""
+    """Set if its hidden states are read or added to: both models of a head and its target."""
 
     def empty_caches(
         self, config: EngineConfig, dtype: torch.dtype, num_blocks: int
@@ -78,7 +78,7 @@ class Allocation:
     caches: list[LayerCache]
     draft_caches: list[LayerCache]
     draft_inputs: DraftInputs | None
-    """Of a head."""
+    """Set for a head."""
 
 
 def load_runner(
@@ -110,8 +110,8 @@ def load_runner(
 
 
 def load_and_prepare(config: EngineConfig, means: Means, *, opens: bool) -> Prepared:
-    """The steps up to speed-up, for a model or its draft model. ``opens``: its hidden states are
-    to be read."""
+    """The steps up to speed-up, for a model or its draft model. ``opens``: it is a head or the
+    target of one, so that its hidden states must be within reach."""
     model = load_model(config, means)
     if config.adapters is not None:
         model = replace(model, sites=find_sites(model.module))
@@ -122,8 +122,8 @@ def load_and_prepare(config: EngineConfig, means: Means, *, opens: bool) -> Prep
 
 
 def speed_up(config: EngineConfig, means: Means, model: LoadedModel, *, opens: bool) -> Prepared:
-    """Choose how layers attend, and let the accelerator rearrange the module. ``opens``: its hidden
-    states are to be read."""
+    """Choose how layers attend, and let the accelerator rearrange the module. ``opens`` is as in
+    :func:`load_and_prepare`."""
     accelerator = means.accelerator
     dtype = options.cache_dtype(config, model.dtype, model.device)
     attention = select_attention(config, model, dtype, accelerator)
@@ -146,6 +146,7 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
         before = probe.probe_logits(model.module, model.layers)
         coarse = bool(coarse_layers(model.module))
         faster = accelerator.speed_up(model, rows)
+    # In service they may attend over a cache of another dtype, which would blur the comparison.
     attention = select_attention(config, model, model.dtype, accelerator)
     after = probe.probe_logits(
         model.module, model.layers, attention, config.block_size, faster.forward
@@ -157,7 +158,7 @@ def _rearrange(config: EngineConfig, model: LoadedModel, accelerator: Accelerato
 def _check_sites(model: LoadedModel) -> None:
     """Raise ConfigError if adapters would have to change a layer that was fused with others."""
     if model.fused:
-        return
+        return  # the fused form of a whole model knows its parts
     paths = dict(model.module.named_modules())
     for path in model.sites:
         if path not in paths:
@@ -168,7 +169,7 @@ def _check_sites(model: LoadedModel) -> None:
 def _prepare_draft(config: EngineConfig, means: Means, target: Prepared) -> Prepared | None:
     """The draft model or head that option ``speculation`` names. It is quantized if the model is.
 
-    Raises ConfigError if its vocabulary is another.
+    Raises ConfigError if its vocabulary is not the model's.
     """
     if not options.has_draft_model(config):
         return None
@@ -185,7 +186,7 @@ def _prepare_draft(config: EngineConfig, means: Means, target: Prepared) -> Prep
 
 
 def _describe(config: EngineConfig, target: Prepared) -> ModelInfo:
-    """What the front must know; the number of blocks is not known yet."""
+    """What the front must know, with ``num_blocks`` 1 until the memory has been planned."""
     model = target.model
     kernels = sorted({attend.name for attend in target.attention})
     return ModelInfo(
@@ -213,7 +214,7 @@ def allocate(
     if target.accelerator is not None:
         scales = target.accelerator.kv_scales(model)
     needs = _needs_of(config, info, target, dtype)
-    head_weight = None
+    head_weight = None  # stays so without a head
     if draft is not None:
         head_weight = _head_weight(config, target, draft)
         needs = _with_draft(config, needs, draft, dtype, head_weight)
@@ -241,7 +242,7 @@ def allocate(
 def _needs_of(
     config: EngineConfig, info: ModelInfo, target: Prepared, dtype: torch.dtype
 ) -> memory.Needs:
-    """Of the model alone. ``dtype`` is the cache's."""
+    """What the model needs without its draft model. ``dtype`` is the cache's."""
     model = target.model
     steps = None
     copied_rank = 0
@@ -268,7 +269,7 @@ def _with_draft(
     dtype: torch.dtype,
     head_weight: Tensor | None,
 ) -> memory.Needs:
-    """With what a draft model adds: its weights and caches, and a head's inputs."""
+    """``needs``, and what a draft model adds: its weights and caches, and a head's inputs."""
     weights = needs.weights + draft.model.weight_bytes
     block = needs.block + memory.block_bytes(draft.model.layers, config.block_size, dtype)
     if head_weight is not None:
@@ -278,6 +279,7 @@ def _with_draft(
 
 
 def _head_weight(config: EngineConfig, target: Prepared, draft: Prepared) -> Tensor | None:
+    """The matrix beside a head; None if the draft model is an ordinary one."""
     if draft.opened is None:
         return None
     return eagle.read_weight(config, target.model, draft.model)
@@ -286,6 +288,7 @@ def _head_weight(config: EngineConfig, target: Prepared, draft: Prepared) -> Ten
 def _head_inputs(
     target: Prepared, draft: Prepared, weight: Tensor, ledger: memory.Ledger
 ) -> DraftInputs:
+    """Allocates a hidden state for each slot of the cache."""
     assert target.opened is not None
     assert draft.opened is not None
     return eagle.HeadInputs(

@@ -1,5 +1,5 @@
-"""What this process may use of the machine (the device and its dtypes, cores, memory), and the way
-of numbers to the device.
+"""What this process may use of the machine: the device and its dtypes, cores, memory. Also how
+numbers get to the device.
 
 A container sees the host's figures in most places; the limits that bind it stand in the cgroup
 files (docs.kernel.org/admin-guide/cgroup-v2).
@@ -35,25 +35,28 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
         raise ConfigError.of("device", name, "auto, cpu, cuda or cuda:N")
+    if name == "cpu":
+        return torch.device("cpu")
+    index = int(name.removeprefix("cuda").removeprefix(":") or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name != "cpu" and int(name.partition(":")[2] or 0) >= count:
+    if index >= count:
         raise ConfigError.of("device", name, f"a device of this machine, which has {count} GPUs")
     return torch.device("cuda:0" if name == "cuda" else name)
 
 
 def enter_device(device: torch.device) -> None:
-    """Make a GPU the calling thread's: torch's own operations go where their tensors are, kernels
-    of others to the thread's device."""
+    """Make a GPU the calling thread's current device. Torch's own operations run where their
+    tensors are, but kernels that torch does not know run on the current device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 @contextmanager
 def threads_for(num_bytes: int) -> Iterator[None]:
-    """Inside, torch uses no more of its threads than are of use for so many bytes of weights.
+    """Inside, torch uses no more of its threads than so many bytes of weights can employ.
 
-    Threads wait for one another after each operation. Where others want the cores too, that takes
-    milliseconds a time, and a load makes a thousand operations of a dozen tokens.
+    After each operation all threads wait for the slowest. If other processes use the cores too,
+    that can take milliseconds, and the proof at load makes a thousand operations on a dozen tokens.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(min(before, 1 + num_bytes // _BYTES_PER_THREAD))
@@ -64,7 +67,7 @@ def threads_for(num_bytes: int) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that was launched on a GPU. Raises whatever a kernel has done wrong."""
+    """Wait for everything that was launched on a GPU. Raises the error of a kernel that failed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -72,10 +75,10 @@ def synchronize(device: torch.device) -> None:
 def to_device(
     values: Sequence[object] | npt.NDArray, device: torch.device, dtype: npt.DTypeLike = None
 ) -> Tensor:
-    """The values on ``device``: of an array's own type, else of ``dtype`` (int64 if not given).
+    """The values on ``device``. An array keeps its type; others get ``dtype``, by default int64.
 
-    A CPU's tensor shares an array's memory. To a GPU the copy goes through pinned memory, which
-    torch's allocator gives out again only when the copy is over.
+    On a CPU the tensor shares an array's memory. To a GPU the copy goes through pinned memory and
+    is not waited for: torch's allocator reuses that memory only when the copy is over.
     """
     array = values if isinstance(values, np.ndarray) else np.array(values, dtype or np.int64)
     host = torch.from_numpy(array)
@@ -93,16 +96,18 @@ def resolve_dtype(
 ) -> torch.dtype:
     """The dtype for option ``key`` with value ``name`` and a checkpoint in ``stored``.
 
-    ``auto`` on a CPU takes bfloat16 for 16-bit checkpoints where the processor multiplies it, or
-    where kernels compute all of the model's layers and widen it (``widened``), else float32.
-    Kernels of 8 and 4 bits give bfloat16 alone, so ``rounded`` float32 is as 16 bits.
-    Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
+    ``auto`` on a CPU takes bfloat16 for a 16-bit checkpoint if the processor multiplies bfloat16 or
+    kernels widen it, else float32. ``widened``: kernels compute all of the model's layers, and
+    convert bfloat16 to float32 as they read it. ``rounded``: the weights are, or will be, of 8 or 4
+    bits. Raises ConfigError for float16 on a CPU, for which there are no fast kernels.
     """
     if name != "auto":
         dtype = DTYPES[name]
     elif device.type == "cuda" or (stored == torch.float32 and not rounded):
         dtype = stored
     else:
+        # A 16-bit checkpoint on a CPU. Rounded weights are treated as one even if they were
+        # float32, because kernels of 8 and 4 bits give bfloat16 alone.
         fits = widened or cpu_has_bfloat16()
         dtype = torch.bfloat16 if fits else torch.float32
         _log.info("dtype auto: %s, for weights stored in %s", dtype, stored)
@@ -120,8 +125,12 @@ def cpu_has_bfloat16() -> bool:
 def available_cores(cgroup: Path = _CGROUP) -> int:
     """CPU cores that this process may run on: its affinity, and its CPU quota rounded up."""
     cores = len(os.sched_getaffinity(0))
-    if limit := re.match(r"(\d+) (\d+)", _read(cgroup / "cpu.max")):
-        cores = min(cores, math.ceil(int(limit[1]) / int(limit[2])))
+    # "<quota> <period>", in microseconds of CPU time and of time; "max <period>" without a quota.
+    limit = re.match(r"(\d+) (\d+)", _read(cgroup / "cpu.max"))
+    if limit is not None:
+        quota = int(limit[1])
+        period = int(limit[2])
+        cores = min(cores, math.ceil(quota / period))
     return max(1, cores)
 
 
@@ -130,11 +139,12 @@ def available_memory(device: torch.device, cgroup: Path = _CGROUP) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    limit = _read(cgroup / "memory.max")
+    used = _read(cgroup / "memory.current")
     if limit.isdigit() and used.isdigit():
-        # File pages that nobody maps count as used but are given back under pressure.
-        unmapped = re.search(r"^inactive_file (\d+)", _read(cgroup / "memory.stat"), re.MULTILINE)
-        reclaimable = int(unmapped[1]) if unmapped else 0
+        # Pages of files that were not used lately count as used, but are freed when needed.
+        inactive = re.search(r"^inactive_file (\d+)", _read(cgroup / "memory.stat"), re.MULTILINE)
+        reclaimable = int(inactive[1]) if inactive else 0
         free = min(free, max(0, int(limit) - int(used) + reclaimable))
     return free
 

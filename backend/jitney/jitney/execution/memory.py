@@ -17,12 +17,12 @@ from jitney.execution.attention import cache_shape
 from jitney.execution.interface import AttentionFunction, LayerCache, LayerSpec, LoadedModel
 from jitney.execution.low_rank import adapter_bytes
 
-# Defaults of the cache: a share of what is free after loading, and at most so much on a CPU.
+# The cache's default size: a share of what is free after loading, on a CPU with an upper limit.
 _CPU_SHARE = 0.25
 _CPU_MOST = 4 << 30
 _GPU_SHARE = 0.9
-# Of what is free, left beside a cache of derived size: an engine that takes this one's place asks
-# for the same size, and may find a little less.
+# A cache whose size no option states leaves this share of the free memory unused. An engine that
+# replaces this one after a crash must get the same size, and may find a little less memory free.
 _SPARE = 1 / 64
 
 
@@ -37,19 +37,19 @@ class StepMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """Where the device's memory goes, as of the end of the load."""
+    """What the device's memory is used for, as of the end of the load. Bytes."""
 
     weights: int
     cache: int
     steps: StepMemory
     """Measured on a GPU, else estimated."""
     free: int
-    """What is left when all of these are in use."""
+    """What is left when everything else here is in use."""
     num_blocks: int
     block_size: int
     block_bytes: int
     adapters: int = 0
-    """Of as many adapters as may be in memory."""
+    """What as many adapters take as may be in memory at once."""
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
@@ -73,10 +73,15 @@ class Needs:
     weights: int
     """Those in memory already, a draft model's included."""
     block: int
-    """One block of all caches."""
+    """One block in the caches of all layers, a draft model's included."""
     steps: StepMemory
     adapters: int = 0
-    """As many as may be in memory."""
+    """As many as may be in memory at once."""
+
+    @property
+    def beside_cache(self) -> int:
+        """What must stay free for steps and adapters once the cache is allocated."""
+        return sum(self.steps) + self.adapters
 
 
 def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
@@ -86,9 +91,7 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
     full length can use. Raises ConfigError naming the option if it is more than there is, or not
     enough for one block.
     """
-    beside = sum(needs.steps) + needs.adapters
-    room = max(0, available - beside)
-    size = _cache_bytes(config, needs, available, room)
+    size = _cache_bytes(config, needs, available)
     num_blocks = size // needs.block
     if num_blocks < 1:
         key, value = _size_option(config, size)
@@ -99,7 +102,7 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
         weights=needs.weights,
         cache=cache,
         steps=needs.steps,
-        free=available - cache - beside,
+        free=available - cache - needs.beside_cache,
         adapters=needs.adapters,
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -107,42 +110,44 @@ def plan_memory(config: EngineConfig, needs: Needs, available: int) -> Ledger:
     )
 
 
-def _cache_bytes(config: EngineConfig, needs: Needs, available: int, room: int) -> int:
-    """The cache's size by its option, or by default. ``room`` is what is left beside a step."""
+def _cache_bytes(config: EngineConfig, needs: Needs, available: int) -> int:
+    """The cache's size by its option, or by default."""
+    most = max(0, available - needs.beside_cache)
     if config.kv_cache_bytes is not None:
-        if config.kv_cache_bytes > room:
+        if config.kv_cache_bytes > most:
             users = "a step and adapters" if needs.adapters else "a step"
-            beside = sum(needs.steps) + needs.adapters
             raise ConfigError.of(
                 "kv_cache_bytes",
                 config.kv_cache_bytes,
-                f"at most {room:,}, the free memory less {beside:,} for {users}",
+                f"at most {most:,}, the free memory less {needs.beside_cache:,} for {users}",
             )
         return config.kv_cache_bytes
 
-    spared = max(0, room - int(available * _SPARE))
+    most = max(0, most - int(available * _SPARE))
     if config.kv_cache_fraction is not None:
         share = int(available * config.kv_cache_fraction)
-        return min(spared, share // config.instances)
+        return min(most, share // config.instances)
     if needs.device.type == "cuda":
         share = int(available * _GPU_SHARE)
     else:
         share = min(int(available * _CPU_SHARE), _CPU_MOST)
-    blocks_of_one = math.ceil(needs.max_model_len / config.block_size)
-    useful = config.max_num_seqs * blocks_of_one * needs.block
-    return min(spared, share // config.instances, useful)
+    # More than this is never in use: every sequence at its full length.
+    blocks_a_sequence = math.ceil(needs.max_model_len / config.block_size)
+    useful = config.max_num_seqs * blocks_a_sequence * needs.block
+    return min(most, share // config.instances, useful)
 
 
 def _size_option(config: EngineConfig, size: int) -> tuple[str, float]:
-    """The option that the cache's size came from, with its value; ``size`` if it has none."""
+    """For an error: the option that decided the cache's size, and its value. By default that is
+    ``kv_cache_bytes``, with the ``size`` that was found."""
     if config.kv_cache_bytes is None and config.kv_cache_fraction is not None:
         return "kv_cache_fraction", config.kv_cache_fraction or size
     return "kv_cache_bytes", config.kv_cache_bytes or size
 
 
 def most_adapters(config: EngineConfig, model: LoadedModel, copied_rank: int) -> int:
-    """Bytes of as many adapters as may be in memory, each as large as it may be, and with a copy of
-    ``copied_rank`` for kernels."""
+    """Bytes of as many adapters as may be in memory at once, each of the highest rank allowed, and
+    with a copy for kernels of rank ``copied_rank``."""
     rank = config.max_adapter_rank + copied_rank
     return config.max_adapters * adapter_bytes(model.sites, rank, model.dtype)
 
@@ -157,12 +162,12 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
 
 
 def estimate_steps(model: LoadedModel, tokens: int, logits_rows: int) -> StepMemory:
-    """For a step of ``tokens``, from the widths that the configuration states: the widest layer
-    (its input, a gate, an up projection and their product) and the logits, once as computed and
-    once in float32."""
+    """For a step of ``tokens``, from the widths that the configuration states: what the widest
+    layer holds at once, and the logits, once as computed and once in float32."""
     hidden = model.config.hidden_size
     width = getattr(model.config, "intermediate_size", None) or 4 * hidden
     widest = width if isinstance(width, int) else max(width)  # some state one per layer
+    # The layer's input and other rows of that size; the gate, the up projection, their product.
     layer = tokens * (4 * hidden + 3 * widest) * model.dtype.itemsize
     logits = min(tokens, logits_rows) * model.vocab_size * (model.dtype.itemsize + 4)
     return StepMemory(layer + logits)

@@ -16,23 +16,20 @@ TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
 
 
 def refuse_gpu_options(config: EngineConfig, allowed: str = "") -> None:
-    """Refuse options that only the GPU's kernels give a meaning, where those do not run, but the
-    ``allowed`` one. Raises ConfigError naming the first."""
-
-    def refuse(key: str, value: object, instead: str) -> None:
-        if key != allowed:
-            raise ConfigError.of(key, value, f"{instead} without the attention kernels of a GPU")
-
-    if config.batch_invariant:
-        refuse("batch_invariant", True, "False without a CPU's kernels or")
-    if config.compile:
-        refuse("compile", True, "False")
-    if config.cuda_graphs == "load":
-        refuse("cuda_graphs", "load", "lazy or never")
-    if config.kv_cache_dtype == FLOAT8:
-        refuse("kv_cache_dtype", FLOAT8, "another one")
-    if config.cuda_graph_sizes is not None:
-        refuse("cuda_graph_sizes", config.cuda_graph_sizes, "None")
+    """Called where the GPU's kernels do not run: refuse the options that only they give a meaning,
+    except the one named ``allowed``. Raises ConfigError naming the first."""
+    without = "without the attention kernels of a GPU"
+    if config.batch_invariant and allowed != "batch_invariant":
+        bound = f"False without a CPU's kernels or {without}"
+        raise ConfigError.of("batch_invariant", True, bound)
+    if config.compile and allowed != "compile":
+        raise ConfigError.of("compile", True, f"False {without}")
+    if config.cuda_graphs == "load" and allowed != "cuda_graphs":
+        raise ConfigError.of("cuda_graphs", "load", f"lazy or never {without}")
+    if config.kv_cache_dtype == FLOAT8 and allowed != "kv_cache_dtype":
+        raise ConfigError.of("kv_cache_dtype", FLOAT8, f"another one {without}")
+    if config.cuda_graph_sizes is not None and allowed != "cuda_graph_sizes":
+        raise ConfigError.of("cuda_graph_sizes", config.cuda_graph_sizes, f"None {without}")
 
 
 def cache_dtype(
@@ -75,5 +72,5 @@ def has_draft_model(config: EngineConfig) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the options spell it."""
+    """The dtype's name as the options spell it, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

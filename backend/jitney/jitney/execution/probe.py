@@ -39,10 +39,12 @@ _HARMLESS = frozenset({
     "cache_position", "position_embeddings",
 })  # fmt: skip
 _BLOCK_SIZE = 4
-# (first token, count) of each row: sequence 0 in two chunks, sequence 1 in one and a decode.
-_STEPS = (((0, 5), (0, 6)), ((5, 6), (6, 1)))
+# Two sequences run side by side in two steps, their blocks out of order. By sequence:
 _LENGTHS = (11, 7)
 _TABLES = ([4, 1, 5], [2, 3])
+# By step and sequence, (first token, count): the first sequence in two chunks, the second in one
+# and a decode.
+_STEPS = (((0, 5), (0, 6)), ((5, 6), (6, 1)))
 # Most of the difference to eager attention, relative to the spread of the logits. In 16 bits, the
 # rounding of a deep model or a router's flip is far above that of one operation.
 _TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.35, torch.float16: 0.2}
@@ -92,7 +94,8 @@ def compare_with_eager(
             f"{weights} gives logits that are not finite: values in it are corrupt, or too large "
             "for the dtype"
         )
-    if (error := _distance(paged, expected)) is not None:
+    error = _distance(paged, expected)
+    if not error <= _TOLERANCE[paged.dtype]:  # NaN is no agreement
         raise refuse(
             module.config.model_type,
             f"over a paged cache its logits are {error:.2g} of their spread away from those of "
@@ -102,10 +105,14 @@ def compare_with_eager(
 
 
 def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
-    """Check that a module gives what it gave before it was rearranged for speed: ``probe_logits``
-    of it then and now. ``coarse``: some of its layers round their inputs to 8 bits. Raises
-    InstallationError, because a kernel went wrong on this machine."""
-    if (error := _distance(after, before, _E4M3_TOLERANCE if coarse else 0.0)) is not None:
+    """Check that a module gives what it gave before it was rearranged for speed. ``before`` and
+    ``after`` are its :func:`probe_logits`. ``coarse``: some of its layers round their inputs to 8
+    bits. Raises InstallationError, because a kernel went wrong on this machine."""
+    tolerance = _TOLERANCE[after.dtype]
+    if coarse:
+        tolerance = max(tolerance, _E4M3_TOLERANCE)
+    error = _distance(after, before)
+    if not error <= tolerance:  # NaN is no agreement
         raise InstallationError(
             f"the fast kernels of this machine give logits {error:.2g} of their spread away from "
             "torch's own: set the options attention to 'reference', prepack and fuse to false"
@@ -113,10 +120,11 @@ def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
 
 
 def _check_products(layers: list[QuantizedLinear]) -> None:
-    """Run one layer of each shape on rows of random numbers. Raises InstallationError if torch's
-    product of e4m3 is wrong on this machine."""
+    """Run one layer of each shape on rows of random numbers, with rounded inputs and without.
+    Raises InstallationError if torch's product of e4m3 is wrong on this machine."""
     generator = torch.Generator().manual_seed(0)
-    for layer in {(each.out_features, each.in_features): each for each in layers}.values():
+    of_each_shape = {(each.out_features, each.in_features): each for each in layers}
+    for layer in of_each_shape.values():
         x = torch.randn(sum(_LENGTHS), layer.in_features, generator=generator)
         x = x.to(device=layer.weight.device, dtype=layer.dtype)
         with torch.inference_mode():
@@ -124,22 +132,19 @@ def _check_products(layers: list[QuantizedLinear]) -> None:
             with exact_products(layer):
                 right = layer(x).float()
         error = float((got - right).norm() / right.norm())
-        if not error <= _E4M3_PRODUCT:
+        if not error <= _E4M3_PRODUCT:  # NaN is no agreement
             raise InstallationError(
                 f"a product of 8 bits gives results {error:.2g} away from the right "
                 "ones on this machine: set the option quantization to 'none'"
             )
 
 
-def _distance(got: Tensor, expected: Tensor, tolerance: float = 0.0) -> float | None:
-    """None if the logits agree as far as their dtype can, or within ``tolerance``; else how far
-    they are apart: the median over the tokens of the difference's norm relative to that of the
-    centred logits."""
-    most = max(_TOLERANCE[got.dtype], tolerance)
+def _distance(got: Tensor, expected: Tensor) -> float:
+    """How far these logits [T, vocabulary] are apart: for each token the norm of the difference,
+    relative to the norm of the expected logits less their mean; of all tokens the median."""
     right = expected.float()
     spread = (right - right.mean(-1, keepdim=True)).norm(dim=-1)
-    error = ((got.float() - right).norm(dim=-1) / spread).median().item()
-    return None if error <= most else error  # NaN is no agreement
+    return ((got.float() - right).norm(dim=-1) / spread).median().item()
 
 
 def embedding_weight(module: PreTrainedModel) -> Tensor:
@@ -166,6 +171,8 @@ class _Recorder:
         return torch.zeros_like(call.query)
 
     def _problems(self, call: AttentionCall) -> Iterator[str]:
+        """What a paged cache would get wrong in this call. Only the first is ever asked for, so a
+        check may rely on those before it."""
         layer = call.layer
         if layer in self._specs:
             yield f"layer {layer} attends twice in one pass"
@@ -175,15 +182,18 @@ class _Recorder:
             yield f"layer {layer} brings a mask of its own"
         if call.extra.get("is_causal") is False:
             yield f"the attention of layer {layer} is not causal"
-        if call.window != (stated := self._windows[layer]):
+        stated = self._windows[layer]
+        if call.window != stated:
             yield (
                 f"layer {layer} attends with a window of {call.window}, but its configuration "
                 f"states {stated}"
             )
-        given = {
-            name for name, value in call.extra.items() if value is not None and value is not False
-        }
-        if unknown := sorted(given - _HARMLESS):
+        unknown = []
+        for name, value in sorted(call.extra.items()):
+            is_asked_for = value is not None and value is not False
+            if is_asked_for and name not in _HARMLESS:
+                unknown.append(name)
+        if unknown:
             yield f"layer {layer} asks attention for {', '.join(unknown)}"
         if call.key.shape != call.value.shape or call.query.shape[-1] != call.key.shape[-1]:
             yield "its keys and values have different head sizes"
@@ -209,17 +219,18 @@ def probe_logits(
     """Logits [sum of _LENGTHS, vocabulary] of both probe sequences over a paged cache.
 
     By default the layers attend in plain torch, and the module runs through transformers. Kernels
-    lay tokens out by ``block_size``; the probe's tables hold their sequences from
-    _BLOCK_SIZE on, so a smaller one is taken for that.
+    may depend on ``block_size``, so it should be that of the service; at least _BLOCK_SIZE is used,
+    for which the probe's tables are long enough.
     """
     block_size = max(block_size, _BLOCK_SIZE)
     sequences = _probe_ids(module)
-    device, dtype = sequences[0].device, embedding_weight(module).dtype
+    device = sequences[0].device
+    dtype = embedding_weight(module).dtype
     attention = attention or [ReferenceAttention()] * len(specs)
     num_blocks = max(map(max, _TABLES)) + 1
     caches = make_layer_caches(specs, attention, block_size, dtype, device, num_blocks)
     step = step or functools.partial(forward, module)
-    parts: list[list[Tensor]] = [[] for _ in sequences]
+    logits_of: list[list[Tensor]] = [[] for _ in sequences]
     for chunks in _STEPS:
         rows = [
             probe_row(sequences[i].tolist(), start, count, _TABLES[i])
@@ -227,11 +238,12 @@ def probe_logits(
         ]
         meta = build_metadata(rows, block_size, device)
         ids = torch.tensor([t for row in rows for t in row.token_ids], device=device)
-        every = torch.arange(len(ids), device=device)
-        logits = step(ids, meta.positions, every, PagedStep(caches, meta))
-        for part, piece in zip(parts, logits.split([count for _, count in chunks]), strict=True):
-            part.append(piece)
-    return torch.cat([piece for part in parts for piece in part])
+        every_token = torch.arange(len(ids), device=device)
+        logits = step(ids, meta.positions, every_token, PagedStep(caches, meta))
+        of_chunks = logits.split([count for _, count in chunks])
+        for i, of_chunk in enumerate(of_chunks):
+            logits_of[i].append(of_chunk)
+    return torch.cat([torch.cat(of_sequence) for of_sequence in logits_of])
 
 
 def _probe_ids(module: PreTrainedModel) -> list[Tensor]:

@@ -16,10 +16,10 @@ from jitney.config import EngineConfig
 from jitney.execution.checkpoint import Checkpoint
 
 OUTLIER = 24.0
-"""Where a row of activations is rounded to bytes, what is larger than so many times its mean size
-stays a float, so that the scale follows the others."""
+"""When a row of activations is rounded to bytes, an element larger than this times the row's mean
+size stays a float. So the row's scale can follow the other elements."""
 MOST_OUTLIERS = 15
-"""Of a row; if there are more, the bound is doubled until there are not."""
+"""Of a row. While there are more, the bound is doubled."""
 
 
 class QuantizedLinear(nn.Module):
@@ -31,11 +31,13 @@ class QuantizedLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
     rounds_inputs = False
-    """Whether it rounds x to 8 bits: a difference in a last bit of x then shows in the result."""
+    """Whether it rounds x to 8 bits, floats or integers: a difference in the last bit of x may then
+    be a large one in the result."""
     exact = False
     """Set it to compute without that rounding."""
     has_bytes = False
-    """Whether the weight is int8, and x is rounded to bytes with a scale for each of its rows."""
+    """Whether its 8 bits are integers: the weight is int8, and x is rounded to int8 with a scale
+    for each of its rows."""
     scale: Tensor
     """float32 [1, out_features], of a weight that has one."""
     factors: Tensor | None
@@ -95,7 +97,8 @@ def weight_of(linear: Any) -> Tensor:
 def find_children(
     module: nn.Module, fits: Callable[[nn.Module], object]
 ) -> dict[Any, list[tuple[nn.Module, str]]]:
-    """Each module below that ``fits`` -> (parent, name) of all that hold it, to replace it."""
+    """Each module below ``module`` that ``fits`` -> everything that holds it, as (parent, name):
+    where another module must be set to replace it."""
     found: dict[Any, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for name, child in parent._modules.items():  # named_children leaves out repeated ones
@@ -111,8 +114,9 @@ def coarse_layers(module: nn.Module) -> list[QuantizedLinear]:
 
 @contextmanager
 def exact_products(module: nn.Module) -> Iterator[list[QuantizedLinear]]:
-    """For a while, the layers below ``module`` (which this gives) round no activations: a small
-    change of the input is then a small change of the output, as without quantization."""
+    """A context in which no layer below ``module`` rounds its inputs: a small change of the input
+    is then a small change of the output, as without quantization. Gives the layers that otherwise
+    do."""
     layers = coarse_layers(module)
     for each in layers:
         each.exact = True

@@ -1,5 +1,5 @@
-"""The first half of a load: files → config → weights → proof. See ``load``, which calls it, as
-``weigh`` does.
+"""The first half of a load: files → config → weights → proof. Called by ``load``, which shows all
+steps; ``weigh`` takes the first two of them.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jitney.execution.weights import cache_scales, count_bytes, read_weights, we
 
 @dataclass(frozen=True)
 class Means:
-    """What a load uses beside its options."""
+    """What a load has at hand beside its options."""
 
     device: torch.device
     accelerator: Accelerator | None = None
@@ -37,7 +37,7 @@ class Judged:
     checkpoint: Checkpoint
     config: PreTrainedConfig
     dtype: torch.dtype
-    """To load the weights in."""
+    """That the weights are loaded in."""
     max_model_len: int
 
 
@@ -49,7 +49,7 @@ class ReadModule:
     module: PreTrainedModel
     num_parameters: int
     needed_bytes: int
-    """That the weights took at most while they were read."""
+    """Most memory that the weights took while they were read."""
 
 
 def load_model(config: EngineConfig, means: Means) -> LoadedModel:
@@ -66,10 +66,10 @@ def load_model(config: EngineConfig, means: Means) -> LoadedModel:
 def judge(config: EngineConfig, means: Means, checkpoint: Checkpoint) -> Judged:
     """Check what can be checked without the weights, and choose the dtype to load them in."""
     hf_config = support.parse_config(checkpoint)
-    stored_in = checkpoint.config.get("quantization_config")
-    method = stored_in.get("quant_method") if isinstance(stored_in, dict) else stored_in
-    # Layers that torchao quantized stay torch's, of any dtype.
-    is_stored_rounded = bool(stored_in) and method != "torchao"
+    quantization = checkpoint.config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    # torch itself computes layers that torchao quantized, in any dtype; ours give bfloat16.
+    is_stored_rounded = bool(quantization) and method != "torchao"
     rounded = is_stored_rounded or config.quantization in ("int8", "int4")
     widened = False
     if means.accelerator is not None:
@@ -93,7 +93,7 @@ def judge(config: EngineConfig, means: Means, checkpoint: Checkpoint) -> Judged:
 
 
 def import_models() -> None:
-    """Import what all models share, which transformers does only with the first of them."""
+    """Import what all architectures share: transformers does that only with the first model."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
 
@@ -106,8 +106,8 @@ def read_module(config: EngineConfig, means: Means, judged: Judged) -> ReadModul
 
 
 def find_weight_format(config: EngineConfig, means: Means, judged: Judged) -> WeightFormat | None:
-    """How the weights are quantized; None if they are taken as they are. Raises ConfigError and
-    UnsupportedModelError if they would have to be, and there is no quantizer."""
+    """How the weights are quantized; None if they are taken as they are. Raises ConfigError or
+    UnsupportedModelError if that needs a quantizer and there is none."""
     checkpoint = judged.checkpoint
     if means.quantizer is not None:
         return means.quantizer(checkpoint, config, judged.dtype, means.device)
@@ -162,6 +162,7 @@ def _placed(
     num_parameters: int,
     needed_bytes: int,
 ) -> ReadModule:
+    """The module moved to the device, in eval mode."""
     module.to(device)  # type: ignore[arg-type]
     module.eval()
     return ReadModule(judged, module, num_parameters, needed_bytes)
@@ -195,7 +196,8 @@ def _check_sizes(module: nn.Module, sizes: dict[str, tuple[int, int]], weights: 
 
 def prove(read: ReadModule) -> LoadedModel:
     """Run the probes of ``probe``, and state what is known of the model after them."""
-    judged, module = read.judged, read.module
+    judged = read.judged
+    module = read.module
     checkpoint = judged.checkpoint
     device = probe.embedding_weight(module).device
     with machine.threads_for(read.needed_bytes):
