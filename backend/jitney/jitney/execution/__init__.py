@@ -8,9 +8,15 @@ the keyword argument ``paged``, the step's metadata. All rows of a step are flat
 What cannot run so is refused at load, by name and reason: ``checkpoint`` judges files
 (``gguf_file`` those of GGUF), ``support`` judges configurations, and ``probe`` runs the module on a
 dozen tokens and compares the logits with those of transformers' eager attention. ``load`` has the
-steps of a load in their order. ``reference`` is the attention that runs on any device. ``sampler``
-is a pure function of logits, parameters, seed and position.
+steps of a load in their order; ``machine``, ``options`` and ``memory`` say what the device has and
+how it is shared.
 
-This room knows no requests: a batch is rows. It declares what can be replaced, and names neither
-``kernels`` nor ``quantization`` nor ``adapters``.
+A step, in the order to read: ``protocols`` (what the engine asks), ``runner``, ``attention`` (what
+attention must know of the step), ``interface`` (how it gets there), ``reference`` (attention that
+runs on any device), ``sampler`` (a pure function of logits, parameters, seed and position) with
+``logits_processors`` and ``filters``. Beside it: ``low_rank`` (adapters), ``quantized`` (layers),
+``draft`` and ``eagle`` (models that propose tokens).
+
+This room knows no requests: a batch is rows. It declares what can be replaced (``acceleration``),
+and names neither ``kernels`` nor ``quantization`` nor ``adapters``.
 """

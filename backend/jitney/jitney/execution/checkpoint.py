@@ -58,9 +58,10 @@ class Checkpoint:
 
     @property
     def config_name(self) -> str:
-        """The file that ``config`` is from."""
-        beside = self.gguf is None or (self.folder / CONFIG).exists()
-        return CONFIG if beside else self.weight_files[0]
+        """The file that ``config`` is from: a GGUF file itself if no config.json is beside it."""
+        if self.gguf is not None and not (self.folder / CONFIG).exists():
+            return self.weight_files[0]
+        return CONFIG
 
 
 def resolve_model(model: str) -> Path:
@@ -99,17 +100,17 @@ def _cached_folder(model: str) -> Path:
         ) from None
 
 
-def check_checkpoint(folder: Path) -> Checkpoint:
-    """Check every file that loading will read, of a folder or a GGUF file. Raises CheckpointError
-    naming file and reason, and UnsupportedModelError for what a GGUF file has that is not read.
+def check_checkpoint(path: Path) -> Checkpoint:
+    """Check every file that loading will read. ``path`` is a folder or a GGUF file. Raises
+    CheckpointError naming file and reason, and UnsupportedModelError for what a GGUF file has that
+    is not read.
 
     Weights are checked by their headers and sizes, which costs milliseconds and catches a cut-off
     copy, a git-lfs pointer, a missing shard or an overwritten beginning; a flipped bit inside a
     tensor cannot be seen here.
     """
-    stored = _stored_gguf(folder) if folder.suffix == SUFFIX and folder.is_file() else None
-    if stored is None:
-        stored = _stored_safetensors(folder)
+    is_gguf = path.suffix == SUFFIX and path.is_file()
+    stored = _stored_gguf(path) if is_gguf else _stored_safetensors(path)
     folder = stored.folder
     if not stored.tensors:
         raise CheckpointError(f"{stored.weight_files[0]} holds no tensors")
@@ -135,7 +136,8 @@ def check_checkpoint(folder: Path) -> Checkpoint:
 
 
 class _Stored(NamedTuple):
-    """What the files of one format hold; the fields are those of a :class:`Checkpoint`."""
+    """What is read differently from the two formats; the fields are those of a
+    :class:`Checkpoint`."""
 
     folder: Path
     config: dict[str, Any]

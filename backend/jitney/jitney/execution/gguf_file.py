@@ -21,25 +21,25 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """As ``general.architecture`` names them: those that transformers reads whole, and tests compare.
 Mistral's models are llamas there."""
 FLOATS = ("F32", "F16", "BF16")
-"""Types that are no blocks of integers."""
+"""Types that store each value as a float; all others store blocks of integers with scales."""
 
 _TYPES = (
     *FLOATS, "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0",
     "IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS", "IQ4_NL", "IQ4_XS",
     "MXFP4", "NVFP4", "TQ1_0", "TQ2_0",
 )  # fmt: skip
-"""That the package makes floats of."""
+"""Types that the package gguf can convert to floats."""
 _ANGLES = "rope_freqs.weight"
 """Divisors of the rotary frequencies, which Llama 3.1 and later have; no tensor of a module."""
 _ENDS = tuple(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
-_SPLIT = "tokenizer.ggml.pre"
-_SPLITS = (
+_PRETOKENIZER = "tokenizer.ggml.pre"
+_PRETOKENIZERS = (
     None, "default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken", "qwen2",
     "deepseek-r1-qwen",
 )  # fmt: skip
-"""How text is split into words: as transformers does it, which takes all others for GPT-2's."""
+"""Ways to split text into words that transformers does rightly: it takes all others for GPT-2's."""
 _ROWS = 1024
-"""Of a tensor that are float32 at a time."""
+"""How many rows of a tensor are converted to float32 at a time."""
 
 
 class GgufFile:
@@ -69,7 +69,7 @@ class GgufFile:
         fields = {
             key: field.contents()
             for key, field in reader.fields.items()
-            if key == _SPLIT or not key.startswith("tokenizer.")
+            if key == _PRETOKENIZER or not key.startswith("tokenizer.")
         }
         self._check(fields, path.parent)
         architecture = fields["general.architecture"]
@@ -125,12 +125,13 @@ class GgufFile:
             )
 
     def _check(self, fields: dict[str, Any], folder: Path) -> None:
-        """Raise UnsupportedModelError for fields that ask for something that is not done, unless a
-        file in ``folder`` takes their place."""
+        """Raise UnsupportedModelError for fields that ask for something that transformers does not
+        do, unless a file in ``folder`` takes their place."""
         architecture = fields["general.architecture"]
-        heads = fields.get(f"{architecture}.attention.head_count") or 1
         size = fields.get(f"{architecture}.attention.key_length")
-        size = size or fields.get(f"{architecture}.embedding_length", 0) // heads or 1
+        if not size:
+            heads = fields.get(f"{architecture}.attention.head_count") or 1
+            size = fields.get(f"{architecture}.embedding_length", 0) // heads or 1
         usual_scale = float(np.float32(size**-0.5))
         self._require("general.architecture", fields, ARCHITECTURES)
         self._require("split.count", fields, (None, 0, 1))
@@ -147,7 +148,7 @@ class GgufFile:
         self._require(f"{architecture}.attention.causal", fields, (None, True))
         self._require(f"{architecture}.attention.scale", fields, (None, 0, usual_scale))
         if not (folder / "tokenizer.json").exists():
-            self._require(_SPLIT, fields, _SPLITS, "tokenizer.json")
+            self._require(_PRETOKENIZER, fields, _PRETOKENIZERS, "tokenizer.json")
 
     def _require(
         self, key: str, fields: dict[str, Any], allowed: tuple[Any, ...], beside: str = ""
@@ -188,7 +189,8 @@ class GgufFile:
         return torch.cat([part.to(dtype) for part in self.parts(name)])
 
     def _rows(self, name: str) -> Any:
-        """In the order that the module's tensor has."""
+        """A tensor's stored rows, in the order that the module's tensor has. transformers knows it
+        as a function of tensors, which is asked here for row numbers."""
         tensor = self._stored[name]
         try:
             order = self._processor.process(np.arange(len(tensor.data)), name=tensor.name).weights
@@ -201,7 +203,7 @@ class GgufFile:
         return np.array(tensor.data) if in_order else tensor.data[order]
 
     def finish(self, module: nn.Module) -> None:
-        """Set what is no tensor of the module: its rotary frequencies."""
+        """Divide the module's rotary frequencies as the file says; it has no tensor for that."""
         if self._angles is not None:
             for name, buffer in module.named_buffers():
                 if name.endswith("inv_freq"):

@@ -19,7 +19,7 @@ from jitney.execution.machine import to_device
 from jitney.messages import Row
 
 _FORBIDDEN = -math.inf
-_BITS_OF_A_BYTE = np.left_shift(1, np.arange(8)).astype(np.uint8)
+_BITS_OF_A_BYTE = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
 
 
 def needs_processing(row: Row) -> bool:
@@ -35,7 +35,7 @@ def lone_mask(row: Row) -> bytes | None:
 
 
 def _needs_more(row: Row) -> bool:
-    """Whether :func:`process_logits` would change them without a grammar, too."""
+    """Whether something other than a grammar changes the row's logits."""
     params = row.params
     return bool(
         params.allowed_token_ids is not None
@@ -66,7 +66,7 @@ def process_logits(logits: Tensor, rows: list[Row]) -> None:
         if params.logit_bias:
             bias.add(index, params.logit_bias, params.logit_bias.values())
         if params.repetition_penalty != 1.0:
-            # A token that stands there twice is written twice, with the same value.
+            # A token that occurs twice is written twice with the same value: penalized once.
             repeated.add(index, row.prompt, params.repetition_penalty)
             repeated.add(index, row.output, params.repetition_penalty)
         if _counts_output(row):
@@ -98,10 +98,11 @@ def _allow_only(logits: Tensor, token_ids: Sequence[int]) -> None:
 
 
 def _apply_masks(logits: Tensor, masks: dict[int, bytes]) -> None:
-    """Forbid what the mask of a row's grammar, of V bits or more, leaves out."""
+    """Forbid, in the rows with these indices, the tokens whose bits in the mask are 0. A mask has V
+    bits or more: bit 0 of byte 0 is token 0's."""
     packed = ~np.frombuffer(b"".join(masks.values()), np.uint8).reshape(len(masks), -1)
     size = logits.shape[1]
-    if logits.device.type == "cpu":  # a third of the time
+    if logits.device.type == "cpu":  # NumPy needs a third of the time here
         bits = np.unpackbits(packed, axis=1, count=size, bitorder="little")
         forbidden = torch.from_numpy(bits.view(np.bool_))
     else:

@@ -72,8 +72,8 @@ def context_length(config: EngineConfig, hf_config: PreTrainedConfig) -> int:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype most of the weights are stored in, or were before they were quantized. Raises
-    UnsupportedModelError for 8 bits that are not said to be quantized."""
+    """The dtype that most of the weights are stored in; of a quantized checkpoint, the one they had
+    before. Raises UnsupportedModelError for others than the three that are read."""
     if checkpoint.config.get("quantization_config"):
         name = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
         return DTYPES.get(str(name), torch.bfloat16)
@@ -85,13 +85,14 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def eos_ids(checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
-    """Ends of sequence of ``generation_config.json`` and ``config.json`` together."""
+    """The tokens that end a sequence, by ``generation_config.json`` and ``config.json``."""
     ids: set[int] = set()
     for source in (checkpoint.generation_config, checkpoint.config):
         value = source.get("eos_token_id")
         if value is None:
             continue
-        for item in value if isinstance(value, list) else [value]:
+        items = value if isinstance(value, list) else [value]
+        for item in items:
             if isinstance(item, bool) or not isinstance(item, int):
                 raise CheckpointError(f"eos_token_id is {show(value)}, which is not a token id")
             if 0 <= item < vocab_size:  # some configurations carry -1 for none
@@ -131,7 +132,7 @@ def _obstacles(config: PreTrainedConfig) -> Iterator[str]:
             )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         yield "transformers has no causal language model of it"
-        return
+        return  # there is no class to look at
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if getattr(cls, "_is_stateful", False):
         yield "it has recurrent layers, whose state is not kept in a paged cache"

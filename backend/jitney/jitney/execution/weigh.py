@@ -38,6 +38,8 @@ def weigh(
 
 
 def _refuse_cache_dtype(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for options that no load on such a device accepts. ``batch_invariant`` may
+    be kept by a CPU's kernels, which are not asked here."""
     if device.type == "cpu":
         options.refuse_gpu_options(config, "batch_invariant")
     elif config.kv_cache_dtype == "int8":
@@ -71,27 +73,28 @@ def _weigh_one(config: EngineConfig, means: Means) -> tuple[Footprint, PreTraine
         forward=functools.partial(interface.forward, module),
     )
     cache_dtype = options.cache_dtype(config, model.dtype, model.device)
-    step_token = sum(memory.estimate_steps(model, tokens=1, logits_rows=0))
-    step_sampled = sum(memory.estimate_steps(model, tokens=1, logits_rows=1))
+    token_bytes = sum(memory.estimate_steps(model, tokens=1, logits_rows=0))
+    token_and_logits_bytes = sum(memory.estimate_steps(model, tokens=1, logits_rows=1))
     footprint = Footprint(
         max_model_len=model.max_model_len,
         dtype=options.dtype_name(model.dtype),
         cache_dtype=options.dtype_name(cache_dtype),
         weights=model.weight_bytes,
         block=memory.block_bytes(model.layers, config.block_size, cache_dtype),
-        step_token=step_token,
-        step_row=step_sampled - step_token,
+        step_token=token_bytes,
+        step_row=token_and_logits_bytes - token_bytes,
         tensors=_tensor_sizes(checkpoint),
     )
     return footprint, judged.config
 
 
 def _layers(module: PreTrainedModel, config: PreTrainedConfig) -> list[LayerSpec]:
-    """As the probe records them, or as the configuration states them."""
+    """As the probe records them; if it cannot run without weights, as the configuration states
+    them."""
     windows = support.layer_windows(config)
     try:
         return probe.record_layers(module, windows)
-    except (RuntimeError, NotImplementedError):  # it computes what has no meaning without values
+    except (RuntimeError, NotImplementedError):  # the module reads values, which meta has not
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -103,7 +106,7 @@ def _with_drafts(config: EngineConfig, means: Means, model: Footprint) -> Footpr
     speculation = config.speculation
     if speculation is None:
         return model
-    # A step reads the logits of each draft.
+    # A row's logits are those of its newest token and of each draft.
     model = replace(model, step_row=model.step_row * (1 + speculation.max_drafts))
     if not options.has_draft_model(config):
         return model
@@ -118,14 +121,14 @@ def _with_drafts(config: EngineConfig, means: Means, model: Footprint) -> Footpr
 
 
 def _tensor_sizes(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """By name, dtype and shape, layers' numbers as ``*``: how many tensors, and their bytes."""
+    """By name (layers' numbers as ``*``), dtype and shape: [number of tensors, their bytes]."""
     found: dict[str, list[int]] = {}
     for name, stored in checkpoint.tensors.items():
         shape = " × ".join(map(str, stored.shape)) or "scalar"
         pattern = re.sub(r"(?<=[.])[0-9]+(?=[.])", "*", name)
         bits = re.search("[0-9]+", stored.dtype)
         size = math.prod(stored.shape) * (int(bits[0]) if bits else 8) // 8
-        of_kind = found.setdefault(f"{pattern}, {stored.dtype} {shape}", [0, 0])
-        of_kind[0] += 1
-        of_kind[1] += size
+        kind = f"{pattern}, {stored.dtype} {shape}"
+        count, total = found.get(kind, [0, 0])
+        found[kind] = [count + 1, total + size]
     return found

@@ -36,7 +36,7 @@ _THREADS = 4
 # As the extra ``quantization`` of the distribution has them.
 _PACKAGES = {"torchao": (0, 17), "compressed-tensors": (0, 18)}
 _CACHE_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.([kv])_scale$")
-# Tensors on their way at once: bounds what the device holds beside the module.
+# Tensors sent ahead of the one in use: bounds what the device holds beside the module.
 _AHEAD = 6
 
 
@@ -108,7 +108,7 @@ def _from_pretrained(
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers draws none for a while: a server's log is no terminal."""
+    """A context in which transformers draws none: a server's log is no terminal."""
     was_enabled = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -119,7 +119,8 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _check_keys(weights: str, verb: str, keys: Collection[Any]) -> None:
-    """Raise CheckpointError, naming the first, if there are any."""
+    """Raise CheckpointError, naming the first, if there are any. transformers gives a key as its
+    name, or as a tuple of the name and two shapes."""
     if not keys:
         return
     names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in keys)
@@ -134,13 +135,13 @@ def weights_name(checkpoint: Checkpoint) -> str:
 
 
 def stream(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Each tensor on ``device``, in order, the next few already on their way. Those that are there
-    already come back as they are."""
+    """Each tensor on ``device``, in order, while threads send the next few. A tensor that is there
+    already is given as it is."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights") as pool:
         waiting: deque[Future[Tensor]] = deque()
         for tensor in tensors:
             waiting.append(pool.submit(torch.Tensor.to, tensor, device))
-            del tensor
+            del tensor  # so that its memory is freed once it was sent
             if len(waiting) > _AHEAD:
                 yield waiting.popleft().result()
         while waiting:
@@ -162,9 +163,12 @@ def missing_package(name: str) -> str | None:
 def cache_scales(
     checkpoint: Checkpoint, kv_heads: Sequence[int], device: torch.device
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """By layer, the scales of a float8 cache of keys and of values that the checkpoint states:
-    float32 [KV heads] on ``device``. ``kv_heads`` are each layer's. A cached value times its scale
-    is the value. Raises CheckpointError for scales that are not one, or one per KV head."""
+    """The scales (of keys, of values) that a checkpoint states for a float8 cache, by layer:
+    float32 [KV heads] on ``device``. What is cached times its scale is the value. Layers that lack
+    one of the two are left out. ``kv_heads``: how many each layer has.
+
+    Raises CheckpointError for scales that are neither one nor one per KV head.
+    """
     found: dict[int, dict[str, Tensor]] = {}
     for name, stored in checkpoint.tensors.items():
         match = _CACHE_SCALE.search(name)
