@@ -23,7 +23,8 @@ from numba import types
 
 from jitney.kernels.cpu.adapter_table import (
     A_COLUMNS,
-    AT,
+    A_FACTORS,
+    B_FACTOR,
     FIRST,
     ITEM_TOKENS,
     LAST,
@@ -32,8 +33,7 @@ from jitney.kernels.cpu.adapter_table import (
     SEGMENTS,
     STEP,
     UNITS,
-    A,
-    B,
+    X_OFFSET,
 )
 from jitney.kernels.cpu.compiled import KernelCall, reader, record
 from jitney.kernels.cpu.emit import LANES, VECTOR_BYTES, emitted, stack_memory
@@ -54,8 +54,9 @@ from jitney.kernels.cpu.simd import (
 EXPAND_ITEMS = 4
 """Items that the outputs of a few tokens are shared out among."""
 _ENTRY_BYTES = 24
+"""Bytes of an entry of ``LowRankCall.items``."""
 _RESULT = 64
-"""Bytes behind the beginning of :func:`column_memory`."""
+"""Bytes from the beginning of :func:`column_memory` to the result."""
 
 
 @record
@@ -75,9 +76,9 @@ class LowRankCall(KernelCall):
     place: int
     """Bytes from an adapter's table to that of the layer and place."""
     units: int
-    """Pairs of inputs in K."""
+    """Pairs of inputs: K / 2. For :func:`shrink_body`."""
     columns: int
-    """Of ``out`` that are written: N / 16."""
+    """Columns of ``out`` that are written: N / 16. For :func:`expand_body`."""
 
 
 read_low_rank = reader(LowRankCall)
@@ -91,10 +92,11 @@ def column_memory(builder):
 
 
 @inner
-def multiply_tokens(call, rows, x, column, units, memory):
-    """float32 [rows, 16] at _RESULT of ``memory``: rows of x times one column of a factor."""
-    store_i64(memory, column)
-    store_i64(memory + 8, column + units * VECTOR_BYTES)  # to prefetch
+def multiply_tokens(call, rows, x, factor, units, memory):
+    """float32 [rows, 16] at _RESULT of ``memory``: rows of x times one column of a factor, whose
+    address is ``factor``."""
+    store_i64(memory, factor)
+    store_i64(memory + 8, factor + units * VECTOR_BYTES)  # the next column, to prefetch
     multiply_column(
         BF16,
         False,
@@ -113,7 +115,7 @@ def multiply_tokens(call, rows, x, column, units, memory):
 
 @inner
 def shrink_body(arguments):
-    """out = x A^T of each item's adapter; rows without one are left."""
+    """out = x A^T of each item's adapter. Rows without an adapter are not written."""
     call = read_low_rank(arguments)
     memory = column_memory()
     while True:
@@ -129,8 +131,8 @@ def shrink_body(arguments):
         table = adapter + call.place
         x = call.x + first * call.x_stride
         for n in range(load_i64(table + 8 * A_COLUMNS)):
-            column = load_i64(table + 8 * A) + n * call.units * VECTOR_BYTES
-            multiply_tokens(call, rows, x, column, units=call.units, memory=memory)
+            factor = load_i64(table + 8 * A_FACTORS) + n * call.units * VECTOR_BYTES
+            multiply_tokens(call, rows, x, factor, units=call.units, memory=memory)
             for m in range(rows):
                 out = call.out + (first + m) * call.out_stride + 2 * LANES * n
                 store_as(BF16, out, load(memory + _RESULT + m * VECTOR_BYTES))
@@ -138,7 +140,8 @@ def shrink_body(arguments):
 
 @inner
 def find_segment(table, column):
-    """The address of the segment that has a column of the result; 0 if none has."""
+    """The address of the segment that changes a column of the result; 0 if none does. (A segment
+    that is not filled in has FIRST = LAST = 0, which is no column.)"""
     for n in range(MOST_SEGMENTS):
         segment = table + 8 * (SEGMENTS + n * SEGMENT_FIELDS)
         first = load_i64(segment + 8 * FIRST)
@@ -169,12 +172,12 @@ def expand_body(arguments):
             if adapter != 0:
                 segment = find_segment(adapter + call.place, column)
             if segment != 0:
-                # This column of the result is one of the segment's columns of B.
-                steps = column - load_i64(segment + 8 * FIRST)
+                # This column of the result is column ``index`` of the segment's B.
+                distance = column - load_i64(segment + 8 * FIRST)
+                index = distance // load_i64(segment + 8 * STEP)
                 units = load_i64(segment + 8 * UNITS)
-                index = steps // load_i64(segment + 8 * STEP)
-                factor = load_i64(segment + 8 * B) + index * units * VECTOR_BYTES
-                x = call.x + first * call.x_stride + load_i64(segment + 8 * AT)
+                factor = load_i64(segment + 8 * B_FACTOR) + index * units * VECTOR_BYTES
+                x = call.x + first * call.x_stride + load_i64(segment + 8 * X_OFFSET)
                 multiply_tokens(call, rows, x, factor, units=units, memory=memory)
             for m in range(rows):
                 at = (first + m) * call.out_stride + column * 2 * LANES

@@ -3,7 +3,7 @@
 Each adapter has a table of int64, [decoder layers, PLACES, PLACE_FIELDS]. A *place* is a fused
 layer of a decoder layer (``fused``), which may join several linear layers, each a *segment*::
 
-    A factors' address | their columns | segment 0: FIRST LAST STEP B UNITS AT | segment 1 | 2
+    A_FACTORS | A_COLUMNS | segment 0: FIRST LAST STEP B_FACTOR UNITS X_OFFSET | segment 1 | 2
 
 A columns are 16 of the adapter's ranks: the A factors of all linear layers of a place lie one above
 the other, so x is shrunk once. B columns are 16 outputs, as those of ``product_kernel``.
@@ -28,20 +28,24 @@ ITEM_TOKENS = MAX_ROWS
 """Tokens of one adapter that an item of the kernels has, at most."""
 
 # Fields of a place.
-A = 0
+A_FACTORS = 0
 """Address of its A factors."""
 A_COLUMNS = 1
+"""How many columns they have."""
 SEGMENTS = 2
-"""From here on, for each linear layer:"""
-# Fields of a segment: which columns of the result it has, STEP apart; its B; where its x begins.
+"""From here on the segments, one for each linear layer."""
+
+# Fields of a segment.
 FIRST = 0
+"""The segment changes these columns of the place's result: FIRST, FIRST + STEP, ... below LAST."""
 LAST = 1
 STEP = 2
-B = 3
+B_FACTOR = 3
+"""Address of its B factor."""
 UNITS = 4
-"""Of a column of B: pairs of ranks."""
-AT = 5
-"""Bytes from the beginning of what x was shrunk to."""
+"""Pairs of ranks, which are the units of a column of B."""
+X_OFFSET = 5
+"""Bytes from the beginning of a row that x was shrunk to, to this segment's ranks."""
 SEGMENT_FIELDS = 6
 MOST_SEGMENTS = 3
 PLACE_FIELDS = SEGMENTS + MOST_SEGMENTS * SEGMENT_FIELDS
@@ -59,9 +63,9 @@ class PackedAdapter(NamedTuple):
     used: frozenset[int]
     """Indices of the places that it changes in some layer."""
     columns: int
-    """The most that x is shrunk to, in LANES."""
+    """How many columns of A a place has at most: x is shrunk to 16 numbers for each."""
     memory: list[Tensor]
-    """What the table's addresses are of."""
+    """The tensors that the table's addresses point to."""
 
 
 def pack(factors: Mapping[str, Factors], layers: Sequence[Places]) -> PackedAdapter:
@@ -87,11 +91,12 @@ def pack(factors: Mapping[str, Factors], layers: Sequence[Places]) -> PackedAdap
 def _pack_place(
     row: np.ndarray, parts: Sequence[Part], factors: Mapping[str, Factors], *, gated: bool
 ) -> list[Tensor]:
-    """Fill one place's part of the table. Where it is ``gated``, the columns of gate and up lie by
-    turns."""
+    """Fill ``row``, one place's part of the table. Returns the tensors that it points to.
+
+    Where it is ``gated``, the place's result has the columns of gate and up by turns."""
     shrinking = list[Tensor]()
     memory = list[Tensor]()
-    at = 0
+    ranks_before = 0
     for number, part in enumerate(parts):
         if part.path not in factors:
             continue
@@ -104,27 +109,29 @@ def _pack_place(
         shrinking.append(functional.pad(a, (0, 0, 0, filling)))
         packed = _columns(functional.pad(b, (0, filling)))
         memory.append(packed)
-        begin = part.first // LANES
-        end = part.last // LANES
-        step = 1
+        first = part.first // LANES
+        last = part.last // LANES
         if gated and len(parts) == 2:
-            # Gate and up are linear layers of their own: every other column is this one's.
-            step = len(parts)
-            end = step * (end - begin)
-            begin = number
+            # Gate and up are linear layers of their own: every other column is this one's, for gate
+            # from column 0 on, for up from column 1 on.
+            last = 2 * (last - first)
+            first = number
+            step = 2
+        else:
+            step = 1
         ranks = len(a) + filling
         segment = SEGMENTS + number * SEGMENT_FIELDS
-        row[segment + FIRST] = begin
-        row[segment + LAST] = end
+        row[segment + FIRST] = first
+        row[segment + LAST] = last
         row[segment + STEP] = step
-        row[segment + B] = packed.data_ptr()
+        row[segment + B_FACTOR] = packed.data_ptr()
         row[segment + UNITS] = ranks // 2
-        row[segment + AT] = 2 * at
-        at += ranks
-    above_each_other = _columns(torch.cat(shrinking))
-    memory.append(above_each_other)
-    row[A] = above_each_other.data_ptr()
-    row[A_COLUMNS] = at // LANES
+        row[segment + X_OFFSET] = 2 * ranks_before
+        ranks_before += ranks
+    a_factors = _columns(torch.cat(shrinking))
+    memory.append(a_factors)
+    row[A_FACTORS] = a_factors.data_ptr()
+    row[A_COLUMNS] = ranks_before // LANES
     return memory
 
 
@@ -134,10 +141,10 @@ def _columns(weight: Tensor) -> Tensor:
 
 
 def list_items(array: np.ndarray, spans: Sequence[Span], tokens: int) -> int:
-    """Write all of a step's tokens to int64 [most, 3], as ``LowRankCall.items`` has them; returns
-    how many entries these are."""
+    """Write the items of all of a step's tokens, those without an adapter too, to int64 [most, 3],
+    as ``LowRankCall.items`` has them; returns how many items there are."""
     count = 0
-    end = 0
+    end = 0  # the first token that is not listed yet
     for span in spans:
         count = _list_tokens(array, count, end, last=span.first, table=0)
         table = span.adapter.packed.address
@@ -147,7 +154,7 @@ def list_items(array: np.ndarray, spans: Sequence[Span], tokens: int) -> int:
 
 
 def _list_tokens(array: np.ndarray, count: int, first: int, *, last: int, table: int) -> int:
-    """Write tokens [first, last) behind so many entries; returns how many there are then."""
+    """Write tokens [first, last) behind ``count`` items; returns how many items there are then."""
     for start in range(first, last, ITEM_TOKENS):
         array[count] = start, min(ITEM_TOKENS, last - start), table
         count += 1
