@@ -28,8 +28,9 @@ from jitney.kernels.fused.invariant import check_invariant
 from jitney.messages import ModelInfo
 
 _ROW_UNIT = 32
-"""Kernels have products of rows of whole such numbers of values."""
+"""A weight fits our kernels if its rows have a multiple of so many values."""
 _RANK_UNIT = 16
+"""Our kernels fill up the rank of an adapter to a multiple of this."""
 
 
 class CpuAccelerator:
@@ -81,22 +82,27 @@ class CpuAccelerator:
         return True
 
     def widens_bfloat16(self, checkpoint: Checkpoint, *, rounded: bool) -> bool:
-        """Where kernels compute all of the model's products, and the processor has AVX2."""
+        """Whether our kernels compute all of the model's products, and the processor has AVX2."""
         if not (self._config.fuse and self._config.prepack):
             return False
-        if "expert" in " ".join(checkpoint.config):  # experts are no linear layers: torch's
+        # Experts are no linear layers, so torch computes their products.
+        if "expert" in " ".join(checkpoint.config):
             return False
         if not torch.cpu.get_capabilities().get("avx2") or find_spec("numba") is None:
             return False
         shapes = [stored.shape for stored in checkpoint.tensors.values()]
-        whole = all(shape[1] % _ROW_UNIT == 0 for shape in shapes if len(shape) == 2)
-        return rounded or whole  # rows of other sizes stay torch's
+        # Products of other sizes are torch's.
+        all_fit = all(shape[1] % _ROW_UNIT == 0 for shape in shapes if len(shape) == 2)
+        return rounded or all_fit
 
     def speed_up(self, model: LoadedModel, rows: int) -> LoadedModel:
         """Fuse what fits, then pack the linear layers that are left. With ``batch_invariant``,
         raises ConfigError if a result may still depend on the batch."""
-        module, report, make = model.module, FuseReport(), None
-        fuses, invariant = self._config.fuse, self._config.batch_invariant
+        module = model.module
+        report = FuseReport()
+        make = None
+        fuses = self._config.fuse
+        invariant = self._config.batch_invariant
         if not fuses and not self._config.prepack:
             return model
         try:

@@ -34,12 +34,12 @@ from jitney.kernels.fused.whole_model import AdaptedKernels, FusedForward, Place
 
 @dataclass(frozen=True)
 class _Weights:
-    """The weights of linear layers of one x, one above the other."""
+    """The weights of linear layers that have the same input, one above the other."""
 
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None = None
-    """Of quantized ones."""
+    """Of quantized weights, and so are ``factors``: see :class:`TileLinear`."""
     factors: Tensor | None = None
 
 
@@ -54,24 +54,24 @@ class CpuLayerKernels:
         self._batch_invariant = batch_invariant
         tag = TAGS[dtype]
         version = source_version()
-        self._kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
-        self._obstacle = cache(can_pack)
+        self._rows_kernel = Kernel(lambda address: rows_body(tag, address) if version else None)
+        self._why_not_packed = cache(can_pack)
 
     def norm(self, form: NormForm) -> RowNorm:
         """See :class:`fused.whole_model.ModelKernels`, here and below."""
-        return RowNorm(form, self._dtype, self._kernel)
+        return RowNorm(form, self._dtype, self._rows_kernel)
 
     def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
         joined = _join(products)
         weight = joined.weight
         bias = joined.bias
-        # oneDNN's float32 is as fast.
+        # With float32, oneDNN is as fast.
         prefers_ours = weight.dtype != torch.float32 or self._batch_invariant
         if prefers_ours and fits_tiles(weight, activation):
             return TileLinear(weight, bias, activation, joined.scale, joined.factors)
         if joined.scale is not None or self._batch_invariant:
             raise Misfit("there is no product of ours for its dtype, sizes and activation")
-        if reason := self._obstacle(weight.dtype):
+        if reason := self._why_not_packed(weight.dtype):
             raise Misfit(reason)
         if activation is None:
             return PackedLinear(weight, bias, self._rows)
@@ -82,7 +82,7 @@ class CpuLayerKernels:
         return _SplitGate(gate, up, activation)
 
     def attention(self, form: AttentionForm) -> CpuHeadAttention:
-        return CpuHeadAttention(form, self._dtype, self._kernel)
+        return CpuHeadAttention(form, self._dtype, self._rows_kernel)
 
     def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
         add = _sum_of(product, branch_norm)

@@ -37,7 +37,9 @@ _ACTIVATIONS: dict[Activation, tuple[str, str]] = {
 
 # Relative to the norm of the right result: rounding of one product, with a wide margin.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
 Product = Callable[..., Tensor]
+"""One of torch's operators."""
 
 
 class PackedLinear(nn.Module):
@@ -93,7 +95,7 @@ def can_pack(dtype: torch.dtype) -> str | None:
     except RuntimeError as error:  # bfloat16 without AVX-512 and without AVX-NE-CONVERT
         return f"this processor has no packed product for {dtype}: {error}"
     for got, right in results:
-        # So that a NaN is wrong, too.
+        # Written so that a NaN, of which no comparison is true, counts as wrong.
         is_close = got.shape == right.shape and relative_error(got, right) <= _TOLERANCE[dtype]
         if not is_close:
             return "the operators of this torch give wrong results"
@@ -142,8 +144,9 @@ def prepack_linears(
     ``module``; ``make`` is that of :class:`fused.whole_model.ModelKernels`, if it has any.
 
     ``rows`` is the number of tokens of a usual step. Layers whose class is derived from these (and
-    so may do something else), and those of another dtype, stay as they are. What others hold too is
-    memory beyond what the module took before. With ``batch_invariant``, none are oneDNN's.
+    so may do something else), and those of another dtype, stay as they are. A weight that another
+    module holds as well stays in memory beside its packed copy: the ``report`` counts these bytes.
+    With ``batch_invariant``, no layer gets a product of oneDNN.
     """
     holders = Counter(p for each in module.modules() for p in each.parameters(recurse=False))
     obstacle = cache(can_pack)
@@ -151,7 +154,7 @@ def prepack_linears(
     def pack(linear: Any) -> nn.Module:
         packed: nn.Module
         reason = obstacle(linear.weight.dtype)
-        # Many rows of a layer that stands alone are oneDNN's strength.
+        # oneDNN first: of a layer that stands alone it is the faster one for many rows.
         if reason is None and not batch_invariant:
             packed = PackedLinear(weight_of(linear), linear.bias, rows)
         elif make is not None:

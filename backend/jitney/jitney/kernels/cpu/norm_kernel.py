@@ -59,7 +59,7 @@ class RowsCall(KernelCall):
     index: int
     """Address of int64 [rows]: which rows of the data to take. 0: the first ones."""
     out: int
-    """Its rows are as far apart as those of the data, and may be the same."""
+    """Its rows are as far apart as those of ``data``. It may be ``data``."""
     stride: int
     query_heads: int
     key_heads: int
@@ -71,14 +71,15 @@ class RowsCall(KernelCall):
     """1: a norm is over all heads of query, or of key, together."""
     epsilon: float
     rotary_size: int
-    """The first so many elements of a head are rotated, in ``out``."""
+    """So many elements of each head, the first ones, are rotated, in ``out``."""
     cos: int
     """[positions, rotary size] in the data's type."""
     sin: int
     angle_stride: int
-    """From row to row of both."""
+    """Bytes from row to row of ``cos``, and of ``sin``."""
     positions: int
-    """Address of int64 [rows]: which rows of both belong to them. 0: the first ones."""
+    """Address of int64 [rows]: which row of ``cos`` and ``sin`` each row takes. 0: row r takes row
+    r."""
 
 
 read_rows_call = reader(RowsCall)
@@ -146,7 +147,7 @@ def rotate_head(tag, head, cos, sin, rotary):
 
 @inner
 def finish_heads(tag, call, row, out, heads, scale, angles):
-    """Norm, if there is a ``scale``, and rotate so many heads side by side."""
+    """Norm (if the address ``scale`` is not 0) and rotate so many heads, which lie side by side."""
     size = call.head_size * element_bytes(tag)
     if scale != 0 and call.wide != 0:
         norm_row(tag, row, out, scale, width=heads * call.head_size, epsilon=call.epsilon)
@@ -162,7 +163,7 @@ def finish_heads(tag, call, row, out, heads, scale, angles):
 def rows_body(tag, arguments):
     """RMS norm (Zhang and Sennrich 2019) and rotary embedding (Su et al. 2021) of each row."""
     call = read_rows_call(arguments)
-    keys = call.query_heads * call.head_size * element_bytes(tag)
+    key_offset = call.query_heads * call.head_size * element_bytes(tag)
     while True:
         first = fetch_add(arguments) * call.rows_per_item
         if first >= call.count:
@@ -185,8 +186,8 @@ def rows_body(tag, arguments):
             finish_heads(
                 tag,
                 call,
-                row + keys,
-                out + keys,
+                row + key_offset,
+                out + key_offset,
                 heads=call.key_heads,
                 scale=call.key_scale,
                 angles=angles,

@@ -50,13 +50,14 @@ from jitney.kernels.fused.whole_model import FusedForward, Places
 _LEAST_TOKENS = 64
 
 # Fields of a kernel's row, 8 bytes each.
-_HEAD = slice(3)
-"""Two counters, and the number of rows or of items."""
+_KERNEL_CALL = slice(3)
+"""Those of ``KernelCall``: two counters, and the number of rows or of items."""
 _OUT = ProductCall.out.offset // 8  # type: ignore[attr-defined]
 _OF_STEP = slice(
     AttentionArguments.plan.offset // 8,  # type: ignore[attr-defined]
     ctypes.sizeof(AttentionArguments) // 8,
 )
+"""The arguments of attention that are a step's: from ``plan`` on."""
 
 
 # --------------------------------------------------------------------------- memory
@@ -71,10 +72,10 @@ class _Memory:
     rows: np.ndarray
     """int64 [kernels, ROW_FIELDS], in the order in which they run: those of the layers, of the last
     norm, and of the head if it is a TileLinear."""
-    of_layers: int
-    """Of these, those of the layers."""
+    num_layer_rows: int
+    """How many of these, the first ones, are of the layers."""
     attention: np.ndarray
-    """Of those, what writes K and V and what attends: [layers, 2, ROW_FIELDS]."""
+    """Those of the layers that write K and V and that attend: [layers, 2, ROW_FIELDS]."""
     kinds: list[LayerKind]
     adapted: AdaptedSteps | None
 
@@ -89,7 +90,8 @@ class LayerProgram:
     def __init__(self, model: Any, places: Sequence[Places] | None) -> None:
         """See :meth:`of`."""
         self._places = places
-        self._shrunk = 0
+        # The most columns of A that adapters of a step have had so far.
+        self._shrunk_columns = 0
         self._embedding = model.embed.weight.detach()
         self._table = model.tables[0]
         self._layers = model.layers
@@ -133,10 +135,11 @@ class LayerProgram:
         return pack(factors, self._places or ())
 
     def fits(self, paged: PagedFunction) -> TypeGuard[PagedStep]:
-        """Whether ``paged`` is a step over caches that our attention kernel reads and writes."""
+        """Whether ``paged`` is a step over caches that our attention kernel reads and writes. If
+        they are others than before, the program forgets its memory, which points to those."""
         if not isinstance(paged, PagedStep) or paged.meta.max_context_len > self._table.shape[0]:
             return False
-        # The memory of caches that are held here belongs to no others.
+        # Same addresses, same caches: as long as they are held here, nobody else gets that memory.
         theirs = [cache.keys.data_ptr() for cache in paged.layers]
         ours = [cache.keys.data_ptr() for cache in self._caches]
         if theirs == ours:
@@ -163,8 +166,9 @@ class LayerProgram:
         torch.index_select(self._embedding, 0, ids, out=activations.states[:tokens])
         activations.indices[0, :tokens] = paged.meta.positions
         activations.indices[1, :count] = rows
-        memory.rows[:, _HEAD] = 0, 0, tokens
-        memory.rows[memory.of_layers :, COUNT] = count
+        memory.rows[:, _KERNEL_CALL] = 0, 0, tokens
+        # Behind the layers, only the rows that are asked for.
+        memory.rows[memory.num_layer_rows :, COUNT] = count
         if memory.adapted is not None:
             memory.adapted.prepare(paged.meta.adapted, tokens)
         self._prepare_attention(memory, paged, tokens)
@@ -173,6 +177,7 @@ class LayerProgram:
             self._run()
             logits: Tensor = self._head(normed)
             return logits
+        # The head is the last kernel.
         filled = torch.empty(count, self._head.width, dtype=normed.dtype)
         memory.rows[-1, _OUT] = filled.data_ptr()
         self._run()
@@ -183,7 +188,8 @@ class LayerProgram:
         self._kernel.run(self._call, torch.get_num_threads())
 
     def _prepare_attention(self, memory: _Memory, paged: PagedStep, tokens: int) -> None:
-        """Fill in what attention must know of a step, once for layers of one kind."""
+        """Fill in the arguments of attention that are a step's, once for layers of one kind. This
+        sets the number of items of these kernels, too, which is not that of tokens."""
         for kind in memory.kinds:
             assert isinstance(kind.cache.attend, CpuAttention)
             step = kind.cache.attend.prepare(kind.call, kind.cache, paged.meta)
@@ -193,10 +199,11 @@ class LayerProgram:
             memory.attention[kind.layers, :, COUNT] = step.write_items, step.items
 
     def _memory_for(self, tokens: int, spans: Sequence[Span]) -> _Memory:
-        """Memory for a step, made anew if it has more tokens or larger adapters than any before."""
+        """Memory for a step, made anew if the step has more tokens or adapters of larger ranks than
+        all before it."""
         shrunk = max((span.adapter.packed.columns for span in spans), default=0)
-        if shrunk > self._shrunk:
-            self._shrunk = shrunk
+        if shrunk > self._shrunk_columns:
+            self._shrunk_columns = shrunk
             self._memory = None
         if self._memory is None or self._memory.tokens < tokens:
             self._memory = self._lay_out(tokens)
@@ -220,12 +227,12 @@ class LayerProgram:
         )
         for number in range(len(self._layers)):
             kernels.add_layer(number)
-        of_layers = len(kernels.calls)
+        num_layer_rows = len(kernels.calls)
         kernels.add_end(self._norm, self._head)
         rows = kernels.rows()
         self._call.count = len(rows)
         self._call.kernels = rows.ctypes.data
-        by_layer = rows[:of_layers].reshape(len(self._layers), -1, ROW_FIELDS)
+        by_layer = rows[:num_layer_rows].reshape(len(self._layers), -1, ROW_FIELDS)
         kinds = list(kernels.kinds.values())
         if len(kinds) == 1:
             kinds[0].layers = slice(None)  # which numpy writes faster than a list
@@ -237,7 +244,7 @@ class LayerProgram:
             tokens=tokens,
             activations=kernels.activations,
             rows=rows,
-            of_layers=of_layers,
+            num_layer_rows=num_layer_rows,
             attention=by_layer[:, attending : attending + 2],
             kinds=kinds,
             adapted=adapted,
@@ -265,7 +272,7 @@ class LayerProgram:
         )
 
     def _spare_bytes(self) -> int:
-        """The most that a row of another form takes before any product."""
+        """Bytes of a row in the form that a product needs before it, the most of all products."""
         most = 0
         for layer in self._layers:
             for product in products_of(layer):
@@ -283,7 +290,7 @@ class LayerProgram:
         dtype = self._embedding.dtype
         return AdapterMemory(
             added=torch.empty(tokens, widest, dtype=dtype),
-            shrunk=torch.empty(tokens, self._shrunk * LANES, dtype=dtype),
+            shrunk=torch.empty(tokens, self._shrunk_columns * LANES, dtype=dtype),
             items=np.zeros((tokens, 3), np.int64),
         )
 

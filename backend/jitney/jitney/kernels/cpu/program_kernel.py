@@ -24,10 +24,11 @@ from jitney.kernels.cpu.emit import emitted, i32, i64, pointer
 from jitney.kernels.cpu.simd import fetch_add, inner, load_i64
 
 _SPINS = 2000
+"""How often a thread looks before it gives its core away."""
 ROW_FIELDS = 64
-"""Whole cache lines."""
+"""More than any kernel's arguments have, and 8 whole cache lines."""
 COUNT = 2
-"""The field that says how many rows, or items, there are."""
+"""The field ``KernelCall.count``: how many rows, or items, there are."""
 _ROW_BYTES = 8 * ROW_FIELDS
 _BODY = 8 * (ROW_FIELDS - 1)
 
@@ -69,7 +70,8 @@ def call_int(builder, function):
 
 @emitted(types.int64, types.int64)
 def load_shared(builder, address):
-    """An int64 that other threads change: what they wrote before it is seen after it."""
+    """An int64 that other threads change. What a thread wrote before it changed the number is seen
+    by whoever has read the number here (acquire)."""
     return builder.load_atomic(pointer(builder, address, i64), ordering="acquire", align=8)
 
 
@@ -86,11 +88,12 @@ def wait_for_all(arrived, total, give_way):
 
 @inner
 def run_body(arguments):
-    """Call every kernel in order."""
+    """Call every kernel in order, each on all threads of the team."""
+    arrived = arguments  # the address of the record is that of its first field
     call = read_program(arguments)
     team = call_int(call.team_size)
     for i in range(call.count):
         row = call.kernels + _ROW_BYTES * i
         call_body(load_i64(row + _BODY), row)
         # The number of arrivals only grows, so it needs no reset between two kernels.
-        wait_for_all(arguments, (i + 1) * team, call.give_way)
+        wait_for_all(arrived, (i + 1) * team, call.give_way)

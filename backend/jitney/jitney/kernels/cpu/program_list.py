@@ -23,8 +23,10 @@ from jitney.kernels.cpu.product_kernel import ProductCall
 from jitney.kernels.cpu.program_kernel import COUNT, ROW_FIELDS
 from jitney.kernels.cpu.tile_linear import TileLinear
 from jitney.kernels.fused.layers import FusedDecoderLayer
+from jitney.kernels.fused.whole_model import Places
 
 _OTHER = ProductCall.other.offset // 8  # type: ignore[attr-defined]
+"""The field ``other`` of a product, in a kernel's row."""
 
 _Call = tuple[Kernel, ctypes.Structure]
 """A kernel, and its arguments but for the number of rows."""
@@ -38,19 +40,19 @@ class Activations:
     """What kernels hand on: [tokens, width] each."""
 
     states: Tensor
-    """The input of a layer, which is also what the last one gives."""
+    """The input of a layer. The layer overwrites it with its output, the input of the next one."""
     middle: Tensor
-    """What is behind a layer's attention."""
+    """A layer's input plus the output of its attention."""
     normed: Tensor
-    """In the end, the rows that were asked for."""
+    """The result of the last norm: behind all layers, only the rows that were asked for."""
     qkv: Tensor
     attended: Tensor
     inside: Tensor
-    """Of the MLP."""
+    """activation(gate) * up, inside the MLP."""
     indices: Tensor
-    """int64 [2, tokens]: positions; which rows are asked for."""
+    """int64 [2, tokens]: positions, and which rows are asked for."""
     rounded: Tensor
-    """Rows of another form before a product."""
+    """uint8: rows in another form before a product (``rounding_kernel``)."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class AdapterMemory:
     """Where what adapters add is kept: [tokens, width] each, and the list of a step's items."""
 
     added: Tensor
-    """To a product."""
+    """What a product adds to its own result."""
     shrunk: Tensor
-    """x, to the ranks."""
+    """x A^T: x, shrunk to the adapters' ranks."""
     items: np.ndarray
     """int64 [most, 3], as ``adapter_kernel`` has them."""
 
@@ -101,7 +103,7 @@ class LayerKind:
     """Layers whose attention takes the same of a step."""
 
     call: AttentionCall
-    """Of one of them."""
+    """That of one of these layers, and below its cache: which of them makes no difference."""
     cache: LayerCache
     layers: Any
     """Indices of all of them, or a slice."""
@@ -134,14 +136,14 @@ class KernelList:
         inside = self.activations.inside.data_ptr()
         arguments, attend, write = self._attention(number, layer)
         self.calls.append((self.norm, layer.norms.attention.kernel.call_for(states, normed)))
-        self._add_product(number, 0, x=normed, out=qkv)
+        self._add_product(number, "qkv", x=normed, out=qkv)
         self.calls.append(self._rotation(layer))
         self.calls.append((write, arguments))
         self.calls.append((attend, arguments))
-        self._add_product(number, 1, x=attended, out=middle, other=states)
+        self._add_product(number, "output", x=attended, out=middle, other=states)
         self.calls.append((self.norm, layer.norms.mlp.kernel.call_for(middle, normed)))
-        self._add_product(number, 2, x=normed, out=inside)
-        self._add_product(number, 3, x=inside, out=states, other=middle)
+        self._add_product(number, "gated", x=normed, out=inside)
+        self._add_product(number, "down", x=inside, out=states, other=middle)
 
     def add_end(self, norm: Any, head: Any) -> None:
         """The last norm, of the rows that are asked for, and the head if it is one of ours."""
@@ -162,24 +164,31 @@ class KernelList:
         return rows
 
     def indices_of(self, record: type[ctypes.Structure]) -> list[int]:
-        """Of kernels whose arguments are such a record."""
+        """Which of ``calls`` have such a record as arguments."""
         return [index for index, (_, call) in enumerate(self.calls) if type(call) is record]
 
     def adapted_places(self, by_layer: np.ndarray) -> list[AdaptedPlace]:
-        """The places of one layer, with the rows of all layers: these are in the same order."""
-        states = self.activations.states.data_ptr()
-        middle = self.activations.middle.data_ptr()
-        others = (0, states, 0, middle)
+        """The places of a layer, each with the rows of its kernels: ``by_layer`` is
+        [layers, kernels of a layer, ROW_FIELDS], as all layers have the same kernels in one order.
+        """
+        # What the product of each place adds without adapters: see add_layer.
+        others = {
+            "qkv": 0,
+            "output": self.activations.states.data_ptr(),
+            "gated": 0,
+            "down": self.activations.middle.data_ptr(),
+        }
+        # The first ones are of layer 0, in the order of the places.
         shrinks = [index for index, (kernel, _) in enumerate(self.calls) if kernel is self.shrink]
         products = self.indices_of(ProductCall)
         found = []
-        for place, other in enumerate(others):
+        for place, name in enumerate(Places._fields):
             shrink = shrinks[place]
             adapted = AdaptedPlace(
                 shrink=by_layer[:, shrink],
                 expand=by_layer[:, shrink + 1],
                 product=by_layer[:, products[place]],
-                other=other,
+                other=others[name],
             )
             found.append(adapted)
         return found
@@ -199,6 +208,7 @@ class KernelList:
             cache=cache,
             out=self.activations.attended.data_ptr(),
         )
+        # All that the arguments of a step depend on, without what is the layer's own.
         kind = (cache.attend, cache.keys.shape, replace(form, layer=0, norms=None))
         if kind not in self.kinds:
             self.kinds[kind] = LayerKind(call, cache, [])
@@ -213,8 +223,10 @@ class KernelList:
         positions = self.activations.indices[0].data_ptr()
         return rotate.kernel, rotate.call_for(self.activations.qkv, cos, sin, positions)
 
-    def _add_product(self, number: int, place: int, *, x: int, out: int, other: int = 0) -> None:
-        """A product of a layer, and before it what adapters add."""
+    def _add_product(self, number: int, name: str, *, x: int, out: int, other: int = 0) -> None:
+        """The product of layer ``number`` that has this ``name`` in ``Places``; before it, if there
+        are adapters, the two kernels that make what it adds."""
+        place = Places._fields.index(name)
         linear = products_of(self.layers[number])[place]
         spare = self.activations.rounded.data_ptr()
         memory = self.adapter_memory
@@ -226,6 +238,7 @@ class KernelList:
         added = memory.added.data_ptr()
         shrunk = memory.shrunk.data_ptr()
         shrunk_stride = 2 * memory.shrunk.shape[1]
+        # What is added to a gated product is added to gate and up: twice as wide as its result.
         width = linear.width * (2 if place == GATED else 1)
         items = memory.items.ctypes.data
         place_offset = (number * PLACES + place) * 8 * PLACE_FIELDS
@@ -254,7 +267,7 @@ class KernelList:
 
 
 def products_of(layer: FusedDecoderLayer) -> list[Any]:
-    """Those of query, key and value, of attention's output, and of the MLP."""
+    """A layer's products, in the order of ``Places``."""
     attention: Any = layer.self_attn
     mlp: Any = layer.mlp
     return [attention.qkv, attention.output, mlp.gated, mlp.down]
