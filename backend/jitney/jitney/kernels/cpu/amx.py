@@ -16,7 +16,7 @@ Before a thread uses tiles it sets their shapes (:func:`emit_shapes`), and in th
 back (:func:`amx_end`), so that nothing has to be saved at a context switch.
 
 Called by ``micro_kernel`` (attention) and ``product_kernel`` (linear layers). Where the processor
-has no tile unit, nothing is emitted: the kernel never gets there.
+has no tile unit, nothing is emitted, and no kernel runs such code.
 """
 
 from collections.abc import Sequence
@@ -39,16 +39,17 @@ from jitney.kernels.cpu.processor import host_has_amx
 TILE_ROWS = 16
 TILE_BYTES = 1024
 
+# The configuration of the tile unit: the palette in byte 0, from byte 16 on how many bytes a row of
+# each tile has (16 bits each), from byte 48 on how many rows it has (8 bits each).
 _CONFIG_BYTES = 64
 _PALETTE = 1
 _ROW_BYTES_AT = 16
-"""Where, in the configuration, are the bytes of a row of each tile (16 bits each)."""
 _ROWS_AT = 48
-"""And where the number of rows of each tile (8 bits each)."""
 
 
 def emit_amx(builder, name: str, *operands) -> None:
-    """IR: an instruction of the tile unit, by LLVM's name, if there is one. Numbers are tiles."""
+    """IR: an instruction by LLVM's name, if there is a tile unit. Operands that are Python numbers
+    name tiles."""
     values = [constant(i8, x) if isinstance(x, int) else x for x in operands]
     if host_has_amx():
         call_llvm(builder, f"llvm.x86.{name}", ir.VoidType(), values)
@@ -68,6 +69,7 @@ def emit_shapes(builder, rows: Sequence[Any], row_bytes: Sequence[int]) -> None:
     """IR: set the shapes of this thread's eight tiles: ``rows`` are numbers or values of 8 bits."""
     config: list[Any] = [0] * _CONFIG_BYTES
     config[0] = _PALETTE
+    # Every other byte: the upper half of these 16-bit numbers is 0.
     config[_ROW_BYTES_AT : _ROW_BYTES_AT + 16 : 2] = row_bytes
     config[_ROWS_AT : _ROWS_AT + 8] = rows
     memory = stack_memory(builder, _CONFIG_BYTES)

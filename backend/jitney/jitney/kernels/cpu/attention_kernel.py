@@ -53,7 +53,7 @@ from jitney.kernels.cpu.cache_groups import load_some
 from jitney.kernels.cpu.compiled import THREADS_OFFSET, Kernel, source_version
 from jitney.kernels.cpu.emit import LANES, VECTOR_BYTES
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS_AMX, begin_tiles
-from jitney.kernels.cpu.processor import widens
+from jitney.kernels.cpu.processor import must_widen_bf16
 from jitney.kernels.cpu.simd import (
     BF16,
     F32,
@@ -71,19 +71,19 @@ from jitney.kernels.cpu.simd import (
     store_i64,
     vector_on_stack,
 )
-from jitney.kernels.cpu.softmax import begin_states, merge_states, share_of, state_bytes
+from jitney.kernels.cpu.softmax import begin_states, merge_states, one_over_sum, state_bytes
 
 TAGS: dict[torch.dtype, Any] = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: I8}
-"""By cache type."""
+"""The tag of each dtype that a cache may have."""
 
 
 def attention_kernels(dtype: torch.dtype, model_dtype: torch.dtype) -> tuple[Kernel, Kernel]:
-    """:func:`attend_body` and ``write_body`` for caches of ``dtype``, compiled or found so."""
+    """:func:`attend_body` and ``write_body`` for caches of ``dtype``, compiled or loaded."""
     tag = TAGS[model_dtype]
     cache_tag = TAGS[dtype]
     version = source_version()
     product_tag = tag
-    if model_dtype == torch.bfloat16 and widens():
+    if model_dtype == torch.bfloat16 and must_widen_bf16():
         # Bytes are widened anyway: to float32 at once.
         product_tag = F32 if dtype == torch.int8 else WIDE
     return (
@@ -99,7 +99,8 @@ def attention_kernels(dtype: torch.dtype, model_dtype: torch.dtype) -> tuple[Ker
 
 @inner
 def attend_body(tag, cache_tag, product_tag, arguments):
-    """Take items until none is left. A thread knows its next item while it works on one."""
+    """Take items until none is left. A thread takes its next item before it works on one, so that
+    the next one's first groups are prefetched meanwhile."""
     call = read_call(arguments)
     thread = fetch_add(arguments + THREADS_OFFSET)
     scratch = read_scratch(call.scratch + thread * SCRATCH_BYTES)
@@ -109,7 +110,7 @@ def attend_body(tag, cache_tag, product_tag, arguments):
     item = fetch_add(arguments)
     while item < call.count:
         upcoming = fetch_add(arguments)
-        # Behind its last item a thread asks for that item's first groups once more.
+        # With its last item a thread prefetches that item's own first groups, which does no harm.
         following = upcoming if upcoming < call.count else item
         shaped = attend_item(
             tag,
@@ -151,7 +152,9 @@ def attend_item(tag, cache_tag, product_tag, call, item, following, scratch, sha
         scratch=scratch,
     )
     first_split = entry.keys_begin // SPLIT_TOKENS * SPLIT_TOKENS
-    # The only split of rows without sinks is their total.
+    # An entry that has all keys of its rows merges its splits into totals. It need not if there is
+    # a single split and no sink: then the state over that split is the total. An entry that has one
+    # split of several (num_splits > 1) leaves the merging to whoever ends last (finish_split).
     several = entry.keys_end > first_split + SPLIT_TOKENS
     merges = entry.num_splits == 1 and (several or call.sinks != 0)
     if merges:
@@ -180,10 +183,10 @@ def copy_queries(tag, product_tag, call, entry, kv_head, rows, scratch):
         token = entry.first_token + r // call.heads_per_kv
         head = kv_head * call.heads_per_kv + r % call.heads_per_kv
         source = call.query + token * call.query_token_stride + head * call.query_head_stride
-        there = call.head_size if r < rows else 0
+        elements = call.head_size if r < rows else 0
         target = scratch.queries + r * call.padded * new_size
         for d in range(0, call.padded, LANES):
-            x = load_some(tag, source + d * size, there - d, spare)
+            x = load_some(tag, source + d * size, elements - d, spare)
             store_as(product_tag, target + d * new_size, x)
 
 
@@ -207,7 +210,7 @@ def finish_split(tag, call, entry, kv_head, rows, scratch):
 
 @inner
 def write_rows(tag, call, entry, kv_head, rows, states, spare):
-    """Each row's output: what it added up over its sum. ``spare`` is overwritten."""
+    """Each row's output: its weighted values divided by its sum. ``spare`` is overwritten."""
     size = element_bytes(tag)
     whole = call.head_size // LANES * LANES
     for r in range(rows):
@@ -215,11 +218,11 @@ def write_rows(tag, call, entry, kv_head, rows, states, spare):
         head = kv_head * call.heads_per_kv + r % call.heads_per_kv
         target = call.out + (token * call.heads + head) * call.head_size * size
         state = states + r * state_bytes(call.padded)
-        share = splat(share_of(state, call.padded))
+        inverse = splat(one_over_sum(state, call.padded))
         for d in range(0, whole, LANES):
-            store_as(tag, target + d * size, load(state + d * 4) * share)
+            store_as(tag, target + d * size, load(state + d * 4) * inverse)
         # A head that is no multiple of 16: a whole vector would overwrite the next head.
         if whole < call.head_size:
-            store_as(tag, spare, load(state + whole * 4) * share)
+            store_as(tag, spare, load(state + whole * 4) * inverse)
             for e in range(call.head_size - whole):
                 copy_element(tag, spare + e * size, target + (whole + e) * size)

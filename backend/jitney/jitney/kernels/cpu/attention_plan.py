@@ -16,6 +16,7 @@ times as long.
 """
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,17 @@ class PlanEntry(ctypes.Structure):
     """Index of the row among those that are split."""
 
 
+class StepPlan(NamedTuple):
+    """The entries of a step, and how much memory the splits of its decodes need."""
+
+    entries: np.ndarray
+    """int64 [entries, fields of :class:`PlanEntry`], those with the most work first."""
+    splits: int
+    """Splits of all rows that are split."""
+    split_rows: int
+    """Rows that are split."""
+
+
 ENTRY_BYTES = ctypes.sizeof(PlanEntry)
 _FIELDS = len(PlanEntry.__annotations__)
 _NUM_TOKENS = list(PlanEntry.__annotations__).index("num_tokens")
@@ -60,21 +72,19 @@ def plan_step(
     reach: int,
     split_tokens: int,
     group_tokens: int,
-) -> tuple[np.ndarray, int, int]:
-    """Plan a step, whose queries see ``reach`` keys at most.
+) -> StepPlan:
+    """Plan a step, whose queries see ``reach`` keys at most. The arrays are int32.
 
     A row of one token is split by its keys at every multiple of ``split_tokens``, a longer one by
-    its tokens, ``entry_tokens`` in each entry. Neither looks at any other row. The arrays are
-    int32. Returns int64 [entries, fields of :class:`PlanEntry`], the longest first, the number of
-    splits of all rows, and the number of rows that are split.
+    its tokens, ``entry_tokens`` in each entry. How a row is cut does not depend on other rows.
     """
-    plan, splits, split_rows = _plan(
+    entries, splits, split_rows = _plan(
         query_start, context_len, entry_tokens, reach, split_tokens, group_tokens
     )
-    if len(plan) > 1:
-        cost = plan[:, _NUM_TOKENS] * (plan[:, _KEYS_END] - plan[:, _KEYS_BEGIN])
-        plan = plan[np.argsort(-cost, kind="stable")]
-    return plan, splits, split_rows
+    if len(entries) > 1:
+        cost = entries[:, _NUM_TOKENS] * (entries[:, _KEYS_END] - entries[:, _KEYS_BEGIN])
+        entries = entries[np.argsort(-cost, kind="stable")]
+    return StepPlan(entries, splits, split_rows)
 
 
 @compile_function
@@ -83,6 +93,8 @@ def _plan(query_start, context_len, entry_tokens, reach, split_tokens, group_tok
 
     To sort here, or to assign a whole row, would cost the first start three seconds of compiling.
     """
+    # Enough for all entries: of a row, those full of tokens (at most the first number, over all
+    # rows) and one that is not, or its splits, of which the first and the last may be cut.
     most = query_start[-1] // entry_tokens
     for context in context_len:
         most += context // split_tokens + 2
@@ -94,7 +106,7 @@ def _plan(query_start, context_len, entry_tokens, reach, split_tokens, group_tok
         start = np.int64(query_start[row])
         context = np.int64(context_len[row])
         length = np.int64(query_start[row + 1]) - start
-        # A longer row is not split by its keys: it has one split of all of them.
+        # A longer row is not split by its keys: it has enough entries, each with all its keys.
         size = split_tokens if length == 1 else context
         for offset in range(0, length, entry_tokens):
             position = context - length + offset
@@ -105,15 +117,15 @@ def _plan(query_start, context_len, entry_tokens, reach, split_tokens, group_tok
             for split in range(count):
                 fields = (
                     row,
-                    start + offset,
-                    end - position,
+                    start + offset,  # first_token
+                    end - position,  # num_tokens
                     position,
-                    max(begin, (first + split) * size),
-                    min((first + split + 1) * size, end),
+                    max(begin, (first + split) * size),  # keys_begin
+                    min((first + split + 1) * size, end),  # keys_end
                     split,
-                    count,
-                    splits,
-                    split_rows,
+                    count,  # num_splits
+                    splits,  # first_split
+                    split_rows,  # split_row
                 )
                 for field, value in enumerate(fields):
                     plan[done, field] = value

@@ -1,4 +1,4 @@
-"""What the attention kernel is told, and the memory it works in. Sizes and strides are in bytes.
+"""The arguments of the attention kernel and its scratch memory. Strides are in bytes.
 
 The host fills an :class:`AttentionArguments` for each layer and step, and a :class:`Scratch` for
 each thread; kernels read them by :data:`read_call` and :data:`read_scratch`.
@@ -29,13 +29,15 @@ PRODUCT_VECTORS = 4
 LIST_MARGIN = PREFETCH_GROUPS + PRODUCT_VECTORS
 """Entries behind the groups in use that may be read: to prefetch, and to fill up a product."""
 STATE_EXTRA = LANES
-"""Of a row's state, float32 behind its outputs: see ``softmax``."""
+"""A row's state has so many float32 behind its outputs: see ``softmax``."""
 
 
 @record
 class AttentionArguments(KernelCall):
-    """The arguments: first those of one layer, then those of one step for layers of one kind."""
+    """The arguments: first those of one layer, then, from ``plan`` on, those of one step, which are
+    the same for all layers of a kind (``program`` copies them as a whole)."""
 
+    # Of a layer.
     query: int
     query_token_stride: int
     query_head_stride: int
@@ -52,8 +54,9 @@ class AttentionArguments(KernelCall):
     out: int
     """[T, heads, head size], contiguous."""
 
+    # Of a step.
     plan: int
-    """Address of an array of PlanEntry. From here on: what is of the step."""
+    """Address of an array of PlanEntry."""
     scratch: int
     """Address of an array of Scratch, one per thread."""
     states: int
@@ -66,7 +69,7 @@ class AttentionArguments(KernelCall):
     """Query heads for each KV head."""
     head_size: int
     padded: int
-    """Head size in the cache."""
+    """Head size in the cache: a multiple of 16."""
     block_size: int
     table: int
     """int32 [R, table_width]"""
@@ -99,32 +102,34 @@ class Scratch(ctypes.Structure):
     totals: int
     """Of each row, over the splits so far."""
     last_values: int
-    """A row's last group of values."""
+    """A copy of the entry's last group of values, with zeros behind its last key."""
     key_groups: int
     """Addresses of the item's groups, and LIST_MARGIN more."""
     value_groups: int
+
+    # Only for a cache of bytes.
     wide_keys: int
-    """From here on, of a cache of bytes: a span's groups as products read them."""
+    """A span's groups, widened to what products read."""
     wide_values: int
     wide_key_groups: int
-    """Their addresses; of all that follow them, the first one's."""
+    """Addresses of these groups, and LIST_MARGIN times that of the first one."""
     wide_value_groups: int
     key_scales: int
     """float32 of each token of the span."""
     value_scales: int
 
 
-def scratch_sizes(size: int, rows: int, padded: int, longest: int) -> list[int]:
+def scratch_sizes(element_size: int, rows: int, padded: int, longest: int) -> list[int]:
     """Bytes of each area of a :class:`Scratch`, for items of ``rows``.
 
-    ``size`` is that of an element in the cache, ``longest`` the longest context in tokens. Queries
-    and weights may be float32, as may widened groups.
+    ``element_size`` is the bytes of an element in the cache, ``longest`` the longest context in
+    tokens. Queries, weights and widened groups get memory for float32, the widest that they may be.
     """
     rows = -(-rows // LANES) * LANES
     scores = MAX_ROWS_AMX * SPAN_TOKENS * 4
     states = rows * (padded + STATE_EXTRA) * 4
     groups = -(-longest // GROUP_TOKENS) + 1 + LIST_MARGIN
-    wide_tokens = SPAN_TOKENS if size == 1 else 0
+    wide_tokens = SPAN_TOKENS if element_size == 1 else 0
     wide = wide_tokens * padded * 4
     wide_list = (SPAN_GROUPS + LIST_MARGIN) * 8
     by_area = {
@@ -133,7 +138,7 @@ def scratch_sizes(size: int, rows: int, padded: int, longest: int) -> list[int]:
         "weights": scores,
         "states": states,
         "totals": states,
-        "last_values": GROUP_TOKENS * padded * size,
+        "last_values": GROUP_TOKENS * padded * element_size,
         "key_groups": groups * 8,
         "value_groups": groups * 8,
         "wide_keys": wide,

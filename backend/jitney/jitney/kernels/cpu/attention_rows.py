@@ -41,8 +41,8 @@ from jitney.kernels.cpu.simd import (
 )
 from jitney.kernels.cpu.softmax import raise_maximum, scale_row, state_bytes, weigh_row
 
-multiply_groups = make_micro_kernel(PRODUCT_VECTORS, across=True, ahead=PREFETCH_GROUPS)
-"""Scores: queries times PRODUCT_VECTORS groups of keys, 16 tokens in each vector."""
+multiply_key_groups = make_micro_kernel(PRODUCT_VECTORS, across=True, ahead=PREFETCH_GROUPS)
+"""Scores: queries times PRODUCT_VECTORS groups of keys, each of which gives 16 scores, a vector."""
 multiply_values_wide = make_micro_kernel(PRODUCT_VECTORS, across=False, ahead=PREFETCH_GROUPS)
 """Outputs: weights times all groups of values, PRODUCT_VECTORS times 16 elements of the head."""
 multiply_values_narrow = make_micro_kernel(1, across=False, ahead=PREFETCH_GROUPS)
@@ -57,8 +57,9 @@ def attend_split(cache_tag, product_tag, call, entry, split, rows, scratch):
     """The states of all rows over those keys of the entry that are in the split that begins at
     ``split``.
 
-    A span begins at a multiple of SPAN_TOKENS, or where the entry does: keys before that are hidden
-    from all rows, and so no row's sums are added up in another order."""
+    Spans lie on a grid of SPAN_TOKENS whatever the entry is, so a row's sums are always added up in
+    the same order. Only the first span may begin later, where the entry does: the keys before that
+    are hidden from all its rows, and would add zeros."""
     tiles = call.tiles != 0
     turns = -(-rows // (MAX_ROWS_AMX if tiles else MAX_ROWS))
     begin = max(split, entry.keys_begin // SPAN_TOKENS * SPAN_TOKENS)
@@ -75,11 +76,18 @@ def attend_split(cache_tag, product_tag, call, entry, split, rows, scratch):
                 # Once for all rows, not again in each turn.
                 widen_span(product_tag, call.padded, keys, values, width=width, scratch=scratch)
         elif tiles and rows >= MAX_ROWS and turns == 1:
+            # Otherwise there is no need: vectors, and tiles of few rows, prefetch as they multiply;
+            # with several turns, all but the first find the span in the second-level cache.
             prefetch_span(cache_tag, call, entry, span + SPAN_TOKENS, scratch)
         for i in range(turns):
-            # Tiles take 16 rows while they last; vectors share the rows out evenly.
-            first = i * MAX_ROWS_AMX if tiles else rows * i // turns
-            last = min(rows, first + MAX_ROWS_AMX) if tiles else rows * (i + 1) // turns
+            if tiles:
+                # 16 rows each time, and in the last turn what is left.
+                first = i * MAX_ROWS_AMX
+                last = min(rows, first + MAX_ROWS_AMX)
+            else:
+                # The rows shared out evenly.
+                first = rows * i // turns
+                last = rows * (i + 1) // turns
             attend_rows(
                 cache_tag,
                 product_tag,
@@ -106,8 +114,8 @@ def widen_span(product_tag, padded, keys, values, width, scratch):
 
 @inner
 def prefetch_span(cache_tag, call, entry, base, scratch):
-    """Ask for the K and V of the span at ``base``, or of the thread's next item: the products of
-    few rows do so as they go, and in several turns most are found in the second-level cache."""
+    """Prefetch K and V of the span at ``base``; if that is behind the entry's last key, those
+    of the thread's next item, which follow in the list."""
     count = -(-(entry.keys_end - entry.keys_begin) // GROUP_TOKENS)
     begin = min((base - entry.keys_begin) // GROUP_TOKENS, count)
     size = GROUP_TOKENS * call.padded * element_bytes(cache_tag)
@@ -137,13 +145,14 @@ def attend_rows(
     values,
     scratch,
 ):
-    """So many ``rows`` of an item, from ``first`` on, against the span of ``width`` keys at
-    ``base``, whose groups are listed at ``keys`` and ``values``.
+    """So many ``rows`` of an item, from row ``first`` on, against the span of ``width`` keys from
+    position ``base`` on, whose groups are listed at ``keys`` and ``values``.
 
     Groups of bytes are widened here, a few at a time, unless they are already (``is_wide``)."""
     oldest = entry.position + first // call.heads_per_kv
     newest = entry.position + (first + rows - 1) // call.heads_per_kv
-    # Groups that no row here may see are left out: those after it, and those before the window.
+    # Groups that no row here may see are left out: those behind the newest row, and the ``hidden``
+    # ones before the oldest row's window.
     groups = min(-(-width // GROUP_TOKENS), (newest - base) // GROUP_TOKENS + 1)
     hidden = np.int64(0)
     if call.window > 0:
@@ -197,8 +206,8 @@ def attend_rows(
 
 @inlined
 def multiply_keys(product_tag, call, rows, queries, keys, groups, widens_here, scratch):
-    """Scores of so many rows and groups of keys: PRODUCT_VECTORS groups at a time, of the last ones
-    more than are asked for."""
+    """Scores of so many rows and groups of keys, PRODUCT_VECTORS groups at a time. The last product
+    may take in groups from the margin behind the list; nobody reads their scores."""
     stride = call.padded * element_bytes(product_tag)
     units = call.padded * second_bytes(product_tag) // UNIT_BYTES
     for g in range(0, groups, PRODUCT_VECTORS):
@@ -214,7 +223,7 @@ def multiply_keys(product_tag, call, rows, queries, keys, groups, widens_here, s
                 width=LANES,
             )
             sources = scratch.wide_key_groups
-        multiply_groups(
+        multiply_key_groups(
             product_tag,
             call.tiles != 0,
             rows,
@@ -244,11 +253,13 @@ def weigh_rows(
     scales,
     scratch,
 ):
-    """Weights of so many rows, of their scores of groups from position ``base`` on; the scales of
-    their keys and values are ``scales`` bytes further on than those of the span."""
+    """Turn the scores of so many rows and groups, from position ``base`` on, into weights.
+
+    The scales of these keys and values are ``scales`` bytes behind those of the span's first
+    keys."""
     # Capped scores are in base 2 already.
     factor = ONE if call.softcap != ZERO else call.scale * LOG2_E
-    # In two turns, so that the processor has several rows under way at once in the first one.
+    # Two loops: in the first one the processor can work on several rows at once.
     for r in range(rows):
         position = entry.position + (first + r) // call.heads_per_kv
         low = position - call.window + 1 - base
@@ -261,7 +272,7 @@ def weigh_rows(
             scale=call.scale,
             softcap=call.softcap,
             factor=factor,
-            behind=states + r * state_bytes(call.padded) + 4 * call.padded,
+            outputs_end=states + r * state_bytes(call.padded) + 4 * call.padded,
             key_scales=scratch.key_scales + scales,
         )
     for r in range(rows):
@@ -273,7 +284,7 @@ def weigh_rows(
             weights=scratch.weights + r * SPAN_TOKENS * element_bytes(product_tag),
             groups=groups,
             factor=factor,
-            behind=state + 4 * call.padded,
+            outputs_end=state + 4 * call.padded,
             value_scales=scratch.value_scales + scales,
         )
         if rescale != ONE:

@@ -46,20 +46,25 @@ def write_token(tag, cache_tag, call, t, kv_head):
     block = slot // call.block_size
     offset = slot % call.block_size
     lane = offset % GROUP_TOKENS
-    first = (block * call.kv_heads + kv_head) * call.block_size + offset
-    group = first // GROUP_TOKENS * group_bytes(cache_tag, call.padded)
-    keys = call.key_cache + group
-    values = call.value_cache + group
+    # Of all tokens of all heads, in the cache's order.
+    index = (block * call.kv_heads + kv_head) * call.block_size + offset
+    group_offset = index // GROUP_TOKENS * group_bytes(cache_tag, call.padded)
+    keys = call.key_cache + group_offset
+    values = call.value_cache + group_offset
     key = call.key + t * call.key_token_stride + kv_head * call.key_head_stride
     value = call.value + t * call.value_token_stride + kv_head * call.value_head_stride
-    head = call.head_size
+    head_size = call.head_size
     padded = call.padded
     if has_scales(cache_tag):
-        round_vector(tag, key, head, padded, keys, lane=lane, first=lane, step=GROUP_TOKENS)
-        round_vector(tag, value, head, padded, values, lane=lane, first=lane * padded, step=1)
+        round_vector(
+            tag, key, head_size, padded, group=keys, lane=lane, first=lane, step=GROUP_TOKENS
+        )
+        round_vector(
+            tag, value, head_size, padded, group=values, lane=lane, first=lane * padded, step=1
+        )
     else:
-        pack_key(tag, key, head, padded, group=keys, lane=lane)
-        pack_value(tag, value, head, padded, group=values, lane=lane)
+        pack_key(tag, key, head_size, padded, group=keys, lane=lane)
+        pack_value(tag, value, head_size, padded, group=values, lane=lane)
 
 
 @inner
@@ -83,22 +88,23 @@ def list_groups(cache_tag, call, row, kv_head, first, limit, keys, values):
     ``first`` is a multiple of 16, ``keys`` and ``values`` the addresses of two int64 lists. Returns
     the number of groups.
     """
-    # Where the current block's number stands in the block table.
-    entry = call.table + (row * call.table_width + first // call.block_size) * 4
+    # Where the current block's number is in the block table.
+    block_at = call.table + (row * call.table_width + first // call.block_size) * 4
     size = group_bytes(cache_tag, call.padded)
     head_bytes = call.block_size // GROUP_TOKENS * size
     block_bytes = call.kv_heads * head_bytes
+    # Bytes from the head's first group in the block to the current one.
     inside = first % call.block_size // GROUP_TOKENS * size
     count = -(-(limit - first) // GROUP_TOKENS)
     for g in range(count):
-        block = np.int64(load_i32(entry))
+        block = np.int64(load_i32(block_at))
         at = block * block_bytes + kv_head * head_bytes + inside
         store_i64(keys + 8 * g, call.key_cache + at)
         store_i64(values + 8 * g, call.value_cache + at)
         inside += size
         if inside == head_bytes:
             inside = 0
-            entry += 4
+            block_at += 4
     return count
 
 
@@ -107,10 +113,12 @@ def find_groups(cache_tag, call, entry, kv_head, upcoming, upcoming_head, scratc
     """List the groups of an entry of the plan, and after them the first ones of ``upcoming``, which
     this thread computes next.
 
-    What follows the groups in use is prefetched; it must be readable, and is not used. The last V
-    group is copied with zeros for the slots beyond the last key: a weight of zero does not cancel
-    what an unwritten slot may hold. (K needs no such care: its lanes do not mix. Nor do bytes: it
-    is their scales that may hold anything.)
+    What follows the groups in use is prefetched; it must be readable, and is not used.
+
+    The last V group is replaced by a copy with zeros for the slots beyond the last key. Such a slot
+    may hold a NaN, and a weight of zero times NaN is NaN. K needs no such care: the score of such a
+    slot is hidden. Nor do bytes, which are all finite: only their scales may be NaN, and
+    ``read_scales`` sets those of V to 0.
     """
     keys = scratch.key_groups
     values = scratch.value_groups
@@ -142,7 +150,7 @@ def find_groups(cache_tag, call, entry, kv_head, upcoming, upcoming_head, scratc
         keys=keys + 8 * n,
         values=values + 8 * n,
     )
-    # Fill the margin up with an address that is there.
+    # Fill up the margin with an address that can be read: that of the next entry's first group.
     for g in range(n + more, n + LIST_MARGIN):
         store_i64(keys + 8 * g, load_i64(keys + 8 * n))
         store_i64(values + 8 * g, load_i64(values + 8 * n))
@@ -150,7 +158,8 @@ def find_groups(cache_tag, call, entry, kv_head, upcoming, upcoming_head, scratc
 
 @inner
 def list_wide_groups(product_tag, padded, scratch):
-    """List the addresses of a thread's widened groups."""
+    """List the addresses of a thread's widened groups, and behind them, as a margin that can be
+    read, the first one's."""
     size = GROUP_TOKENS * padded * second_bytes(product_tag)
     for g in range(SPAN_GROUPS + LIST_MARGIN):
         offset = g * size if g < SPAN_GROUPS else 0

@@ -67,7 +67,8 @@ def group_bytes(cache_tag, padded):
 
 @inner
 def load_some(tag, source, count, spare):
-    """16 elements as float32, of which those from ``count`` on are 0. ``spare`` is overwritten."""
+    """16 elements as float32, of which those from ``count`` on are 0. So are all of them if it is
+    negative. ``spare`` is overwritten."""
     if count >= LANES:
         return load_as(tag, source)
     size = element_bytes(tag)
@@ -81,57 +82,63 @@ def load_some(tag, source, count, spare):
 
 
 @inner
-def pack_key(tag, source, head, padded, group, lane):
+def pack_key(tag, source, head_size, padded, group, lane):
     """One token's key into lane ``lane`` of a group; zeros beyond the head."""
     size = element_bytes(tag)
     unit_elements = UNIT_BYTES // size
     target = group + lane * UNIT_BYTES
-    full = head // unit_elements
+    full = head_size // unit_elements
     for unit in range(full):
         store_i32(target + unit * VECTOR_BYTES, load_i32(source + unit * UNIT_BYTES))
     for unit in range(full, padded // unit_elements):
         store_i32(target + unit * VECTOR_BYTES, np.int32(0))
-    # The last unit of an odd head is half full.
-    if head % unit_elements != 0:
-        copy_element(tag, source + (head - 1) * size, target + full * VECTOR_BYTES)
+    # The last unit of an odd head size is half full.
+    if head_size % unit_elements != 0:
+        copy_element(tag, source + (head_size - 1) * size, target + full * VECTOR_BYTES)
 
 
 @inner
-def pack_value(tag, source, head, padded, group, lane):
-    """One token's value into its half of a row of units of a group; zeros beyond the head."""
+def pack_value(tag, source, head_size, padded, group, lane):
+    """One token's value into its part of a row of units; zeros beyond the head. (A unit of bfloat16
+    has the elements of two neighbouring tokens, one of float32 that of one.)"""
     size = element_bytes(tag)
     unit_tokens = UNIT_BYTES // size
     row = lane // unit_tokens * padded * UNIT_BYTES
     target = group + row + lane % unit_tokens * size
-    for d in range(head):
+    for d in range(head_size):
         copy_element(tag, source + d * size, target + d * UNIT_BYTES)
-    for d in range(head, padded):
+    for d in range(head_size, padded):
         store_one(tag, target + d * UNIT_BYTES, ZERO)
 
 
 @inner
-def round_vector(tag, source, head, padded, group, lane, first, step):
-    """One token's key or value into a group of bytes, from ``first`` on every ``step`` bytes; zeros
-    beyond the head. The token's scale makes its largest element 127."""
+def round_vector(tag, source, head_size, padded, group, lane, first, step):
+    """One token's key or value into a group of bytes; zeros beyond the head. The token's scale
+    makes its largest element 127.
+
+    The token is number ``lane`` of the group. Its elements are ``step`` bytes apart, from byte
+    ``first`` of the group on: keys are [head, 16 tokens], so their step is 16; values are [16
+    tokens, head], so theirs is 1."""
     size = element_bytes(tag)
     spare = vector_on_stack()
     best = splat(ZERO)
-    strange = splat(ZERO)
+    not_finite = splat(ZERO)
     for d in range(0, padded, LANES):
-        x = load_some(tag, source + d * size, head - d, spare)
+        x = load_some(tag, source + d * size, head_size - d, spare)
         best = larger(larger(x, splat(ZERO) - x), best)
-        strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
+        not_finite = fma(x, splat(ZERO), not_finite)  # stays 0, or NaN where x is NaN or infinite
     scale = max(lane_max(best) / np.float32(127.0), np.float32(LEAST_SCALE))
     where = group + GROUP_TOKENS * padded + lane * SCALE_BYTES
-    store_f32(where, scale + lane_sum(strange))
+    # What bytes cannot say, the scale says: it is NaN where an element is not finite.
+    store_f32(where, scale + lane_sum(not_finite))
     inverse = splat(ONE / scale)
     for d in range(0, padded, LANES):
-        x = load_some(tag, source + d * size, head - d, spare) * inverse
+        x = load_some(tag, source + d * size, head_size - d, spare) * inverse
         if step == 1:
-            # A value: its elements are neighbours.
+            # A value.
             store_as(I8, group + first + d, x)
         else:
-            # A key: its elements are 16 tokens apart.
+            # A key.
             store_as(I8, spare, x)
             for e in range(LANES):
                 copy_element(I8, spare + e, group + first + (d + e) * step)
@@ -172,8 +179,10 @@ def read_scales(padded, keys, values, tokens, scratch):
 
 @inner
 def widen_groups(product_tag, groups, count, target, padded, width):
-    """Make what products read of so many groups of bytes, whose addresses are listed at ``groups``,
-    and ask for those that follow. Rows of bytes are ``width`` long."""
+    """Widen ``count`` groups of bytes, whose addresses are listed at ``groups``, to what products
+    read, and prefetch the groups that follow in the list.
+
+    A group's rows are ``width`` bytes: 16 of keys, ``padded`` of values."""
     size = GROUP_TOKENS * padded * second_bytes(product_tag)
     for g in range(count):
         soon = load_i64(groups + 8 * (g + PREFETCH_GROUPS))
@@ -185,13 +194,16 @@ def widen_groups(product_tag, groups, count, target, padded, width):
 
 @inner
 def widen_group(product_tag, source, target, padded, width):
-    """A group of bytes, whose rows are ``width`` bytes, as float32, or as units of two rows."""
+    """A group of bytes, whose rows are ``width`` bytes, as float32, or as bfloat16: then each unit
+    has an element of one row and that below it."""
     if second_bytes(product_tag) == 4:
         for i in range(0, GROUP_TOKENS * padded, LANES):
             store(target + i * 4, load_as(I8, source + i))
         return
     for row in range(0, GROUP_TOKENS * padded, 2 * width):
-        for d in range(row, row + width, LANES):
-            upper = load_as(I8, source + d)
-            lower = load_as(I8, source + d + width)
-            store_pairs(target + row * 2 + (d - row) * 4, upper, lower)
+        # Two rows of bytes become one row of units, each of 4 bytes for 2.
+        unit_row = target + row * 2
+        for d in range(0, width, LANES):
+            upper = load_as(I8, source + row + d)
+            lower = load_as(I8, source + row + width + d)
+            store_pairs(unit_row + d * UNIT_BYTES, upper, lower)

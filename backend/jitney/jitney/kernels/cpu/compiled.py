@@ -1,5 +1,7 @@
-"""Numba kernels: their arguments, described once, and their machine code, compiled once, found in
-Numba's cache at the next load, and run on the threads that torch itself uses.
+"""What a Numba kernel is to the host: a record of arguments, machine code, and threads to run it.
+
+A kernel is compiled at its first use and found in Numba's cache at later loads. It runs on the
+threads that torch itself uses.
 
 A record is a class of annotated fields: ``int`` (64 bits) or ``float`` (32 bits). The host makes
 one (``RowsCall(stride=64)``), sets its fields and passes its address (``ctypes.addressof``).
@@ -50,9 +52,10 @@ class KernelCall(ctypes.Structure):
     counter: int
     """Items taken so far: 0 at the start."""
     threads: int
-    """Threads that have begun, where each needs memory of its own: 0 at the start."""
+    """Threads that have begun, if the kernel numbers its threads (attention does, for their scratch
+    memory): 0 at the start."""
     count: int
-    """Of rows; of items, for attention and its writes."""
+    """Number of rows; for attention, its writes and adapters the number of items."""
 
 
 THREADS_OFFSET = KernelCall.threads.offset  # type: ignore[attr-defined]
@@ -82,8 +85,13 @@ def reader(cls: type[ctypes.Structure]) -> Any:
 class Kernel:
     """The machine code of ``body``, which takes the address of its arguments.
 
-    Every thread of a team calls it. It is ``void (*)(void *)`` at ``address``. ``body`` must hold
-    :func:`source_version` in a closure variable, or Numba's cache misses changes of other files.
+    Every thread of a team calls it. It is ``void (*)(void *)`` at ``address``.
+
+    ``body`` must hold :func:`source_version` in a closure variable, or Numba's cache does not see
+    changes of other files. So it is always written like this, and the condition is always true::
+
+        version = source_version()
+        Kernel(lambda address: rows_body(tag, address) if version else None)
     """
 
     def __init__(self, body: Callable[[int], None]) -> None:
@@ -91,8 +99,10 @@ class Kernel:
         self._function = _with_cache(partial(cfunc, signature, **_OPTIONS), body)  # owns the code
         self.address = int(self._function.address)
         self.was_cached: bool = self._function.cache_hits > 0
-        pointers = ctypes.c_void_p, ctypes.c_void_p
-        kind = ctypes.CFUNCTYPE(None, *pointers, ctypes.c_uint, ctypes.c_uint)
+        # void GOMP_parallel(void (*fn)(void *), void *data, unsigned threads, unsigned flags)
+        kind = ctypes.CFUNCTYPE(
+            None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
+        )
         self._parallel = kind(function_address("GOMP_parallel"))
 
     def run(self, arguments: ctypes.Structure, threads: int) -> None:
@@ -101,8 +111,8 @@ class Kernel:
 
 
 def compile_function(function: Callable[..., Any]) -> Any:
-    """``function`` for Python to call, compiled at the first call. It must take as arguments what
-    it needs of other files: see :func:`source_version`."""
+    """``function`` for Python to call, compiled at the first call. It must not use names of other
+    files, whose changes Numba's cache does not see: it takes such values as arguments."""
     return _with_cache(partial(njit, **_OPTIONS), function)
 
 
@@ -112,7 +122,8 @@ def import_compiler() -> None:
 
 
 def _with_cache(compiler: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """``compiler(cache=True)(function)``, or without where no folder for it can be written."""
+    """``compiler(cache=True)(function)``, or without a cache where no folder for it can be
+    written."""
     try:
         return compiler(cache=True)(function)
     except RuntimeError as error:

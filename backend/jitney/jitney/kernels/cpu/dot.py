@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import llvmlite.ir as ir
-from numba import types
 
 from jitney.kernels.cpu.emit import (
     LANES,
@@ -24,7 +23,6 @@ from jitney.kernels.cpu.emit import (
     constant,
     f32x,
     fused_multiply_add,
-    high_halves,
     host_has,
     i8,
     i16,
@@ -34,45 +32,43 @@ from jitney.kernels.cpu.emit import (
     widen_low,
 )
 from jitney.kernels.cpu.processor import multiplies_bytes
+from jitney.kernels.cpu.simd import BF16_TYPE, I8_TYPE, WIDE_TYPE
 
 _PAIRS_16 = ir.VectorType(i16, 2 * LANES)
 """A vector as 32 numbers of 16 bits."""
 
 
-def multiply_units(builder, tag, acc, units: Sequence[Any], b):
+def multiply_units(builder, tag, acc, a_units: Sequence[Any], b):
     """IR: acc + a . b per lane.
 
-    a, the only one of ``units``, and b are vectors of 16 units as int32. Of bytes, those of a are
-    unsigned and those of b signed, and the float32 lanes of acc hold the bits of int32. WIDE has
-    two units of a: the low elements and the high ones, as float32.
+    ``b`` is a vector of 16 units as int32, and so is the one element of ``a_units``. With WIDE,
+    ``a_units`` has two elements: the low elements of 16 units and the high ones, as float32.
+
+    Of bytes, those of a are unsigned and those of b signed, and the float32 lanes of acc hold the
+    bits of int32.
     """
-    if tag == types.uint32:
-        return _multiply_widened(builder, acc, units, b)
-    (a,) = units
-    if tag == types.int8:
+    if tag == WIDE_TYPE:
+        low_a, high_a = [builder.bitcast(unit, f32x) for unit in a_units]
+        return _multiply_floats(builder, acc, low_a, high_a, b)
+    (a,) = a_units
+    if tag == I8_TYPE:
         total = multiply_bytes(builder, builder.bitcast(acc, i32x), a, b)
         return builder.bitcast(total, f32x)
-    if tag == types.uint16 and host_has("avx512bf16"):
+    if tag == BF16_TYPE and host_has("avx512bf16"):
         return _multiply_bf16(builder, acc, a, b)
-    if tag == types.uint16:
-        # The low elements here; the high ones below, where they are float32 without a shift.
+    if tag == BF16_TYPE:
         low_a = widen_low(builder, a)
-        low_b = widen_low(builder, b)
-        acc = fused_multiply_add(builder, low_a, low_b, acc)
-        a = high_halves(builder, a)
-        b = high_halves(builder, b)
-    last_a = builder.bitcast(a, f32x)
-    last_b = builder.bitcast(b, f32x)
-    return fused_multiply_add(builder, last_a, last_b, acc)
+        high_a = widen_high(builder, a)
+        return _multiply_floats(builder, acc, low_a, high_a, b)
+    float_a = builder.bitcast(a, f32x)
+    float_b = builder.bitcast(b, f32x)
+    return fused_multiply_add(builder, float_a, float_b, acc)
 
 
-def _multiply_widened(builder, acc, units: Sequence[Any], b):
-    """IR: acc + low a * low b + high a * high b; those of a are float32 already."""
-    low_b = widen_low(builder, b)
-    high_b = widen_high(builder, b)
-    for unit, half in zip(units, (low_b, high_b), strict=True):
-        acc = fused_multiply_add(builder, builder.bitcast(unit, f32x), half, acc)
-    return acc
+def _multiply_floats(builder, acc, low_a, high_a, b):
+    """IR: acc + low a * low b + high a * high b, with b widened from bfloat16."""
+    acc = fused_multiply_add(builder, low_a, widen_low(builder, b), acc)
+    return fused_multiply_add(builder, high_a, widen_high(builder, b), acc)
 
 
 def _multiply_bf16(builder, acc, a, b):
@@ -90,9 +86,10 @@ def multiply_bytes(builder, acc, a, b):
     if host_has("avx512vnni"):
         return _in_registers(builder, "avx512.vpdpbusd.512", i32, [acc, a, b])
     if host_has("avxvnni"):
+        # LLVM has one name for it, whether AVX or AVX-512 brings the instruction.
         return _in_registers(builder, "avx512.vpdpbusd.256", i32, [acc, a, b])
-    # As int16 the even bytes of both, then the odd ones: an instruction multiplies them and adds
-    # two products. (That for bytes would add them in int16, where they do not fit.)
+    # The even bytes of both as int16, then the odd ones. For int16 there is an instruction that
+    # multiplies and adds two products in 32 bits; the one for bytes adds them in 16, too few here.
     eight = constant(_PAIRS_16, 8)
     low_byte = constant(_PAIRS_16, 255)
     a = builder.bitcast(a, _PAIRS_16)
@@ -110,11 +107,12 @@ def multiply_bytes(builder, acc, a, b):
 def multiply_nibbles(builder, narrow, a, b):
     """IR: narrow + a . b per lane, exactly. a has bytes from 0 to 15, and b signed ones.
 
-    ``narrow`` is for :func:`add_nibbles`, which must follow after eight calls of this.
+    ``narrow`` begins as 0 and has sums of 32 bits, or of 16 where the processor has no instruction
+    for more. So after at most eight calls :func:`add_nibbles` must add it to a sum of 32 bits.
     """
     if multiplies_bytes():
         return multiply_bytes(builder, narrow, a, b)
-    # Eight sums of two products of 15 and 127 fit into 16 bits.
+    # Eight sums of two products fit into 16 bits: 8 * 2 * 15 * 127 = 30,480.
     name = "avx512.pmaddubs.w.512" if host_has("avx512bw") else "avx2.pmadd.ub.sw"
     product = _in_registers(builder, name, i8, [a, b], result=i16)
     total = builder.add(
@@ -125,7 +123,7 @@ def multiply_nibbles(builder, narrow, a, b):
 
 
 def add_nibbles(builder, total, narrow):
-    """IR: int32 total + narrow, of which the latter is made by :func:`multiply_nibbles`."""
+    """IR: int32 total + narrow, which :func:`multiply_nibbles` has made."""
     if not multiplies_bytes():
         # Two sums of 16 bits to one of 32: a product with (1, 1).
         ones = constant(i32x, 0x10001)
@@ -139,26 +137,30 @@ def _multiply_and_add_pairs() -> str:
 
 
 def _in_registers(builder, name: str, element, values: Sequence[Any], *, result=i32):
-    """IR: an instruction on whole registers, of 256 bits or 512 as its ``name`` says, for all
-    lanes.
+    """IR: an instruction on whole registers, done for all lanes: once if its ``name`` ends in 512,
+    for the bits of a register, and else twice.
 
-    The last two ``values`` are of ``element``, and any other of int32. The ``result`` has elements
-    of this type, and is given as int32.
+    The last two of ``values`` are its factors, with elements of the type ``element``; one before
+    them is the int32 that it adds to. What it gives has elements of the type ``result``, and is
+    returned as int32.
     """
     registers = 1 if name.endswith("512") else 2
     lanes = LANES // registers
-    source = ir.VectorType(element, lanes * 32 // element.width)
-    target = ir.VectorType(result, lanes * 32 // result.width)
-    done = []
+    factor_type = ir.VectorType(element, lanes * 32 // element.width)
+    result_type = ir.VectorType(result, lanes * 32 // result.width)
+    parts = []
     for number in range(registers):
         first = number * lanes
-        chosen = ir.Constant(ir.VectorType(i32, lanes), list(range(first, first + lanes)))
-        units = [builder.bitcast(value, i32x) for value in values]
-        operands = [builder.shuffle_vector(each, each, chosen) for each in units]
-        operands[-2:] = [builder.bitcast(each, source) for each in operands[-2:]]
-        value = call_llvm(builder, f"llvm.x86.{name}", target, operands)
-        done.append(builder.bitcast(value, ir.VectorType(i32, lanes)))
+        own_lanes = ir.Constant(ir.VectorType(i32, lanes), list(range(first, first + lanes)))
+        operands = []
+        for value in values:
+            units = builder.bitcast(value, i32x)
+            operands.append(builder.shuffle_vector(units, units, own_lanes))
+        *added, a, b = operands
+        factors = [builder.bitcast(a, factor_type), builder.bitcast(b, factor_type)]
+        part = call_llvm(builder, f"llvm.x86.{name}", result_type, [*added, *factors])
+        parts.append(builder.bitcast(part, ir.VectorType(i32, lanes)))
     if registers == 1:
-        return done[0]
+        return parts[0]
     all_lanes = ir.Constant(i32x, list(range(LANES)))
-    return builder.shuffle_vector(*done, all_lanes)
+    return builder.shuffle_vector(*parts, all_lanes)

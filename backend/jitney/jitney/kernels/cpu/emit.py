@@ -23,8 +23,9 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
-"""Of a vector. One register of AVX-512, two of AVX2, four of NEON: LLVM maps it."""
+"""Lanes of a vector. LLVM maps a vector to one register of AVX-512, two of AVX2 or four of NEON."""
 UNIT_BYTES = 4
+"""Bytes of a unit, which is what one lane holds in a product."""
 VECTOR_BYTES = LANES * UNIT_BYTES
 
 # --------------------------------------------------------------------------- types
@@ -80,19 +81,22 @@ def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]
         signature = inspect.signature(emit)
 
         def define(typingctx, *given, **named):
-            # The builder's place is taken here by the typing context, which Numba leaves out.
-            ordered = signature.bind(typingctx, *given, **named).args[1:]
-            kinds = [g if a is TAG else a for a, g in zip(arguments, ordered, strict=True)]
+            # ``emit`` takes a builder first, where Numba passes its typing context. So binding that
+            # to the signature sorts the arguments, named ones included; then it is dropped.
+            given_types = signature.bind(typingctx, *given, **named).args[1:]
+            kinds = []
+            for argument, given_type in zip(arguments, given_types, strict=True):
+                kinds.append(given_type if argument is TAG else argument)
 
             def generate(context, builder, _, values):
-                operands = [
-                    kind if argument is TAG else value
-                    for argument, kind, value in zip(arguments, kinds, values, strict=True)
-                ]
-                value = emit(builder, *operands)
+                operands = []
+                for argument, kind, value in zip(arguments, kinds, values, strict=True):
+                    # Of a tag, the type is all there is to know.
+                    operands.append(kind if argument is TAG else value)
+                emitted_value = emit(builder, *operands)
                 if result is types.void:
                     return context.get_dummy_value()
-                return value
+                return emitted_value
 
             return result(*kinds), generate
 
@@ -154,7 +158,8 @@ def prefetch_line(builder, address) -> None:
 
 def stack_memory(builder, size: int):
     """IR: the address of so many bytes on the stack, in whole cache lines."""
-    # Of vectors: Numba stores zeros there, and of 16,384 bytes LLVM makes a store of each.
+    # An array of vectors, not of bytes: Numba fills it with zeros, and LLVM emits one store for
+    # each element, which would be 16,384 stores for as many bytes.
     vectors = -(-size // VECTOR_BYTES)
     memory = cgutils.alloca_once(builder, ir.ArrayType(f32x, vectors))
     memory.align = 64
@@ -204,14 +209,10 @@ def widen_low(builder, bits):
     return builder.bitcast(moved, to)
 
 
-def high_halves(builder, bits):
-    """IR: bits of 16 lanes without their lower halves."""
-    return builder.and_(bits, constant(i32x, -65536))
-
-
 def widen_high(builder, bits):
     """IR: bfloat16 in the upper halves of 16 lanes, as float32."""
-    return builder.bitcast(high_halves(builder, bits), f32x)
+    high_halves = builder.and_(bits, constant(i32x, -65536))
+    return builder.bitcast(high_halves, f32x)
 
 
 def round_to_bf16(builder, value):
@@ -223,7 +224,8 @@ def round_to_bf16(builder, value):
     wide = i32x if is_vector else i32
     narrow = i16x if is_vector else i16
     bits = builder.bitcast(value, wide)
-    # Half of the last place that stays, less one where that place is even: ties go to even.
+    # Adding 0x7FFF rounds up what is above one half of the last place that stays. Adding one more
+    # where that place is odd also rounds up a tie, which so goes to even.
     odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
     rounded = builder.add(bits, builder.add(odd, constant(wide, 0x7FFF)))
     is_nan = builder.fcmp_unordered("uno", value, value)

@@ -6,11 +6,12 @@ is rounded to bytes of a scale of its own (``rounding_kernel``). The product of 
 exact sum in int32; those are scaled and added up in float32, in the groups' order. So vectors, for
 the few rows of a decode, and the tile unit give the same bits.
 
-A column of 16 outputs is ``size / group`` times::
+A column of 16 outputs is ``size / group`` times, for each group of its inputs::
 
-    | 16 x (scale, least) as bfloat16: 64 bytes |
-    | vector of 128 nibbles: the low ones are what a vector of bytes would be, the high ones the
-      next | ... of all inputs of the group: 8 bytes for each input
+    | 16 x (scale, least) as bfloat16: 64 bytes | 64 bytes of nibbles | 64 bytes of nibbles | ...
+
+64 bytes of nibbles are the weights of 8 inputs. They unpack to two vectors of bytes, of 4 inputs
+each: first the low nibbles, then the high ones.
 
 Loops, from outer to inner, inside those of ``product_kernel``::
 
@@ -31,6 +32,7 @@ from typing import Any
 from numba import types
 from numba.core import cgutils
 
+from jitney.kernels.cpu.amx import TILE_BYTES
 from jitney.kernels.cpu.dot import add_nibbles, multiply_nibbles
 from jitney.kernels.cpu.emit import (
     VECTOR_BYTES,
@@ -53,6 +55,8 @@ from jitney.kernels.cpu.micro_kernel import MAX_ROWS, emit_by_rows
 from jitney.kernels.cpu.product_kernel import (
     PAIR_ROW_BYTES,
     RESULT_BYTES,
+    ROWS_BY_TILES,
+    STEP_BYTES,
     finish,
     make_body,
     multiply_rows,
@@ -62,9 +66,9 @@ from jitney.kernels.cpu.simd import ZERO, inner, splat, store
 _RUN = 32
 """Inputs whose products sum up in 16 bits, where the processor has no instruction for 32."""
 _FACTOR_BYTES = 64
-"""Of scales and leasts of a column's group."""
+"""Bytes of the scales and leasts of a column's group."""
 _UNPACKED_COLUMN = 2048
-"""Bytes of a column's group of 128 inputs, unpacked."""
+"""Bytes of a column's group of 128 inputs, unpacked: two tiles."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,14 @@ def _unpack_vector(builder, address) -> list[Any]:
     return [low, high]
 
 
-def _add_group(builder, total, whole, row_factors, factors: _Factors):
-    """IR: ``total`` plus a group's product, of its sum of int32; ``row_factors`` is the address of
-    the row's scale and sum."""
+def _add_scaled(builder, total, group_sum, row_factors, factors: _Factors):
+    """IR: ``total`` plus a group's product, which is its int32 ``group_sum`` in the scales of row
+    and column, and the column's leasts times the sum of the row's inputs.
+
+    ``row_factors`` is the address of the row's scale and sum for the group."""
     scale = load_broadcast(builder, offset_by(builder, row_factors, 0), f32)
     row_sum = load_broadcast(builder, offset_by(builder, row_factors, 4), f32)
-    value = builder.fmul(builder.sitofp(whole, f32x), scale)
+    value = builder.fmul(builder.sitofp(group_sum, f32x), scale)
     total = fused_multiply_add(builder, value, factors.scales, total)
     return fused_multiply_add(builder, row_sum, factors.leasts, total)
 
@@ -143,61 +149,66 @@ class _FewRows:
     def multiply(self, m: int, chosen: range) -> None:
         """IR: m rows times the ``chosen`` columns of the two."""
         builder = self.builder
-        keys = [(row, n) for row in range(m) for n in chosen]
-        # In registers, once LLVM has promoted these stack slots: float32 over all groups so far,
-        # and int32 over one group.
-        sums = [cgutils.alloca_once(builder, f32x) for _ in keys]
-        wholes = [cgutils.alloca_once(builder, i32x) for _ in keys]
+        # For each row and column, the sum in float32 over all groups so far, and that in int32 over
+        # one group. They are in registers, once LLVM has promoted these stack slots.
+        slots = [(row, n) for row in range(m) for n in chosen]
+        sums = [cgutils.alloca_once(builder, f32x) for _ in slots]
+        group_sums = [cgutils.alloca_once(builder, i32x) for _ in slots]
         for slot in sums:
             builder.store(constant(f32x, 0.0), slot)
         with cgutils.for_range(builder, self.groups) as group:
-            self._add_group(m, chosen, group.index, sums, wholes)
-        for (row, n), slot in zip(keys, sums, strict=True):
+            self._add_group(m, chosen, group.index, sums, group_sums)
+        for (row, n), slot in zip(slots, sums, strict=True):
             of_row = offset_by(builder, self.out, row, PAIR_ROW_BYTES)
             where = offset_by(builder, of_row, n, VECTOR_BYTES)
             store_vector(builder, builder.load(slot), where)
 
     def _add_group(
-        self, m: int, chosen: range, index, sums: Sequence[Any], wholes: Sequence[Any]
+        self, m: int, chosen: range, index, sums: Sequence[Any], group_sums: Sequence[Any]
     ) -> None:
         """IR: add the products of group ``index``."""
         builder = self.builder
-        at = builder.mul(index, self.group_bytes)
+        # Where the group begins, in each of the columns and in each of the rows of x.
+        in_column = builder.mul(index, self.group_bytes)
         starts = [
-            builder.add(at, offset_by(builder, self.column, n, self.column_bytes)) for n in chosen
+            builder.add(in_column, offset_by(builder, self.column, n, self.column_bytes))
+            for n in chosen
         ]
-        at = builder.mul(index, self.group)
-        rows = [builder.add(at, offset_by(builder, self.x, row, self.x_stride)) for row in range(m)]
-        for slot in wholes:
+        in_row = builder.mul(index, self.group)
+        rows = [
+            builder.add(in_row, offset_by(builder, self.x, row, self.x_stride)) for row in range(m)
+        ]
+        for slot in group_sums:
             builder.store(constant(i32x, 0), slot)
         runs = builder.sdiv(self.group, constant(i64, _RUN))
         with cgutils.for_range(builder, runs) as run:
-            self._add_run(starts, rows, run.index, wholes)
-        # Behind a row's bytes are two factors of each group.
-        to_factors = offset_by(builder, builder.sub(self.size, at), index, 8)
+            self._add_run(starts, rows, run.index, group_sums)
+        # Behind a row's ``size`` bytes are two factors of each group: from the group's beginning to
+        # its factors are size - in_row + 8 * index bytes.
+        to_factors = offset_by(builder, builder.sub(self.size, in_row), index, 8)
         factors = [_load_factors(builder, start) for start in starts]
         for i, row in enumerate(rows):
             row_factors = builder.add(row, to_factors)
             for n, of_column in enumerate(factors):
-                key = i * len(factors) + n
-                total = builder.load(sums[key])
-                whole = builder.load(wholes[key])
-                total = _add_group(builder, total, whole, row_factors, of_column)
-                builder.store(total, sums[key])
+                slot = i * len(factors) + n
+                total = builder.load(sums[slot])
+                group_sum = builder.load(group_sums[slot])
+                total = _add_scaled(builder, total, group_sum, row_factors, of_column)
+                builder.store(total, sums[slot])
 
     def _add_run(
-        self, starts: Sequence[Any], rows: Sequence[Any], run, wholes: Sequence[Any]
+        self, starts: Sequence[Any], rows: Sequence[Any], run, group_sums: Sequence[Any]
     ) -> None:
-        """IR: add the products of 32 inputs to the sums of int32: 8 of them in each step, 4 in each
-        of its two vectors of bytes."""
+        """IR: add the products of the 32 inputs of a run, in 4 steps of 8 inputs. A step reads 64
+        bytes of nibbles of each column, two vectors of bytes, and 2 units of each row."""
         builder = self.builder
-        narrow = [constant(i32x, 0) for _ in wholes]
+        narrow = [constant(i32x, 0) for _ in group_sums]
         for step in range(_RUN // 8):
-            addresses = [offset_by(builder, start, run, 8 * _RUN) for start in starts]
-            addresses = [
-                offset_by(builder, address, _FACTOR_BYTES + VECTOR_BYTES * step)
-                for address in addresses
-            ]
+            addresses = []
+            for start in starts:
+                of_run = offset_by(builder, start, run, 8 * _RUN)
+                address = offset_by(builder, of_run, _FACTOR_BYTES + VECTOR_BYTES * step)
+                addresses.append(address)
             for address in addresses:
                 prefetch_line(builder, offset_by(builder, address, 2, self.column_bytes))
             unpacked = [_unpack_vector(builder, address) for address in addresses]
@@ -206,10 +217,11 @@ class _FewRows:
                     of_run = offset_by(builder, row, run, _RUN)
                     x = load_broadcast(builder, offset_by(builder, of_run, 8 * step + 4 * half))
                     for n, halves in enumerate(unpacked):
-                        key = i * len(unpacked) + n
-                        narrow[key] = multiply_nibbles(builder, narrow[key], halves[half], x)
-        for slot, sums_16 in zip(wholes, narrow, strict=True):
-            builder.store(add_nibbles(builder, builder.load(slot), sums_16), slot)
+                        slot = i * len(unpacked) + n
+                        narrow[slot] = multiply_nibbles(builder, narrow[slot], halves[half], x)
+        for group_sum, run_sum in zip(group_sums, narrow, strict=True):
+            total = add_nibbles(builder, builder.load(group_sum), run_sum)
+            builder.store(total, group_sum)
 
 
 # --------------------------------------------------------------------------- by tiles
@@ -223,12 +235,13 @@ def unpack(builder, source, target):
 
 
 @emitted(types.void, *[types.int64] * 4)
-def add_row(builder, sums, wholes, row_factors, column_group):
-    """Add a group's product of one row and one column to float32 [16]."""
-    whole = load_vector(builder, wholes)
+def add_row(builder, sums, group_sums, row_factors, column_group):
+    """Add a group's product of one row and one column, of int32 [16] ``group_sums``, to float32
+    [16] ``sums``. ``column_group`` is the address of the column's group."""
+    group_sum = load_vector(builder, group_sums)
     total = load_vector(builder, sums, f32x)
     factors = _load_factors(builder, column_group)
-    total = _add_group(builder, total, whole, row_factors, factors)
+    total = _add_scaled(builder, total, group_sum, row_factors, factors)
     store_vector(builder, total, sums)
 
 
@@ -239,27 +252,29 @@ def multiply_groups_by_tiles(tag, call, column, first, last, sums, shaped):
     size = call.size
     group = call.group
     group_bytes = _FACTOR_BYTES + 8 * group
-    steps = -(-group // 64)
+    steps = -(-group // STEP_BYTES)
     column_bytes = size // group * group_bytes
+    # Behind the sums: the unpacked group of both columns, and its product.
     unpacked = sums + RESULT_BYTES
     result = unpacked + 2 * _UNPACKED_COLUMN
     for i in range(2 * (last - first)):
         store(sums + VECTOR_BYTES * i, splat(ZERO))
-    if group < 64:
-        # What a tile has beyond a group.
+    if group < STEP_BYTES:
+        # A step has 64 inputs. The weights of those beyond a group of 32 stay 0.
         for i in range(2 * _UNPACKED_COLUMN // VECTOR_BYTES):
             store(unpacked + VECTOR_BYTES * i, splat(ZERO))
     for g in range(size // group):
         start = column + g * group_bytes
         for n in range(2):
             for i in range(group // 8):
-                source = start + n * column_bytes + _FACTOR_BYTES + 64 * i
-                unpack(source, unpacked + n * steps * 1024 + 128 * i)
-        for begin in range(first, last, 32):
+                source = start + n * column_bytes + _FACTOR_BYTES + VECTOR_BYTES * i
+                unpack(source, unpacked + n * steps * TILE_BYTES + 2 * VECTOR_BYTES * i)
+        for begin in range(first, last, ROWS_BY_TILES):
             x = call.x + begin * call.x_stride
+            rows = min(last - begin, ROWS_BY_TILES)
             shaped = multiply_rows(
                 tag,
-                min(last - begin, 32),
+                rows,
                 False,
                 shaped,
                 x=x + g * group,
@@ -268,15 +283,19 @@ def multiply_groups_by_tiles(tag, call, column, first, last, sums, shaped):
                 steps=steps,
                 second=steps,
                 out=result,
-                more=False,
+                add_to_out=False,
             )
-            # The tiles are set for as many rows as there are here.
-            for m in range(shaped):
+            for m in range(rows):
                 row_factors = x + m * call.x_stride + size + 8 * g
                 at = PAIR_ROW_BYTES * m
                 where = sums + PAIR_ROW_BYTES * (begin - first) + at
                 add_row(where, result + at, row_factors, start)
-                add_row(where + 64, result + at + 64, row_factors, start + column_bytes)
+                add_row(
+                    where + VECTOR_BYTES,
+                    result + at + VECTOR_BYTES,
+                    row_factors,
+                    start + column_bytes,
+                )
     return shaped
 
 
@@ -285,7 +304,8 @@ def multiply_groups_by_tiles(tag, call, column, first, last, sums, shaped):
 
 @inner
 def multiply_group_pair(tag, call, pair, first, last, result, shaped):
-    """As ``product_kernel.multiply_pair``. Few rows are as fast by vectors."""
+    """As ``product_kernel.multiply_pair``. A few rows are multiplied by vectors even where there is
+    a tile unit, which is not faster for them."""
     column = call.weight + pair * call.steps * 2
     if call.tiles != 0 and last - first > MAX_ROWS:
         shaped = multiply_groups_by_tiles(

@@ -24,7 +24,7 @@ Two forms, chosen at run time by ``use_tiles``:
 - tiles (AMX; of bfloat16 alone), as many rows as :func:`begin_tiles` was told: 16 units of a row of
   ``left`` at a time meet 16 vectors of ``right_n``.
 
-Called by ``attention_kernel`` (scores, values), ``product_kernel`` (weights, where there is no tile
+Called by ``attention_rows`` (scores, values), ``product_kernel`` (weights, where there is no tile
 unit) and ``adapter_kernel``.
 """
 
@@ -53,27 +53,30 @@ from jitney.kernels.cpu.emit import (
     prefetch_line,
 )
 from jitney.kernels.cpu.processor import accumulators, host_has_amx
+from jitney.kernels.cpu.simd import BF16_TYPE, WIDE_TYPE
 
 MAX_ROWS = 6
-"""Of the form of vectors: with four vectors of each, AVX-512's registers are full."""
+"""Rows of the form of vectors, at most: their sums for four vectors fill AVX-512's registers."""
 MAX_ROWS_AMX = 16
+"""Rows of the form of tiles, at most."""
 
 # Which tile holds what. Tiles 0 to 3 are the sums [rows, 16 float32] of up to four vectors. Heads
 # are multiples of 16 elements and a group holds 16 tokens, which are 8 units of bfloat16: so there
-# are shapes for 16 units and for 8.
-_LEFT = 4
-_RIGHT = 5
-_LEFT_HALF = 6
-_RIGHT_HALF = 7
-_TILE_ROW_BYTES = [64, 64, 64, 64, 64, 64, 32, 64]
+# are tiles for 16 units of a factor, and tiles for 8.
+_LEFT = 4  # [rows, 16 units]
+_RIGHT = 5  # [16 units, a vector]
+_LEFT_HALF = 6  # [rows, 8 units]
+_RIGHT_HALF = 7  # [8 units, a vector]
 
 
 @emitted(types.void, types.int64)
 def begin_tiles(builder, rows):
     """Set the shapes of this thread's tiles for 1 to 16 ``rows`` of the micro-kernel."""
     rows = builder.trunc(rows, i8)
-    sums = [rows] * 4
-    emit_shapes(builder, [*sums, rows, 16, rows, 8], _TILE_ROW_BYTES)
+    # The four sums, then _LEFT, _RIGHT, _LEFT_HALF and _RIGHT_HALF.
+    tile_rows = [rows, rows, rows, rows, rows, 16, rows, 8]
+    row_bytes = [64, 64, 64, 64, 64, 64, 32, 64]
+    emit_shapes(builder, tile_rows, row_bytes)
 
 
 def make_micro_kernel(width: int, *, across: bool, ahead: int) -> Any:
@@ -82,20 +85,22 @@ def make_micro_kernel(width: int, *, across: bool, ahead: int) -> Any:
     Its arguments:
 
     - ``use_tiles``: which form computes it;
-    - ``rows``: how many rows of ``left``, which is the address of [rows] times ``count`` times
-      ``units`` units, rows ``left_stride`` bytes apart. (WIDE has two float32 for a unit.)
-    - ``sources``: the address of int64 addresses, which tell where vectors of ``right`` begin, less
-      ``offset`` bytes. From one unit to the next are ``step`` bytes;
-    - ``out``: the address of float32 [rows, width * 16], rows ``out_stride`` bytes apart.
+    - ``left``, ``left_stride``, ``rows``, ``count``, ``units``: ``left`` is the address of
+      [rows, count * units] units, rows ``left_stride`` bytes apart. (WIDE has two float32 a unit.)
+    - ``sources``: the address of a list of int64, which are the addresses of sources: memory that
+      holds vectors of ``right``;
+    - ``offset``, ``step``: in a source, how many bytes from its beginning unit 0 of the vectors is,
+      and how many bytes there are from one unit to the next;
+    - ``out``, ``out_stride``: the address of float32 [rows, width * 16], rows so many bytes apart.
 
-    With ``across``, the vectors n are of different sources, one of each: entry n of the list is
-    that of vector n. ``count`` is 1, and ``out`` is written. (Scores: a source is a group of keys.)
+    With ``across``, each vector has a source of its own, entry n of the list for vector n.
+    ``count`` is 1, ``offset`` 0, and ``out`` is overwritten. (Scores: a source is a group of keys.)
 
-    Otherwise the vectors lie side by side in each of ``count`` sources, whose products are summed
-    up, and what ``out`` holds is added to. (Values: a source is a group of values.)
+    Otherwise all vectors lie side by side in each of ``count`` sources, and the products of all
+    sources are added to what ``out`` holds. (Values: a source is a group of values.)
 
-    The kernel prefetches what stands ``ahead`` entries further on in the list, which must be
-    readable addresses.
+    The kernel prefetches the sources that stand ``ahead`` entries further on in the list, so these
+    entries must be addresses that can be read.
     """
 
     @emitted(types.void, TAG, types.boolean, *[types.int64] * 10)
@@ -131,8 +136,8 @@ def make_micro_kernel(width: int, *, across: bool, ahead: int) -> Any:
             out=out,
             out_stride=out_stride,
         )
-        if tag != types.uint16 or not host_has_amx():
-            # The tile unit has no such product, or there is none.
+        if tag != BF16_TYPE or not host_has_amx():
+            # The tile unit has no such product, or there is no tile unit.
             emitter.by_vectors()
             return
         with builder.if_else(use_tiles) as (then, otherwise):
@@ -145,8 +150,10 @@ def make_micro_kernel(width: int, *, across: bool, ahead: int) -> Any:
 
 
 def emit_by_rows(builder, rows, width: int, emit: Callable[[int, range], None]) -> None:
-    """IR: what ``emit(m, chosen)`` emits for m rows, which are 1 to MAX_ROWS, and for as many of
-    the ``width`` vectors at a time as have all their sums in registers."""
+    """IR: code for each number of rows from 1 to MAX_ROWS, and a branch on ``rows`` to it.
+
+    For m rows, ``emit(m, chosen)`` emits the code for the ``chosen`` ones of ``width`` vectors. It
+    is called once if all their sums fit into registers, else for a few vectors at a time."""
     done = builder.append_basic_block("done")
     switch = builder.switch(rows, done)
     for m in range(1, MAX_ROWS + 1):
@@ -189,7 +196,8 @@ class _Emitter:
         return self.builder.load(pointer(self.builder, where, i64))
 
     def _first_vectors(self, source, chosen: Sequence[int], further: int = 0) -> list[Any]:
-        """IR: the addresses of unit 0 of the ``chosen`` vectors, ``further`` entries on."""
+        """IR: the addresses of unit 0 of the ``chosen`` vectors, in ``source`` (or, across sources,
+        each in its own), or in those that stand so many entries ``further`` on in the list."""
         if self.across:
             return [self._source(constant(i64, n + further)) for n in chosen]
         entry = self._source(offset_by(self.builder, source, further))
@@ -247,15 +255,16 @@ class _Emitter:
         """IR: add the products of one unit of each row, broadcast, and the vectors ``right``."""
         builder = self.builder
         # WIDE: both elements of a unit have been widened to float32.
-        floats = 2 if self.tag == types.uint32 else 1
-        start = offset_by(builder, self.left, unit, floats * UNIT_BYTES)
+        parts = 2 if self.tag == WIDE_TYPE else 1
+        start = offset_by(builder, self.left, unit, parts * UNIT_BYTES)
         for row in range(m):
-            address = offset_by(builder, start, row, self.left_stride)
-            addresses = [offset_by(builder, address, n, UNIT_BYTES) for n in range(floats)]
-            units = [load_broadcast(builder, each) for each in addresses]
+            of_row = offset_by(builder, start, row, self.left_stride)
+            addresses = [offset_by(builder, of_row, part, UNIT_BYTES) for part in range(parts)]
+            left_units = [load_broadcast(builder, address) for address in addresses]
             for n, vector in enumerate(right):
                 slot = sums[row * len(right) + n]
-                total = multiply_units(builder, self.tag, builder.load(slot), units, vector)
+                before = builder.load(slot)
+                total = multiply_units(builder, self.tag, before, left_units, vector)
                 builder.store(total, slot)
 
     # ----------------------------------------------------------------- the form of tiles
@@ -289,11 +298,12 @@ class _Emitter:
         starts = self._first_vectors(source, vectors)
         soon = self._first_vectors(source, vectors, self.ahead)
 
-        def add(unit, lines: int, left: int, right: int) -> None:
+        def add(unit, units: int, left: int, right: int) -> None:
+            """IR: add so many ``units`` from ``unit`` on, by the tiles ``left`` and ``right``."""
             with builder.if_then(few):
-                self._prefetch_lines(soon, unit, lines)
-            of_row = builder.add(first_unit, unit)
-            where = offset_by(builder, self.left, of_row, UNIT_BYTES)
+                self._prefetch_units(soon, unit, units)
+            left_unit = builder.add(first_unit, unit)
+            where = offset_by(builder, self.left, left_unit, UNIT_BYTES)
             load_tile(builder, left, where, self.left_stride)
             for tile, start in enumerate(starts):
                 where = offset_by(builder, start, unit, self.step)
@@ -309,10 +319,10 @@ class _Emitter:
         with builder.if_then(builder.icmp_signed("<", whole, self.units)):
             add(whole, 8, _LEFT_HALF, _RIGHT_HALF)
 
-    def _prefetch_lines(self, starts: Sequence[Any], unit, lines: int) -> None:
-        """IR: ask for so many units from ``unit`` on of vectors that are read soon."""
+    def _prefetch_units(self, starts: Sequence[Any], unit, units: int) -> None:
+        """IR: ask for so many ``units`` from ``unit`` on of vectors that are read soon."""
         builder = self.builder
         for start in starts:
-            for line in range(lines):
-                at = builder.add(unit, constant(i64, line))
+            for n in range(units):
+                at = builder.add(unit, constant(i64, n))
                 prefetch_line(builder, offset_by(builder, start, at, self.step))

@@ -52,6 +52,7 @@ class Prepared:
     """0 if the items write their own tokens."""
     threads: int
     owned: tuple[np.ndarray, ...]
+    """The memory that the arguments point to, so that it lives as long as they do."""
 
 
 class _ScratchShape(NamedTuple):
@@ -73,9 +74,12 @@ class CpuAttention:
         self.cache_dtype = dtype
         self.dtype = model_dtype if dtype == torch.int8 else dtype
         self._tiles = int(self.dtype == torch.bfloat16 and may_use_amx())
+        # Memory that steps share; it grows where a step needs more.
         self._scratch = np.empty(0, np.uint8)
+        # int64 [threads, fields of Scratch]: where in it each thread's areas are.
         self._areas = np.empty((0, 0), np.int64)
         self._scratch_shape: _ScratchShape | None = None
+        # See the fields of AttentionArguments of these names.
         self._states = np.empty(0, np.float32)
         self._splits_done = np.zeros(0, np.int64)
 
@@ -115,7 +119,8 @@ class CpuAttention:
         return out.to(call.query.dtype)
 
     def prepare(self, call: AttentionCall, cache: LayerCache, meta: AttentionMetadata) -> Prepared:
-        """The arguments for layers of this kind; all but one layer of a step find them made."""
+        """The arguments for layers of this kind. The first layer of a step makes them; ``meta``
+        keeps them for the others."""
         _, heads, head_size = call.query.shape
         shape = cache.keys.shape
         threads = torch.get_num_threads()
@@ -134,14 +139,14 @@ class CpuAttention:
         _, heads, head_size = call.query.shape
         blocks, kv_heads, block_size, padded = cache.keys.shape
         if self.cache_dtype == torch.int8:
-            padded -= SCALE_BYTES
+            padded -= SCALE_BYTES  # the cache holds a scale with each token's bytes
         assert meta.block_size == block_size
         assert block_size % GROUP_TOKENS == 0
         assert meta.last_block < blocks
         heads_per_kv = heads // kv_heads
         table = meta.block_table
         tokens = meta.slot_mapping.shape[0]
-        plan, splits, split_rows = plan_step(
+        plan = plan_step(
             meta.query_start.numpy(),
             meta.context_len.numpy(),
             entry_tokens=max(1, ITEM_ROWS // heads_per_kv),
@@ -153,14 +158,16 @@ class CpuAttention:
             threads=threads,
             rows=max(ITEM_ROWS, heads_per_kv),
             padded=padded,
-            longest=table.stride(0) * block_size,
+            longest=table.stride(0) * block_size,  # what a full row of the table could hold
         )
         self._reserve_scratch(scratch_shape)
-        floats = splits * heads_per_kv * (padded + STATE_EXTRA) * kv_heads
-        self._reserve_splits(floats, split_rows * kv_heads)
+        self._reserve_splits(
+            floats=plan.splits * kv_heads * heads_per_kv * (padded + STATE_EXTRA),
+            counters=plan.split_rows * kv_heads,
+        )
         decode = meta.max_query_len == 1
         arguments = AttentionArguments(
-            plan=plan.ctypes.data,
+            plan=plan.entries.ctypes.data,
             scratch=self._areas.ctypes.data,
             states=self._states.ctypes.data,
             splits_done=self._splits_done.ctypes.data,
@@ -183,10 +190,10 @@ class CpuAttention:
         write_items = 0 if decode else -(-tokens // WRITE_TOKENS) * kv_heads
         return Prepared(
             arguments,
-            items=len(plan) * kv_heads,
+            items=len(plan.entries) * kv_heads,
             write_items=write_items,
             threads=threads,
-            owned=(plan, self._scratch, self._areas, self._states, self._splits_done),
+            owned=(plan.entries, self._scratch, self._areas, self._states, self._splits_done),
         )
 
     def _reserve_splits(self, floats: int, counters: int) -> None:
@@ -204,7 +211,7 @@ class CpuAttention:
             self.cache_dtype.itemsize, shape.rows, padded=shape.padded, longest=shape.longest
         )
         stride = -(-sum(sizes) // _PAGE) * _PAGE
-        needed = (shape.threads + 1) * stride
+        needed = (shape.threads + 1) * stride  # one more, as the first begins at the next page
         if self._scratch.size < needed:
             self._scratch = np.empty(needed, np.uint8)
         first = -(-self._scratch.ctypes.data // _PAGE) * _PAGE
@@ -217,7 +224,7 @@ class CpuAttention:
 def set_layer(
     arguments: AttentionArguments, q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, out: int
 ) -> None:
-    """Set what is of a layer, but for its sinks. ``out`` is the address of the result."""
+    """Set the fields of a layer, except ``sinks``. ``out`` is the address of the result."""
     # The kernel trusts addresses: what they point to is checked here.
     assert isinstance(cache.attend, CpuAttention)
     assert q.dtype == cache.attend.dtype
@@ -250,7 +257,8 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _address(x: Tensor) -> tuple[int, int, int]:
-    """Of ``x`` [T, heads, head], with the bytes from token to token and from head to head."""
+    """Of ``x`` [T, heads, head]: its address, and the bytes from token to token and from head to
+    head."""
     token, head, _ = x.stride()
     size = x.element_size()
     return x.data_ptr(), token * size, head * size

@@ -40,8 +40,8 @@ def may_use_amx() -> bool:
     return answer == 0
 
 
-def widens() -> bool:
-    """Whether the processor multiplies no bfloat16, so that it has to be widened."""
+def must_widen_bf16() -> bool:
+    """Whether the processor has no product of bfloat16, so that elements are widened to float32."""
     return not may_use_amx() and not host_has("avx512bf16")
 
 
@@ -53,8 +53,8 @@ def multiplies_bytes() -> bool:
 def accumulators() -> int:
     """Vectors of 16 lanes that stay in registers at once.
 
-    24 of AVX-512's 32 registers, beside 4 of the second factor and a broadcast; or 6 pairs of
-    AVX2's 16.
+    24 of AVX-512's 32 registers, which leaves some for four vectors of the second factor and a
+    broadcast unit. Or 6 of AVX2: a vector takes two of its 16 registers.
     """
     return 24 if host_has("avx512f") else 6
 

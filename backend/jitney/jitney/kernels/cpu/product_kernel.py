@@ -60,10 +60,20 @@ from jitney.kernels.cpu.emit import (
     stack_memory,
 )
 from jitney.kernels.cpu.micro_kernel import MAX_ROWS, make_micro_kernel
+from jitney.kernels.cpu.rounding_kernel import (
+    OUTLIER_BYTES,
+    TAIL_COUNT,
+    TAIL_INDICES,
+    TAIL_VALUES,
+)
 from jitney.kernels.cpu.simd import (
     BF16,
     F32,
+    F32_TYPE,
+    I4_TYPE,
+    I8_TYPE,
     ONE,
+    WIDE_TYPE,
     element_bytes,
     fetch_add,
     fma,
@@ -83,13 +93,16 @@ from jitney.kernels.cpu.simd import (
 from jitney.kernels.fused.forms import Activation
 
 STEP_BYTES = 64
-"""Of an output's weights: what one tile holds of it."""
+"""A step is so many bytes of a row of x, and of an output's weights: what a row of a tile holds."""
 ROWS_PER_ITEM = 128
-PAIR_ROW_BYTES = 128
-"""Of a row of a pair's result: 32 float32."""
+ROWS_BY_TILES = 2 * TILE_ROWS
+"""Rows of x that two tiles hold."""
+PAIR_ROW_BYTES = 2 * VECTOR_BYTES
+"""Bytes of a row of a pair's result, 32 float32, and of what there is for each of its outputs."""
 RESULT_BYTES = ROWS_PER_ITEM * PAIR_ROW_BYTES
 UNPACKED_BYTES = 8192
-"""Of nibbles: two columns of a group of 128 inputs as bytes, and int32 [32, 32]."""
+"""Memory of ``four_bit_kernel``: two columns of a group of 128 inputs, unpacked to bytes, and a
+result, int32 [32, 32]."""
 _STEPS_AT_ONCE = 8
 """Steps of two columns that stay in the first-level cache while all tiles of an item's rows meet
 them: else the tile unit waits for the second-level one."""
@@ -109,14 +122,15 @@ class ProductCall(KernelCall):
     x_stride: int
     """Bytes from row to row."""
     steps: int
-    """Of STEP_BYTES in an output's weights. Of nibbles: bytes of a column."""
+    """How many steps an output's weights have. With nibbles: bytes of a column."""
     size: int
-    """Of nibbles: K, and how many of these are a group."""
+    """With nibbles: K."""
     group: int
+    """With nibbles: how many inputs share a scale."""
     weight: int
     """Packed."""
     pairs: int
-    """Of columns: N / 32."""
+    """Pairs of columns: N / 32."""
     pairs_per_item: int
     out: int
     out_stride: int
@@ -124,16 +138,17 @@ class ProductCall(KernelCall):
     activation: int
     """0: none. Else the pairs are (gate, up), and 16 outputs come of each."""
     other: int
-    """Address of [count, N], added to the product, whose columns its own lie like. 0: none."""
+    """Address of [count, N] in the output's type, added to the product. Its columns are in the
+    order of the weight's columns: those of gate and up by turns. 0: none."""
     bias: int
     """Address of float32 [N]. 0: none."""
     tiles: int
     """Whether the processor's tile unit is used: 0 or 1."""
     scales: int
-    """Of bytes, whose rows have a tail (``rounding_kernel``) behind their steps: address of float32
-    [N]."""
+    """With bytes: address of float32 [N], the scale of each output. (That of each row of x is in
+    the row's tail, behind its steps: ``rounding_kernel``.)"""
     shifts: int
-    """Of bytes: address of int32 [N], 128 times the sum of each output's weights."""
+    """With bytes: address of int32 [N], 128 times the sum of each output's weights."""
 
 
 read_product = reader(ProductCall)
@@ -151,10 +166,10 @@ _STEPS_AHEAD = 6
 
 @emitted(types.int64, TAG)
 def product_memory(builder, tag):
-    """The address of float32 [ROWS_PER_ITEM, 32], and behind it of int64 [2 + _COLUMNS_AHEAD], or
-    of what ``four_bit_kernel`` keeps there."""
-    spare = UNPACKED_BYTES if tag == types.int16 else 8 * (2 + _COLUMNS_AHEAD)
-    return stack_memory(builder, RESULT_BYTES + spare)
+    """The address of a thread's memory: float32 [ROWS_PER_ITEM, 32] for a pair's result, and behind
+    it a list of columns, int64 [2 + _COLUMNS_AHEAD], or what ``four_bit_kernel`` keeps there."""
+    behind = UNPACKED_BYTES if tag == I4_TYPE else 8 * (2 + _COLUMNS_AHEAD)
+    return stack_memory(builder, RESULT_BYTES + behind)
 
 
 # --------------------------------------------------------------------------- by tiles
@@ -170,42 +185,46 @@ def set_shapes(builder, upper, lower):
 
 
 def _make_multiply(*, with_lower: bool, ahead: int = 0) -> Any:
-    """``out`` [32 or 16, 32] = rows of x times two columns of the weight: float32, or int32 of
-    bytes. The second column is ``second`` steps behind the first. With ``more``, ``out`` is added
-    to. Weights so many steps ``ahead`` are prefetched, if that is not 0."""
+    """A function that computes ``out`` [32 or 16, 32] = rows of x times two columns of a weight,
+    over ``steps`` steps. It is float32, or int32 if they are bytes.
+
+    The second column is ``second`` steps behind the first. With ``add_to_out``, the product is
+    added to what ``out`` holds. Weights so many steps ``ahead`` are prefetched, if not 0."""
     results = range(4 if with_lower else 2)
 
     @emitted(types.void, TAG, *[types.int64] * 6, types.boolean)
-    def multiply(builder, tag, x, x_stride, column, steps, second, out, more):
-        if tag in (types.float32, types.uint32):  # the tile unit has no such product
+    def multiply(builder, tag, x, x_stride, column, steps, second, out, add_to_out):
+        if tag in (F32_TYPE, WIDE_TYPE):  # the tile unit has no such product
             return
-        line = constant(i64, STEP_BYTES)
-        width = constant(i64, PAIR_ROW_BYTES)
+        column_stride = constant(i64, STEP_BYTES)
+        out_stride = constant(i64, PAIR_ROW_BYTES)
         columns = [column, offset_by(builder, column, second, TILE_BYTES)]
         lower = offset_by(builder, x, TILE_ROWS, x_stride)
         rows = [x, lower] if with_lower else [x]
         addresses = [offset_by(builder, out, _result_offset(tile)) for tile in results]
-        with builder.if_else(more) as (then, otherwise):
+        with builder.if_else(add_to_out) as (then, otherwise):
             with then:
                 for tile, address in zip(results, addresses, strict=True):
-                    load_tile(builder, tile, address, width)
+                    load_tile(builder, tile, address, out_stride)
             with otherwise:
                 for tile in results:
                     emit_amx(builder, "tilezero", tile)
         with cgutils.for_range(builder, steps) as step:
             for n, start in enumerate(columns):
                 where = offset_by(builder, start, step.index, TILE_BYTES)
-                load_tile(builder, _COLUMN + n, where, line)
+                load_tile(builder, _COLUMN + n, where, column_stride)
             for n, start in enumerate(rows):
-                where = offset_by(builder, start, step.index, line)
+                where = offset_by(builder, start, step.index, STEP_BYTES)
                 load_tile(builder, _X + n, where, x_stride)
             for tile in results:
                 emit_amx(builder, _tile_product(tag), tile, _X + tile // 2, _COLUMN + tile % 2)
                 if ahead:
+                    # After each of the four products half of a column's tile: the first column's
+                    # halves, then the second's.
                     soon = offset_by(builder, columns[tile // 2], step.index, TILE_BYTES)
-                    _prefetch_half(builder, soon, ahead, tile % 2)
+                    _prefetch_half(builder, soon, ahead, half=tile % 2)
         for tile, address in zip(results, addresses, strict=True):
-            store_tile(builder, tile, address, width)
+            store_tile(builder, tile, address, out_stride)
 
     return multiply
 
@@ -213,16 +232,15 @@ def _make_multiply(*, with_lower: bool, ahead: int = 0) -> Any:
 def _result_offset(tile: int) -> int:
     """Bytes from the beginning of a pair's result to that of the tile: 16 rows down, or 16 outputs
     to the right."""
-    return tile // 2 * TILE_ROWS * PAIR_ROW_BYTES + tile % 2 * 64
+    return tile // 2 * TILE_ROWS * PAIR_ROW_BYTES + tile % 2 * VECTOR_BYTES
 
 
 def _tile_product(tag) -> str:
-    """The instruction for weights of the tag's type: of bytes without a sign with those that have
-    one, of those with bytes of nibbles, or of bfloat16."""
-    if tag == types.int8:
-        return "tdpbusd"
-    if tag == types.int16:
-        return "tdpbsud"
+    """The tile unit's instruction for products of the tag's type."""
+    if tag == I8_TYPE:
+        return "tdpbusd"  # x: bytes without a sign; weights: bytes with one
+    if tag == I4_TYPE:
+        return "tdpbsud"  # x: bytes with a sign; weights: unpacked nibbles, without one
     return "tdpbf16ps"
 
 
@@ -230,7 +248,7 @@ def _prefetch_half(builder, start, ahead: int, half: int) -> None:
     """IR: ask for half of a tile so many steps further on. Not for more at once: that would hold up
     the tiles' own loads."""
     for line_number in range(8):
-        at = ahead * TILE_BYTES + half * 512 + line_number * 64
+        at = ahead * TILE_BYTES + half * TILE_BYTES // 2 + line_number * 64
         prefetch_line(builder, offset_by(builder, start, at))
 
 
@@ -240,18 +258,22 @@ multiply_16 = _make_multiply(with_lower=False)
 
 
 @inner
-def multiply_rows(tag, rows, once, shaped, x, x_stride, column, steps, second, out, more):
-    """As ``multiply_32``, of 1 to 32 rows; ``once``: no others read these weights. ``shaped`` is
-    the number of rows that the tiles are set for; returns the one they are set for afterwards."""
+def multiply_rows(tag, rows, once, shaped, x, x_stride, column, steps, second, out, add_to_out):
+    """As ``multiply_32``, for 1 to 32 rows; ``once``: no other rows read these weights.
+
+    The tiles are set for ``shaped`` rows before; returns for how many they are set afterwards."""
     if rows != shaped:
+        # A tile has at least one row, also where it is not used.
         set_shapes(min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1))
     if rows > TILE_ROWS and once:
         # The weights come from memory: ask for them ahead.
-        multiply_32_of_few(tag, x, x_stride, column, steps, second=second, out=out, more=more)
+        multiply_32_of_few(
+            tag, x, x_stride, column, steps, second=second, out=out, add_to_out=add_to_out
+        )
     elif rows > TILE_ROWS:
-        multiply_32(tag, x, x_stride, column, steps, second=second, out=out, more=more)
+        multiply_32(tag, x, x_stride, column, steps, second=second, out=out, add_to_out=add_to_out)
     else:
-        multiply_16(tag, x, x_stride, column, steps, second=second, out=out, more=more)
+        multiply_16(tag, x, x_stride, column, steps, second=second, out=out, add_to_out=add_to_out)
     return rows
 
 
@@ -259,25 +281,25 @@ def multiply_rows(tag, rows, once, shaped, x, x_stride, column, steps, second, o
 def multiply_by_tiles(tag, call, pair, first, last, result, shaped):
     """Rows [first, last) times one pair; ``shaped`` as in :func:`multiply_rows`."""
     column = call.weight + pair * call.steps * 2 * TILE_BYTES
-    whole = call.steps
-    once = last - first <= 32
+    all_steps = call.steps
+    once = last - first <= ROWS_BY_TILES
     # Weights that are read once need not stay in the cache: all steps at once.
-    at_once = whole if once else _STEPS_AT_ONCE
-    for step in range(0, whole, at_once):
-        steps = min(at_once, whole - step)
-        for begin in range(first, last, 32):
+    at_once = all_steps if once else _STEPS_AT_ONCE
+    for step in range(0, all_steps, at_once):
+        steps = min(at_once, all_steps - step)
+        for begin in range(first, last, ROWS_BY_TILES):
             shaped = multiply_rows(
                 tag,
-                min(last - begin, 32),
+                min(last - begin, ROWS_BY_TILES),
                 once,
                 shaped,
                 x=call.x + begin * call.x_stride + step * STEP_BYTES,
                 x_stride=call.x_stride,
                 column=column + step * TILE_BYTES,
                 steps=steps,
-                second=whole,
+                second=all_steps,
                 out=result + (begin - first) * PAIR_ROW_BYTES,
-                more=step > 0,
+                add_to_out=step > 0,
             )
     finish(tag, call, pair, first, rows=last - first, result=result)
     return shaped
@@ -340,63 +362,70 @@ def activate(kind, x):
 
 
 def result_tag(tag):
-    """That of the output: F32 of float32, else BF16."""
+    """The tag of the output: F32 with F32, else BF16. (Numba compiles what the overload returns: a
+    choice by type, which compiled code could not make.)"""
 
 
 @overload(result_tag, inline="always")
 def _choose_result_tag(tag):
-    return (lambda tag: F32) if tag == types.float32 else (lambda tag: BF16)
+    return (lambda tag: F32) if tag == F32_TYPE else (lambda tag: BF16)
 
 
 @inlined
 def scale_bytes(call, pair, row, where):
-    """The two vectors at ``where`` of a row of a product of bytes: int32, as float32 in the scales
-    of row and outputs, with outliers, which the bytes of x leave out (``rounding_kernel``)."""
-    shift = call.shifts + pair * 128
-    scale = call.scales + pair * 128
+    """The two vectors at ``where`` of a row of a product of bytes. They are int32; returns float32,
+    in the scales of row and outputs, with outliers, which the bytes of x leave out
+    (``rounding_kernel``)."""
+    shift = call.shifts + pair * PAIR_ROW_BYTES
+    scale = call.scales + pair * PAIR_ROW_BYTES
     tail = call.x + row * call.x_stride + call.steps * STEP_BYTES
     row_scale = splat(load_f32(tail))
     # Bytes of x are 128 too large: that times an output's weights is taken off.
     a = load_difference(where, shift) * row_scale
-    b = load_difference(where + 64, shift + 64) * row_scale
-    outliers = load_i32(tail + 4)
+    b = load_difference(where + VECTOR_BYTES, shift + VECTOR_BYTES) * row_scale
+    outliers = load_i32(tail + TAIL_COUNT)
     for n in range(outliers):
-        k = np.int64(load_i32(tail + 8 + 8 * n))
-        value = splat(load_f32(tail + 12 + 8 * n))
+        k = np.int64(load_i32(tail + TAIL_INDICES + OUTLIER_BYTES * n))
+        value = splat(load_f32(tail + TAIL_VALUES + OUTLIER_BYTES * n))
+        # Input k is byte k % 4 of the column's vector number k // 4.
         units = call.weight + pair * call.steps * 2 * TILE_BYTES + k // 4 * VECTOR_BYTES
         a = fma(load_signed(units, k % 4), value, a)
         b = fma(load_signed(units + call.steps * TILE_BYTES, k % 4), value, b)
-    return a * load(scale), b * load(scale + 64)
+    return a * load(scale), b * load(scale + VECTOR_BYTES)
 
 
 @inner
 def finish(tag, call, pair, first, rows, result):
-    """Write the [rows, 32] of one pair to the output, from row ``first`` on."""
-    bias = call.bias + pair * 128
+    """Write the [rows, 32] of one pair to the output, from row ``first`` on.
+
+    Without an activation the pair's 32 results are 32 outputs. With one, a is 16 outputs' gate and
+    b their up, so the output is half as wide as the product."""
+    bias = call.bias + pair * PAIR_ROW_BYTES
     to = result_tag(tag)
-    half = 16 * element_bytes(to)
+    column_bytes = 16 * element_bytes(to)
     for m in range(rows):
         where = result + m * PAIR_ROW_BYTES
         if element_bytes(tag) == 1:
             a, b = scale_bytes(call, pair, first + m, where)
         else:
             a = load(where)
-            b = load(where + 64)
+            b = load(where + VECTOR_BYTES)
         if call.bias != 0:
             a = a + load(bias)
-            b = b + load(bias + 64)
+            b = b + load(bias + VECTOR_BYTES)
         if call.other != 0:
-            # Of gate and up, so twice as wide as the output, where there is an activation.
+            # As wide as the product.
             stride = call.out_stride * (1 if call.activation == 0 else 2)
-            other = call.other + (first + m) * stride + pair * 2 * half
+            other = call.other + (first + m) * stride + pair * 2 * column_bytes
             a = a + load_as(to, other)
-            b = b + load_as(to, other + half)
-        at = (first + m) * call.out_stride + pair * half * (2 if call.activation == 0 else 1)
+            b = b + load_as(to, other + column_bytes)
+        columns = 2 if call.activation == 0 else 1  # that a pair gives
+        out = call.out + (first + m) * call.out_stride + pair * columns * column_bytes
         if call.activation != 0:
-            store_as(to, call.out + at, activate(call.activation, a) * b)
+            store_as(to, out, activate(call.activation, a) * b)
             continue
-        store_as(to, call.out + at, a)
-        store_as(to, call.out + at + half, b)
+        store_as(to, out, a)
+        store_as(to, out + column_bytes, b)
 
 
 # --------------------------------------------------------------------------- items
@@ -416,7 +445,7 @@ def make_body(multiply: Any) -> Any:
             item = fetch_add(arguments)
             first = item // items_per_row * ROWS_PER_ITEM
             last = min(first + ROWS_PER_ITEM, call.count)
-            if first >= last:
+            if first >= last:  # behind the last row
                 break
             begin = item % items_per_row * call.pairs_per_item
             end = min(begin + call.pairs_per_item, call.pairs)

@@ -7,6 +7,10 @@ What products of a tag read, of a row of bfloat16::
                                              ^ "tail"
     I4    | bytes with a sign, x / scale of a group | (scale, sum * scale) of each group |
 
+A tail is::
+
+    | float32 scale | int32 number of outliers | of each: int32 index, float32 value |
+
 A body takes the address of its record and takes items, four rows each, from a counter until none
 is left. For each row it reads x twice, from the first-level cache the second time: once to find the
 scale, once to round. A row is computed by one thread in a fixed order, whatever the batch.
@@ -61,25 +65,25 @@ class ConvertCall(KernelCall):
     """uint8, or float32, [count, size]"""
     out_stride: int
     tail: int
-    """Of bytes: how far behind the beginning of a row of ``out`` are its float32 scale, int32 how
-    many outliers it has, and of each its int32 index and its float32 value."""
+    """For I8: bytes from the beginning of a row of ``out`` to its tail."""
     outlier: float
     """An outlier is larger than so many times the mean size of its row."""
     most_outliers: int
     factors: int
-    """Address of float32 [size]: bytes are of x times them. 0: there are none."""
+    """For I8: address of float32 [size], by which x is multiplied before. 0: there are none."""
     group: int
-    """Of nibbles: inputs with a scale of their own. Behind a row's bytes, which have a sign, are
-    float32 [size / group, 2]: a group's scale, and the sum of its bytes times that."""
+    """For I4: how many inputs share a scale. Behind a row's bytes, which have a sign, are float32
+    [size / group, 2]: a group's scale, and the sum of its bytes times that."""
 
 
 read_convert = reader(ConvertCall)
 
-# Bytes from a tail's beginning: its scale comes first.
-_COUNT = 4
-_INDICES = 8
-_VALUES = 12
-_OUTLIER_BYTES = 8
+# Bytes from a tail's beginning, where its scale is, to the rest.
+TAIL_COUNT = 4
+TAIL_INDICES = 8
+TAIL_VALUES = 12
+OUTLIER_BYTES = 8
+"""From an outlier's index or value to the next one's."""
 
 
 @inner
@@ -103,79 +107,82 @@ def load_one_scaled(call, row, k):
 
 @inner
 def list_outliers(call, row, limit, tail):
-    """Write to the tail what is larger than ``limit``. Returns the size of the largest element of
-    the rest.
+    """Write the outliers, which are elements larger than a limit, to the tail. Returns the size of
+    the largest element of the rest.
 
-    The limit is drawn closer twice, as outliers are no part of the mean, and doubled while there
-    are too many.
+    An outlier is larger than so many times (``call.outlier``) the mean size of a row. The first
+    ``limit`` is of the mean of all elements. Without the outliers the mean is smaller, so the limit
+    is lowered, twice at most. If more outliers are found than the tail has memory for, the limit is
+    doubled until they fit.
     """
-    turn = 0
+    times_lowered = 0
     while True:
         count = 0
-        rest = ZERO  # the largest element that is no outlier
-        total = splat(ZERO)  # sizes of the others: of whole vectors, and one by one
-        others = ZERO
+        largest = ZERO  # of the rest, which are the elements that are no outliers
+        whole_vectors = splat(ZERO)  # sum of the rest, as far as it is in vectors without outliers
+        single = ZERO  # sum of the rest in vectors with outliers
         for i in range(0, call.size, LANES):
             x = load_scaled(call, row, i)
             x = larger(x, splat(ZERO) - x)
             best = lane_max(x)
             if best <= limit:
                 # Nearly all vectors have no outlier.
-                rest = max(rest, best)
-                total = total + x
+                largest = max(largest, best)
+                whole_vectors = whole_vectors + x
                 continue
             for k in range(i, i + LANES):
                 value = load_one_scaled(call, row, k)
                 if abs(value) <= limit:
-                    rest = max(rest, abs(value))
-                    others = others + abs(value)
+                    largest = max(largest, abs(value))
+                    single = single + abs(value)
                     continue
                 # Count on when the list is full: the limit is doubled below.
                 if count < call.most_outliers:
-                    store_i32(tail + _INDICES + _OUTLIER_BYTES * count, np.int32(k))
-                    store_f32(tail + _VALUES + _OUTLIER_BYTES * count, value)
+                    store_i32(tail + TAIL_INDICES + OUTLIER_BYTES * count, np.int32(k))
+                    store_f32(tail + TAIL_VALUES + OUTLIER_BYTES * count, value)
                 count += 1
-        closer = (lane_sum(total) + others) * (call.outlier / np.float32(call.size))
+        lower_limit = (lane_sum(whole_vectors) + single) * (call.outlier / np.float32(call.size))
         if count > call.most_outliers:
-            # Too many. From now on the limit only grows.
+            # Too many. The small number is for a limit of 0. From now on the limit only grows.
             limit = limit + limit + np.float32(1e-30)
-            turn = 2
-        elif turn < 2 and rest > closer:
-            limit = closer
-            turn = turn + 1
+            times_lowered = 2
+        elif times_lowered < 2 and largest > lower_limit:
+            limit = lower_limit
+            times_lowered = times_lowered + 1
         else:
-            store_i32(tail + _COUNT, np.int32(count))
-            return rest
+            store_i32(tail + TAIL_COUNT, np.int32(count))
+            return largest
 
 
 @inner
 def round_row(call, row, out):
     """x -> 128 + x / scale, as bytes, where the scale makes the largest element 127.
 
-    Outliers, far larger than the others, are 128 (a zero): the scale follows the others, and the
-    product adds what outliers are worth (``product_kernel.scale_bytes``)."""
+    Outliers, far larger than the others, would make that scale coarse. So they are left out: their
+    bytes are 128, which is a zero, and the product adds their part in float32
+    (``product_kernel.scale_bytes``). The scale is NaN if an element is not finite."""
     size = call.size
     tail = out + call.tail
     best = splat(ZERO)
     total = splat(ZERO)
-    strange = splat(ZERO)
+    not_finite = splat(ZERO)
     for i in range(0, size, LANES):
         x = load_scaled(call, row, i)
         positive = larger(x, splat(ZERO) - x)
         best = larger(positive, best)
         total = total + positive
-        strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
+        not_finite = fma(x, splat(ZERO), not_finite)  # stays 0, or NaN where x is NaN or infinite
     largest = lane_max(best)
     limit = lane_sum(total) * (call.outlier / np.float32(size))
-    store_i32(tail + _COUNT, np.int32(0))
+    store_i32(tail + TAIL_COUNT, np.int32(0))
     if largest > limit:
         largest = list_outliers(call, row, limit, tail)
-    store_f32(tail, largest / np.float32(127.0) + lane_sum(strange))
+    store_f32(tail, largest / np.float32(127.0) + lane_sum(not_finite))
     share = splat(np.float32(127.0) / largest if largest > ZERO else ZERO)
     for i in range(0, size, LANES):
         store_bytes(out + i, load_scaled(call, row, i) * share)
-    for n in range(load_i32(tail + _COUNT)):
-        index = load_i32(tail + _INDICES + _OUTLIER_BYTES * n)
+    for n in range(load_i32(tail + TAIL_COUNT)):
+        index = load_i32(tail + TAIL_INDICES + OUTLIER_BYTES * n)
         store_byte(out + index, np.uint8(128))
 
 
@@ -188,11 +195,13 @@ def round_groups(call, row, out):
     factors = out + call.size
     for begin in range(0, call.size, call.group):
         best = splat(ZERO)
-        strange = splat(ZERO)
+        not_finite = splat(ZERO)
         for i in range(begin, begin + call.group, LANES):
             x = load_as(BF16, row + 2 * i)
             best = larger(larger(x, splat(ZERO) - x), best)
-            strange = fma(x, splat(ZERO), strange)  # NaN, if x is or is not finite
+            not_finite = fma(
+                x, splat(ZERO), not_finite
+            )  # stays 0, or NaN where x is NaN or infinite
         largest = lane_max(best)
         total = splat(ZERO)
         share = splat(np.float32(127.0) / largest if largest > _LEAST else ZERO)
@@ -200,7 +209,7 @@ def round_groups(call, row, out):
             whole = nearest(load_as(BF16, row + 2 * i) * share)
             store_as(I8, out + i, whole)
             total = total + whole
-        scale = largest / np.float32(127.0) + lane_sum(strange)
+        scale = largest / np.float32(127.0) + lane_sum(not_finite)
         store_f32(factors, scale)
         store_f32(factors + 4, scale * lane_sum(total))
         factors += 8

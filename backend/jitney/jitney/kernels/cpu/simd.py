@@ -4,7 +4,8 @@ A vector is a value of the Numba type ``vector``; ``+ - * /`` work on it lane by
 plain integers (``intp``); nothing is bounds-checked.
 
 Element types are told apart at compile time by the *type* of a tag value: F32, BF16, I8, I4 or
-WIDE. Each tag makes a kernel of its own.
+WIDE. Each tag makes a kernel of its own. A function that emits LLVM code gets that type itself, and
+compares it with F32_TYPE and so on.
 
 Called by all kernels of this folder.
 """
@@ -60,11 +61,17 @@ there."""
 F32 = np.float32(0)
 BF16 = np.uint16(0)
 I8 = np.int8(0)
-"""Of a cache; and of products of bytes, four to a unit."""
+"""For a cache of bytes, and for products of bytes, four to a unit."""
 I4 = np.int16(0)
-"""Of products of bytes with nibbles: four to a unit."""
+"""For products of bytes and nibbles, four to a unit."""
 WIDE = np.uint32(0)
-"""Of products of bfloat16, where one factor has been widened to float32 before."""
+"""For products whose second factor is bfloat16, and whose first one has been widened to float32."""
+
+F32_TYPE = types.float32
+BF16_TYPE = types.uint16
+I8_TYPE = types.int8
+I4_TYPE = types.int16
+WIDE_TYPE = types.uint32
 
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
@@ -79,14 +86,15 @@ def element_bytes(builder, tag):
 
 @emitted(types.int64, TAG)
 def second_bytes(builder, tag):
-    """Bytes of one element of a product's second factor, which WIDE does not widen."""
-    return constant(i64, 4 if tag == types.float32 else 2)
+    """Bytes of one element of a product's second factor: F32 has float32, BF16 and WIDE have
+    bfloat16. (The elements of the first factor have ``element_bytes``.)"""
+    return constant(i64, 4 if tag == F32_TYPE else 2)
 
 
 @emitted(types.boolean, TAG)
 def has_scales(builder, tag):
     """Whether a cache of the tag's type has scales, as a constant."""
-    return ir.Constant(ir.IntType(1), tag == types.int8)
+    return ir.Constant(ir.IntType(1), tag == I8_TYPE)
 
 
 # --------------------------------------------------------------------------- memory
@@ -141,47 +149,54 @@ def vector_on_stack(builder):
 # --------------------------------------------------------------------------- elements as float32
 
 
-def _element_access(numba_type, *, floats, words, halves, small) -> tuple[Any, Any]:
-    """As :func:`_access`, of elements of the tag's type as float32: 16 of them, or one.
+def _element_access(numba_type, *, f32_type, i32_type, i16_type, i8_type) -> tuple[Any, Any]:
+    """As :func:`_access`, for elements in memory of the tag's type, which is F32, BF16 or I8, and
+    float32 in registers: 16 elements at once, or one. What is stored is rounded to nearest even.
 
-    What is stored is rounded to nearest even. The last four arguments are LLVM's types of 16 or of
-    one: float32, and integers of 32, 16 and 8 bits.
+    The last four arguments are LLVM's types of 16 numbers, or of one.
     """
-    rounds_by_instruction = floats is f32x
-    rint = "llvm.rint.v16f32" if floats is f32x else "llvm.rint.f32"
+    is_vector = f32_type is f32x
+    rint = "llvm.rint.v16f32" if is_vector else "llvm.rint.f32"
 
     @emitted(numba_type, TAG, types.intp)
     def load(builder, tag, address):
-        if tag == types.float32:
-            return builder.load(pointer(builder, address, floats), align=4)
-        if tag == types.int8:
-            byte = builder.load(pointer(builder, address, small), align=1)
-            return builder.sitofp(builder.sext(byte, words), floats)
-        half = builder.load(pointer(builder, address, halves), align=2)
-        return widen_low(builder, builder.zext(half, words))
+        if tag == F32_TYPE:
+            return builder.load(pointer(builder, address, f32_type), align=4)
+        if tag == I8_TYPE:
+            byte = builder.load(pointer(builder, address, i8_type), align=1)
+            return builder.sitofp(builder.sext(byte, i32_type), f32_type)
+        # BF16.
+        half = builder.load(pointer(builder, address, i16_type), align=2)
+        return widen_low(builder, builder.zext(half, i32_type))
 
     @emitted(types.void, TAG, types.intp, numba_type)
     def store(builder, tag, address, value):
-        if tag == types.uint16 and rounds_by_instruction and host_has("avx512bf16"):
+        # F32 (and WIDE) is stored as it is.
+        if tag == BF16_TYPE and is_vector and host_has("avx512bf16"):
             value = builder.fptrunc(value, ir.VectorType(bf16, LANES))
-        elif tag == types.uint16:
+        elif tag == BF16_TYPE:
             value = round_to_bf16(builder, value)
-        elif tag == types.int8:
-            whole = call_llvm(builder, rint, floats, [value])
-            value = builder.fptosi(whole, small)
-        align = 1 if tag == types.int8 else 2
+        elif tag == I8_TYPE:
+            whole = call_llvm(builder, rint, f32_type, [value])
+            value = builder.fptosi(whole, i8_type)
+        align = 1 if tag == I8_TYPE else 2
         builder.store(value, pointer(builder, address, value.type), align=align)
 
     return load, store
 
 
-load_as, store_as = _element_access(vector, floats=f32x, words=i32x, halves=i16x, small=i8x)
-load_one, store_one = _element_access(types.float32, floats=f32, words=i32, halves=i16, small=i8)
+load_as, store_as = _element_access(
+    vector, f32_type=f32x, i32_type=i32x, i16_type=i16x, i8_type=i8x
+)
+load_one, store_one = _element_access(
+    types.float32, f32_type=f32, i32_type=i32, i16_type=i16, i8_type=i8
+)
 
 
 @emitted(types.void, types.intp, vector, vector)
 def store_pairs(builder, address, low, high):
-    """Pairs of float32 that are bfloat16 numbers, exactly, as such."""
+    """Store 16 units of two bfloat16: an element of ``low`` in the lower half, one of ``high`` in
+    the upper half. Both hold float32 that are bfloat16 exactly, so their upper halves are all."""
     low_bits = builder.bitcast(low, i32x)
     high_bits = builder.bitcast(high, i32x)
     pairs = builder.or_(builder.lshr(low_bits, constant(i32x, 16)), high_bits)
@@ -200,7 +215,7 @@ def load_difference(builder, address, other):
 def load_signed(builder, address, index):
     """Byte ``index`` of each of 16 units of int8, as float32."""
     units = load_vector(builder, address)
-    # The byte moves to the top of its unit, and back down with its sign.
+    # The byte moves to the top of its unit, by 24 - 8 * index bits, and back down with its sign.
     up = offset_by(builder, constant(i64, 24), index, -8)
     moved = builder.shl(units, broadcast(builder, builder.trunc(up, i32)))
     return builder.sitofp(builder.ashr(moved, constant(i32x, 24)), f32x)
@@ -268,9 +283,10 @@ def lane_sum(builder, value):
 
 @emitted(types.float32, vector)
 def lane_max(builder, value):
-    """The largest lane; none is NaN. (LLVM's own reduction minds NaN, in 15 steps one by one.)"""
+    """The largest lane; none is NaN. (LLVM's own reduction cares for NaN, and takes 15 steps.)"""
     width = LANES
     while width > 1:
+        # The lower half of the lanes with the upper; lanes from ``width`` on are not read again.
         width //= 2
         lanes = [min(lane + width, LANES - 1) for lane in range(LANES)]
         other = builder.shuffle_vector(value, value, ir.Constant(i32x, lanes))
@@ -296,8 +312,8 @@ def _times_power_of_two(builder, value, power):
     if host_has("avx512f"):
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         all_lanes = ir.Constant(i16, -1)
-        rounding = constant(i32, 4)
-        operands = [value, power, value, all_lanes, rounding]
+        current_rounding = constant(i32, 4)
+        operands = [value, power, value, all_lanes, current_rounding]
         return call_llvm(builder, name, f32x, operands)
     least = constant(f32x, -126.0)
     fits = builder.fcmp_ordered(">=", power, least)
@@ -310,7 +326,7 @@ def _times_power_of_two(builder, value, power):
 
 @inlined
 def exp2(x):
-    """2**x for x <= 127, within 2 units in the last place; next to 0 below 2**-126 and at -inf.
+    """2**x for x <= 127, within 2 units in the last place; at most 2**-126 for less, and for -inf.
 
     2**x = 2**n * 2**f with n whole and |f| <= 1/2; the second factor is a polynomial fitted to
     least relative error over that interval, which is 2e-9.

@@ -3,6 +3,10 @@
 A row's state, over the keys seen so far, is float32 at one address::
 
     | outputs, not yet divided: [padded] | maximum | sum | maximum before | (13 unused) |
+                                         ^ "outputs_end"
+
+Scores are products of a query and keys; times ``factor`` (scale and log2(e), or 1 where a softcap
+has brought them in already) they are exponents of 2. The maximum is of these exponents.
 
 A span of keys is added in three steps: :func:`raise_maximum` looks at its scores,
 :func:`weigh_row` turns them into weights 2**(score - maximum) and says by what the outputs so far
@@ -11,7 +15,7 @@ different keys are joined by :func:`merge_states`.
 
 A row's arithmetic and its order depend on nothing but the row and its keys.
 
-Called by ``attention_kernel``.
+Called by ``attention_kernel`` and ``attention_rows``.
 """
 
 import numpy as np
@@ -46,7 +50,7 @@ _NEGATIVE_INFINITY = np.float32(-np.inf)
 _LOWEST = np.float32(-1e30)
 """The running maximum before any key: finite, so that no difference is infinity less infinity."""
 
-# Bytes behind a state's outputs.
+# Bytes from the end of a state's outputs; the maximum is at 0.
 _SUM = 4
 _BEFORE = 8
 
@@ -65,8 +69,8 @@ def power_of_two(x):
 
 @inner
 def begin_states(call, kv_head, rows, states, sinks):
-    """The states of so many rows before the first key; a sink, if the address of ``sinks`` is not
-    0, counts as a key of no value."""
+    """The states of so many rows before the first key. If the address of ``sinks`` is not 0, the
+    head's sink counts as a key whose value is zero."""
     for r in range(rows):
         state = states + r * state_bytes(call.padded)
         maximum = _LOWEST
@@ -77,41 +81,43 @@ def begin_states(call, kv_head, rows, states, sinks):
             total = ONE
         for d in range(0, call.padded, LANES):
             store(state + 4 * d, splat(ZERO))
-        behind = state + 4 * call.padded
-        store_f32(behind, maximum)
-        store_f32(behind + _SUM, total)
+        outputs_end = state + 4 * call.padded
+        store_f32(outputs_end, maximum)
+        store_f32(outputs_end + _SUM, total)
 
 
 @inner
 def merge_states(call, rows, totals, states):
-    """Add each row's state over one split to its state over all splits before. A split of which a
-    row sees no key changes nothing."""
+    """Add each row's state over one split (``states``) to its state over all splits before
+    (``totals``). A split of which a row sees no key changes nothing: its maximum is _LOWEST, so its
+    factor is 0."""
     for r in range(rows):
         total = totals + r * state_bytes(call.padded)
         state = states + r * state_bytes(call.padded)
-        behind_total = total + 4 * call.padded
-        behind_state = state + 4 * call.padded
-        before = load_f32(behind_total)
-        theirs = load_f32(behind_state)
-        best = max(before, theirs)
-        kept = power_of_two(before - best)
-        share = power_of_two(theirs - best)
+        total_end = total + 4 * call.padded
+        state_end = state + 4 * call.padded
+        total_maximum = load_f32(total_end)
+        state_maximum = load_f32(state_end)
+        maximum = max(total_maximum, state_maximum)
+        total_factor = power_of_two(total_maximum - maximum)
+        state_factor = power_of_two(state_maximum - maximum)
         for d in range(0, call.padded, LANES):
-            value = load(state + 4 * d) * splat(share)
-            store(total + 4 * d, fma(load(total + 4 * d), splat(kept), value))
-        old_sum = load_f32(behind_total + _SUM)
-        more = load_f32(behind_state + _SUM)
-        store_f32(behind_total + _SUM, old_sum * kept + more * share)
-        store_f32(behind_total, best)
+            added = load(state + 4 * d) * splat(state_factor)
+            store(total + 4 * d, fma(load(total + 4 * d), splat(total_factor), added))
+        total_sum = load_f32(total_end + _SUM)
+        state_sum = load_f32(state_end + _SUM)
+        store_f32(total_end + _SUM, total_sum * total_factor + state_sum * state_factor)
+        store_f32(total_end, maximum)
 
 
 @inner
 def raise_maximum(
-    cache_tag, scores, groups, low, high, scale, softcap, factor, behind, key_scales
+    cache_tag, scores, groups, low, high, scale, softcap, factor, outputs_end, key_scales
 ):  # fmt: skip
-    """Raise the running maximum of a row by its ``scores`` of so many groups; what it was is kept
-    behind the running sum. Scores of keys outside [low, high) become -inf. ``behind`` is where the
-    outputs of the row's state end."""
+    """Raise the running maximum of a row to that of its ``scores`` of so many groups, and keep what
+    it was as the maximum before. Scores of keys outside [low, high) become -inf.
+
+    ``outputs_end`` is where the outputs of the row's state end."""
     if has_scales(cache_tag):
         # The scores so far are of keys as they stand in the cache, as bytes.
         for where in range(0, groups * VECTOR_BYTES, VECTOR_BYTES):
@@ -120,39 +126,42 @@ def raise_maximum(
         cap_row(scores, groups, scale, softcap)
     best = splat(_NEGATIVE_INFINITY)
     # Most spans are seen whole: only those at the window's beginning and at the row's end are not.
-    hides = low > 0 or high < groups * GROUP_TOKENS
+    some_hidden = low > 0 or high < groups * GROUP_TOKENS
     for g in range(groups):
         where = scores + g * VECTOR_BYTES
-        if hides:
+        if some_hidden:
             first = g * LANES
             seen = keep_between(load(where), low - first, high - first, _NEGATIVE_INFINITY)
             store(where, seen)
         best = larger(load(where), best)
-    before = load_f32(behind)
-    store_f32(behind, max(before, lane_max(best) * factor))
-    store_f32(behind + _BEFORE, before)
+    before = load_f32(outputs_end)
+    store_f32(outputs_end, max(before, lane_max(best) * factor))
+    store_f32(outputs_end + _BEFORE, before)
 
 
 @inner
-def weigh_row(cache_tag, product_tag, scores, weights, groups, factor, behind, value_scales):
-    """Turn a row's scores into weights and add these to its running sum; ``behind`` is where its
-    state's outputs end.
+def weigh_row(
+    cache_tag, product_tag, scores, weights, groups, factor, outputs_end, value_scales
+):  # fmt: skip
+    """Turn a row's scores into weights 2**(score * factor - maximum) and add these to its running
+    sum; ``outputs_end`` is where its state's outputs end.
 
-    Returns the factor for what was added up under the maximum before."""
-    after = load_f32(behind)
-    before = load_f32(behind + _BEFORE)
-    steep = splat(factor)
-    shift = splat(-after)
+    Returns what the outputs must be multiplied with, as they were added up under the maximum
+    before."""
+    maximum = load_f32(outputs_end)
+    before = load_f32(outputs_end + _BEFORE)
+    factors = splat(factor)
+    minus_maximum = splat(-maximum)
     added = splat(ZERO)
     for g in range(groups):
-        w = exp2(fma(load(scores + g * VECTOR_BYTES), steep, shift))
+        w = exp2(fma(load(scores + g * VECTOR_BYTES), factors, minus_maximum))
         added = added + w
         if has_scales(cache_tag):
             # The sum is of weights alone; the product is with values as bytes.
             w = w * load(value_scales + g * VECTOR_BYTES)
         store_as(product_tag, weights + g * LANES * element_bytes(product_tag), w)
-    rescale = ONE if after == before else power_of_two(before - after)
-    store_f32(behind + _SUM, load_f32(behind + _SUM) * rescale + lane_sum(added))
+    rescale = ONE if maximum == before else power_of_two(before - maximum)
+    store_f32(outputs_end + _SUM, load_f32(outputs_end + _SUM) * rescale + lane_sum(added))
     return rescale
 
 
@@ -174,6 +183,6 @@ def scale_row(row, padded, factor):
 
 
 @inner
-def share_of(state, padded):
+def one_over_sum(state, padded):
     """What outputs are multiplied with at the end: one over the running sum."""
     return ONE / load_f32(state + 4 * padded + _SUM)

@@ -1,6 +1,7 @@
-"""Linear layers by our own kernels: their weights as these read them, and the calls.
+"""Linear layers by our own kernels: packs their weights, and calls the kernels.
 
-In bfloat16 of weights in bfloat16, int8 or 4 bits, and in float32. Which kernels a weight needs::
+x and the result are bfloat16 with weights of bfloat16, int8 or 4 bits, and float32 with weights of
+float32. Which kernels a weight needs::
 
     weight      tag            before it (``rounding_kernel``)    then
     float32     F32            nothing                            ``product_kernel``
@@ -26,7 +27,7 @@ from jitney.execution.quantized import MOST_OUTLIERS, OUTLIER
 from jitney.kernels.cpu.compiled import Kernel, KernelCall, source_version
 from jitney.kernels.cpu.emit import LANES, UNIT_BYTES, host_has
 from jitney.kernels.cpu.four_bit_kernel import groups_body
-from jitney.kernels.cpu.processor import may_use_amx, widens
+from jitney.kernels.cpu.processor import may_use_amx, must_widen_bf16
 from jitney.kernels.cpu.product_kernel import (
     ACTIVATIONS,
     ITEMS,
@@ -34,23 +35,30 @@ from jitney.kernels.cpu.product_kernel import (
     ProductCall,
     product_body,
 )
-from jitney.kernels.cpu.rounding_kernel import ConvertCall, convert_body
+from jitney.kernels.cpu.rounding_kernel import (
+    OUTLIER_BYTES,
+    TAIL_INDICES,
+    ConvertCall,
+    convert_body,
+)
 from jitney.kernels.cpu.simd import BF16, F32, I4, I8, WIDE
 from jitney.kernels.fused.forms import Activation
 
 _PAIR = 2 * LANES
 """Outputs of two columns."""
 _FACTOR_BYTES = 8
-"""Of a group of a row of x: its scale and its sum."""
+"""For each group of a row of x: its scale and its sum."""
 _LEAST_FACTORS = 32
-"""Bytes: a tile may read so far beyond a group of 32."""
+"""Bytes behind a row of x, at least: a step may read so far beyond a group of 32 inputs."""
 _INPUTS = {torch.bfloat16: 32, torch.float32: 16, torch.int8: 16, torch.uint8: 16}
-"""Columns of a weight, by its dtype, must be a multiple of this. Nibbles are uint8, two in each."""
+"""The second size of a weight of this dtype must be a multiple of so many. (Nibbles are uint8, two
+in each.)"""
 
 
-@lru_cache(typed=True)  # tags of all types are equal
+# ``typed``, here and below: tags are all 0, so they are equal, and only their types differ.
+@lru_cache(typed=True)
 def product_kernel(tag: Any) -> Kernel:
-    """Of weights of the tag's type; compiled, or found in Numba's cache, at its first use."""
+    """The product with weights of the tag's type; compiled, or loaded, at its first use."""
     version = source_version()
     if tag is I4:
         return Kernel(lambda address: groups_body(I4, address) if version else None)
@@ -59,21 +67,22 @@ def product_kernel(tag: Any) -> Kernel:
 
 @lru_cache(typed=True)
 def convert_kernel(tag: Any) -> Kernel:
-    """What makes of bfloat16 the rows of products of the tag's type."""
+    """What turns rows of bfloat16 into those that products of the tag's type read."""
     version = source_version()
     return Kernel(lambda address: convert_body(tag, address) if version else None)
 
 
 def fits_tiles(weight: Tensor, activation: Activation | None = None) -> bool:
-    """Whether there is a product of its dtype here, its sizes can be those of whole tiles, and the
-    ``activation`` is one of the kernel's; with one, ``weight`` is that of gate and up. Rows of
-    bytes are filled up, and so are outputs without an activation. Nibbles are uint8, two in each.
-    """
+    """Whether a :class:`TileLinear` can have this weight and ``activation``; with an activation,
+    ``weight`` is that of gate and up."""
     inputs = _INPUTS.get(weight.dtype)
     if inputs is None or not host_has("avx2"):
         return False
-    whole = activation is None or weight.shape[0] % (2 * _PAIR) == 0
-    return whole and weight.shape[1] % inputs == 0 and activation in ACTIVATIONS
+    if activation not in ACTIVATIONS or weight.shape[1] % inputs != 0:
+        return False
+    # Outputs are filled up to whole pairs of columns. Not those of gate and up: between the two
+    # there would be a gap.
+    return activation is None or weight.shape[0] % (2 * _PAIR) == 0
 
 
 # --------------------------------------------------------------------------- packed weights
@@ -84,43 +93,40 @@ class _PackedWeight:
     """A weight as a kernel reads it, and what the kernel must know of it."""
 
     tag: Any
+    """Of the product."""
     columns: Tensor
-    """[N / 16, ...]: of each column, its bytes in order."""
+    """[N / 16, ...]: the memory of each column, in order."""
     steps: int
     """See :class:`ProductCall`."""
     x_stride: int
     """Bytes of a row of x as the product reads it."""
     before: Any = None
-    """The tag of the kernel that makes these rows; None: they are x itself."""
+    """The tag of the rounding kernel that makes these rows. None: they are x itself."""
     group: int = 0
     of_outputs: dict[str, Tensor] = field(default_factory=dict)
-    """One number for each output, by the field of :class:`ProductCall`."""
+    """Tensors with one number for each output, by their field in :class:`ProductCall`."""
+
+
+# In all functions here, ``filling`` is the number of outputs that are added, as zeros, so that
+# there are whole pairs of columns.
 
 
 def _pack_floats(weight: Tensor, filling: int) -> _PackedWeight:
-    """Of bfloat16, or of float32."""
-    tag: Any = F32
-    before: Any = None
-    size = weight.itemsize
-    if weight.dtype == torch.bfloat16 and widens():
-        tag = WIDE
-        before = F32
-        size = 4
-    elif weight.dtype == torch.bfloat16:
-        tag = BF16
+    """A weight of bfloat16 or of float32."""
     step = STEP_BYTES // weight.itemsize
     filled = _fill_up(weight, step, filling)
-    return _PackedWeight(
-        tag=tag,
-        columns=_columns(filled),
-        steps=filled.shape[1] // step,
-        x_stride=filled.shape[1] * size,
-        before=before,
-    )
+    inputs = filled.shape[1]
+    columns = _columns(filled)
+    steps = inputs // step
+    if weight.dtype == torch.float32:
+        return _PackedWeight(F32, columns, steps, x_stride=4 * inputs)
+    if must_widen_bf16():
+        return _PackedWeight(WIDE, columns, steps, x_stride=4 * inputs, before=F32)
+    return _PackedWeight(BF16, columns, steps, x_stride=2 * inputs)
 
 
 def _pack_bytes(weight: Tensor, scale: Tensor, filling: int) -> _PackedWeight:
-    """Of int8."""
+    """A weight of int8."""
     filled = _fill_up(weight, STEP_BYTES, filling)
     # In pieces: each is copied as int32.
     sums = [128 * piece.sum(1, dtype=torch.int32) for piece in filled.split(1024)]
@@ -129,14 +135,14 @@ def _pack_bytes(weight: Tensor, scale: Tensor, filling: int) -> _PackedWeight:
         tag=I8,
         columns=_columns(filled),
         steps=filled.shape[1] // STEP_BYTES,
-        x_stride=filled.shape[1] + 8 + 8 * MOST_OUTLIERS,
+        x_stride=filled.shape[1] + TAIL_INDICES + OUTLIER_BYTES * MOST_OUTLIERS,
         before=I8,
         of_outputs={"scales": scales, "shifts": torch.cat(sums)},
     )
 
 
 def _pack_nibbles(weight: Tensor, scale: Tensor, filling: int) -> _PackedWeight:
-    """Of 4 bits: ``weight`` uint8 [N, K / 2], ``scale`` bfloat16 [2, N, groups]."""
+    """A weight of 4 bits: ``weight`` uint8 [N, K / 2], ``scale`` bfloat16 [2, N, groups]."""
     inputs = 2 * weight.shape[1]
     groups = scale.shape[2]
     columns = _columns_of_nibbles(weight, scale, filling)
@@ -151,7 +157,7 @@ def _pack_nibbles(weight: Tensor, scale: Tensor, filling: int) -> _PackedWeight:
 
 
 def _fill_up(weight: Tensor, step: int, filling: int) -> Tensor:
-    """With zeros to whole steps of inputs, and with so many outputs more."""
+    """The weight with zeros behind its inputs, up to whole steps, and behind its outputs."""
     filled = weight.detach().contiguous()  # GPT-2's are transposed
     more_inputs = -weight.shape[1] % step
     if filling or more_inputs:  # else it would be copied
@@ -166,23 +172,25 @@ def _columns(filled: Tensor) -> Tensor:
 
 
 def _columns_of_nibbles(weight: Tensor, scale: Tensor, filling: int) -> Tensor:
-    """uint8 [N / 16, bytes of a column], as ``four_bit_kernel`` reads them, with so many outputs
-    more."""
+    """uint8 [N / 16, bytes of a column], as ``four_bit_kernel`` reads them."""
     weight = functional.pad(weight, (0, 0, 0, filling))
-    values = torch.stack((weight & 15, weight >> 4), -1)
-    # A vector of bytes has 4 inputs of each of 16 outputs; two of them share one of nibbles.
-    values = values.view(-1, LANES, weight.shape[1] // 4, 2, 4)
-    low, high = values.permute(3, 0, 2, 1, 4)
+    values = torch.stack((weight & 15, weight >> 4), -1)  # [N, K / 2, 2], which is [N, K]
+    # 8 inputs, for 16 outputs, are two vectors of bytes: 4 inputs, then the next 4. These become
+    # the low and the high nibbles of one vector.
+    eights = values.view(-1, LANES, weight.shape[1] // 4, 2, 4)  # [N / 16, 16, K / 8, 2, 4]
+    low, high = eights.permute(3, 0, 2, 1, 4)  # [N / 16, K / 8, 16, 4] each
+    columns = len(eights)
     groups = scale.shape[2]
-    vectors = (low | high << 4).reshape(len(values), groups, -1)
-    factors = functional.pad(scale, (0, 0, 0, filling)).view(2, -1, LANES, groups)
-    factors = factors.permute(1, 3, 2, 0).contiguous()
-    factor_bytes = factors.view(torch.uint8).view(len(values), groups, -1)
+    vectors = (low | high << 4).reshape(columns, groups, -1)
+    factors = functional.pad(scale, (0, 0, 0, filling)).view(2, columns, LANES, groups)
+    factors = factors.permute(1, 3, 2, 0).contiguous()  # [N / 16, groups, 16, 2]
+    factor_bytes = factors.view(torch.uint8).view(columns, groups, -1)
     return torch.cat((factor_bytes, vectors), 2).flatten(1)
 
 
 def _interleave(columns: Tensor, gated: bool) -> Tensor:
-    """Contiguous; the columns of gate and up by turns."""
+    """The columns, contiguous; if ``gated``, those of gate and of up by turns instead of one above
+    the other, so that a pair has 16 outputs of each."""
     if gated:
         columns = columns.unflatten(0, (2, -1)).transpose(0, 1)
     return columns.contiguous()
@@ -221,7 +229,7 @@ class TileLinear(nn.Module):
         self.in_features = weight.shape[1] * (2 if has_nibbles else 1)
         self.out_features = outputs // 2 if gated else outputs
         self.width = width // 2 if gated else width
-        """Of a row of results, filled up with zeros."""
+        """Of a row of results: ``out_features`` filled up to whole pairs."""
         self.dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
         """Of x and the result."""
         if scale is None:
@@ -233,9 +241,9 @@ class TileLinear(nn.Module):
         self.kernel = product_kernel(packed.tag)
         self._before = None if packed.before is None else convert_kernel(packed.before)
         self.spare_bytes = 0 if packed.before is None else packed.x_stride
-        """For each row of x: see :meth:`calls`."""
+        """Bytes that :meth:`calls` needs for each row of x, for the rows that it makes of them."""
         self._factors = factors
-        # They own the memory that the arguments point to.
+        # These tensors own the memory that the arguments point to.
         self._packed = {"weight": _interleave(packed.columns, gated)}
         of_outputs = dict(packed.of_outputs)
         if bias is not None:
@@ -261,9 +269,8 @@ class TileLinear(nn.Module):
         return self.plus(x, None)
 
     def calls(self, x: int, *, out: int, other: int, spare: int) -> list[tuple[Kernel, KernelCall]]:
-        """Kernels and their arguments for contiguous rows at these addresses; 0 is no ``other``,
-        and ``spare`` has room for ``spare_bytes`` for each row. The number of rows is left to be
-        set."""
+        """Kernels and their arguments for contiguous rows at these addresses, except the number of
+        rows (``count``). An ``other`` of 0 is none; ``spare`` has ``spare_bytes`` for each row."""
         call = ProductCall.from_buffer_copy(self._call)
         call.x = x
         call.out = out
@@ -289,7 +296,7 @@ class TileLinear(nn.Module):
         ``other`` [..., 2 out_features] is added to gate and up."""
         assert x.dtype == self.dtype
         x = x.contiguous()
-        # Rows of ``other`` are not filled up, as the kernel would need them.
+        # The kernel would read rows of ``other`` that are ``width`` wide.
         if other is not None and self.width > self.out_features:
             return self.plus(x, None) + other
         out = torch.empty((*x.shape[:-1], self.width), dtype=x.dtype)
@@ -306,7 +313,8 @@ class TileLinear(nn.Module):
         return self.without_filling(out)
 
     def _as_columns(self, other: Tensor, out: Tensor) -> Tensor:
-        """``other`` as the kernel reads it: that of gate and up in columns by turns."""
+        """``other`` as the kernel reads it: if there is an activation, 16 numbers of gate and 16 of
+        up by turns, as the weight's columns are."""
         if self._call.activation:
             other = other.unflatten(-1, (2, -1, LANES)).transpose(-3, -2).flatten(-3)
             assert other.shape[-1] == 2 * self.width
@@ -315,7 +323,7 @@ class TileLinear(nn.Module):
         return other.contiguous()
 
     def without_filling(self, out: Tensor) -> Tensor:
-        """Rows of results as wide as they are."""
+        """The rows of ``out`` without what they are filled up with."""
         if self.width == self.out_features:
             return out
         return out[..., : self.out_features].contiguous()
