@@ -7,8 +7,8 @@ options ``tiers`` and ``speculation`` change of both.
 Steps take sequences by *rank*: ``priority * aging_s + arrival``, lower first. Waiting ``aging_s``
 seconds weighs as much as one level of priority, so an old request overtakes younger ones without
 its rank ever changing. Preemption takes the running sequence of the highest rank, which goes back
-to the queue and keeps its rank. So the sequence of the lowest rank is never preempted, and every
-sequence becomes that one in time: none starves.
+to the queue and keeps its rank. So the sequence of the lowest rank makes way for no other, and
+every sequence becomes that one in time: none starves.
 
 Without overlap, every :meth:`Scheduler.schedule` is followed by :meth:`Scheduler.update` or
 :meth:`Scheduler.revert`. With overlap, a second step may be planned before the first is updated, if

@@ -2,8 +2,8 @@
 
 Owns the way from the option ``model`` to a folder whose ``config.json`` is JSON and whose weights
 are complete safetensors, or to a GGUF file. Everything wrong with a file is a CheckpointError that
-names the file, never its path. Called by ``load.load_model`` (and, for the folder, by whoever reads
-the tokenizer in it).
+names the file, never its path. Called by ``read_model`` and ``weigh``, and by what else reads a
+file beside the weights: a tokenizer, an adapter, a head.
 """
 
 import json
@@ -49,7 +49,7 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     """By name, of all weight files; of a GGUF file by the names of transformers' module."""
     weights_dtype: str
-    """The safetensors dtype that most values have."""
+    """The dtype that most values have, as safetensors names it; of a GGUF file as ggml does."""
     num_values: int
     """In all tensors together."""
     num_bytes: int

@@ -12,8 +12,8 @@ memory     :func:`allocate`       :class:`Allocation`: the ledger of the memory,
 runner     :func:`make_runner`    :class:`~runner.TorchRunner`
 =========  =====================  ======================================================
 
-The first four are in ``read_model``, the others here. A draft model goes through the same steps up
-to speed-up; memory and runner are for both models.
+The first is in ``checkpoint``, the next three are in ``read_model``, the others here.
+A draft model goes through the same steps up to speed-up; memory and runner are for both models.
 
 Called by ``engine.assemble``, which knows what may speed a model up. Whatever is wrong with
 options, files or architecture is a LoadError of ``errors``; the weights are read only after

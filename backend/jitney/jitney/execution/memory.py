@@ -1,6 +1,6 @@
 """The KV cache's size and its tensors, and the ledger of where the memory goes.
 
-Called at load, by the runner and (for a few blocks) by the probe. Sizes are bytes.
+Called at load, by accelerators that measure, and (for a few blocks) by the probe. Sizes are bytes.
 """
 
 import math

@@ -121,7 +121,7 @@ def check_same(before: Tensor, after: Tensor, *, coarse: bool = False) -> None:
 
 def _check_products(layers: list[QuantizedLinear]) -> None:
     """Run one layer of each shape on rows of random numbers, with rounded inputs and without.
-    Raises InstallationError if torch's product of e4m3 is wrong on this machine."""
+    Raises InstallationError if a product is wrong on this machine, as torch's of e4m3 may be."""
     generator = torch.Generator().manual_seed(0)
     of_each_shape = {(each.out_features, each.in_features): each for each in layers}
     for layer in of_each_shape.values():

@@ -16,8 +16,8 @@ from jitney.config import EngineConfig
 from jitney.execution.checkpoint import Checkpoint
 
 OUTLIER = 24.0
-"""When a row of activations is rounded to bytes, an element larger than this times the row's mean
-size stays a float. So the row's scale can follow the other elements."""
+"""When a row of activations is rounded to bytes, an element larger than this times the mean size
+of the row's other elements stays a float. So the row's scale can follow those."""
 MOST_OUTLIERS = 15
 """Of a row. While there are more, the bound is doubled."""
 
@@ -36,10 +36,10 @@ class QuantizedLinear(nn.Module):
     exact = False
     """Set it to compute without that rounding."""
     has_bytes = False
-    """Whether its 8 bits are integers: the weight is int8, and x is rounded to int8 with a scale
-    for each of its rows."""
+    """Whether a CPU's integer kernels multiply it: its weight has 8 or 4 bits, and x is rounded to
+    int8 with a scale for each of its rows."""
     scale: Tensor
-    """float32 [1, out_features], of a weight that has one."""
+    """float32 [1, out_features], if it has one for each output; of 4 bits, see ``Int4Linear``."""
     factors: Tensor | None
     """float32 [in_features]: x is multiplied with them before anything else."""
 

@@ -80,7 +80,7 @@ class PendingStep:
     recover: Callable[[], None]
     """Called if the step failed; returns when nothing is in flight."""
     output: StepOutput | None = None
-    """Set once it is known."""
+    """Set by :meth:`outputs`."""
 
     def outputs(self) -> list[RowOutput]:
         """Wait for the rows' outputs. They are kept: what the caller changes in them is in what

@@ -10,7 +10,7 @@ import torch
 def has_integer_kernels(device: torch.device) -> bool:
     """Whether our kernels multiply int8 and int4 weights on ``device``: on a CPU alone.
 
-    On another device torch multiplies e4m3, torchao multiplies int8 and int4, and weights stored in
-    any other way are read as floats.
+    On another device torch multiplies e4m3 and torchao int8 and int4. GGUF and compressed-tensors
+    are read as floats there, and GPTQ and AWQ are refused.
     """
     return device.type == "cpu"

@@ -1,5 +1,5 @@
 """Which policies an engine runs by, from its options. The scheduler calls :func:`choose_policies`
-once; this is the only place that asks whether an option is set."""
+once; what is not set is answered by an object of ``plain``."""
 
 from dataclasses import dataclass
 
