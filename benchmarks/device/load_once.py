@@ -19,15 +19,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     from jitney.config import make_config
-    from jitney.engine.assemble import load_runner
     from jitney.engine.engine import Engine
     from jitney.messages import Tokens
 
-    from benchmarks.device.serving import submit
+    from benchmarks.device.serving import load_on_gpu, submit
 
     imported = time.time()
     config = make_config(arguments.options)
-    engine = Engine(config, load_runner(config))
+    engine = Engine(config, load_on_gpu(config))
     loaded = time.time()
     key = submit(engine, [11 + i % 100 for i in range(arguments.prompt)], 2)
     first = None

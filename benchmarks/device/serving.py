@@ -9,13 +9,16 @@ from unittest import mock
 
 import torch
 from jitney.config import EngineConfig, make_config
-from jitney.engine.assemble import load_runner
+from jitney.engine.assemble import quantizer
 from jitney.engine.engine import Engine
 from jitney.execution import interface, load
 from jitney.execution.interface import LoadedModel
+from jitney.execution.machine import resolve_device
 from jitney.execution.probe import embedding_weight, record_layers
+from jitney.execution.runner import TorchRunner
 from jitney.execution.support import layer_windows
 from jitney.execution.weights import count_bytes
+from jitney.kernels.gpu.gpu_accelerator import GpuAccelerator
 from jitney.messages import Failed, Submit, Tokens
 from jitney.quantization.quantize import quantize_linears
 from jitney.sampling_params import SamplingParams
@@ -64,12 +67,19 @@ def random_model(shape: Shape, device: torch.device, config: EngineConfig) -> Lo
     )
 
 
+def load_on_gpu(config: EngineConfig) -> TorchRunner:
+    """As ``engine.assemble`` loads, with the GPU's kernels named: this tree may run where it is not
+    installed, and then no entry point names them."""
+    accelerator = GpuAccelerator(config, resolve_device(config.device))
+    return load.load_runner(config, accelerator, quantizer())
+
+
 def make_engine(bench: Bench, shape: Shape, device: torch.device, **options: object) -> Engine:
     """An engine over random weights. All that a load does beside reading files is done."""
     config = make_config(engine_options(bench, shape, **options))
     model = random_model(shape, device, config)
     with mock.patch.object(load, "load_model", return_value=model):
-        return Engine(config, load_runner(config))
+        return Engine(config, load_on_gpu(config))
 
 
 @dataclass

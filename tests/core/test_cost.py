@@ -93,3 +93,23 @@ def test_a_weight_that_no_step_tells_stays() -> None:
     weights = fit(rows, before=(0.5, 0.7), precision=(1e-9, 1e-9))
     assert weights == pytest.approx([2.0, 0.7])
     assert dot(weights, (1.0, 1.0)) == pytest.approx(2.7)
+
+
+def test_what_a_draft_model_costs_does_not_fade_while_it_is_not_asked() -> None:
+    """Else a draft model that does not pay looks cheaper with each step that leaves it alone."""
+    cost = StepCost()
+    plain = shape_of(8)
+    drafting = plain._replace(drafted=8, drafts=16, asked=8, passes=2, read=24)
+    for step in range(64):
+        cost.add(plain, seconds_of(plain))
+        cost.add(drafting, seconds_of(plain) + 2e-3 + 0.1e-3 * (step % 2))
+    before = cost.weights
+    assert before is not None
+    for _ in range(2000):
+        cost.add(plain, seconds_of(plain))
+    after = cost.weights
+    assert after is not None
+    asking = ("asked", "passes", "read")
+    assert [getattr(after, name) for name in asking] == [getattr(before, name) for name in asking]
+    assert sum(getattr(before, name) for name in asking) > 0
+    assert after.drafted + after.drafts <= before.drafted + before.drafts

@@ -38,6 +38,21 @@ def test_a_request_that_comes_while_a_step_begins_has_not_waited_less_than_nothi
     assert end.timing.queue_s >= 0
 
 
+def test_a_flood_of_messages_keeps_no_step_from_being_made() -> None:
+    play = Play()
+
+    def clock() -> float:
+        play.engine.send(Cancel(key=12345))  # another one comes whenever the inbox was read
+        play.now += 1e-3
+        return play.now
+
+    play.submit([1, 2, 3], max_tokens=2)
+    play.engine._clock = clock
+    for _ in range(5):
+        play.step()
+    assert isinstance(play.ends[0], Finished)
+
+
 @pytest.mark.parametrize("culprit", range(5))
 def test_a_raising_request_fails_alone(culprit: int) -> None:
     play = Play(faults=poison(culprit))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -341,3 +342,9 @@ def test_every_reasoning_format_is_read() -> None:
         opened = name.endswith("_opened")
         text = f"{'' if opened else begin}a{end}b"
         assert read(None, name, text) == (Read("b", (), "a") if end else Read("ab")), name
+
+
+def test_the_page_names_every_format() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "openai.md").read_text(encoding="utf-8")
+    for name in (*TOOL_FORMATS, *REASONING_FORMATS):
+        assert f"`{name}`" in page, name

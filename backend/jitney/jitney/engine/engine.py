@@ -24,6 +24,7 @@ Failures, from the small to the large:
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -55,6 +56,9 @@ T = TypeVar("T")
 IDLE_CHECK_S = 0.25
 """Once idle for so long, the engine checks its integrity. Long enough to leave out the moments
 between two requests of a busy client."""
+_READS = 2
+"""Of the inbox in a step, at most: what comes while the first messages are applied joins the very
+next step, and a flood of messages keeps no step from being made."""
 _CHECK_PAUSE_S = 0.001
 """Pause between two slices of that check. A slice takes about as long."""
 _UNLOADED = "the model is being unloaded"
@@ -109,7 +113,7 @@ class Engine:
         # What other threads put here, guarded by _woken:
         self._woken = threading.Condition()
         self._inbox: list[Message] = []
-        self._results: list[Made] = []  # resources that requests wait for
+        self._results: deque[Made] = deque()  # resources that requests wait for
         self._stopped = False
 
     @property
@@ -221,24 +225,33 @@ class Engine:
     def _take_messages(self, events: list[Event]) -> float:
         """Apply all messages that have come, in order, and begin the requests whose resources are
         there by now. Returns the present, which is not before any request's arrival."""
-        while True:
-            # Again until nothing has come meanwhile: a request then joins the very next step.
+        for _ in range(_READS):
             with self._woken:
-                results = self._results
                 messages = self._inbox
-                self._results = []
                 self._inbox = []
                 now = self._clock()
             # First of all: if anything below raises, each of them gets its terminal event.
             self._note_open(messages)
-            for made in results:
-                self.pending.receive(made, now)
+            has_received = self._receive_results(now)
             for message in messages:
                 events += self._apply(message, now)
             for held in self.pending.take_ready():
                 events += self._begin(held, now)
-            if not (messages or results):
-                return now
+            if not (messages or has_received):
+                break
+        return now
+
+    def _receive_results(self, now: float) -> bool:
+        """Hand on what was made for requests that wait; whether there was any. One at a time: if
+        one raises, the others are still there."""
+        has_received = False
+        while True:
+            with self._woken:
+                if not self._results:
+                    return has_received
+                made = self._results.popleft()
+            self.pending.receive(made, now)
+            has_received = True
 
     def _note_open(self, messages: list[Message]) -> None:
         self._open.update(message.key for message in messages if isinstance(message, Submit))

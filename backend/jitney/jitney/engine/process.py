@@ -91,7 +91,7 @@ def _prepare(ahead: Sequence[str], loader: str) -> LoadModel:
     gc.disable()
     with lean_imports():
         for name in ahead:
-            pkgutil.resolve_name(name)()
+            _compile_ahead(name)
     try:
         with lean_imports():
             load: LoadModel = pkgutil.resolve_name(loader)()
@@ -100,6 +100,14 @@ def _prepare(ahead: Sequence[str], loader: str) -> LoadModel:
         load = pkgutil.resolve_name(loader)()
     gc.freeze()  # else the engine's first collection would copy every page that has an object
     return load
+
+
+def _compile_ahead(name: str) -> None:
+    """Call an entry point of ``jitney.ahead``. Without it the first start takes longer, no more."""
+    try:
+        pkgutil.resolve_name(name)()
+    except ImportError as error:
+        _log.warning("nothing is compiled ahead by %s: %s", name, error)
 
 
 def _wait_for(pid: int) -> int:

@@ -75,7 +75,10 @@ class StepShape(NamedTuple):
 
 
 _PLAIN = 5
-"""So many fields of a shape, the first ones, are those of a step without drafts."""
+"""The first 5 fields of a shape describe a step without drafts."""
+_FADED = 2
+"""Of the fields of drafting, ``drafted`` and ``drafts`` fade while no step has drafts, so that
+drafts are tried again. What a draft model costs stays: asking it must not look cheap unasked."""
 # Counted in these units, the fields have weights of about one size. Where the steps do not tell
 # fields apart, those that are large in their units take more of the seconds: so what a draft model
 # has read takes more of them than how many rows asked it.
@@ -116,7 +119,7 @@ class StepCost:
             self._drafting.add(drafting, added, seconds)
         else:
             self._plain.add(plain, seconds, seconds)
-            self._drafting.fade()
+            self._drafting.fade(_FADED)
         self.weights = StepShape(*self._plain.weights, *self._drafting.weights)
 
     def seconds(self, shape: StepShape) -> float:
@@ -159,9 +162,10 @@ class _Fitted:
         if self._is_due(errors):
             self._fit()
 
-    def fade(self) -> None:
-        """A step had none of these fields: the weights lose a little."""
-        self.weights = [weight * (1 - _FADING) for weight in self.weights]
+    def fade(self, count: int) -> None:
+        """A step had none of these fields: the first ``count`` weights lose a little."""
+        for index in range(count):
+            self.weights[index] *= 1 - _FADING
 
     def _is_due(self, errors: deque[float]) -> bool:
         """Whether to fit: at first when the number of steps has doubled, later when predictions
