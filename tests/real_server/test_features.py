@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import tritonclient.grpc as grpc_client
 from jitney_server.server import TritonServer
-from tests.real_server.standins import onnx_models
-from tests.real_server.standins.onnx_models import ONE, io
+from tests.server.standins import onnx_models
+from tests.server.standins.onnx_models import ONE, io
 from tritonclient.utils import InferenceServerException
 
 from tests.real_server.client import make_inputs, metric, settled, wait_until

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 from jitney_server.server import TritonServer
-from tests.real_server.standins import onnx_models as models
-from tests.real_server.standins.onnx_models import ONE, io, parameter
+from tests.server.standins import onnx_models as models
+from tests.server.standins.onnx_models import ONE, io, parameter
 from tritonclient.utils import InferenceServerException
 
 from tests.real_server.client import counts, wait_until

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from jitney_server.server import TritonServer
-from tests.real_server.standins import onnx_models as models
-from tests.real_server.standins.onnx_models import ONE, io, parameter
+from tests.server.standins import onnx_models as models
+from tests.server.standins.onnx_models import ONE, io, parameter
 
 BAD: dict[str, tuple[Any, str, str]] = {
     # name -> model, config, what the server's reason must match

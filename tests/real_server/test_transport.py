@@ -13,8 +13,8 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 import tritonclient.utils.shared_memory as shared_memory
 from jitney_server.server import TritonServer
-from tests.real_server.standins import onnx_models
-from tests.real_server.standins.onnx_models import ONE, io
+from tests.server.standins import onnx_models
+from tests.server.standins.onnx_models import ONE, io
 
 from tests.real_server.client import make_inputs
 
