@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import tritonclient.grpc as grpc_client
 from jitney_server.server import TritonServer
-from tests.server.standins import onnx_models
-from tests.server.standins.onnx_models import ONE, io
 from tritonclient.utils import InferenceServerException
 
 from tests.real_server.client import make_inputs, metric, settled, wait_until
+from tests.server.standins import onnx_models
+from tests.server.standins.onnx_models import ONE, io
 
 pytestmark = pytest.mark.slow  # what is shown here is Triton's own work, not this package's
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 from jitney_server.server import TritonServer
-from tests.server.standins import onnx_models as models
-from tests.server.standins.onnx_models import ONE, io, parameter
 from tritonclient.utils import InferenceServerException
 
 from tests.real_server.client import counts, wait_until
+from tests.server.standins import onnx_models as models
+from tests.server.standins.onnx_models import ONE, io, parameter
 
 # An hour: only a full batch leaves before, however late its last request comes.
 FULL = "dynamic_batching { max_queue_delay_microseconds: 3600000000 }\n"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from jitney_server.server import TritonServer
+
 from tests.server.standins import onnx_models as models
 from tests.server.standins.onnx_models import ONE, io, parameter
 

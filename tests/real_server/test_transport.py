@@ -13,10 +13,10 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 import tritonclient.utils.shared_memory as shared_memory
 from jitney_server.server import TritonServer
-from tests.server.standins import onnx_models
-from tests.server.standins.onnx_models import ONE, io
 
 from tests.real_server.client import make_inputs
+from tests.server.standins import onnx_models
+from tests.server.standins.onnx_models import ONE, io
 
 pytestmark = pytest.mark.slow  # what is shown here is Triton's own work, not this package's
 

@@ -24,6 +24,7 @@ from jitney_server.standins.exchange import model_path
 from jitney_server.standins.onnx_options import read_options
 from jitney_server.standins.onnx_session import DeviceTensor, OnnxSession, read_signature
 from jitney_server.standins.trt_engine import TensorRtEngine
+
 from tests.server.standins import onnx_models as models
 
 
