@@ -113,3 +113,8 @@ def test_what_a_draft_model_costs_does_not_fade_while_it_is_not_asked() -> None:
     assert [getattr(after, name) for name in asking] == [getattr(before, name) for name in asking]
     assert sum(getattr(before, name) for name in asking) > 0
     assert after.drafted + after.drafts <= before.drafted + before.drafts
+
+
+def test_a_weight_that_no_step_tells_stays_as_it_was() -> None:
+    rows = [((1.0, 0.0), 2.0, 1.0)]
+    assert fit(rows, before=[0.0, 5.0], precision=[1e-6, 1e-6]) == pytest.approx([2.0, 5.0])

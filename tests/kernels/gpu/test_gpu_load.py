@@ -7,7 +7,6 @@ import pytest
 import torch
 from jitney.engine.assemble import load_model, load_runner
 from jitney.errors import ConfigError
-from jitney.execution import load
 from jitney.execution import runner as runner_module
 from jitney.execution.low_rank import find_sites
 from jitney.execution.memory import make_layer_caches
@@ -51,7 +50,7 @@ def test_eight_bit_cache(path: Path, plain) -> None:
 
 def test_scales_of_the_checkpoint_are_taken(path: Path, monkeypatch) -> None:
     stated = (torch.tensor([0.25]), torch.tensor([0.5]))
-    monkeypatch.setattr(load, "cache_scales", lambda *_: {0: stated})
+    monkeypatch.setattr("jitney.execution.read_model.cache_scales", lambda *_: {0: stated})
     runner = load_runner(options(path, kv_cache_dtype="float8_e4m3"))
     assert (runner._caches[0].key_scale, runner._caches[0].value_scale) == stated
     runner.close()
