@@ -265,6 +265,23 @@ def test_bulk_makes_way_for_a_tier_with_a_target_for_its_first_token(
 
 
 @OVERLAP
+def test_an_old_request_does_not_make_way(overlap: bool) -> None:
+    """It has aged, so it ranks before a request of the first tier that came after it. What a younger
+    one could give is not enough, so that one does not make way either."""
+    limits = {"num_blocks": 24, "watermark": 0.0, "overlap": overlap}
+    play = Timed({"ttft_ms": 1000}, {"aging_s": 1.0}, **limits)
+    old = play.bulk([1] * 40, max_tokens=20)
+    play.step(3)
+    play.now += 2.0
+    young = play.bulk([2] * 24, max_tokens=8)
+    play.step(3)
+    fast = play.fast([3] * 72, max_tokens=4)
+    play.drain()
+    assert play.ends[old].timing.preemptions == 0
+    check_streams(play, old, young, fast)
+
+
+@OVERLAP
 def test_bulk_is_preempted_first_and_for_the_blocks_of_a_prompt(overlap: bool) -> None:
     play = Timed({"ttft_ms": 1000}, num_blocks=24, overlap=overlap, watermark=0.0)
     crowd = [play.bulk([key] * 20, max_tokens=30) for key in range(4)]
