@@ -266,8 +266,8 @@ def test_bulk_makes_way_for_a_tier_with_a_target_for_its_first_token(
 
 @OVERLAP
 def test_an_old_request_does_not_make_way(overlap: bool) -> None:
-    """It has aged, so it ranks before a request of the first tier that came after it. What a younger
-    one could give is not enough, so that one does not make way either."""
+    """It has aged, so it ranks before a request of the first tier that came after it. What a
+    younger one could give is not enough, so that one does not make way either."""
     limits = {"num_blocks": 24, "watermark": 0.0, "overlap": overlap}
     play = Timed({"ttft_ms": 1000}, {"aging_s": 1.0}, **limits)
     old = play.bulk([1] * 40, max_tokens=20)
