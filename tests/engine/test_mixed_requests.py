@@ -169,8 +169,13 @@ def serve_alone(config: EngineConfig, asked: list[Submit]) -> Clients:
     from jitney.engine.engine import Engine
 
     clients = Clients(asked)
-    runner, _, compiler, pool = prepare()(config, b"")
-    engine = Engine(config, runner, compile_grammar=compiler, adapters=pool)
+    parts = prepare()(config, b"")
+    engine = Engine(
+        config,
+        parts.runner,
+        compile_grammar=parts.compile_grammar,
+        adapters=parts.adapters,
+    )
     while len(clients.ends) < COUNT:
         for message in clients.next_messages():
             engine.send(message)
@@ -178,7 +183,7 @@ def serve_alone(config: EngineConfig, asked: list[Submit]) -> Clients:
         if report is not None:
             clients.read(report)
     engine.scheduler.check_integrity()
-    runner.close()  # type: ignore[attr-defined]
+    parts.runner.close()  # type: ignore[attr-defined]
     return clients
 
 
