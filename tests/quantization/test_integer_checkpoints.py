@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from jitney.config import make_config
-from jitney.errors import UnsupportedModelError
+from jitney.errors import CheckpointError, UnsupportedModelError
 from jitney.execution.checkpoint import check_checkpoint
 from jitney.execution.interface import LoadedModel
 from jitney.quantization import devices
@@ -101,6 +101,7 @@ def make_gptq(folder: Path, **config: object) -> tuple[Path, Tensors]:
     """A checkpoint as GPTQ's or AWQ's tools lay it out, and its weights as they act, in f32."""
     make_checkpoint(folder, dtype=torch.float16)
     awq, bits = config["quant_method"] == "awq", int(config["bits"])
+    size = int(config.get("group_size", 32))
     stored, dense = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         dense[name] = tensor.float()
@@ -109,12 +110,12 @@ def make_gptq(folder: Path, **config: object) -> tuple[Path, Tensors]:
             stored[name] = tensor
             continue
         inputs = tensor.shape[1]
-        index = torch.arange(inputs) // 32
+        index = torch.arange(inputs) // size
         if config.get("desc_act"):
             index = index[torch.randperm(inputs, generator=torch.Generator().manual_seed(0))]
         q = torch.empty(inputs, len(tensor), dtype=torch.uint8)
-        scales = torch.empty(inputs // 32, len(tensor), dtype=torch.float16)
-        zeros = torch.empty(inputs // 32, len(tensor), dtype=torch.uint8)
+        scales = torch.empty(inputs // size, len(tensor), dtype=torch.float16)
+        zeros = torch.empty(inputs // size, len(tensor), dtype=torch.uint8)
         for group in range(len(scales)):
             mine = tensor.t()[index == group].float()
             low, high = mine.amin(0), mine.amax(0)
@@ -181,6 +182,42 @@ def test_forms_that_are_not_read(tmp_path: Path, config: dict, message: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("gptq", "quantization_config is 'gptq', but must be an object"),
+        (["awq"], r"quantization_config is \['awq'\], but must be an object"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": "all"},
+            "quantization_config.config_groups is 'all', but must be an object",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": 4}}},
+            "config_groups.group_0.weights is 4, but must be an object",
+        ),
+    ],
+)
+def test_configurations_that_are_no_objects(tmp_path: Path, config: object, message: str) -> None:
+    folder = make_checkpoint(tmp_path / "m")
+    whole = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
+    options = make_config({"model": str(folder), "device": "cpu", "dtype": "bfloat16"})
+    with pytest.raises(UnsupportedModelError, match=message):
+        weight_format(
+            check_checkpoint(folder), options, dtype=torch.bfloat16, device=torch.device("cpu")
+        )
+
+
+def test_an_input_in_a_group_that_is_not_there(tmp_path: Path) -> None:
+    folder, _ = make_gptq(tmp_path / "m", **GPTQ, desc_act=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.g_idx"][5] = 3
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    message = r"layers\.1\.mlp\.down_proj: a group in g_idx is 3, but must be from 0 to 2"
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
     ("architecture", "layer", "kind"),
     [
         ("gpt2", "transformer.h.0.attn.c_attn", "Conv1D"),
@@ -200,10 +237,19 @@ def test_tensors_of_other_modules(tmp_path: Path, architecture: str, layer: str,
     assert f"{layer}.qweight is quantized, and of a {kind}: only" in str(caught.value)
 
 
-@pytest.mark.parametrize("config", [{}, {"desc_act": True}])
-def test_memory_that_a_load_asks_for(tmp_path: Path, config: dict) -> None:
-    """Groups of scattered inputs take twice the file's bytes."""
-    folder, _ = make_gptq(tmp_path / "m", **GPTQ, **config)
+@pytest.mark.parametrize(
+    ("method", "config"),
+    [
+        (GPTQ, {}),
+        (GPTQ, {"desc_act": True}),
+        (GPTQ, {"group_size": 16}),
+        (AWQ, {"group_size": 16}),
+    ],
+)
+def test_memory_that_a_load_asks_for(tmp_path: Path, method: dict, config: dict) -> None:
+    """4 bits become 8, and take twice the file's bytes, in groups of scattered inputs and in groups
+    of a size that no kernel has."""
+    folder, _ = make_gptq(tmp_path / "m", **method, **config)
     model = load(folder)
     options = make_config({"model": str(folder), "device": "cpu", "dtype": "bfloat16"})
     checkpoint = check_checkpoint(folder)

@@ -70,3 +70,22 @@ def test_groups_that_do_not_divide_the_inputs() -> None:
     assert (
         make_linear("compressed-tensors", stored, 960, BF16, group_sizes={120}).in_features == 960
     )
+
+
+@pytest.mark.parametrize(
+    ("g_idx", "message"),
+    [
+        ([0] * 32 + [2] * 32, "a group in g_idx is 2, but must be from 0 to 1"),
+        ([0] * 32 + [-1] * 32, "a group in g_idx is -1, but must be from 0 to 1"),
+        ([0] * 32, r"the shape of g_idx is \[32\], but must be \[64\]"),
+    ],
+)
+def test_groups_of_inputs_that_are_not_there(g_idx: list[int], message: str) -> None:
+    stored = {
+        "qweight": torch.zeros(8, 32, dtype=torch.int32),
+        "qzeros": torch.zeros(2, 4, dtype=torch.int32),
+        "scales": torch.ones(2, 32),
+        "g_idx": torch.tensor(g_idx, dtype=torch.int32),
+    }
+    with pytest.raises(CheckpointError, match=message):
+        make_linear("gptq", stored, 64, BF16)

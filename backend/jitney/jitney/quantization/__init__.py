@@ -1,18 +1,24 @@
 """Quantized linear layers: made at load, or read from a quantized checkpoint.
 
-``quantize`` makes them of a model that was read. ``quantized_checkpoint``, ``stored_layers`` and
-``stored_weights`` read GPTQ, AWQ and compressed-tensors, and ``packed_integers`` unpacks them;
-``gguf_weights`` reads GGUF. ``transformers_reading`` is what they tell transformers' own reading.
-``eight_bits`` (with ``e4m3``) and ``four_bits`` are the formats, ``torchao`` their form without a
-kernel of ours; ``devices`` says where there are kernels.
+- The layers: ``eight_bits`` (with ``e4m3``) and ``four_bits``; on a device without kernels of ours,
+  ``torchao`` (``devices`` says which that is).
+- Made at load, from a model that is not quantized: ``quantize``.
+- Read: ``quantized_checkpoint`` chooses how. ``stored_layers`` finds the quantized layers of GPTQ,
+  AWQ and compressed-tensors, ``stored_weights`` puts layers of ours in their place, and
+  ``packed_integers`` unpacks their integers. ``gguf_weights`` does all of this for GGUF.
+  ``transformers_reading`` has transformers read the stored tensors as they are.
 
-How a load checks them: the proof uses the rounded weights and unrounded activations, at the
-tolerances of unquantized models. Rounding activations to 8 bits would hide errors: a difference in
-the last bit moves a value to the next 8-bit value, in e4m3 up to 1/8 away, and each layer adds to
-it. After 32 layers in bfloat16 the difference is 0.11 of the logits' spread, against 0.02 without.
-Then one product of each shape is compared with a reference.
+How a load checks them. Each load proves a model (``execution.probe``): its logits on a paged cache
+must be those of eager attention. Here both sides use the quantized weights, and neither rounds
+activations, so the tolerances are those of models that are not quantized. Rounding activations to
+8 bits would hide errors: a difference in the last bit moves a value to the next 8-bit value, in
+e4m3 up to 1/8 away, and each layer adds to it. After 32 layers in bfloat16 the difference would be
+0.11 of the logits' spread; without the rounding it is 0.02. The rounding is checked afterwards: one
+product of each shape is compared with a reference.
 
-Outliers of int8 on a CPU: up to 15 elements of a row that are larger than 24 times the mean size of
-the others are left out. The scale follows the rest, and the products of the outliers are added in
-float32. If they are more than 15, the bound is doubled until they are not. The row alone decides.
+Outliers of int8 on a CPU. A row of activations is rounded to bytes with one scale, and a few large
+elements would make that scale coarse for all others. So an element larger than 24 times the mean
+size of the others is an outlier: it is not rounded, and its products are added in float32. A row
+has at most 15 outliers; while there are more, the bound is doubled. A row's outliers depend on that
+row alone.
 """

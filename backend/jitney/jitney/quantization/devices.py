@@ -1,6 +1,6 @@
 """Which devices have kernels of ours for quantized weights.
 
-Called where the class of a layer is chosen: ``quantize``, ``quantized_checkpoint``,
+Called where the class of a layer is chosen: by ``quantize``, ``quantized_checkpoint`` and
 ``gguf_weights``.
 """
 
@@ -8,9 +8,9 @@ import torch
 
 
 def has_integer_kernels(device: torch.device) -> bool:
-    """Whether our kernels multiply int8 and int4 weights on ``device``: on a CPU alone.
+    """Whether our kernels multiply int8 and int4 weights on ``device``. Only a CPU has them.
 
-    On another device torch multiplies e4m3 and torchao int8 and int4. GGUF and compressed-tensors
-    are read as floats there, and GPTQ and AWQ are refused.
+    On a GPU, torch multiplies e4m3, and torchao multiplies int8 and int4. The integers of GGUF and
+    compressed-tensors become floats there, and GPTQ and AWQ are refused.
     """
     return device.type == "cpu"

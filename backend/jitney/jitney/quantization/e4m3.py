@@ -1,7 +1,7 @@
-"""Numbers in e4m3: 8 bits, of which 3 are fraction.
+"""Numbers in e4m3: 8 bits, of which 3 are fraction. Called by ``eight_bits``.
 
-Rounding a value to e4m3 changes it by at most 2⁻⁴ of itself, or by at most 2⁻¹⁰ · scale where it
-is smaller than 2⁻⁶ · scale. Called by ``eight_bits``.
+Rounding changes a value by at most 2⁻⁴ of itself. Values smaller than 2⁻⁶ · scale are the
+exception: they change by at most 2⁻¹⁰ · scale.
 """
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 ALIGNMENT = 16
-"""The two sizes of a weight must be multiples of it for the kernels of scaled products."""
+"""The kernels of scaled products take weights whose two sizes are multiples of it."""
 _LEAST = 1e-30
-"""Stands for the largest value of a row of zeros, so that its scale is not 0. Rows of interest
-have larger ones."""
+"""Taken for the largest value of a row if that is smaller: a row of zeros must not get scale 0."""
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +23,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(1, keepdim=True).clamp_min(_LEAST)
 
-    # Both operands are tensors: torch computes ``number / tensor`` as ``number * (1 / tensor)``,
-    # which rounds twice.
+    # The dividend is a tensor, too. torch computes ``number / tensor`` as
+    # ``number * (1 / tensor)``, which rounds twice.
     inverse_scale = torch.full_like(largest, LARGEST) / largest
     return (wide * inverse_scale).to(E4M3), largest / LARGEST

@@ -1,12 +1,12 @@
 """Linear layers whose weights and activations have 8 bits: e4m3, or int8 on a CPU.
 
-A weight has one scale for each output channel, fixed at load. An activation has one for each token,
-computed in every call. The product is multiplied by both scales at the end.
+A weight has one scale for each output channel, fixed at load. An activation has one scale for each
+token, computed in every call. The product is multiplied by both scales at the end.
 
 - e4m3: torch multiplies (``torch._scaled_mm``). It sums in float32 on a CPU, and in the tensor
   cores' accumulators on a GPU.
-- int8: here the product is one of floats, for loads and for models that are not fused. In service a
-  CPU's kernels take the place of these layers.
+- int8: this module multiplies floats. It serves loads, and models that are not fused; otherwise
+  ``kernels.cpu`` replaces these layers by its own.
 
 Made by ``quantize`` (options ``fp8`` and ``int8``) and by the readers of quantized checkpoints.
 """
@@ -25,32 +25,39 @@ _LARGEST_INT8 = 127
 _TINY = 1e-30
 """Keeps a divisor from being 0."""
 _SMALL_COLUMN = 8
-"""A column whose weights are this many times smaller than the mean column is enlarged."""
+"""A column is enlarged if its largest weight is at least this many times smaller than the mean
+column's largest weight."""
 _MOST_ENLARGED = 2**16
-"""The most by which a column is enlarged."""
+"""A column is multiplied by at most this."""
 _ROWS_AT_ONCE = 8192
-"""Rows of a weight that are converted to floats at the same time: bounds the memory of that."""
+"""Rows of a weight that are converted to floats at the same time. It bounds the memory of that."""
 
 
 class EightBitLinear(QuantizedLinear):
     """A :class:`QuantizedLinear` of 8 bits; x and the result are in ``dtype``.
 
-    ``x * factors`` is quantized, multiplied by ``weight.T``, and the product by both scales; with
-    ``exact`` it is not quantized. ``factors`` are at most 1, and None if all are 1: see
-    :meth:`Int8Linear.of`.
+    It computes::
+
+        rounded, x_scale = quantize_rows(x * factors)      factors: [in_features]
+        y = (rounded @ weight.T) * x_scale * scale + bias
+
+    With ``exact``, ``x * factors`` is not rounded. ``factors`` belong to columns of the weight that
+    were enlarged before it was quantized (:meth:`Int8Linear.of`): column k was divided by
+    ``factors[k]``, so input k is multiplied by it. A factor is at most 1. None: all are 1.
     """
 
     kind: torch.dtype
     """The weight's dtype."""
     weight: Tensor
-    """[out_features, in_features]; the kernels read its transpose, which is column-major."""
+    """[out_features, in_features], contiguous: products take its transpose, which must be
+    column-major."""
     bias: Tensor | None
     rounds_inputs = True
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
-        """``weight`` is [out_features, in_features] in dtype ``kind``, ``scale`` float32
+        """``weight`` is [out_features, in_features] in dtype ``kind``. ``scale`` is float32
         [1, out_features]."""
         super().__init__()
         assert weight.dtype == self.kind
@@ -69,7 +76,8 @@ class EightBitLinear(QuantizedLinear):
         raise NotImplementedError
 
     def product(self, x: Tensor) -> Tensor:
-        """x [T, in_features], rounded, times the weight, plus the bias: [T, out_features]."""
+        """Round x [T, in_features], multiply it by the weight and add the bias. Returns
+        [T, out_features]."""
         raise NotImplementedError
 
     @classmethod
@@ -80,16 +88,17 @@ class EightBitLinear(QuantizedLinear):
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "EightBitLinear | None":
-        """One layer that gives the results of all, one after the other, for the same input.
+        """One layer that gives the results of all, side by side, for the same input. None if the
+        layers do not fit together.
 
-        Every output channel keeps its weights and its scale, so nothing is rounded again unless the
-        layers enlarge different columns. None if the layers do not fit together.
+        Every output channel keeps its weights and its scale. Only a layer whose ``factors`` differ
+        from the merged layer's is rounded again.
         """
         layers = [each for each in linears if isinstance(each, EightBitLinear)]
         if len(layers) != len(linears):
             return None
-        forms = {(type(x), x.in_features, x.dtype, x.bias is None) for x in layers}
-        if len(forms) != 1:
+        kinds = {(type(x), x.in_features, x.dtype, x.bias is None) for x in layers}
+        if len(kinds) != 1:
             return None
 
         factors = _common_factors(layers)
@@ -107,15 +116,18 @@ class EightBitLinear(QuantizedLinear):
         return merged
 
     def weight_for(self, factors: Tensor | None) -> Tensor:
-        """The weight that gives the same result if x is multiplied by ``factors``, not by
+        """This layer's weight, changed so that inputs are multiplied by ``factors``, not by
         ``self.factors``. None stands for factors of 1.
 
-        No factor may be below this layer's: then weights only become smaller, and still fit.
+        Each factor must be at least this layer's. So weights can only become smaller, and still fit
+        into 8 bits.
         """
         if self.factors is None:
-            assert factors is None, "this layer's factors of 1 are the largest there are"
+            # No factor is above 1, so the new ones must be 1 as well.
+            assert factors is None
             return self.weight
-        change = self.factors if factors is None else self.factors / factors
+        new_factors = 1.0 if factors is None else factors
+        change = self.factors / new_factors
         if (change == 1).all():
             return self.weight
         return (self.weight * change).round().to(self.kind)
@@ -133,7 +145,7 @@ class EightBitLinear(QuantizedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def float_product(self, x: Tensor) -> Tensor:
-        """float32 x [T, in_features] times the weight, plus the bias; x is not rounded."""
+        """Multiply float32 x [T, in_features], as it is, by the weight, and add the bias."""
         parts = [functional.linear(x, rows.float()) for rows in self.weight.split(_ROWS_AT_ONCE)]
         y = torch.cat(parts, 1) * self.scale
         if self.bias is not None:
@@ -142,13 +154,10 @@ class EightBitLinear(QuantizedLinear):
 
 
 def _common_factors(layers: Sequence[EightBitLinear]) -> Tensor | None:
-    """The factors of a merged layer's input: for each column the largest of the layers' factors.
-
-    None stands for factors of 1, and no factor is above 1: if one layer has None, so has the merged
-    one.
-    """
+    """The factors of a merged layer: for each column, the largest of the layers' factors."""
     given = [each.factors for each in layers if each.factors is not None]
     if len(given) < len(layers):
+        # One layer has factors of 1, and no factor is larger.
         return None
     return torch.stack(given).amax(0)
 
@@ -184,15 +193,19 @@ class Int8Linear(EightBitLinear):
     def of(cls, weight: Tensor, bias: Tensor | None) -> Self:
         """Quantize a weight [out_features, in_features]; the layer computes in its dtype.
 
-        A column whose weights are far smaller than those of others would be rounded to zeros. It is
-        multiplied by a power of 2, and its input divided by the same: its factor is the reciprocal.
-        The inputs of such columns are often outliers.
+        A column whose weights are far smaller than those of others would be rounded to zeros,
+        although its inputs are often outliers. So it is enlarged: multiplied by a power of 2. Its
+        factor is one divided by that power, and the layer multiplies the column's input by it.
         """
         weight = weight.detach()
         column_sizes = weight.abs().amax(0).float()
+
+        # How many times smaller than the mean column each one is, and the largest power of 2 that
+        # is not above that number.
         ratio = column_sizes.mean() / column_sizes.clamp_min(_TINY)
-        is_small = ratio >= _SMALL_COLUMN
         exponent = ratio.clamp(1, _MOST_ENLARGED).log2().floor()
+
+        is_small = ratio >= _SMALL_COLUMN
         factors = (0.5**exponent).where(is_small, 1.0)
 
         enlarged = weight / factors
@@ -212,16 +225,19 @@ class Int8Linear(EightBitLinear):
         wide = x.float()
         largest = wide.abs().amax(1, keepdim=True)
         inverse_scale = torch.where(largest > 0, _LARGEST_INT8 / largest, 0.0)
-        nan_if_broken = (wide * 0).sum(1, keepdim=True)
-        scale = largest / _LARGEST_INT8 + nan_if_broken
-        # int8 has no NaN, and converting one is undefined: the scale alone carries it.
-        steps = (wide * inverse_scale).nan_to_num().round()
-        return steps.to(torch.int8), scale
+
+        # 0 * NaN and 0 * infinity are NaN: the sum is 0 in a sound row, and NaN in a broken one.
+        zero_or_nan = (wide * 0).sum(1, keepdim=True)
+        scale = largest / _LARGEST_INT8 + zero_or_nan
+
+        # int8 has no NaN, and to convert one is undefined. The scale says that the row is broken.
+        q = (wide * inverse_scale).nan_to_num().round()
+        return q.to(torch.int8), scale
 
     def product(self, x: Tensor) -> Tensor:
-        """As the kernels do: outliers stay floats, and what is left is rounded to bytes.
+        """As the kernels do: outliers stay floats, and all other values are rounded to bytes.
 
-        Not by ``torch._int_mm``, whose sums clip with AVX2.
+        It multiplies floats: the sums of ``torch._int_mm`` saturate with AVX2.
         """
         wide = x.float()
         sizes = wide.abs()
@@ -231,18 +247,19 @@ class Int8Linear(EightBitLinear):
 
 
 def _outlier_bounds(sizes: Tensor) -> Tensor:
-    """[T, 1]: of each row of ``sizes`` [T, K] a bound; larger values are outliers, of which there
-    are at most MOST_OUTLIERS."""
+    """A bound for each row of ``sizes`` [T, K]: larger values are outliers, of which a row has at
+    most MOST_OUTLIERS. Returns [T, 1]."""
     bounds = sizes.mean(1, keepdim=True) * OUTLIER
 
-    # Outliers raise the mean, and so the bound: compute both again without them. A row that has too
-    # many outliers already keeps its bound, as a lower one would only add more.
+    # Outliers are in that mean, and raise the bound. So the bound is computed again without them,
+    # and once more without those that the second bound finds. A row that has too many outliers
+    # already keeps its bound, as a lower one would only add more.
     for _ in range(2):
         mean = sizes.where(sizes <= bounds, 0.0).mean(1, keepdim=True)
         has_few = _outlier_counts(sizes, bounds) <= MOST_OUTLIERS
         bounds = (mean * OUTLIER).where(has_few, bounds)
 
-    # Raise the bounds of rows that have too many.
+    # Double the bounds of rows that have too many outliers, until none has.
     while True:
         too_many = _outlier_counts(sizes, bounds) > MOST_OUTLIERS
         if not too_many.any():
@@ -251,4 +268,5 @@ def _outlier_bounds(sizes: Tensor) -> Tensor:
 
 
 def _outlier_counts(sizes: Tensor, bounds: Tensor) -> Tensor:
+    """How many values of each row are above its bound: [T, 1]."""
     return (sizes > bounds).sum(1, keepdim=True)

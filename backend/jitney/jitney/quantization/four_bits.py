@@ -1,12 +1,12 @@
 """Linear layers whose weights have 4 bits, for CPUs.
 
-The inputs of an output come in groups. Each group has a scale and a least value: a weight is
-``q * scale + least``, q from 0 to 15. An activation is rounded to 8 bits, with a scale for each
-token and group.
+The inputs are divided into groups of neighbours. For each output and group there is a scale and a
+least value: a weight is ``q * scale + least``, with q from 0 to 15. An activation is rounded to 8
+bits, with one scale for each token and group.
 
-Here the product is one of floats, for loads and for models that are not fused. In service a CPU's
-kernels take the place of these layers. Made by ``quantize`` (option ``int4``) and by the readers of
-quantized checkpoints.
+This module multiplies floats. It serves loads, and models that are not fused; otherwise
+``kernels.cpu`` replaces these layers by its own. Made by ``quantize`` (option ``int4``) and by the
+readers of quantized checkpoints.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from jitney.execution.quantized import QuantizedLinear
 from jitney.quantization.eight_bits import Int8Linear
 
 GROUPS = (128, 64, 32)
-"""Inputs that share a scale: the first of these that divides a layer's inputs."""
+"""Sizes of a group. :func:`group_size` chooses one."""
 _LARGEST_Q = 15
 _KEPT_RANGE = 0.9
-"""Share of a group's range that the first scale covers. What is outside is clipped; in return, the
+"""Share of a group's range that the first scale covers. Values outside are clipped. In return, the
 steps inside are smaller."""
 _TINY = 1e-30
 """Keeps a divisor from being 0."""
@@ -35,15 +35,15 @@ class Int4Linear(QuantizedLinear):
     """uint8 [out_features, in_features / 2]: input 2 i in the low half of byte i, input 2 i + 1 in
     its high half."""
     scale: Tensor
-    """bfloat16 [2, out_features, groups]: ``scale[0]`` are the scales, ``scale[1]`` the least
-    values."""
+    """bfloat16 [2, out_features, groups]. ``scale[0]`` are the scales, and ``scale[1]`` are the
+    least values."""
     rounds_inputs = True
     has_bytes = True
 
     def __init__(
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> None:
-        """``weight`` and ``scale`` as the attributes are."""
+        """``weight`` and ``scale`` are those of the class."""
         super().__init__()
         self.out_features = len(weight)
         self.in_features = 2 * weight.shape[1]
@@ -59,36 +59,34 @@ class Int4Linear(QuantizedLinear):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> "Int4Linear":
         """Quantize a weight [out_features, in_features]; the layer computes in its dtype."""
-        values = weight.detach().float().unflatten(1, (-1, group_size(weight.shape[1])))
+        size = group_size(weight.shape[1])
+        values = weight.detach().float().unflatten(1, (-1, size))  # [outputs, groups, size]
 
-        # Round with a scale that covers most of each group's range.
+        # A first q, by a scale that covers most of each group's range.
         low, high = values.aminmax(dim=2, keepdim=True)
         middle = (low + high) / 2
         kept = (high - low) * _KEPT_RANGE
         q = _nearest(values, scale=kept / _LARGEST_Q, least=middle - kept / 2)
 
-        # Then take the scale and the least value that fit these q best (least squares), rounded as
-        # they are stored, and find q again for them.
-        q_mean = q.mean(2, keepdim=True)
-        values_mean = values.mean(2, keepdim=True)
-        centred = q - q_mean
-        slope = (centred * (values - values_mean)).sum(2, keepdim=True)
-        slope /= centred.square().sum(2, keepdim=True).clamp_min(_TINY)
-        intercept = values_mean - slope * q_mean
-        scale_and_least = torch.stack((slope, intercept)).bfloat16()
-        scale, least = scale_and_least.float()
+        # The scale and the least value that fit this q best, rounded as they are stored.
+        scale_and_least = _fit_line(q, values).bfloat16()
+
+        # The q that fits these best.
+        scale = scale_and_least[0].float()
+        least = scale_and_least[1].float()
         q = _nearest(values, scale, least).to(torch.uint8).flatten(1)
         return cls.stored(q, scale_and_least.squeeze(3), bias, weight.dtype)
 
     @classmethod
     def stored(
-        cls, q: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+        cls, q: Tensor, scale_and_least: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> "Int4Linear":
-        """The layer of a weight that is quantized already: ``q`` is uint8 [out_features,
-        in_features], a value to a byte; ``scale`` as the attribute is."""
+        """The layer of a weight that is quantized already. ``q`` is uint8 [out_features,
+        in_features], one value in each byte. ``scale_and_least`` becomes the attribute ``scale``.
+        """
         low_halves = q[:, ::2]
         high_halves = q[:, 1::2] << 4
-        return cls(low_halves | high_halves, scale.contiguous(), bias, dtype)
+        return cls(low_halves | high_halves, scale_and_least.contiguous(), bias, dtype)
 
     @staticmethod
     def merge(linears: Sequence[nn.Module]) -> "Int4Linear | None":
@@ -96,8 +94,8 @@ class Int4Linear(QuantizedLinear):
         layers = [each for each in linears if isinstance(each, Int4Linear)]
         if len(layers) != len(linears):
             return None
-        forms = {(x.in_features, x.group, x.dtype, x.bias is None) for x in layers}
-        if len(forms) != 1:
+        kinds = {(x.in_features, x.group, x.dtype, x.bias is None) for x in layers}
+        if len(kinds) != 1:
             return None
         biases = [each.bias for each in layers if each.bias is not None]
         return Int4Linear(
@@ -112,7 +110,8 @@ class Int4Linear(QuantizedLinear):
         low = self.weight & _LARGEST_Q
         high = self.weight >> 4
         q = torch.stack((low, high), -1).view(self.out_features, -1, self.group)
-        scale, least = self.scale.float().unsqueeze(3)
+        scale = self.scale[0].float().unsqueeze(2)
+        least = self.scale[1].float().unsqueeze(2)
         return (q * scale + least).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,20 +123,33 @@ class Int4Linear(QuantizedLinear):
         return functional.linear(x.float(), self.dequantized(), bias).to(self.dtype)
 
 
+def _fit_line(q: Tensor, values: Tensor) -> Tensor:
+    """The scale and the least value of each group whose ``q * scale + least`` are closest to
+    ``values``, by least squares. q and values are [outputs, groups, size]. Returns
+    [2, outputs, groups, 1]."""
+    q_mean = q.mean(2, keepdim=True)
+    values_mean = values.mean(2, keepdim=True)
+    centred = q - q_mean
+    slope = (centred * (values - values_mean)).sum(2, keepdim=True)
+    slope /= centred.square().sum(2, keepdim=True).clamp_min(_TINY)
+    intercept = values_mean - slope * q_mean
+    return torch.stack((slope, intercept))
+
+
 def _nearest(values: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     """The q, from 0 to 15, whose ``q * scale + least`` is nearest to each value."""
     return ((values - least) / scale.clamp_min(_TINY)).round().clamp(0, _LARGEST_Q)
 
 
 def group_size(in_features: int) -> int:
-    """Inputs of a group: the largest of GROUPS that divides ``in_features``. The smallest one
-    must."""
+    """Inputs of a group: the largest of GROUPS that divides ``in_features``. At least the smallest
+    one must."""
     return next(size for size in GROUPS if in_features % size == 0)
 
 
 def packed_bytes(out_features: int, in_features: int) -> int:
-    """What such a layer's weight takes."""
-    halves = in_features // 2
+    """Bytes of such a layer's weight, scales and least values."""
+    weight_row = in_features // 2
     groups = in_features // group_size(in_features)
     scale_and_least = 2 * torch.bfloat16.itemsize
-    return out_features * (halves + groups * scale_and_least)
+    return out_features * (weight_row + groups * scale_and_least)

@@ -1,8 +1,13 @@
 """The quantized weights of a GGUF file, as layers that a CPU's kernels multiply.
 
-Types of 4 bits in groups of 32 become ``Int4Linear``, with scales and minima rounded to bfloat16.
-All other types of blocks are rounded once more, to ``Int8Linear``. On a GPU all of the file is read
-as floats. Called by ``quantized_checkpoint``.
+A file stores most weights in blocks of quantized values. What becomes of a layer depends on its
+type of block:
+
+- ggml's types of 4 bits in groups of 32 become ``Int4Linear``, with scales and minima rounded to
+  bfloat16;
+- all other types are rounded once more, to ``Int8Linear``.
+
+On a GPU, transformers reads all of the file as floats. Called by ``quantized_checkpoint``.
 """
 
 import logging
@@ -27,31 +32,32 @@ from jitney.quantization.transformers_reading import read_as_stored, remove_quan
 _log = logging.getLogger(__name__)
 
 Bits = Literal[4, 8]
-"""What a weight of a layer gets: 4 bits make it an ``Int4Linear``, 8 an ``Int8Linear``."""
+"""Bits of a weight in the layer that is made: 4 in an ``Int4Linear``, 8 in an ``Int8Linear``."""
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FOUR_BIT_GROUP = 32
-"""Inputs that share a scale in all of ``_FOUR_BITS``."""
+"""Inputs that share a scale, in all types of ``_FOUR_BITS``."""
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that are multiplied as one, for which all must be of one kind."""
+"""Layers that kernels multiply as one. They can do so only if all have the same number of bits."""
 
 
-class _BlockForm(NamedTuple):
-    """How a block of 4-bit values is laid out."""
+class _BlockLayout(NamedTuple):
+    """How a block of 4-bit values is laid out: a header, then runs of bytes. A run of n bytes holds
+    2 n neighbouring values: the first n in the low halves of its bytes, the next n in the high
+    halves."""
 
     size: int
     """Bytes of a block."""
     header: int
-    """Bytes before the values."""
+    """Bytes of the header, which holds scales and minima."""
     run: int
-    """Bytes in a row that hold neighbouring values: first in their low halves, then in their high
-    ones."""
+    """Bytes of a run."""
 
 
 _FOUR_BITS = {
-    "Q4_0": _BlockForm(size=18, header=2, run=16),
-    "Q4_1": _BlockForm(size=20, header=4, run=16),
-    "Q4_K": _BlockForm(size=144, header=16, run=32),
+    "Q4_0": _BlockLayout(size=18, header=2, run=16),
+    "Q4_1": _BlockLayout(size=20, header=4, run=16),
+    "Q4_K": _BlockLayout(size=144, header=16, run=32),
 }
 """ggml's types of 4 bits in groups of 32."""
 
@@ -64,8 +70,8 @@ class GgufWeights:
     file: GgufFile
     dtype: torch.dtype
     layers: dict[str, Bits]
-    """Name of each linear layer that is stored in blocks -> the bits that its weights get. Empty if
-    all of the file is read as floats."""
+    """Name of each linear layer that is stored in blocks -> the bits of the layer that is made of
+    it. Empty if all of the file is read as floats."""
     in_place = True
 
     @classmethod
@@ -89,13 +95,15 @@ class GgufWeights:
         return [f"{layer}.weight" for layer in self.layers]
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
+        # As if all were read as floats.
         needed = count_bytes(skeleton)
         for layer, bits in self.layers.items():
             outputs, inputs = self.checkpoint.tensors[f"{layer}.weight"].shape
-            as_floats = inputs * self.dtype.itemsize
-            needed += outputs * (_row_bytes(inputs, bits) - as_floats)
+            needed -= outputs * inputs * self.dtype.itemsize
+            needed += outputs * _row_bytes(inputs, bits)
         head = self._tied_head(skeleton)
-        if head is not None:  # it gets bytes, and the embedding keeps its floats
+        if head is not None:
+            # Bytes are made for the head, while the embedding keeps the floats that both shared.
             needed += head.numel()
         return needed
 
@@ -106,7 +114,8 @@ class GgufWeights:
 
     @torch.inference_mode()
     def after_reading(self, module: PreTrainedModel) -> None:
-        """Make the layers of the file's blocks, and the head of the embedding it is tied to."""
+        """Make layers of the file's blocks. A head that is tied to the embedding becomes a layer of
+        its own."""
         made_as: Counter[str] = Counter()
         errors: list[float] = []
         for layer, bits in self.layers.items():
@@ -130,11 +139,11 @@ class GgufWeights:
     def _four_bit_layer(self, layer: str, linear: nn.Linear) -> Int4Linear:
         name = f"{layer}.weight"
         ggml_type = self.checkpoint.tensors[name].dtype
-        q, scale = _unpack_four_bits(self.file.blocks(name), ggml_type)
-        return Int4Linear.stored(q, scale, linear.bias, self.dtype)
+        q, scale_and_least = _unpack_four_bits(self.file.blocks(name), ggml_type)
+        return Int4Linear.stored(q, scale_and_least, linear.bias, self.dtype)
 
     def _round_to_bytes(self, name: str) -> "_Rounded":
-        """A tensor of blocks in int8, read and rounded part by part."""
+        """Read a tensor of blocks and round it to int8, part by part."""
         qs: list[Tensor] = []
         scales: list[Tensor] = []
         squared_error = 0.0
@@ -149,9 +158,9 @@ class GgufWeights:
         return _Rounded(torch.cat(qs), torch.cat(scales).t(), error)
 
     def _tied_head(self, module: PreTrainedModel) -> Tensor | None:
-        """The weight of a head that gets bytes although it is no layer of the file: one that is
-        tied to an embedding stored in blocks. None if there is no such head."""
-        if not self.layers:  # all is read as floats
+        """The weight of a head that is tied to an embedding stored in blocks. The file has no
+        tensor for it, and still a layer of bytes is made of it. None if there is no such head."""
+        if not self.layers:  # all of the file is read as floats
             return None
         embedding = self.checkpoint.tensors.get(_EMBEDDING)
         if embedding is None or embedding.dtype in FLOATS:
@@ -174,18 +183,28 @@ class _Rounded(NamedTuple):
 
 
 def _bits_of(layer: str, types: dict[str, str]) -> Bits:
-    """4 if a layer, and all that are multiplied as one with it, have 4 bits in the file."""
+    """4 if a layer, and all layers that are multiplied as one with it, have 4 bits in the file.
+    Else 8."""
     name = layer.rpartition(".")[2]
     parent = layer.removesuffix(name)
-    joined = next((names for names in _JOINED if name in names), (name,))
-    have_four = all(types.get(f"{parent}{each}") in _FOUR_BITS for each in joined)
-    return 4 if have_four else 8
+    for each in _joined_with(name):
+        if types.get(f"{parent}{each}") not in _FOUR_BITS:
+            return 8
+    return 4
+
+
+def _joined_with(name: str) -> tuple[str, ...]:
+    """The names of the layers that are multiplied as one with ``name``, itself included."""
+    for names in _JOINED:
+        if name in names:
+            return names
+    return (name,)
 
 
 def _row_bytes(inputs: int, bits: Bits) -> int:
-    """What the weights and scales of one output take."""
+    """Bytes that the weights and scales of one output take in the layer that is made."""
     if bits == 8:
-        scale = 4
+        scale = torch.float32.itemsize
         return inputs + scale
     groups = inputs // _FOUR_BIT_GROUP
     scale_and_least = 2 * torch.bfloat16.itemsize
@@ -203,51 +222,70 @@ def _log_layers(made_as: Counter[str], errors: list[float]) -> None:
 
 
 def _unpack_four_bits(rows: Tensor, ggml_type: str) -> tuple[Tensor, Tensor]:
-    """Blocks, uint8 [outputs, bytes], as what ``Int4Linear.stored`` takes: q, uint8 [outputs,
-    inputs], and scales and least values, bfloat16 [2, outputs, groups]. The types are those of
-    ggml's ``ggml-common.h``."""
+    """Unpack blocks, uint8 [outputs, bytes]. Returns what ``Int4Linear.stored`` takes: q, uint8
+    [outputs, inputs], and scales and least values, bfloat16 [2, outputs, groups].
+
+    The layouts are those of ggml's ``ggml-common.h``.
+    """
     layout = _FOUR_BITS[ggml_type]
     blocks = rows.unflatten(1, (-1, layout.size))
     runs = blocks[..., layout.header :].unflatten(2, (-1, layout.run))
-    q = torch.stack((runs & 15, runs >> 4), 3).flatten(1)
+    low_halves = runs & 15
+    high_halves = runs >> 4
+    q = torch.stack((low_halves, high_halves), 3).flatten(1)
 
-    step, least = _scales(blocks, ggml_type)
-    return q, torch.stack((step.flatten(1), least.flatten(1))).bfloat16()
+    if ggml_type == "Q4_0":
+        scale, least = _symmetric_scales(blocks)
+    else:
+        scale, least = _shifted_scales(blocks, ggml_type)
+    return q, torch.stack((scale.flatten(1), least.flatten(1))).bfloat16()
 
 
-def _scales(blocks: Tensor, ggml_type: str) -> tuple[Tensor, Tensor]:
-    """Step and least of each group of uint8 [outputs, blocks, bytes]: float32 [outputs, blocks,
-    groups of a block]. A value is ``q * step + least``."""
-    step = _float16(blocks[..., :2])
-    if ggml_type == "Q4_0":  # values are from -8 to 7 steps
-        step = step.bfloat16().float()
-        return step, -8 * step
+def _symmetric_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and least values of Q4_0, whose values are ``(q - 8) * scale``: see
+    :func:`_shifted_scales`."""
+    # Rounded first: then q = 8 still stands for exactly 0.
+    scale = _as_float16(blocks[..., :2]).bfloat16().float()
+    return scale, -8 * scale
 
-    least = _float16(blocks[..., 2:4])
+
+def _shifted_scales(blocks: Tensor, ggml_type: str) -> tuple[Tensor, Tensor]:
+    """Scales and least values of Q4_1 and Q4_K. A value is ``q * scale + least``.
+
+    ``blocks`` are uint8 [outputs, blocks, bytes]. Both results are float32 [outputs, blocks,
+    groups of a block].
+    """
+    scale = _as_float16(blocks[..., :2])
+    least = _as_float16(blocks[..., 2:4])
     if ggml_type == "Q4_K":
-        scales, minima = _six_bits(blocks[..., 4:16])
-        step = step * scales
-        least = -least * minima
-    # The step will be rounded to bfloat16. Move the least value so that the middle of the range,
-    # q = 7.5, stays where it is.
-    lost = step - step.bfloat16().float()
-    return step, least + 7.5 * lost
+        # These two are of the whole block. Each group has a multiplier for either.
+        scale_multipliers, minimum_multipliers = _six_bit_multipliers(blocks[..., 4:16])
+        scale = scale * scale_multipliers
+        least = -least * minimum_multipliers
+
+    # The scale will be rounded to bfloat16, which moves all values but those of q = 0. Move the
+    # least value against it, so that the middle of the range, q = 7.5, stays where it is.
+    rounded_off = scale - scale.bfloat16().float()
+    return scale, least + 7.5 * rounded_off
 
 
-def _float16(pairs: Tensor) -> Tensor:
-    """Pairs of bytes as float32."""
+def _as_float16(pairs: Tensor) -> Tensor:
+    """Pairs of bytes, each read as one float16, as float32."""
     return pairs.contiguous().view(torch.float16).float()
 
 
-def _six_bits(header: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of eight groups, 6 bits each, from the 12 bytes of ``Q4_K``.
+def _six_bit_multipliers(header: Tensor) -> tuple[Tensor, Tensor]:
+    """The multipliers of a Q4_K block, of 6 bits: eight for scales and eight for minima, one for
+    each group. ``header`` are the 12 bytes that hold them.
 
-    Those of the first four groups are the low 6 bits of bytes 0 to 7. Those of the last four are in
-    two pieces: their low 4 bits in bytes 8 to 11, their high 2 bits above those of the first four.
+    Groups 0 to 3 have a byte each: bytes 0 to 3 for scales, 4 to 7 for minima. The multiplier is
+    in its low 6 bits. Groups 4 to 7 have theirs in two pieces. The high 2 bits are the 2 bits that
+    those bytes leave. The low 4 bits are in bytes 8 to 11: of scales in the low halves, of minima
+    in the high halves.
     """
-    first_scales, first_minima, last = header.split(4, 2)
-    last_scales = (last & 15) | (first_scales >> 6 << 4)
-    last_minima = (last >> 4) | (first_minima >> 6 << 4)
-    scales = torch.cat((first_scales & 63, last_scales), 2)
-    minima = torch.cat((first_minima & 63, last_minima), 2)
+    for_scales, for_minima, low_pieces = header.split(4, 2)
+    later_scales = (for_scales >> 6 << 4) | (low_pieces & 15)
+    later_minima = (for_minima >> 6 << 4) | (low_pieces >> 4)
+    scales = torch.cat((for_scales & 63, later_scales), 2)
+    minima = torch.cat((for_minima & 63, later_minima), 2)
     return scales, minima

@@ -1,12 +1,14 @@
-"""Option ``quantization``: which linear layers of a loaded module are quantized, one by one.
+"""Option ``quantization``: quantizes the linear layers of a loaded module, one by one.
 
-All linear layers are, except:
+All linear layers are quantized, except:
 
-- the head, whose logits every token depends on and which is often the embedding too. On a CPU
-  ``int8`` and ``int4`` give it 8 bits, as it is most of what a decode of a small model reads.
-- routers, whose choice of experts flips at the smallest change;
-- shapes that the kernels do not take;
-- experts that transformers keeps as one stacked tensor: they are no linear layers.
+- the head: every token depends on its logits, and it often shares its weight with the embedding.
+  On a CPU, ``int8`` and ``int4`` still give it 8 bits, as it is most of what a decode of a small
+  model reads;
+- routers: the smallest change can make them choose other experts;
+- layers of sizes that the kernels do not take.
+
+Experts that transformers keeps as one stacked tensor are no linear layers, and stay as they are.
 
 The layers are those of ``eight_bits``, ``four_bits`` and ``torchao``. Called by
 ``quantized_checkpoint``.
@@ -36,20 +38,21 @@ from jitney.quantization.torchao import TorchaoLinear
 _log = logging.getLogger(__name__)
 
 _CAPABILITY = {"fp8": (8, 9), "int4": (8, 0)}
-"""The compute capability that a GPU's product needs at least. int8 runs on every GPU, in every
-dtype."""
+"""The least compute capability of a GPU that has such products. Their results are always bfloat16.
+int8 runs on every GPU, in every dtype."""
 
 
 @dataclass
 class QuantizeWhileLoading:
-    """A ``WeightFormat``: weights that are read as they are, and quantized one by one."""
+    """A ``WeightFormat``. Weights are read as they are, and then quantized one by one."""
 
     kind: Quantization
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
     packed = ()
-    in_place = False  # else the device would need room for all of them before they are quantized
+    # False, as the device would need memory for all weights before they are quantized.
+    in_place = False
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """See :class:`WeightFormat`, here and below."""
@@ -100,7 +103,8 @@ def _check_gpu(kind: Quantization, dtype: torch.dtype, device: torch.device) -> 
         name = str(dtype).removeprefix("torch.")
         bound = f"'none' or 'int8' with dtype {name}: the product gives bfloat16"
         raise ConfigError.of("quantization", kind, bound)
-    if not torch.cuda.is_available():  # the load is only planned
+    if not torch.cuda.is_available():
+        # A load is planned on a machine that has no GPU.
         return
     needed = _CAPABILITY[kind]
     found = torch.cuda.get_device_capability(device)
@@ -116,13 +120,17 @@ def _check_gpu(kind: Quantization, dtype: torch.dtype, device: torch.device) -> 
 # ------------------------------------------------------------------ the layers
 
 
-class _Choice(NamedTuple):
-    """What is to be done with the linear layers of a module."""
+Holders = list[tuple[nn.Module, str]]
+"""All modules that hold a layer: (the parent, the layer's name in it)."""
 
-    chosen: dict[Any, list[tuple[nn.Module, str]]]
-    """Each layer to quantize -> (parent, name) of all modules that hold it."""
+
+class _Choice(NamedTuple):
+    """Which linear layers of a module are to be quantized."""
+
+    chosen: dict[Any, Holders]
+    """The layers to quantize."""
     kept: Counter[str]
-    """Why a layer stays as it is -> how many do."""
+    """Reason why layers stay as they are -> how many."""
 
 
 def quantize_linears(
@@ -130,10 +138,11 @@ def quantize_linears(
 ) -> tuple[int, Counter[str]]:
     """Replace the linear layers of ``module`` by quantized ones on ``device``, one by one.
 
-    Beside the quantized layers the device holds only a few weights as they were: those that are
-    replaced are freed. The rest of the module stays where it is. Returns the number of quantized
-    layers, and why others stayed as they were -> how many. Raises ConfigError if no layer can be
-    quantized.
+    A weight is freed as soon as its layer is replaced. So the device holds the quantized layers,
+    and only a few weights as they were. The rest of the module stays where it is.
+
+    Returns the number of quantized layers, and the reasons why others stayed as they were, with
+    their numbers. Raises ConfigError if no layer can be quantized.
     """
     chosen, kept = _choose(module, kind, device)
     if not chosen:
@@ -141,13 +150,14 @@ def quantize_linears(
         raise ConfigError.of("quantization", kind, f"'none': no linear layer fits ({reasons})")
     head = module.get_output_embeddings()
     weights = stream(map(weight_of, chosen), device)
-    for (layer, parents), weight in zip(chosen.items(), weights, strict=True):
+    for (layer, holders), weight in zip(chosen.items(), weights, strict=True):
         bias = None if layer.bias is None else layer.bias.detach().to(device)
         kind_of_layer: Quantization = "int8" if layer is head else kind
         quantized = _quantize(weight, bias, kind_of_layer, device)
-        for parent, name in parents:
+        for parent, name in holders:
             setattr(parent, name, quantized)
-        layer.weight = None  # frees it: ``chosen`` holds the layer until all are quantized
+        # ``chosen`` holds the layer until all are quantized. This frees its weight now.
+        layer.weight = None
     return len(chosen), kept
 
 
@@ -156,17 +166,19 @@ def _quantize(
     weight: Tensor, bias: Tensor | None, kind: Quantization, device: torch.device
 ) -> QuantizedLinear:
     assert kind != "none"
-    weight = weight.contiguous()  # GPT-2's are transposed
+    weight = weight.contiguous()  # those of GPT-2 are transposed views
     if kind == "fp8":
         return Fp8Linear.of(weight, bias)
     if not devices.has_integer_kernels(device):
         return TorchaoLinear.of(weight, bias, kind)
-    return Int8Linear.of(weight, bias) if kind == "int8" else Int4Linear.of(weight, bias)
+    if kind == "int8":
+        return Int8Linear.of(weight, bias)
+    return Int4Linear.of(weight, bias)
 
 
 def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.device) -> int:
-    """Bytes of ``module`` once :func:`quantize_linears` has replaced its layers for ``device``; of
-    a module on the meta device, too."""
+    """Bytes of ``module`` once :func:`quantize_linears` has replaced its layers for ``device``. The
+    module may be on the meta device."""
     embedding = module.get_input_embeddings().weight
     head = module.get_output_embeddings()
     total = count_bytes(module)
@@ -174,40 +186,41 @@ def quantized_bytes(module: PreTrainedModel, kind: Quantization, device: torch.d
         weight = weight_of(layer)
         kind_of_layer: Quantization = "int8" if layer is head else kind
         total += _layer_bytes(weight, kind_of_layer, device)
-        if layer.weight is not embedding:  # a tied weight stays, as that of the embedding
+        # The weight is freed, unless the embedding shares it.
+        if layer.weight is not embedding:
             total -= weight.nbytes
     return total
 
 
 def _layer_bytes(weight: Tensor, kind: Quantization, device: torch.device) -> int:
-    """What a weight takes as a layer of ``kind``."""
+    """Bytes that a weight takes as a layer of ``kind``."""
     outputs, inputs = weight.shape
     if kind in ("int8", "int4") and not devices.has_integer_kernels(device):
         return torchao.packed_bytes(outputs, inputs, kind, weight.dtype)
     if kind == "int4":
         return four_bits.packed_bytes(outputs, inputs)
-    scale = 4
+    scale = torch.float32.itemsize
     return outputs * (inputs + scale)
 
 
 def _choose(module: PreTrainedModel, kind: Quantization, device: torch.device) -> _Choice:
-    """Which linear layers to quantize."""
+    """Choose which linear layers to quantize."""
     head = module.get_output_embeddings()
     choice = _Choice({}, Counter())
-    for layer, parents in find_children(module, is_linear).items():
+    for layer, holders in find_children(module, is_linear).items():
         if layer is head:
             reason = _why_not_head(layer, kind, device)
         else:
-            reason = _why_not(layer, parents, kind)
+            reason = _why_not(layer, holders, kind)
         if reason is None:
-            choice.chosen[layer] = parents
+            choice.chosen[layer] = holders
         else:
             choice.kept[reason] += 1
     return choice
 
 
 def _why_not_head(head: nn.Module, kind: Quantization, device: torch.device) -> str | None:
-    """Why the head stays as it is; None if it gets 8 bits."""
+    """Why the head stays as it is. None: it gets 8 bits."""
     inputs = weight_of(head).shape[1]
     has_kernel = kind in ("int8", "int4") and devices.has_integer_kernels(device)
     if has_kernel and inputs % ALIGNMENT == 0:
@@ -215,12 +228,11 @@ def _why_not_head(head: nn.Module, kind: Quantization, device: torch.device) -> 
     return "the head"
 
 
-def _why_not(
-    linear: nn.Module, parents: list[tuple[nn.Module, str]], kind: Quantization
-) -> str | None:
-    """Why a linear layer stays as it is; None if it does not."""
+def _why_not(linear: nn.Module, holders: Holders, kind: Quantization) -> str | None:
+    """Why a linear layer other than the head stays as it is. None: it is quantized."""
     outputs, inputs = weight_of(linear).shape
-    for parent, name in parents:
+    for parent, name in holders:
+        # A linear layer beside experts chooses among them.
         if "experts" in parent._modules or "router" in name:
             return "a router"
     if outputs % ALIGNMENT or inputs % ALIGNMENT:

@@ -1,5 +1,5 @@
-"""Which linear layers of a checkpoint are stored quantized in a form that becomes a layer of ours,
-and in which tensors. Called by ``quantized_checkpoint``; looks at names, shapes and dtypes alone.
+"""Finds the quantized linear layers of a checkpoint that can become layers of ours, and the tensors
+they are stored in. It looks at names, shapes and dtypes alone. Called by ``quantized_checkpoint``.
 """
 
 from collections.abc import Mapping
@@ -11,21 +11,23 @@ from jitney.quantization.e4m3 import ALIGNMENT
 from jitney.quantization.transformers_reading import LayerContents
 
 Layers = dict[str, LayerContents]
-"""Name of a layer -> the tensors it is stored in."""
+"""Name of a layer -> the tensors that it is stored in."""
 
 
 # ------------------------------------------------------------------ integers
 
 
 def integer_layers(method: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers:
-    """The layers whose integers ``packed_integers`` reads. Empty if some are of another kind."""
+    """The layers whose integers ``packed_integers`` reads. Empty if it cannot read all quantized
+    layers of the checkpoint."""
     if method == "torchao":
         return {}
     groups = (config.get("config_groups") or {}).values()
     if not all(_has_readable_integers(group, config.get("format")) for group in groups):
         return {}
 
-    # A layer is known by its weight; its other tensors may come before that.
+    # A layer is recognised by its weight. Its other tensors may come before the weight: they are
+    # collected afterwards.
     layers = Layers()
     for name, entry in checkpoint.tensors.items():
         layer, _, tensor = name.rpartition(".")
@@ -45,13 +47,13 @@ def integer_layers(method: str, config: Mapping[str, Any], checkpoint: Checkpoin
 
 
 def _has_readable_integers(group: Any, checkpoint_format: str | None) -> bool:
-    """Whether a group of layers of compressed-tensors has integers that ``packed_integers`` reads.
-    A group may have a format of its own."""
+    """Whether ``packed_integers`` reads the integers of a group of layers of compressed-tensors."""
     weights = group.get("weights") or {}
     if weights.get("type") != "int":
         return False
     bits = weights.get("num_bits")
     strategy = weights.get("strategy")
+    # A group's own format goes before the checkpoint's.
     stored_as = group.get("format") or checkpoint_format
     if stored_as == "pack-quantized":
         return bits in (4, 8) and strategy in ("channel", "group")
@@ -86,7 +88,7 @@ def e4m3_layers(config: Mapping[str, Any], checkpoint: Checkpoint) -> Layers:
 
 
 def _check_scales(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a weight has no scale, which would then count as 1."""
+    """Raise CheckpointError if a weight has no scale. A library would take it for 1."""
     for name, entry in checkpoint.tensors.items():
         if entry.dtype == "F8_E4M3" and f"{name}_scale" not in checkpoint.tensors:
             raise CheckpointError(f"{entry.file} lacks {name}_scale")
@@ -115,7 +117,8 @@ def _e4m3_contents(layer: str, checkpoint: Checkpoint) -> LayerContents | None:
     outputs, inputs = weight.shape
     one_scale = scale.shape in ([], [1], [1, 1])
     scale_per_output = scale.shape in ([outputs], [outputs, 1])
-    if not one_scale and not scale_per_output:  # one for each block or group
+    if not one_scale and not scale_per_output:
+        # There is one for each block or group.
         return None
     if outputs % ALIGNMENT or inputs % ALIGNMENT:
         return None

@@ -1,6 +1,6 @@
-"""The ways in which a checkpoint's quantized weights are read: one ``WeightFormat`` for each.
+"""The ways in which a checkpoint's quantized weights are read. Each is a ``WeightFormat``.
 
-``quantized_checkpoint`` chooses among them. GGUF files have their own, in ``gguf_weights``.
+``quantized_checkpoint`` chooses among them. The one for GGUF files is in ``gguf_weights``.
 """
 
 import logging
@@ -15,11 +15,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_torchao_available
 
-from jitney.execution.checkpoint import Checkpoint
+from jitney.errors import CheckpointError
+from jitney.execution.checkpoint import Checkpoint, StoredTensor
+from jitney.execution.quantized import QuantizedLinear
 from jitney.execution.weights import count_bytes
 from jitney.quantization.eight_bits import Fp8Linear
 from jitney.quantization.four_bits import Int4Linear
-from jitney.quantization.packed_integers import make_linear
+from jitney.quantization.packed_integers import has_int4_form, make_linear
 from jitney.quantization.stored_layers import Layers
 from jitney.quantization.torchao import TorchaoLinear, is_torchao
 from jitney.quantization.transformers_reading import (
@@ -33,9 +35,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class E4m3Weights:
-    """e4m3 of compressed-tensors whose bytes become ``fp8`` layers as they are.
+    """e4m3 of compressed-tensors. The stored bytes become ``fp8`` layers as they are.
 
-    A static scale of the activations is not used: one for each token is closer.
+    If the checkpoint has a static scale for activations, it is not used: a scale for each token is
+    more accurate.
     """
 
     checkpoint: Checkpoint
@@ -68,7 +71,7 @@ class E4m3Weights:
 
 @dataclass(frozen=True)
 class IntegerWeights:
-    """Weights that become integer layers of a CPU: what ``packed_integers`` makes of them."""
+    """Weights of which ``packed_integers`` makes layers of integers, for a CPU."""
 
     method: str
     """The checkpoint's ``quant_method``."""
@@ -85,58 +88,72 @@ class IntegerWeights:
 
     def needed_bytes(self, skeleton: PreTrainedModel) -> int:
         """See :class:`WeightFormat`, here and below."""
+        needed = self.checkpoint.num_bytes
         modules = dict(skeleton.named_modules())
-        added = [
-            self._added_bytes(contents, modules.get(name)) for name, contents in self.layers.items()
-        ]
-        return self.checkpoint.num_bytes + sum(added)
+        for name, contents in self.layers.items():
+            linear = modules.get(name)
+            # Another module is refused when the weights are read.
+            if isinstance(linear, nn.Linear):
+                needed += self._added_bytes(contents, linear)
+        return needed
 
-    def _added_bytes(self, contents: LayerContents, linear: nn.Module | None) -> int:
-        """What a layer takes beyond its packed weight in the file. A layer whose groups have
-        scattered inputs becomes one of 8 bits, also if the file has 4."""
-        packed = contents.get("qweight") or contents.get("weight_packed")
-        may_be_scattered = self._config.get("desc_act") or "weight_g_idx" in contents
-        if packed is None or not may_be_scattered or not isinstance(linear, nn.Linear):
+    def _added_bytes(self, contents: LayerContents, linear: nn.Linear) -> int:
+        """By how much the weight of the layer that is made is larger than the stored one. It is
+        where the file has 4 bits and the layer must have 8."""
+        packed = _first_of(contents, "qweight", "weight_packed")
+        scales = _first_of(contents, "scales", "weight_scale")
+        if packed is None or scales is None:
             return 0
+        groups = math.prod(scales.shape) // linear.out_features
+        may_be_scattered = bool(self._config.get("desc_act")) or "weight_g_idx" in contents
+        if has_int4_form(linear.in_features, groups) and not may_be_scattered:
+            return 0  # 4 bits stay 4 bits, and 8 bits stay 8
         stored_bytes = math.prod(packed.shape) * 4  # words of 32 bits
-        made_bytes = linear.in_features * linear.out_features
-        return max(0, made_bytes - stored_bytes)
+        bytes_of_8_bits = linear.in_features * linear.out_features
+        return max(0, bytes_of_8_bits - stored_bytes)
 
     def before_reading(self, hf_config: PreTrainedConfig) -> None:
         read_as_stored(hf_config, self.layers)
 
     def after_reading(self, module: PreTrainedModel) -> None:
-        plus_one = self._config.get("checkpoint_format") != "gptq_v2"
         group_sizes = self._group_sizes()
         made_as: Counter[str] = Counter()
         for name in self.layers:
-            linear: Any = module.get_submodule(name)
-            made = make_linear(
-                method=self.method,
-                stored={each: tensor.detach() for each, tensor in linear.named_parameters()},
-                inputs=linear.in_features,
-                dtype=self.dtype,
-                plus_one=plus_one,
-                group_sizes=group_sizes,
-            )
+            try:
+                made = self._make_linear(module.get_submodule(name), group_sizes)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name}: {error}") from None
             module.set_submodule(name, made)
             made_as["int4" if isinstance(made, Int4Linear) else "int8"] += 1
         remove_quantizer_marks(module)
         kinds = "; ".join(f"{count} computed as {kind}" for kind, count in made_as.items())
         _log_method(f"{self.method}, {len(self.layers)} linear layers: {kinds}")
 
+    def _make_linear(self, linear: Any, group_sizes: set[int]) -> QuantizedLinear:
+        """The layer of what was read into the parameters of ``linear``."""
+        return make_linear(
+            method=self.method,
+            stored={name: tensor.detach() for name, tensor in linear.named_parameters()},
+            inputs=linear.in_features,
+            dtype=self.dtype,
+            # GPTQ stores zero points less one. Its second version stores them as they are.
+            plus_one=self._config.get("checkpoint_format") != "gptq_v2",
+            group_sizes=group_sizes,
+        )
+
     def _group_sizes(self) -> set[int]:
-        """The sizes that the checkpoint's configuration names: for all layers, or for some."""
+        """The sizes of groups that the checkpoint's configuration names, for all layers or for
+        some."""
         config = self._config
-        sizes = {config.get("group_size")}
+        stated = [config.get("group_size")]
         for group in (config.get("config_groups") or {}).values():
             weights = group.get("weights") or {}
-            sizes.add(weights.get("group_size"))
-        return {size for size in sizes if size is not None}
+            stated.append(weights.get("group_size"))
+        return {size for size in stated if size is not None}
 
 
 class DecompressedWeights:
-    """Weights that the library compressed-tensors decompresses to the model's dtype."""
+    """Weights of compressed-tensors, which its own library decompresses to the model's dtype."""
 
     packed = ()
     in_place = True
@@ -150,14 +167,15 @@ class DecompressedWeights:
 
     def after_reading(self, module: PreTrainedModel) -> None:
         for parent, name, linear in _plain_linears(module):
-            setattr(parent, name, _without_additions(linear))
+            setattr(parent, name, _clean_copy(linear))
         remove_quantizer_marks(module)
         _log_method("compressed-tensors, decompressed while loading")
 
 
 @dataclass(frozen=True)
 class TorchaoWeights:
-    """torchao's tensors, which transformers and torchao put together, and torchao multiplies."""
+    """Weights of torchao. transformers and torchao read them as torchao's tensors, and torchao
+    multiplies these."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -182,19 +200,28 @@ class TorchaoWeights:
 
 
 def _plain_linears(module: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """(parent, name, layer) of each linear layer; the layer may be replaced meanwhile."""
+    """(parent, name, layer) of each linear layer. The caller may replace the layer at once."""
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
             if isinstance(child, nn.Linear):
                 yield parent, name, child
 
 
-def _without_additions(linear: nn.Linear) -> nn.Linear:
-    """The same layer without what a library added to it: its forward may be the library's."""
+def _clean_copy(linear: nn.Linear) -> nn.Linear:
+    """A layer with the same weight and bias, and nothing else. The library has added attributes to
+    ``linear``, and may have replaced its forward."""
     plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(linear.weight.detach(), requires_grad=False)
     plain.bias = linear.bias
     return plain
+
+
+def _first_of(contents: LayerContents, *names: str) -> StoredTensor | None:
+    """The first of these tensors that a layer has."""
+    for name in names:
+        if name in contents:
+            return contents[name]
+    return None
 
 
 def _log_method(what: str) -> None:

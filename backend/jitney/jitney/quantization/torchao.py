@@ -1,11 +1,11 @@
-"""Linear layers whose weights are torchao's tensors: int8 or int4 weights, 16- or 32-bit inputs.
+"""Linear layers whose weights are torchao's tensors: weights in int8 or int4, inputs as they are.
 
 torchao chooses the scales, packs the weights and multiplies. No other module imports it. Made by
 ``quantize`` (options ``int8`` and ``int4`` on a GPU) and ``stored_weights`` (checkpoints that
 torchao wrote).
 
 int8 has one scale for each output channel. int4 has a scale and a zero point for each group of
-inputs, and is packed for torch's own int4 product on a GPU, eight to a word.
+inputs. It is packed for torch's own int4 product on a GPU, eight values to a word of 32 bits.
 """
 
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from jitney.quantization.four_bits import group_size
 
 TorchaoKind = Literal["int8", "int4"]
 
-# Output channels and inputs of one tile of the packed int4 weight; what is not full is padded.
+# Output channels and inputs of one tile of the packed int4 weight. A tile that a weight does not
+# fill is padded.
 _TILE_OUTPUTS = 8
 _TILE_INPUTS = 1024
 
@@ -28,7 +29,8 @@ class TorchaoLinear(QuantizedLinear):
     """A :class:`QuantizedLinear` of any of torchao's kinds."""
 
     weight: Tensor
-    """A tensor of torchao's, [out_features, in_features] in what shape and dtype it reports."""
+    """A tensor of torchao's. It reports the shape [out_features, in_features], and a dtype of
+    floats."""
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -56,22 +58,23 @@ class TorchaoLinear(QuantizedLinear):
 
 
 def is_torchao(weight: object) -> bool:
-    """Whether a weight is one of torchao's tensors; does not import it."""
+    """Whether a weight is one of torchao's tensors. Does not import torchao."""
     if not isinstance(weight, Tensor):
         return False
     return any(base.__name__ == "TorchAOBaseTensor" for base in type(weight).__mro__)
 
 
 def packed_bytes(out_features: int, in_features: int, kind: TorchaoKind, dtype: torch.dtype) -> int:
-    """What a weight of ``dtype`` takes once it is quantized on a GPU."""
+    """Bytes that a weight of ``dtype`` takes once it is quantized on a GPU."""
     if kind == "int8":
-        scale_and_zero = 4 + 1
+        scale_and_zero = torch.float32.itemsize + torch.int8.itemsize
         return out_features * (in_features + scale_and_zero)
     rows = _round_up(out_features, _TILE_OUTPUTS)
     columns = _round_up(in_features, _TILE_INPUTS)
     groups = columns // group_size(in_features)
+    weight = rows * columns // 2
     scales_and_zeros = rows * groups * 2 * dtype.itemsize
-    return rows * columns // 2 + scales_and_zeros
+    return weight + scales_and_zeros
 
 
 def _round_up(size: int, tile: int) -> int:
@@ -79,7 +82,8 @@ def _round_up(size: int, tile: int) -> int:
 
 
 def _recipe(kind: TorchaoKind, in_features: int) -> Any:
-    """torchao's configuration. ``set_inductor_config`` would change options of the process."""
+    """torchao's configuration for a layer. ``set_inductor_config`` is False because it would change
+    options of the whole process."""
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
     if kind == "int8":

@@ -1,10 +1,12 @@
 """Has transformers read a layer's quantized tensors as they are stored.
 
-transformers gives a linear layer one parameter, its weight. A quantized checkpoint has several
-tensors in its place: packed integers, scales, zero points. Before a load, :func:`read_as_stored`
-tells transformers which layer has which, by way of its own interface for quantized checkpoints. The
-tensors are then parameters of the layer, under their own names, until ``stored_weights`` or
-``gguf_weights`` make a layer of ours of them.
+transformers gives a linear layer one parameter for its weight. A quantized checkpoint has several
+tensors in place of the weight: packed integers, scales, zero points. Before a load,
+:func:`read_as_stored` tells transformers which layer has which tensors, through transformers' own
+interface for quantized checkpoints. transformers then reads them as parameters of the layer, under
+the tensors' names. Afterwards ``stored_weights`` makes a layer of ours of these parameters.
+
+``gguf_weights`` names layers without tensors: transformers leaves them out.
 """
 
 from typing import Any
@@ -24,14 +26,14 @@ from jitney.quantization.e4m3 import E4M3
 _NAME = "jitney_stored"
 """The quantizer's name in transformers' registry."""
 _IGNORED = r"(\.k_scale|\.v_scale|input_scale|output_scale)$"
-"""Tensors that are not read: scales of a cache, and static scales of activations."""
+"""Tensors that are not read: scales of a KV cache, and static scales of activations."""
 
 _READ_AS = {
     "I32": torch.int32,
     "I64": torch.int64,
     "I8": torch.int8,
     "F8_E4M3": E4M3,
-    # Scales are few, and computed with in float32.
+    # Scales are few, and all computations with them are in float32.
     "F16": torch.float32,
     "BF16": torch.float32,
     "F32": torch.float32,
@@ -43,8 +45,8 @@ LayerContents = dict[str, StoredTensor]
 
 
 def read_as_stored(hf_config: PreTrainedConfig, layers: dict[str, LayerContents]) -> None:
-    """Tell transformers what to read for ``layers``, by their names, with the configuration that it
-    will load with."""
+    """Tell transformers what to read for ``layers``, by their names. ``hf_config`` is the
+    configuration that it will load the model with."""
     if _NAME not in AUTO_QUANTIZER_MAPPING:  # the registry belongs to the process
         register_quantization_config(_NAME)(_StoredConfig)
         register_quantizer(_NAME)(_StoredQuantizer)
@@ -52,8 +54,8 @@ def read_as_stored(hf_config: PreTrainedConfig, layers: dict[str, LayerContents]
 
 
 def remove_quantizer_marks(module: PreTrainedModel) -> None:
-    """Remove what transformers marks a quantized module with. The marks would keep it from being
-    moved or cast, and its configuration from being written."""
+    """Remove the attributes with which transformers marks a quantized module. With them, it refuses
+    to move or cast the module, or to write its configuration."""
     for mark in ("hf_quantizer", "quantization_method", "is_quantized"):
         vars(module).pop(mark, None)
     for mark in ("quantization_config", "_is_quantized"):
@@ -69,11 +71,12 @@ class _StoredConfig(QuantizationConfigMixin):
 
 
 class _StoredQuantizer(HfQuantizer):
-    """Gives layers the parameters that the checkpoint has. transformers makes it and calls it."""
+    """Gives layers the parameters that the checkpoint has. transformers makes and calls it."""
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         layers: dict[str, LayerContents] = self.quantization_config.layers  # type: ignore[attr-defined]
-        model._keys_to_ignore_on_load_unexpected = {_IGNORED}  # else it logs a table of them
+        # Without this, transformers logs a table of the tensors that it does not read.
+        model._keys_to_ignore_on_load_unexpected = {_IGNORED}
         modules = dict(model.named_modules())
         for name, contents in layers.items():
             linear = modules.get(name)
@@ -96,13 +99,15 @@ def _replace_weight(linear: Any, contents: LayerContents) -> None:
     linear.register_parameter("weight", None)
     for name, stored in contents.items():
         if name == "bias" and linear.bias is not None:
+            # The bias is not quantized, and the layer has its parameter already.
             continue
         tensor = torch.empty(stored.shape, dtype=_READ_AS[stored.dtype], device=device)
         setattr(linear, name, nn.Parameter(tensor, requires_grad=False))
 
 
 def _refuse_layer(model_type: str, name: str, contents: LayerContents, found: object) -> None:
-    """Raise UnsupportedModelError for quantized tensors of something that is no linear layer."""
+    """Raise UnsupportedModelError: the quantized tensors ``contents`` are of something that is no
+    linear layer."""
     tensors = [each for each in contents if each != "bias"]
     tensor = tensors[0] if tensors else "weight"
     kind = type(found).__name__
