@@ -1,12 +1,22 @@
 """LoRA adapters: read from PEFT's files, and kept in memory while requests use them.
 
-In front, ``text/intake.py`` checks that the folder of ``lora_name`` is there. In the engine a
-request whose adapter is not in memory waits (``engine/pending.py``), and a thread reads its files
-(``peft_files``). ``pool`` keeps a bounded set, by the adapters' names and the state of their files.
-The runner makes the loaded one, and the request's rows carry it.
+The way of a request that names an adapter:
 
-A step's tokens are spans of one adapter each. What computes the model adds each span's product, of
-its own rank: hooks on transformers' linear layers, or ``kernels/fused/adapted.py`` between fused
-modules. Where a step is one native call, two kernels stand before each product: x times A, then
-that times B. A step without spans takes the usual way.
+1. In front, ``text/intake.py`` checks that the folder of ``lora_name`` is there.
+2. In the engine, the request waits (``engine/pending.py``) until its adapter is in memory. ``pool``
+   keeps a bounded set of adapters, by their names and the state of their files.
+3. A thread reads the files of an adapter that is not in memory (``peft_files``). The runner makes
+   a ``LowRank`` of what was read.
+4. The request's rows carry that ``LowRank`` in every step.
+
+A step's tokens are divided into spans, each of one adapter. For each span, the adapter's own
+product is added to the results of the linear layers that it changes. Who adds it depends on how the
+step is computed:
+
+- by transformers' modules: hooks on the linear layers;
+- by fused modules: ``kernels/fused/adapted.py``, between them;
+- by one native call: two kernels before the product of each layer. One multiplies x by A, the other
+  multiplies the result by B, and the layer's product adds what they give.
+
+A step without spans is computed as if there were no adapters.
 """

@@ -1,8 +1,8 @@
 """Reads and checks an adapter's files in PEFT's format, and makes factors of them. Called by
 ``pool``.
 
-A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. Whatever would change the
-result and is not computed here is refused by name. PEFT itself is not needed.
+A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. A field that changes the
+result in a way that Jitney does not compute is refused by name. PEFT itself is not needed.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from safetensors import SafetensorError
@@ -25,9 +25,13 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
+_LARGEST = 1e308
+"""A number of the configuration is at most this: JSON has integers that no float can hold."""
+_POSITIVE = f"a number above 0 and at most {_LARGEST:g}"
+_WHOLE = f"a whole number above 0 and at most {_LARGEST:g}"
 
-# The values that a field may have. The first is what an absent field means. PEFT's other fields
-# matter for training alone, or the tensors' names and shapes say the same.
+# Field -> the values that it may have. The first one is the default of a field that is absent.
+# PEFT's other fields matter for training alone, or say what the tensors' names and shapes say.
 _ALLOWED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -40,7 +44,7 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
     "layer_replication": (None, []),
-    # PEFT's other ways to begin change the weights of the model itself.
+    # PEFT's other ways to initialise an adapter change the weights of the model itself.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
@@ -59,9 +63,9 @@ def read_adapter(
 ) -> tuple[str, dict[str, Factors]]:
     """The sha256 of the files, and factors in float32, by the layer's path.
 
-    Each file is read once, so that the sha256 is that of the very bytes which became the factors,
-    even if the files change meanwhile. Raises InvalidArgumentError for what is no adapter of this
-    model, or cannot be computed: it names the field or tensor, what it is and what it must be.
+    Each file is read once. So the sha256 is that of the bytes which became the factors, even if the
+    files change meanwhile. Raises InvalidArgumentError for files that are no adapter of this model,
+    or that cannot be computed: it names the field or tensor, its value and what it must be.
     """
     config_bytes = _read(folder, CONFIG)
     try:
@@ -76,7 +80,7 @@ def read_adapter(
     _check_config(config)
     factors = {}
     for path, pair in _by_layer(tensors, sites).items():
-        rank = int(_by_pattern(config.get("rank_pattern"), path, config["r"]))
+        rank = int(_by_pattern(config.get("rank_pattern"), path, default=config["r"]))
         _check_pair(path, pair, rank, sites[path], max_rank)
         factors[path] = _factors(path, pair, rank, config)
     return digest.hexdigest(), factors
@@ -104,34 +108,44 @@ def _parse_weights(data: bytes, folder: Path) -> dict[str, Tensor]:
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError for a field with a value that is not computed."""
     for name, allowed in _ALLOWED.items():
         default = allowed[0]
         value = config.get(name, default)
         if not any(_is_same(value, each) for each in allowed):
             bound = " or ".join(repr(each) for each in allowed)
             raise InvalidArgumentError.of(name, value, bound)
-    for name in ("r", "lora_alpha"):
-        value = config.get(name)
-        if not _is_positive(value):
-            raise InvalidArgumentError.of(name, value, "a number above 0")
-    for name in ("rank_pattern", "alpha_pattern"):
-        value = config.get(name) or {}
-        if not isinstance(value, dict) or not all(map(_is_positive, value.values())):
-            raise InvalidArgumentError.of(name, value, "an object of numbers above 0")
+    if not _is_rank(config.get("r")):
+        raise InvalidArgumentError.of("r", config.get("r"), _WHOLE)
+    if not _is_positive(config.get("lora_alpha")):
+        raise InvalidArgumentError.of("lora_alpha", config.get("lora_alpha"), _POSITIVE)
+    ranks = config.get("rank_pattern") or {}
+    if not isinstance(ranks, dict) or not all(map(_is_rank, ranks.values())):
+        raise InvalidArgumentError.of("rank_pattern", ranks, f"an object, each value {_WHOLE}")
+    alphas = config.get("alpha_pattern") or {}
+    if not isinstance(alphas, dict) or not all(map(_is_positive, alphas.values())):
+        raise InvalidArgumentError.of("alpha_pattern", alphas, f"an object, each value {_POSITIVE}")
 
 
 def _is_same(value: object, allowed: object) -> bool:
-    """Of one type, too: 0 is not False."""
+    """Whether both are equal and of one type. ``==`` alone takes 0 for False."""
     return type(value) is type(allowed) and value == allowed
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+def _is_positive(value: object) -> TypeGuard[float]:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value <= _LARGEST
+
+
+def _is_rank(value: object) -> bool:
+    """Whether it is a whole number above 0. 8.0 is one."""
+    return _is_positive(value) and value % 1 == 0
 
 
 def _by_pattern(pattern: Mapping[str, float] | None, path: str, default: float) -> float:
-    """The value of the first key that matches the end of ``path``, else ``default``. As in PEFT,
-    a key is a regular expression for one or more whole parts of the path."""
+    """The value of the first key that matches the end of ``path``, or ``default`` if none does. As
+    in PEFT, a key is a regular expression for one or more whole parts of the path."""
     for key, value in (pattern or {}).items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", path)
@@ -146,8 +160,8 @@ def _by_pattern(pattern: Mapping[str, float] | None, path: str, default: float) 
 
 
 def _by_layer(tensors: Mapping[str, Tensor], sites: Mapping[str, Site]) -> dict[str, _Pair]:
-    """The pair of each layer that the tensors name, by its path, in order."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """The pair of each layer that the tensors name, by the layer's path, sorted by that."""
+    of_kind: dict[str, dict[str, Tensor]] = {"A": {}, "B": {}}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name.removeprefix(_PREFIX))
         if match is None:
@@ -157,13 +171,16 @@ def _by_layer(tensors: Mapping[str, Tensor], sites: Mapping[str, Site]) -> dict[
         path, kind = match.groups()
         if path not in sites:
             raise _no_site(path, sites)
-        found.setdefault(path, {})[kind] = tensor
-    if not found:
+        of_kind[kind][path] = tensor
+
+    paths = of_kind["A"].keys() | of_kind["B"].keys()
+    if not paths:
         raise InvalidArgumentError(f"{WEIGHTS} holds no tensor")
-    return {path: _Pair(pair.get("A"), pair.get("B")) for path, pair in sorted(found.items())}
+    return {path: _Pair(of_kind["A"].get(path), of_kind["B"].get(path)) for path in sorted(paths)}
 
 
 def _no_site(path: str, sites: Mapping[str, Site]) -> InvalidArgumentError:
+    """The error for a layer that cannot have an adapter. It names the nearest one that can."""
     hint = nearest(path, sites)
     if not hint:
         names = sorted({each.rpartition(".")[2] for each in sites})
@@ -172,7 +189,7 @@ def _no_site(path: str, sites: Mapping[str, Site]) -> InvalidArgumentError:
 
 
 def _check_pair(path: str, pair: _Pair, rank: int, site: Site, max_rank: int) -> None:
-    """Raise InvalidArgumentError for a rank, shape or value that is not what it must be."""
+    """Raise InvalidArgumentError for a rank out of bounds, or a pair that does not have it."""
     if not 1 <= rank <= max_rank:
         raise InvalidArgumentError.of(f"r of {path}", rank, f"from 1 to {max_rank}")
     _check_tensor(f"{path}.lora_A.weight", pair.a, (rank, site.inputs))
@@ -180,19 +197,26 @@ def _check_pair(path: str, pair: _Pair, rank: int, site: Site, max_rank: int) ->
 
 
 def _check_tensor(name: str, tensor: Tensor | None, shape: tuple[int, int]) -> None:
-    found = None if tensor is None else tuple(tensor.shape)
-    if tensor is None or found != shape:
-        raise InvalidArgumentError.of(f"the shape of {name}", found, str(shape))
+    """Raise InvalidArgumentError for a tensor that is missing, or has another shape or values that
+    are not finite."""
+    if tensor is None:
+        raise InvalidArgumentError.of(f"the shape of {name}", None, str(shape))
+    if tuple(tensor.shape) != shape:
+        raise InvalidArgumentError.of(f"the shape of {name}", tuple(tensor.shape), str(shape))
     if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
         raise InvalidArgumentError(f"{name} must hold finite numbers of floating point")
 
 
 def _factors(path: str, pair: _Pair, rank: int, config: Mapping[str, Any]) -> Factors:
-    """The factors of a checked pair, with the adapter's scale in B."""
+    """The factors of a checked pair. B is multiplied by the adapter's scale. Raises
+    InvalidArgumentError if that makes a value infinite."""
     assert pair.a is not None
     assert pair.b is not None
-    alpha = _by_pattern(config.get("alpha_pattern"), path, config["lora_alpha"])
+    alpha = _by_pattern(config.get("alpha_pattern"), path, default=config["lora_alpha"])
     # Rank-stabilized LoRA (Kalajdzievski 2023) divides by the root of the rank.
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     scaled_b = pair.b.float() * (alpha / divisor)
+    if not bool(torch.isfinite(scaled_b).all()):
+        bound = "so small that lora_B times it stays finite in float32"
+        raise InvalidArgumentError.of(f"lora_alpha of {path}", alpha, bound)
     return Factors(a=pair.a.float(), b=scaled_b.T.contiguous())

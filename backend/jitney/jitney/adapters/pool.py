@@ -1,15 +1,15 @@
-"""The adapters that are in memory, a bounded number: an ``engine.pending.Source``.
+"""Keeps a bounded number of adapters in memory: an ``engine.pending.Source``.
 
-An adapter is in use while a request that names it is open. If a new one needs room, the unused one
-that was used longest ago makes way. If all are in use, the request waits for room.
+An adapter is in use while a request that names it is open. When there is no room for a new adapter,
+the unused one that was used longest ago is evicted. If all are in use, the request waits for room.
 
-So a request that names an adapter is in one of three states:
+So a request that names an adapter is in one of three states. Its key is found in:
 
-| state | it is a key of |
-|---|---|
-| it waits for room | ``_queue`` and ``_since`` |
-| its adapter is being loaded | ``_entry_of`` and ``_since`` |
-| its adapter is there, or could not be loaded | ``_entry_of`` |
+| state | ``_queue`` | ``_entry_of`` | ``_since`` |
+|---|---|---|---|
+| it waits for room | yes | | yes |
+| its adapter is being loaded | | yes | yes |
+| its adapter is in memory, or could not be loaded | | yes | |
 """
 
 import logging
@@ -30,14 +30,14 @@ _log = logging.getLogger(__name__)
 ReadAdapter = Callable[[str], LowRank]
 """Reads the adapter of a name. Raises InvalidArgumentError."""
 Stamp = Callable[[str], tuple[int, ...]]
-"""What the files of an adapter look like: it changes once they are written anew."""
+"""Name of an adapter -> numbers that differ once its files are written anew."""
 _Id = tuple[str, tuple[int, ...]]
-"""A name and its stamp: an adapter whose files were written anew is another one."""
+"""A name and its stamp. When files are written anew, the same name stands for another adapter."""
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
-    """An adapter that is in memory, or on its way there."""
+    """An adapter that is in memory, or is being loaded."""
 
     id: _Id
     result: LowRank | JitneyError | None = None
@@ -50,20 +50,23 @@ class Adapters:
     """See the module's docstring."""
 
     def __init__(self, load: ReadAdapter, stamp: Stamp, most: int, patience: float) -> None:
-        """Keeps at most ``most`` in memory. A request whose adapter is there may pass those that
-        wait for room, until the first of them has waited for ``patience`` seconds."""
+        """Keeps at most ``most`` in memory. A request whose adapter is in memory may pass those
+        that wait for room, until the first of these has waited for ``patience`` seconds."""
         self._load = load
         self._stamp = stamp
         self._most = most
         self._patience = patience
-        self._entries: OrderedDict[_Id, _Entry] = OrderedDict()  # the one used longest ago first
-        # Request's key -> its adapter. One that could not be loaded is here alone.
+        # The one used longest ago comes first.
+        self._entries: OrderedDict[_Id, _Entry] = OrderedDict()
+        # Request's key -> its adapter. An adapter that could not be loaded is no longer among
+        # ``_entries``, but its requests still find the error here.
         self._entry_of: dict[int, _Entry] = {}
         # Request's key -> name of its adapter, first come first.
         self._queue: dict[int, str] = {}
-        # Key -> when the request began to wait, for room or for a load.
+        # Request's key -> when it began to wait, for room or for a load.
         self._since: dict[int, float] = {}
-        self._new: list[_Id] = []  # to be loaded, and not handed out by ``to_make`` yet
+        # Adapters to be loaded that :meth:`to_make` has not returned yet.
+        self._new: list[_Id] = []
         # Figures since the last report.
         self._hits = 0
         self._loads = 0
@@ -112,12 +115,12 @@ class Adapters:
         self._loads += 1
         if isinstance(result, JitneyError):
             # The files may be repaired, so the next request tries again. Those that waited for this
-            # load get the error from their own reference to the entry.
+            # load get the error from ``_entry_of``.
             del self._entries[id]
-        ready = sorted(key for key in entry.users if key in self._since)
+        ready = sorted(entry.users)
         for key in ready:
             self._end_wait(key, now)
-        return ready + self._fill(now)
+        return ready + self._assign_room(now)
 
     def get(self, key: int) -> LowRank:
         result = self._entry_of[key].result
@@ -133,7 +136,7 @@ class Adapters:
             entry = self._entry_of.pop(key, None)
             if entry is not None:
                 entry.users.discard(key)
-        return self._fill(now)
+        return self._assign_room(now)
 
     def report(self, stats: StepStats) -> None:
         resident = [entry for entry in self._entries.values() if entry.result is not None]
@@ -148,16 +151,17 @@ class Adapters:
     # ------------------------------------------------------------------ room
 
     def _must_queue(self, now: float) -> bool:
-        """Whether a new request must wait behind those in the queue: the first of them has lost
-        patience."""
+        """Whether a new request must wait behind those in the queue, because the first of them has
+        waited too long."""
         if not self._queue:
             return False
         first = next(iter(self._queue))
         return now - self._since[first] > self._patience
 
     def _find_or_add(self, name: str) -> _Entry | None:
-        """The entry of a name, now the one used last. If there is none, a new one that is to be
-        loaded; another adapter may be dropped for it. None: there is no room."""
+        """The entry of a name, which now counts as the one used last. A name without an entry gets
+        one, which is then to be loaded; an unused adapter may be evicted for it. None: there is no
+        room."""
         id = (name, self._stamp(name))
         entry = self._entries.get(id)
         if entry is None:
@@ -170,17 +174,17 @@ class Adapters:
         return entry
 
     def _evict(self) -> bool:
-        """Drop the unused adapter that was used longest ago, if there is one. One that is being
-        loaded stays."""
+        """Evict the unused adapter that was used longest ago. An adapter that is being loaded
+        stays. Returns whether one was evicted."""
         for entry in self._entries.values():
             if entry.result is not None and not entry.users:
                 del self._entries[entry.id]
                 return True
         return False
 
-    def _fill(self, now: float) -> list[int]:
-        """Assign what room there is to the requests that wait for it, in order. Returns those whose
-        wait is over by that, as their adapter is in memory already."""
+    def _assign_room(self, now: float) -> list[int]:
+        """Give the requests that wait for room an entry each, in order, as long as there is room.
+        Returns those whose adapter is in memory already: they wait no longer."""
         ready: list[int] = []
         while self._queue:
             key, name = next(iter(self._queue.items()))
@@ -195,15 +199,17 @@ class Adapters:
         return ready
 
     def _assign(self, key: int, entry: _Entry) -> None:
+        """The request uses this adapter, until it is released."""
         entry.users.add(key)
         self._entry_of[key] = entry
 
     def _end_wait(self, key: int, now: float) -> None:
+        """The request waits no longer. Its wait is counted for the report."""
         self._wait_seconds += now - self._since.pop(key)
 
 
 def make_pool(config: EngineConfig, runner: TorchRunner) -> Adapters:
-    """The pool of a loaded model, whose option ``adapters`` is set."""
+    """The pool of a loaded model. The option ``adapters`` is set."""
     assert config.adapters is not None
     root = Path(config.adapters)
 
@@ -216,7 +222,8 @@ def make_pool(config: EngineConfig, runner: TorchRunner) -> Adapters:
         for file in (CONFIG, WEIGHTS):
             try:
                 status = (root / name / file).stat()
-            except OSError:  # a missing file: loading it says so
+            except OSError:
+                # A missing file: the error of the load will say so.
                 continue
             found += [status.st_mtime_ns, status.st_size, status.st_ino]
         return tuple(found)
