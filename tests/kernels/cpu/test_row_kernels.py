@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("numba")
 
 from jitney.kernels.cpu.layer_kernels import CpuLayerKernels
-from jitney.kernels.fused.forms import AttentionForm, NormForm
+from jitney.kernels.fused.forms import AttentionForm, HeadNorms, NormForm
 from jitney.kernels.fused.trial import relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
@@ -80,7 +80,7 @@ def test_rotation(dtype, kernels, head_size, rotary, tokens, norms) -> None:
     wide = norms == "of all heads"
     sizes = [heads * head_size if wide else head_size for heads in (query_heads, key_heads)]
     scales = [normal(size, seed=3 + i) for i, size in enumerate(sizes)]
-    forms = None if norms == "none" else tuple(NormForm(scale, 1e-5) for scale in scales)
+    forms = None if norms == "none" else HeadNorms(*(NormForm(scale, 1e-5) for scale in scales))
     form = AttentionForm(0, query_heads, key_heads, head_size, 1.0, None, None, None, forms)
     rotate = kernels.attention(form).rotate
     heads = query_heads + 2 * key_heads

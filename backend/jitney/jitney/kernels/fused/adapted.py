@@ -1,9 +1,9 @@
 """A step with LoRA adapters, through a model that is fused as a whole. Built by ``fuse``.
 
-The product of an adapter is added to that of the linear layer it belongs to, before anything is
-computed from it: the rotary embedding, the sum with the residual, the activation. A step with
-adapters therefore calls the parts of a fused layer one by one. Steps without adapters go the
-model's usual way.
+An adapter's product is added to the result of a linear layer, before anything else is computed from
+that result: the rotary embedding, the activation, the sum with the residual. Fused modules compute
+these together with the linear layer. So a step with adapters calls the parts of a fused layer one
+by one. Steps without adapters go the model's usual way.
 """
 
 from collections.abc import Mapping
@@ -21,26 +21,31 @@ from jitney.kernels.fused.whole_model import FusedForward, Places
 
 
 def find_places(model: FusedForward, sites: Mapping[str, Site]) -> list[Places]:
-    """By decoder layer."""
+    """What adapters may change in each decoder layer: those of ``sites`` that are joined into its
+    four products."""
     places = []
     for number, layer in enumerate(model.layers):
         attention = f"model.layers.{number}.self_attn."
         mlp = f"model.layers.{number}.mlp."
-        is_fused = isinstance(layer.mlp, FusedMLP)  # one that is called as it is has no adapters
-        gate_up = ("gate_proj", "up_proj", "gate_up_proj")
+        gated: list[Part] = []
+        down: list[Part] = []
+        # An MLP that is not fused is called as it is: adapters cannot change it.
+        if isinstance(layer.mlp, FusedMLP):
+            gated = _parts(sites, mlp, "gate_proj", "up_proj", "gate_up_proj")
+            down = _parts(sites, mlp, "down_proj")
         found = Places(
             qkv=_parts(sites, attention, "q_proj", "k_proj", "v_proj", "qkv_proj"),
             output=_parts(sites, attention, "o_proj"),
-            gated=_parts(sites, mlp, *gate_up) if is_fused else [],
-            down=_parts(sites, mlp, "down_proj") if is_fused else [],
+            gated=gated,
+            down=down,
         )
         places.append(found)
     return places
 
 
 def _parts(sites: Mapping[str, Site], prefix: str, *names: str) -> list[Part]:
-    """Those of ``names`` that are sites, with the columns that they have in the result of the fused
-    layer: one behind the other, in this order."""
+    """The sites among ``names`` as parts of one product. Their results stand side by side in its
+    result, in the order of ``names``."""
     found: list[Part] = []
     first = 0
     for name in names:
@@ -56,6 +61,7 @@ class AdaptedForward:
     """An ``interface.StepFunction`` around a fused model."""
 
     def __init__(self, model: FusedForward, sites: Mapping[str, Site]) -> None:
+        """``sites``: the linear layers of the module as it was loaded."""
         self._model = model
         self._places = find_places(model, sites)
         reached: set[str] = set()
@@ -63,7 +69,7 @@ class AdaptedForward:
             for parts in places:
                 reached.update(part.path for part in parts)
         self.sites = {path: site for path, site in sites.items() if path in reached}
-        """Those that adapters may change: not inside of an MLP that is called as it is."""
+        """Those that adapters may change."""
         self.pack, self.program = model.kernels.adapted(model, self._places)
 
     @torch.inference_mode()
@@ -79,32 +85,39 @@ class AdaptedForward:
             if logits is not None:
                 return model.cap(logits)
 
-        angles = model.angles(positions)
+        cos_sin = model.cos_sin(positions)
         add = plain_products(paged.meta.adapted)
         residual: Tensor = model.embed(ids)
         layers = zip(model.layers, model.table_of_layer, self._places, strict=True)
         for layer, table, places in layers:
-            residual = _run_layer(layer, residual, angles[table], paged, places, add)
+            residual = _run_layer(
+                layer=layer,
+                residual=residual,
+                cos_sin=cos_sin[table],
+                paged=paged,
+                places=places,
+                add=add,
+            )
         return model.cap(model.head(model.norm(residual[rows])))
 
 
 def _run_layer(
     layer: FusedDecoderLayer,
     residual: Tensor,
-    angles: CosSin,
+    cos_sin: CosSin,
     paged: PagedStep,
     places: Places,
     add: AddProducts,
 ) -> Tensor:
-    """The residual [T, hidden size] behind a layer."""
+    """The residual [T, hidden size] after a layer. ``add`` adds what the step's adapters give."""
     norms = layer.norms
     x = _normed(norms.attention, residual)
-    attended = _attend(layer.self_attn, x, angles, paged, places, add)
+    attended = _attend(layer.self_attn, x=x, cos_sin=cos_sin, paged=paged, places=places, add=add)
     residual = residual + _normed(norms.attended, attended)
 
     x = _normed(norms.mlp, residual)
     if isinstance(layer.mlp, FusedMLP):
-        out = _run_mlp(layer.mlp, x, places, add)
+        out = _run_mlp(layer.mlp, x=x, places=places, add=add)
     else:
         out = call_mlp(layer.mlp, x)
     return residual + _normed(norms.mixed, out)
@@ -117,24 +130,26 @@ def _normed(norm: Norm, x: Tensor) -> Tensor:
 def _attend(
     attention: FusedAttention,
     x: Tensor,
-    angles: CosSin,
+    cos_sin: CosSin,
     paged: PagedStep,
     places: Places,
     add: AddProducts,
 ) -> Tensor:
+    """The output of attention [T, hidden size]."""
     qkv = attention.qkv(x)
     add(places.qkv, x, qkv)
-    heads = attention.kernel(qkv, *angles, paged).reshape(len(x), -1)
+    heads = attention.kernel(qkv, *cos_sin, paged).reshape(len(x), -1)
     out: Tensor = attention.output(heads)
     add(places.output, heads, out)
     return out
 
 
 def _run_mlp(mlp: FusedMLP, x: Tensor, places: Places, add: AddProducts) -> Tensor:
+    """The output of an MLP [T, hidden size]."""
     gated: Any = mlp.gated
     if places.gated:
-        # The activation is computed inside of ``gated``. Its method ``plus`` adds the second
-        # argument to gate and up before that.
+        # ``gated`` computes the activation as well, but adapters change gate and up before that.
+        # Its method ``plus`` takes what is to be added to them.
         from_adapters = x.new_zeros(len(x), places.gated[-1].last)
         add(places.gated, x, from_adapters)
         inner = gated.plus(x, from_adapters)

@@ -1,13 +1,14 @@
-"""What a layer computes, described so that a device can give a kernel for it.
+"""What the parts of a layer compute, written down so that a device can give functions for them.
 
-``fuse`` fills these forms from a model's modules; a device's :class:`LayerKernels` makes functions
-of them; ``layers`` and ``whole_model`` are built of these functions.
+A *form* describes one computation. ``fuse`` fills in forms from a model's modules. A device's
+:class:`LayerKernels` makes a function of each form. ``layers`` and ``whole_model`` are built of
+these functions. Tensors of T tokens are [T, width].
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,23 +25,37 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Misfit(Exception):
-    """A candidate lacks something, or computes something else. The text says what."""
+    """A module cannot be replaced. The text says why: what it lacks, or what differs."""
+
+
+# ------------------------------------------------------------------ forms
 
 
 @dataclass(frozen=True)
 class NormForm:
-    """An RMS norm: x / sqrt(mean(x²) + epsilon) * scale over the last dimension (Zhang and Sennrich
-    2019)."""
+    """An RMS norm (Zhang and Sennrich 2019), over the last dimension:
+    ``x / sqrt(mean(x²) + epsilon) * scale``."""
 
     scale: Tensor
-    """float32, contiguous; the weight, or 1 + the weight."""
+    """float32, contiguous. It is the module's weight, or 1 + the weight."""
     epsilon: float
+
+
+class HeadNorms(NamedTuple):
+    """The norms of query and key before the rotary embedding. Both have the same epsilon.
+
+    Either both normalise each head by itself, and their scales are [head size]; or both normalise
+    all heads of a token together, and their scales are [heads * head size].
+    """
+
+    query: NormForm
+    key: NormForm
 
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """How a layer calls attention: what an :class:`interface.AttentionCall` has beside tensors, and
-    the norms before it."""
+    """The attention of a layer, from the product that gives query, key and value: the norms of the
+    heads, and the constant arguments of the :class:`interface.AttentionCall`."""
 
     layer: int
     query_heads: int
@@ -50,14 +65,27 @@ class AttentionForm:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    norms: tuple[NormForm, NormForm] | None = None
-    """Of query and key before they are rotated: of each head, with one epsilon, or of all heads
-    together."""
+    norms: HeadNorms | None = None
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> "AttentionForm":
+        """The form of a layer without norms that makes this call."""
+        _, query_heads, head_size = call.query.shape
+        return cls(
+            layer=call.layer,
+            query_heads=query_heads,
+            key_heads=call.key.shape[1],
+            head_size=head_size,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
 
     @property
     def wide_norms(self) -> bool:
-        """Whether norms are of all heads together."""
-        return self.norms is not None and self.norms[0].scale.numel() > self.head_size
+        """Whether there are norms, and they normalise all heads together."""
+        return self.norms is not None and self.norms.query.scale.numel() > self.head_size
 
     @property
     def qkv_heads(self) -> tuple[int, int, int]:
@@ -65,7 +93,8 @@ class AttentionForm:
         return self.query_heads, self.key_heads, self.key_heads
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [T, heads, head size] of all heads side by side."""
+        """Query, key and value, each [T, its heads, head size]. ``qkv`` is [T, all heads * head
+        size]: the heads of query, then those of key, then those of value."""
         heads = qkv.view(qkv.shape[0], -1, self.head_size)
         query, key, value = heads.split_with_sizes(self.qkv_heads, 1)
         return query, key, value
@@ -84,18 +113,22 @@ class AttentionForm:
         )
 
 
+# ------------------------------------------------------------------ functions of a device
+
 RowFunction = Callable[[Tensor], Tensor]
-"""Of each row of [..., width] by itself: a norm's kernel, or a product."""
+"""A function of each row by itself, such as a norm or a product: x [..., width] -> [..., width of
+the result]."""
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, PagedFunction], Tensor]
-"""(qkv [T, all heads * head size], which it may overwrite; cos [T, R]; sin [T, R]; attention) ->
-[T, heads, head size]"""
+"""(qkv, cos, sin, attention) -> [T, query heads, head size]. qkv is that of
+:meth:`AttentionForm.split`, and may be overwritten. cos and sin are [T, R]."""
 EndBranch = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(x, the input of a branch's last product; the residual; indices of rows, or None for all) ->
-(norm of the sum, the sum), of these rows alone. See :meth:`LayerKernels.end_branch`."""
+"""(x, residual, rows) -> (normed sum, sum). x is the input of the branch's last product. ``rows``
+are the indices of the tokens whose results are asked for; None: all. See
+:meth:`LayerKernels.end_branch`."""
 
 
 class FusedNorm(nn.Module):
-    """A norm of its input [..., width]."""
+    """An RMS norm of x [..., width]."""
 
     def __init__(self, form: NormForm, kernel: RowFunction) -> None:
         super().__init__()
@@ -103,12 +136,11 @@ class FusedNorm(nn.Module):
         self.kernel = kernel
 
     def forward(self, x: Tensor) -> Tensor:
-        """x is [..., width]."""
         return self.kernel(x)
 
 
 Norm = FusedNorm | None
-"""None where a layer has none."""
+"""A norm of a layer; None if the layer does not have it."""
 
 
 class LayerKernels(Protocol):
@@ -122,12 +154,23 @@ class LayerKernels(Protocol):
         """The norm of x [..., width]."""
 
     def linear(self, products: Sequence[Any], activation: Activation | None = None) -> nn.Module:
-        """One layer that gives the results of all side by side; with an activation, they are those
-        of gate and up, and it gives ``activation(gate(x)) * up(x)``."""
+        """One layer for several linear layers of the same input. It gives their results side by
+        side.
+
+        With an activation, ``products`` are gate and up, merged or not. The layer then gives
+        ``activation(gate(x)) * up(x)``, and has a method ``plus(x, other)``, which adds ``other``
+        to the results of gate and up, side by side, before the activation.
+        """
 
     def attention(self, form: AttentionForm) -> AttentionKernel:
-        """Norms and rotary embedding of the heads, then attention."""
+        """The norms of the heads, the rotary embedding, and attention."""
 
     def end_branch(self, product: RowFunction, branch_norm: Norm, norm: Norm) -> EndBranch:
-        """The end of a residual branch: sum = residual + branch_norm(product(x)), then norm(sum).
-        A norm that is None is left out: without ``norm``, the function gives the sum twice."""
+        """The end of a residual branch: all that follows the input of its last product::
+
+            sum = residual + branch_norm(product(x))
+            normed = norm(sum)
+
+        ``norm`` is that with which the next branch begins. A norm that is None is left out; without
+        ``norm``, ``normed`` is the sum.
+        """

@@ -1,29 +1,27 @@
-"""The search of a loaded model for modules that fused ones can replace.
+"""Looks for modules of a loaded model that fused ones can replace. The package's docstring explains
+how, with an example.
 
-A fused module is built from each candidate (see ``recognise``), and both are run on the same random
-input (``trial``). Only what agrees is replaced; the rest stays as it was, and the report says why.
-The largest first: whole decoder layers, then gated MLPs, then RMS norms. If all layers of a causal
-model could be replaced, the whole of it is fused too (``whole_model``).
+Called by a device's accelerator, which gives the kernels.
 """
 
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from jitney.execution.interface import AttentionCall, LoadedModel
+from jitney.execution.interface import LoadedModel
 from jitney.execution.probe import embedding_weight
 from jitney.execution.quantized import coarse_layers, find_children
 from jitney.kernels.fused.adapted import AdaptedForward
-from jitney.kernels.fused.forms import AttentionForm, FusedNorm, Misfit, NormForm
+from jitney.kernels.fused.forms import AttentionForm, FusedNorm, HeadNorms, Misfit, Norm, NormForm
 from jitney.kernels.fused.layers import FusedAttention, FusedDecoderLayer, FusedMLP, LayerNorms
 from jitney.kernels.fused.recognise import (
-    Children,
+    AttentionChildren,
     attention_children,
     is_norm,
     known_activation,
@@ -35,44 +33,47 @@ from jitney.kernels.fused.trial import (
     LAYER_SCALES,
     MODULE_SCALES,
     NORM_SCALES,
-    Angles,
+    Arguments,
     Checker,
-    record_calls,
-    run_alone,
-    run_trial,
+    MarkedCosSin,
+    record_arguments,
+    run_model,
+    run_module,
 )
 from jitney.kernels.fused.whole_model import FusedForward, ModelKernels
 
 _log = logging.getLogger(__name__)
 
 _SURPLUS = 64
-"""Positions beyond the longest sequence: a step may be launched before its end is known."""
+"""Positions of a rotary table beyond the longest sequence: a step may be launched before it is
+known that a sequence has ended."""
 
 
 @dataclass
 class FuseReport:
-    """What was replaced, and what kept other modules from it."""
+    """What was replaced, and why other modules stayed as they were."""
 
     swapped: Counter[str] = field(default_factory=Counter)
-    """Kind of module -> how many: those inside of replaced layers are not counted."""
+    """Kind of module -> how many were replaced. Modules inside of a replaced layer do not count."""
     forward: FusedForward | None = None
-    """The whole model, if all of it could be fused."""
+    """The whole model. None if not all of it could be fused."""
     added_bytes: int = 0
     """Memory beyond what the module took before."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Why something stayed as it was -> how often."""
+    """Reason why modules stayed as they were -> how many."""
 
     def kept(self, what: str, reason: str) -> None:
-        """Count a module that stays."""
+        """Count a module that stays as it was. ``what`` is its kind."""
         self.reasons[f"{what}: {reason}"] += 1
 
     def applied(self, model: LoadedModel) -> LoadedModel:
-        """``model`` with its new forward and size; the log says what was done."""
+        """``model`` with its new size, and with its new forward if there is one. Logs what was
+        replaced."""
         self._log()
         faster = replace(model, weight_bytes=model.weight_bytes + self.added_bytes)
         if self.forward is None:
             return faster
-        if not model.sites:
+        if not model.sites:  # no adapters
             return replace(faster, forward=self.forward, fused=True)
         adapted = AdaptedForward(self.forward, model.sites)
         return replace(faster, forward=adapted, fused=True, sites=adapted.sites, pack=adapted.pack)
@@ -89,23 +90,29 @@ class FuseReport:
 def fuse(
     module: PreTrainedModel, kernels: ModelKernels, length: int, *, norms_alone: bool = False
 ) -> FuseReport:
-    """Replace whatever fits in ``module``, on the device it is on; ``length`` is that of the
-    longest sequence.
+    """Replace what can be replaced in ``module``, on the device that it is on. ``length`` is that
+    of the longest sequence.
 
-    Never fails on a model that does not fit: then nothing is replaced. Memory beyond the module's
-    own is that of one layer, as each is freed when its successor is there.
+    ``norms_alone``: replace nothing but norms, which is what option ``batch_invariant`` needs
+    without option ``fuse``. Never fails on a model: at worst, nothing is replaced. It takes memory
+    for one layer beyond the module's own, as each module is freed once it is replaced.
     """
     with torch.inference_mode():
         fuser = _Fuser(module, kernels, length)
         report = fuser.report
+        # The largest modules first: what is inside of a replaced one is not found any more.
+        if not norms_alone:
+            swap_children(
+                module, what="layer", fits=layer_children, build=fuser.build_layer, report=report
+            )
+            swap_children(
+                module, what="gated MLP", fits=mlp_children, build=fuser.build_mlp, report=report
+            )
+        swap_children(module, what="norm", fits=is_norm, build=fuser.build_norm, report=report)
         if norms_alone:
-            swap_children(module, "norm", is_norm, fuser.norm, report)
             return report
-        swap_children(module, "layer", layer_children, fuser.layer, report)
-        swap_children(module, "gated MLP", mlp_children, fuser.mlp, report)
-        swap_children(module, "norm", is_norm, fuser.norm, report)
         try:
-            report.forward = fuser.forward()
+            report.forward = fuser.fuse_model()
         except Misfit as misfit:
             report.kept("model", str(misfit))
     return report
@@ -118,9 +125,12 @@ def swap_children(
     build: Callable[[Any], nn.Module],
     report: FuseReport,
 ) -> None:
-    """Replace each module that ``fits`` by what ``build`` makes of it."""
+    """Replace each module below ``module`` that ``fits`` by what ``build`` makes of it. A module
+    for which ``build`` raises Misfit stays. ``what`` is the kind of these modules."""
     found = deque(find_children(module, fits).items())
-    while found:  # taken out, so that what was replaced is freed before the next one is built
+    while found:
+        # Taken out of ``found``: nothing here may hold a module that has been replaced, so that it
+        # is freed before the next one is built.
         child, parents = found.popleft()
         try:
             fused = build(child)
@@ -132,9 +142,25 @@ def swap_children(
             setattr(parent, name, fused)
 
 
+class _LayerRotary(NamedTuple):
+    """Where a layer's cos and sin come from. Layers for which these are equal share a table."""
+
+    rotary: Rotary
+    half: bool
+    """Whether it gives half of cos and sin: see ``rotary``."""
+
+
+class _ModelParts(NamedTuple):
+    """What the forward pass of a model calls before its head."""
+
+    embed: nn.Module
+    layers: list[FusedDecoderLayer]
+    norm: FusedNorm
+
+
 class _Fuser:
-    """One search of one model. Each method builds what may replace a module, and raises Misfit if
-    it does not compute the same."""
+    """Builds fused modules for one model, and proves them. Each method raises Misfit if the module
+    cannot be replaced."""
 
     def __init__(self, module: PreTrainedModel, kernels: ModelKernels, length: int) -> None:
         self.report = FuseReport()
@@ -142,194 +168,222 @@ class _Fuser:
         self._config: Any = module.config
         self._kernels = kernels
         self._length = length
+        # A tensor of the model's dtype and device.
         self._like = embedding_weight(module).new_zeros(1)
         self._checker = Checker(self._like, coarse=bool(coarse_layers(module)))
-        self._calls = record_calls(module, _is_called_with_angles)
-        self._rotaries: dict[FusedDecoderLayer, Rotary] = {}
+        self._arguments = record_arguments(module, _takes_cos_and_sin)
+        # Of the fused layers whose cos and sin a table can give.
+        self._rotary_of: dict[FusedDecoderLayer, _LayerRotary] = {}
 
     # ------------------------------------------------------------------ norms and MLPs
 
-    def norm(self, norm: Any) -> FusedNorm:
-        """An RMS norm. Whether it multiplies by its weight or by 1 + weight is found by trying
-        both."""
+    def build_norm(self, norm: Any) -> FusedNorm:
+        """For an RMS norm."""
+        # Architectures have one of two names for it.
         epsilon = vars(norm).get("variance_epsilon", vars(norm).get("eps"))
         if not isinstance(epsilon, float):
             raise Misfit("it has no epsilon")
         weight = norm.weight.detach().float()
+        # Some norms multiply by their weight, others by 1 + weight. The proof tells which it is.
         try:
-            return self._norm_with(norm, weight, epsilon)
+            return self._norm_with_scale(norm, weight, epsilon)
         except Misfit:
-            return self._norm_with(norm, 1.0 + weight, epsilon)
+            return self._norm_with_scale(norm, 1.0 + weight, epsilon)
 
-    def _norm_with(self, norm: nn.Module, scale: Tensor, epsilon: float) -> FusedNorm:
+    def _norm_with_scale(self, norm: nn.Module, scale: Tensor, epsilon: float) -> FusedNorm:
         form = NormForm(scale.contiguous(), epsilon)
         fused = FusedNorm(form, self._kernels.norm(form))
-        self._checker.check(norm, fused, width=scale.numel(), scales=NORM_SCALES, call={})
+        self._checker.check(norm, fused, width=scale.numel(), scales=NORM_SCALES, arguments={})
         return fused
 
-    def mlp(self, mlp: nn.Module) -> FusedMLP:
-        """A gated MLP."""
+    def _build_norm_if_any(self, norm: nn.Module | None) -> Norm:
+        return None if norm is None else self.build_norm(norm)
+
+    def build_mlp(self, mlp: nn.Module) -> FusedMLP:
+        """For a gated MLP."""
         children = mlp_children(mlp)
         assert children is not None
-        *gate_up, down = children.products
-        activation = known_activation(children.others[0])
+        activation = known_activation(children.activation)
         if activation is None:
             raise Misfit("its activation is unknown")
-        gated = self._kernels.linear(gate_up, activation)
-        fused = FusedMLP(gated, self._kernels.linear([down])).eval()
-        width = gate_up[0].in_features
-        self._checker.check(mlp, fused, width=width, scales=MODULE_SCALES, call={})
+        gated = self._kernels.linear(children.gate_up, activation)
+        fused = FusedMLP(gated, self._kernels.linear([children.down])).eval()
+        width = children.gate_up[0].in_features
+        self._checker.check(mlp, fused, width=width, scales=MODULE_SCALES, arguments={})
         return fused
 
     # ------------------------------------------------------------------ decoder layers
 
-    def layer(self, layer: nn.Module) -> FusedDecoderLayer:
-        """A decoder layer."""
+    def build_layer(self, layer: nn.Module) -> FusedDecoderLayer:
+        """For a decoder layer."""
         children = layer_children(layer)
         assert children is not None
-        call = self._calls.get(layer, {})
-        angles = call.get("position_embeddings")
-        if not isinstance(angles, tuple):
+        arguments = self._arguments.get(layer, {})
+        cos_sin = arguments.get("position_embeddings")
+        if not isinstance(cos_sin, tuple):
             raise Misfit("it takes no rotary embedding")
 
-        old_attention, old_mlp = children.others
-        attention = self._attention(old_attention)
-        mlp = self._mlp_of_layer(old_mlp)
-        norms = LayerNorms(*(None if norm is None else self.norm(norm) for norm in children.norms))
+        attention = self._build_attention(children.attention)
+        mlp = self._build_mlp_if_possible(children.mlp)
+        norms = LayerNorms(
+            attention=self._build_norm_if_any(children.attention_norm),
+            attended=self._build_norm_if_any(children.attended_norm),
+            mlp=self._build_norm_if_any(children.mlp_norm),
+            mixed=self._build_norm_if_any(children.mixed_norm),
+        )
         fused = FusedDecoderLayer(attention, mlp, norms, self._kernels).eval()
-        width = self._config.hidden_size
-        self._checker.check(layer, fused, width=width, scales=LAYER_SCALES, call=call)
+        self._checker.check(
+            layer,
+            fused,
+            width=self._config.hidden_size,
+            scales=LAYER_SCALES,
+            arguments=arguments,
+        )
 
         _copy_plain_values(layer, fused)
-        if isinstance(angles, Angles):  # else its rotary module is not where most models have it
-            self._rotaries[fused] = angles.rotary
+        # A model with its rotary module in an unusual place gives a tuple without the mark. Its
+        # layers can be fused, but it gets no table.
+        if isinstance(cos_sin, MarkedCosSin):
+            self._rotary_of[fused] = _LayerRotary(cos_sin.rotary, attention.half_rotary)
         return fused
 
-    def _mlp_of_layer(self, mlp: nn.Module) -> nn.Module:
-        """The MLP, fused if it can be; a layer calls one that cannot be as it is."""
+    def _build_mlp_if_possible(self, mlp: nn.Module) -> nn.Module:
+        """A fused MLP. If that is not possible, the same MLP: a fused layer calls it as it is."""
         if mlp_children(mlp) is None:
             return mlp
         try:
-            return self.mlp(mlp)
+            return self.build_mlp(mlp)
         except Misfit as misfit:
             self.report.kept("gated MLP", str(misfit))
             return mlp
 
-    def _attention(self, attention: nn.Module) -> FusedAttention:
+    def _build_attention(self, attention: nn.Module) -> FusedAttention:
+        """For the attention of a layer."""
         children = attention_children(attention)
         assert children is not None
-        call = self._calls.get(attention, {})
-        *qkv, output = children.products
-        form = self._attention_form(attention, children, call)
-        half = _has_half_angles(call["position_embeddings"][0], form.head_size)
+        arguments = self._arguments.get(attention, {})
+        form = self._attention_form(attention, children, arguments)
+        cos, _ = arguments["position_embeddings"]
         fused = FusedAttention(
             form=form,
-            qkv=self._kernels.linear(qkv),
-            output=self._kernels.linear([output]),
-            half_rotary=half,
+            qkv=self._kernels.linear(children.qkv),
+            output=self._kernels.linear([children.output]),
+            half_rotary=_is_half(cos, form.head_size),
             kernels=self._kernels,
         ).eval()
-        width = self._config.hidden_size
-        self._checker.check(attention, fused, width=width, scales=MODULE_SCALES, call=call)
+        self._checker.check(
+            attention,
+            fused,
+            width=self._config.hidden_size,
+            scales=MODULE_SCALES,
+            arguments=arguments,
+        )
         return fused
 
     def _attention_form(
-        self, attention: nn.Module, children: Children, call: dict[str, Any]
+        self, attention: nn.Module, children: AttentionChildren, arguments: Arguments
     ) -> AttentionForm:
-        """What the module hands to attention when it is run once."""
+        """What the module computes, by what it hands to attention when it is run once."""
         x = self._checker.random(self._config.hidden_size)
-        _, attention_calls = run_alone(attention, x, call)
-        if len(attention_calls) != 1:
+        _, calls = run_module(attention, x, arguments)
+        if len(calls) != 1:
             raise Misfit("it does not attend once")
-        attention_call = attention_calls[0]
-        form = _form_of(attention_call)
+        call = calls[0]
+        form = AttentionForm.of(call)
 
-        *qkv, _ = children.products
-        outputs = sum(each.out_features for each in qkv)
-        same_shapes = attention_call.value.shape == attention_call.key.shape
-        if not same_shapes or outputs != sum(form.qkv_heads) * form.head_size:
+        # Products may give more than heads: a gate on the queries, say.
+        outputs = sum(each.out_features for each in children.qkv)
+        heads_alone = outputs == sum(form.qkv_heads) * form.head_size
+        if call.value.shape != call.key.shape or not heads_alone:
             raise Misfit("its projections do not give the heads alone")
-        if not children.norms:
-            return form
 
-        query, key = (self.norm(norm).form for norm in children.norms)
-        normed_heads = (query.scale.numel() // form.head_size, key.scale.numel() // form.head_size)
-        of_each_head = normed_heads == (1, 1)
-        of_all_heads = normed_heads == (form.query_heads, form.key_heads)
-        if not (of_each_head or of_all_heads) or query.epsilon != key.epsilon:
-            raise Misfit("its query and key norms differ")
-        return replace(form, norms=(query, key))
+        if children.query_norm is None or children.key_norm is None:
+            return form
+        norms = HeadNorms(
+            query=self.build_norm(children.query_norm).form,
+            key=self.build_norm(children.key_norm).form,
+        )
+        _check_head_norms(norms, form)
+        return replace(form, norms=norms)
 
     # ------------------------------------------------------------------ the whole model
 
-    def forward(self) -> FusedForward:
-        """The whole model, whose head is then fused, too."""
+    def fuse_model(self) -> FusedForward:
+        """The whole model. Replaces its head by a fused one."""
         module = self._module
-        inner = self._inner_parts()
-        layers = list(module.model.layers)
-        norm = inner["norm"]
-        embed = inner["embed_tokens"]
+        embed, layers, norm = self._parts_of_model()
         old_head = module.lm_head
-        if not isinstance(norm, FusedNorm) or not all(layer in self._rotaries for layer in layers):
-            raise Misfit("not all of its parts are fused")
+        expected = run_model(module)
 
-        expected = run_trial(module)
-        # Layers with the same rotary embedding share a table. Of each layer: (rotary, half).
-        rotaries = [(self._rotaries[x], x.self_attn.half_rotary) for x in layers]
-        different = list(dict.fromkeys(rotaries))
+        # Each kind of rotary embedding has one table, which all layers of that kind share.
+        index_of_table: dict[_LayerRotary, int] = {}
+        for layer in layers:
+            index_of_table.setdefault(self._rotary_of[layer], len(index_of_table))
         length = self._length + _SURPLUS
         fused = FusedForward(
             embed=embed,
             layers=layers,
-            tables=[rotary_table(rotary, half, length, self._like) for rotary, half in different],
-            table_of_layer=[different.index(each) for each in rotaries],
+            tables=[
+                rotary_table(rotary, half, length, like=self._like)
+                for rotary, half in index_of_table
+            ],
+            table_of_layer=[index_of_table[self._rotary_of[layer]] for layer in layers],
             norm=norm,
             head=self._kernels.linear([old_head]),
             softcap=vars(self._config).get("final_logit_softcapping"),
             kernels=self._kernels,
         )
-        got = run_trial(module, fused)
-        self._checker.same("its result without transformers' forward", got, expected)
+        got = run_model(module, fused)
+        self._checker.check_same("its result without transformers' forward", got, expected)
 
         module.lm_head = fused.head
+        # A packed layer has no parameters: it holds a copy of the weight in another layout. If the
+        # embedding shares the weight, that stays in memory as well.
+        is_packed = not list(fused.head.parameters())
         is_tied = old_head.weight is embed.weight
-        is_packed = not list(fused.head.parameters())  # a copy of the weight, in another layout
-        if is_tied and is_packed:  # so the embedding keeps the weight, too
+        if is_packed and is_tied:
             self.report.added_bytes += old_head.weight.nbytes
         return fused
 
-    def _inner_parts(self) -> dict[str, nn.Module]:
-        """The children of the inner model, if it and the model have the usual ones alone."""
+    def _parts_of_model(self) -> _ModelParts:
+        """The parts of the model that :class:`FusedForward` calls. Raises Misfit if the model has
+        others as well, or if they are not all fused."""
         children = dict(self._module.named_children())
         if set(children) != {"model", "lm_head"}:
             raise Misfit("it is more than an inner model and a head")
-        inner = dict(children["model"].named_children())
+        inner: dict[str, Any] = dict(children["model"].named_children())
         if set(inner) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
             raise Misfit("its inner model has other parts")
-        return inner
+        parts = _ModelParts(inner["embed_tokens"], list(inner["layers"]), inner["norm"])
+        have_tables = all(layer in self._rotary_of for layer in parts.layers)
+        if not isinstance(parts.norm, FusedNorm) or not have_tables:
+            raise Misfit("not all of its parts are fused")
+        return parts
 
 
-def _is_called_with_angles(module: nn.Module) -> bool:
+# ------------------------------------------------------------------ what a module computes
+
+
+def _takes_cos_and_sin(module: nn.Module) -> bool:
+    """Whether transformers may call it with cos and sin among its arguments."""
     return layer_children(module) is not None or attention_children(module) is not None
 
 
-def _form_of(call: AttentionCall) -> AttentionForm:
-    _, query_heads, head_size = call.query.shape
-    return AttentionForm(
-        layer=call.layer,
-        query_heads=query_heads,
-        key_heads=call.key.shape[1],
-        head_size=head_size,
-        scale=call.scale,
-        window=call.window,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
+def _check_head_norms(norms: HeadNorms, form: AttentionForm) -> None:
+    """Raise Misfit unless the two norms are alike: both of each head, or both of all heads
+    together."""
+    query, key = norms
+    heads_in_query_norm = query.scale.numel() // form.head_size
+    heads_in_key_norm = key.scale.numel() // form.head_size
+    of_each_head = heads_in_query_norm == 1 and heads_in_key_norm == 1
+    of_all_heads = heads_in_query_norm == form.query_heads and heads_in_key_norm == form.key_heads
+    if not (of_each_head or of_all_heads) or query.epsilon != key.epsilon:
+        raise Misfit("its query and key norms differ")
 
 
-def _has_half_angles(cos: Tensor, head_size: int) -> bool:
-    """Whether cos [1, T, columns] has one column for each pair of rotated values. Else it has one
-    for each value, and its second half repeats the first."""
+def _is_half(cos: Tensor, head_size: int) -> bool:
+    """Whether cos [1, T, columns] is half of what fused layers take: see ``rotary``. A whole one
+    has two equal halves. Raises Misfit if it is wider than a head."""
     first, second = cos.tensor_split(2, -1)
     half = not torch.equal(first, second)
     rotated = cos.shape[-1] * 2 if half else cos.shape[-1]
@@ -339,8 +393,8 @@ def _has_half_angles(cos: Tensor, head_size: int) -> bool:
 
 
 def _copy_plain_values(source: nn.Module, target: nn.Module) -> None:
-    """Give ``target`` the plain public attributes of ``source``: the model around a layer may ask
-    for its type, say."""
+    """Give ``target`` the public attributes of ``source`` that are strings and numbers. The model
+    around a layer may read them, such as the layer's type."""
     for name, value in vars(source).items():
         is_public = not name.startswith("_") and name != "training"
         if is_public and isinstance(value, (str, int, float)):

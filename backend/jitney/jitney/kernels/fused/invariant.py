@@ -1,9 +1,9 @@
-"""Option ``batch_invariant`` on a CPU: no operation of a model may depend on what else is in the
-batch.
+"""Option ``batch_invariant`` on a CPU: no result of a model depends on what else is in the batch.
 
-Once our kernels have replaced what does, :func:`check_invariant` runs the model once. It refuses a
-model in which an operation of torch is left whose result may depend on the batch: sums and matrix
-products choose their order by the shape of all they are given.
+Sums and matrix products of torch choose their order by the shape of all that they are given. So
+their last bits depend on the batch. Our kernels replace them where they can. Then
+:func:`check_invariant` runs the model once, looks at each operation of torch that is left, and
+refuses the model if the result of one may depend on the batch.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from jitney.errors import ConfigError
 from jitney.execution.interface import StepFunction
-from jitney.kernels.fused.trial import run_trial
+from jitney.kernels.fused.trial import run_model
 
 _PRODUCTS = ("mm", "bmm", "matmul")
-# What moves values without computing any, beside views.
+# Operations that move values, and compute none. Views do not compute any either.
 _MOVES = frozenset({
     "_to_copy", "_unsafe_view", "alias", "arange", "as_strided", "cat", "clone", "contiguous",
     "copy", "copy_", "detach", "detach_", "embedding", "empty", "empty_like", "empty_strided",
@@ -27,8 +27,9 @@ _MOVES = frozenset({
     "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat",
     "repeat_interleave", "roll", "scalar_tensor", "set_", "stack", "zeros", "zeros_like",
 })  # fmt: skip
-# What a CPU's vectors and its single elements compute to the same bits. Not so an exponential: how
-# an element is computed depends on where threads and vectors end.
+# Operations on single elements whose result has the same bits, whether it is computed in a vector
+# or alone. Which of the two happens to an element depends on where threads and vectors end. An
+# exponential, say, differs in its last bit.
 _EXACT = frozenset({
     "abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "div", "div_", "eq",
     "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
@@ -38,31 +39,31 @@ _EXACT = frozenset({
 
 
 def check_invariant(module: PreTrainedModel, step: StepFunction | None) -> None:
-    """Raise ConfigError, naming a module and an operation, if one depends on the batch. ``step`` is
-    the whole model, if that was fused."""
-    names: list[str] = []
+    """Raise ConfigError, naming a module and an operation, if the operation's result may depend on
+    the batch. ``step`` is the whole model, if that was fused."""
+    called: list[str] = []
 
     def enter(name: str, *_: object) -> None:
-        names.append(name)
+        called.append(name)
 
     def leave(*_: object) -> None:
-        names.pop()
+        called.pop()
 
     with contextlib.ExitStack() as hooks:
         for name, each in module.named_modules():
             hooks.enter_context(each.register_forward_pre_hook(partial(enter, name)))
             hooks.enter_context(each.register_forward_hook(leave, always_call=True))
-        with _Watch(names):
-            run_trial(module, step)
+        with _Watch(called):
+            run_model(module, step)
 
 
 class _Watch(TorchDispatchMode):
-    """Looks at each operation that torch runs."""
+    """A context in which each operation that torch runs is looked at before it runs."""
 
-    def __init__(self, names: list[str]) -> None:
-        """``names``: of the modules that are being called, the outermost first."""
+    def __init__(self, called: list[str]) -> None:
+        """``called``: names of the modules whose forward is running now, the outermost first."""
         super().__init__()
-        self._names = names
+        self._called = called
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -70,15 +71,17 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_harmless(func, args, kwargs):
             return func(*args, **kwargs)
-        with self:  # an operation made of others is judged by these
+        # The operation may be made of others. Then it is these that count: run them in this
+        # context, which looks at each.
+        with self:
             result = func.decompose(*args, **kwargs)
-        if result is NotImplemented:
+        if result is NotImplemented:  # it is not made of others
             raise self._error(func, args)
         return result
 
     def _error(self, func: Any, args: Any) -> ConfigError:
-        innermost = self._names[-1] if self._names else ""
-        where = innermost or "the model"  # which has the name ""
+        innermost = self._called[-1] if self._called else ""
+        where = innermost or "the model"  # the name of the model itself is ""
         dtype = next((x.dtype for x in args if isinstance(x, torch.Tensor)), "no tensor")
         return ConfigError(
             f"option batch_invariant is true, but {where} computes {func} of {dtype}, whose "
@@ -93,7 +96,9 @@ def _is_harmless(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if func.is_view or name in _MOVES:
         return True
     if torch.Tag.pointwise in func.tags:
-        # With ``alpha``, the multiple may or may not be rounded before it is added.
+        # ``add`` and ``sub`` may have a factor ``alpha``. Whether the product with it is rounded
+        # before it is added differs between vectors and single elements.
         return name in _EXACT and kwargs.get("alpha", 1) == 1
-    # A product of one summand: frequencies times positions.
+    # A product whose sums have one summand each has no order to choose. The frequencies of a rotary
+    # embedding times positions are such a product.
     return name in _PRODUCTS and args[0].shape[-1] == 1

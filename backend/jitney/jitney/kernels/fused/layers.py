@@ -1,13 +1,24 @@
-"""Fused modules: each computes what the module it replaces does, in fewer and larger kernels.
+"""Fused modules: each computes what the module that it replaces does, in fewer and larger kernels.
 
-- One product gives query, key and value.
-- One kernel does the norms and the rotary embedding of the heads.
-- The product of gate and up computes the activation too.
-- The sum with the residual is computed by the product before it, or by the norm after it.
+A decoder layer adds two branches to the residual, attention and the MLP::
 
-``fuse`` builds these modules from a device's ``LayerKernels``.
+    residual += attended_norm(attention(attention_norm(residual)))
+    residual += mixed_norm(mlp(mlp_norm(residual)))
 
-Tensors are [T, width] inside, and [1, T, width] where transformers calls.
+Most models have two of the four norms (:class:`LayerNorms`). Four things are fused:
+
+- Query, key and value are one product.
+- One kernel computes the norms of the heads and the rotary embedding.
+- Gate and up are one product, which computes the activation as well.
+- The *end of a branch* is one function (``LayerKernels.end_branch``): the branch's last product,
+  its norm, the sum with the residual, and the norm with which the next branch begins.
+
+The end of a layer's second branch needs the first norm of the next layer. So a
+:class:`FusedDecoderLayer` is called in two steps: ``run`` computes all but the end of the second
+branch, and what ``end_before`` returns computes that end.
+
+``fuse`` builds these modules from a device's ``LayerKernels``. Tensors are [T, width] inside, and
+[1, T, width] where transformers calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +34,8 @@ from jitney.kernels.fused.rotary import CosSin, whole_rotary
 
 
 def merged_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer that gives the results of all side by side, and owns its weight."""
+    """One layer that gives the results of all side by side. Its weight is a copy, unless there is
+    only one layer."""
     if len(linears) == 1:
         return linears[0]
     weight = torch.cat([each.weight.detach() for each in linears])
@@ -45,9 +57,10 @@ def _bias_or_zeros(linear: Any) -> Tensor:
 
 
 class FusedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """``down(activation(gate(x)) * up(x))``."""
 
     def __init__(self, gated: nn.Module, down: nn.Module) -> None:
+        """``gated`` computes all but the product of ``down``."""
         super().__init__()
         self.gated = gated
         self.down = down
@@ -60,7 +73,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """One product for query, key and value, attention, the output product."""
+    """One product for query, key and value; attention; the output product."""
 
     def __init__(
         self,
@@ -70,15 +83,15 @@ class FusedAttention(nn.Module):
         half_rotary: bool,
         kernels: LayerKernels,
     ) -> None:
-        """With ``half_rotary``, cos and sin have one column for each pair of values that is
-        rotated."""
+        """``half_rotary``: whether the model's rotary module gives half of cos and sin (see
+        ``rotary``)."""
         super().__init__()
         self.form = form
         self.half_rotary = half_rotary
         self.qkv = qkv
         self.output = output
         self.kernel = kernels.attention(form)
-        # Bound once: a submodule's lookup and call cost as much as a small kernel.
+        # To look up and call a submodule takes as long as a small kernel. This is done once.
         self._qkv = qkv.forward
 
     def forward(
@@ -90,17 +103,18 @@ class FusedAttention(nn.Module):
         **unused: object,
     ) -> tuple[Tensor, None]:
         """As transformers calls it."""
-        angles = whole_rotary(position_embeddings, self.half_rotary)
-        attended = self.attend(hidden_states[0], angles, paged)
+        cos_sin = whole_rotary(position_embeddings, self.half_rotary)
+        attended = self.attend(hidden_states[0], cos_sin, paged)
         return self.output(attended).unsqueeze(0), None
 
-    def attend(self, x: Tensor, angles: CosSin, paged: PagedFunction) -> Tensor:
-        """All but the output product; cos and sin are [T, R]."""
-        return self.kernel(self._qkv(x), *angles, paged).reshape(x.shape[0], -1)
+    def attend(self, x: Tensor, cos_sin: CosSin, paged: PagedFunction) -> Tensor:
+        """All but the output product, of x [T, hidden size] and cos and sin [T, R]. Returns
+        [T, heads * head size]."""
+        return self.kernel(self._qkv(x), *cos_sin, paged).reshape(x.shape[0], -1)
 
 
 class LayerNorms(NamedTuple):
-    """The norms of a layer."""
+    """The norms of a decoder layer, in the order in which they are computed."""
 
     attention: Norm
     """Of the input of attention."""
@@ -113,7 +127,7 @@ class LayerNorms(NamedTuple):
 
 
 class FusedDecoderLayer(nn.Module):
-    """A decoder layer of two residual branches, attention and an MLP of whatever kind."""
+    """A decoder layer. Its attention is fused; its MLP may be of any kind, fused or not."""
 
     def __init__(
         self, attention: FusedAttention, mlp: nn.Module, norms: LayerNorms, kernels: LayerKernels
@@ -126,18 +140,19 @@ class FusedDecoderLayer(nn.Module):
         self._attend = attention.attend
         self._end_attention = kernels.end_branch(attention.output, norms.attended, norms.mlp)
 
-        # A device may compute the MLP's last product together with the sum and the norm behind it.
-        # The MLP is therefore called in two steps; one that is not fused is all in the last step.
-        self._before_last: RowFunction | None = None
-        self._last: RowFunction = partial(call_mlp, mlp)
+        # The branch of the MLP ends with a product. What comes before that product is the MLP's
+        # first part. An MLP that is not fused cannot be divided: all of it is "the last product".
+        self._first_part_of_mlp: RowFunction | None = None
+        self._last_product: RowFunction = partial(call_mlp, mlp)
         if isinstance(mlp, FusedMLP):
-            self._before_last = mlp.gated.forward
-            self._last = mlp.down
-        self._end_without_norm = self.end_before(None)
+            self._first_part_of_mlp = mlp.gated.forward
+            self._last_product = mlp.down
+        self._end_without_next = self.end_before(None)
 
-    def end_before(self, norm: Norm) -> EndBranch:
-        """The end of this layer, together with the norm that begins the next one."""
-        return self._kernels.end_branch(self._last, self.norms.mixed, norm)
+    def end_before(self, next_norm: Norm) -> EndBranch:
+        """A function for the end of this layer, together with the norm that begins the next one. It
+        takes what :meth:`run` returns."""
+        return self._kernels.end_branch(self._last_product, self.norms.mixed, next_norm)
 
     def forward(
         self,
@@ -148,28 +163,32 @@ class FusedDecoderLayer(nn.Module):
         **unused: object,
     ) -> Tensor:
         """As transformers calls it."""
-        angles = whole_rotary(position_embeddings, self.self_attn.half_rotary)
-        hidden = hidden_states[0]
+        cos_sin = whole_rotary(position_embeddings, self.self_attn.half_rotary)
+        residual = hidden_states[0]
         norm = self.norms.attention
-        x = hidden if norm is None else norm(hidden)
-        x, residual = self.run(x, hidden, angles, paged)
-        _, total = self._end_without_norm(x, residual, None)
+        x = residual if norm is None else norm(residual)
+        x, residual = self.run(x, residual, cos_sin, paged)
+        _, total = self._end_without_next(x, residual, None)
         return total.unsqueeze(0)
 
     def run(
-        self, x: Tensor, residual: Tensor, angles: CosSin, paged: PagedFunction
+        self, x: Tensor, residual: Tensor, cos_sin: CosSin, paged: PagedFunction
     ) -> tuple[Tensor, Tensor]:
-        """All but the end of the layer: x, the input of attention, and the residual -> the input of
-        the layer's last product, and the residual behind attention."""
-        attended = self._attend(x, angles, paged)
+        """All but the end of the layer.
+
+        ``x`` is the normed residual, the input of attention. Returns the input of the layer's last
+        product, and the residual after attention.
+        """
+        attended = self._attend(x, cos_sin, paged)
         x, residual = self._end_attention(attended, residual, None)
-        if self._before_last is not None:
-            x = self._before_last(x)
+        if self._first_part_of_mlp is not None:
+            x = self._first_part_of_mlp(x)
         return x, residual
 
 
 def call_mlp(mlp: Callable[[Tensor], Any], x: Tensor) -> Tensor:
-    """What an MLP gives for x [T, hidden size]; some return the scores of their router as well."""
+    """The result of any MLP for x [T, hidden size]. Some return the scores of their router as well,
+    which are dropped."""
     result = mlp(x.unsqueeze(0))
     out: Tensor = result if isinstance(result, Tensor) else result[0]
     return out.view(x.shape)

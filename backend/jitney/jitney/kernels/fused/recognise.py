@@ -1,8 +1,13 @@
-"""What kind of module a module is: told by the names and kinds of its children, and never by a
-model's name. Called by ``fuse``.
+"""Recognises modules by the names and kinds of their children, and never by a model's name. Called
+by ``fuse``.
+
+Each function returns the children of a module if it is of a known kind, and None if it is not. A
+module of a known kind has exactly the children that are named here: one more, and it may compute
+something else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,100 +16,177 @@ from torch import Tensor, nn
 from jitney.execution.quantized import QuantizedLinear
 from jitney.kernels.fused.forms import ACTIVATIONS, Activation
 
-# A form is a tuple of the names of all children that a module of a kind has. Names that end in
-# "_proj" are products, of which the last gives the module's output; see _children for the others.
-_QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_QK_NORMS = ((), ("q_norm", "k_norm"))
-_ATTENTIONS = tuple((*qkv, "o_proj", *norms) for qkv in _QKV for norms in _QK_NORMS)
-
-_GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+# The products of one input. Some models have them merged already.
+_QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+_GATE_UP_NAMES = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
-_MLPS = tuple((*gate_up, "down_proj", name) for gate_up in _GATE_UP for name in _ACTIVATION_NAMES)
-
-# Norms in the order of LayerNorms. "" is no child: it stands for a norm that a layer does not have.
-_BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
-_AROUND = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-_LAYERS = tuple(("self_attn", "mlp", *norms) for norms in (_BEFORE, _AROUND, _AFTER))
+_QK_NORM_NAMES = ((), ("q_norm", "k_norm"))
 
 _WITHOUT_EFFECT = (nn.Dropout, nn.Identity)
-"""Modules that do nothing in service."""
+"""Modules that do nothing in service. They are not counted as children."""
 
 
-class Children(NamedTuple):
-    """The children of a module of a known form."""
+class _NormNames(NamedTuple):
+    """How a kind of decoder layer names its norms. None: it has no such norm. The four norms are
+    those of :class:`layers.LayerNorms`."""
 
-    products: list[Any]
-    """Those of one input, which may be merged already, and the one of the output."""
-    norms: list[nn.Module | None]
-    """Of query and key, or of a layer."""
-    others: list[Any]
-
-
-def attention_children(module: nn.Module) -> Children | None:
-    """Products, perhaps norms of query and key, perhaps sinks, and nothing else."""
-    return _children(module, _ATTENTIONS)
+    attention: str | None = None
+    attended: str | None = None
+    mlp: str | None = None
+    mixed: str | None = None
 
 
-def mlp_children(module: nn.Module) -> Children | None:
-    """Products of gate, up and down, and an activation."""
-    return _children(module, _MLPS)
+_NORM_NAMES = (
+    # Norms before attention and MLP, as in Llama.
+    _NormNames(attention="input_layernorm", mlp="post_attention_layernorm"),
+    # Norms before and after them, as in Gemma 2.
+    _NormNames(
+        attention="input_layernorm",
+        attended="post_attention_layernorm",
+        mlp="pre_feedforward_layernorm",
+        mixed="post_feedforward_layernorm",
+    ),
+    # Norms after them, as in OLMo 2.
+    _NormNames(attended="post_attention_layernorm", mixed="post_feedforward_layernorm"),
+)
 
 
-def layer_children(module: nn.Module) -> Children | None:
-    """An attention of a known form, any MLP, and the norms in the order of LayerNorms."""
-    found = _children(module, _LAYERS)
-    if found is None or attention_children(found.others[0]) is None:
-        return None
-    return found
+# ------------------------------------------------------------------ what is recognised
 
 
-def _children(module: nn.Module, forms: Sequence[tuple[str, ...]]) -> Children | None:
-    """The children of ``module``, if it has exactly those that one of ``forms`` names, each of the
-    kind that its name says, and no parameters of its own."""
-    own = {
-        name: child for name, child in module.named_children() if type(child) not in _WITHOUT_EFFECT
-    }
-    form = next((each for each in forms if set(each) - {""} == set(own)), None)
-    if form is None:
-        return None
-    # Sinks are handed to attention with each call, where a trial sees them.
-    if any(name != "sinks" for name, _ in module.named_parameters(recurse=False)):
-        return None
+@dataclass(frozen=True)
+class AttentionChildren:
+    """The children of an attention."""
 
-    found = Children([], [], [])
-    for name in form:
-        child = own.get(name)
-        if name.endswith("_proj"):
-            if type(child) is not nn.Linear and not isinstance(child, QuantizedLinear):
+    qkv: list[Any]
+    """The linear layers of query, key and value, or the one that gives all three."""
+    output: Any
+    """The linear layer that gives the module's output."""
+    query_norm: nn.Module | None
+    key_norm: nn.Module | None
+    """Norms before the rotary embedding: it has both of them, or neither."""
+
+
+@dataclass(frozen=True)
+class MlpChildren:
+    """The children of a gated MLP: ``down(activation(gate(x)) * up(x))``."""
+
+    gate_up: list[Any]
+    """The linear layers of gate and up, or the one that gives both."""
+    activation: Any
+    down: Any
+
+
+@dataclass(frozen=True)
+class LayerChildren:
+    """The children of a decoder layer. The norms are those of :class:`layers.LayerNorms`."""
+
+    attention: nn.Module
+    mlp: nn.Module
+    """Of any kind."""
+    attention_norm: nn.Module | None
+    attended_norm: nn.Module | None
+    mlp_norm: nn.Module | None
+    mixed_norm: nn.Module | None
+
+
+def attention_children(module: nn.Module) -> AttentionChildren | None:
+    """Linear layers of query, key, value and output, perhaps norms of query and key, and nothing
+    else."""
+    children = _children(module)
+    for names in _QKV_NAMES:
+        for norms in _QK_NORM_NAMES:
+            if children.keys() != {*names, "o_proj", *norms}:
+                continue
+            qkv = [children[name] for name in names]
+            output = children["o_proj"]
+            if not _are_linear([*qkv, output]) or not _are_norms(children, norms):
                 return None
-            found.products.append(child)
-        elif name in ("self_attn", "mlp", *_ACTIVATION_NAMES):
-            found.others.append(child)  # the caller looks into these
-        elif child is None or is_norm(child):  # None: the name is ""
-            found.norms.append(child)
-        else:
+            return AttentionChildren(
+                qkv=qkv,
+                output=output,
+                query_norm=children.get("q_norm"),
+                key_norm=children.get("k_norm"),
+            )
+    return None
+
+
+def mlp_children(module: nn.Module) -> MlpChildren | None:
+    """Linear layers of gate, up and down, an activation, and nothing else."""
+    children = _children(module)
+    for names in _GATE_UP_NAMES:
+        for activation in _ACTIVATION_NAMES:
+            if children.keys() != {*names, activation, "down_proj"}:
+                continue
+            gate_up = [children[name] for name in names]
+            down = children["down_proj"]
+            if not _are_linear([*gate_up, down]):
+                return None
+            return MlpChildren(gate_up=gate_up, activation=children[activation], down=down)
+    return None
+
+
+def layer_children(module: nn.Module) -> LayerChildren | None:
+    """An attention of a known kind, any MLP, norms under known names, and nothing else."""
+    children = _children(module)
+    for names in _NORM_NAMES:
+        norms = [name for name in names if name is not None]
+        if children.keys() != {"self_attn", "mlp", *norms}:
+            continue
+        attention = children["self_attn"]
+        if attention_children(attention) is None or not _are_norms(children, norms):
             return None
-    return found
+        return LayerChildren(
+            attention=attention,
+            mlp=children["mlp"],
+            attention_norm=_child(children, names.attention),
+            attended_norm=_child(children, names.attended),
+            mlp_norm=_child(children, names.mlp),
+            mixed_norm=_child(children, names.mixed),
+        )
+    return None
 
 
-def is_norm(module: nn.Module | None) -> bool:
-    """Whether it has one vector of weights and nothing else."""
-    if module is None or next(module.buffers(), None) is not None:
+def is_norm(module: nn.Module) -> bool:
+    """Whether it has one vector of weights, and no other parameter or buffer. That it computes an
+    RMS norm is proved later."""
+    if next(module.buffers(), None) is not None:
         return False
     parameters = dict(module.named_parameters())
     return list(parameters) == ["weight"] and parameters["weight"].dim() == 1
 
 
 def known_activation(function: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Which activation ``function`` is, told by what it gives; None if it is none of ours."""
+    """Which activation ``function`` is, told by what it gives. None: it is none of ours."""
     x = torch.linspace(-6.0, 6.0, 97)
     for name, known in ACTIVATIONS.items():
         if torch.allclose(function(x), known(x), rtol=1e-6, atol=1e-6):
             return name
     return None
+
+
+# ------------------------------------------------------------------ children
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a module, by name. Empty if it has parameters of its own: it then computes
+    something with them that is not recognised here."""
+    for name, _ in module.named_parameters(recurse=False):
+        # Sinks are the exception. The module hands them to attention, where a trial sees them.
+        if name != "sinks":
+            return {}
+    return {
+        name: child for name, child in module.named_children() if type(child) not in _WITHOUT_EFFECT
+    }
+
+
+def _child(children: Mapping[str, nn.Module], name: str | None) -> nn.Module | None:
+    return None if name is None else children[name]
+
+
+def _are_linear(modules: list[Any]) -> bool:
+    return all(type(each) is nn.Linear or isinstance(each, QuantizedLinear) for each in modules)
+
+
+def _are_norms(children: Mapping[str, nn.Module], names: Iterable[str]) -> bool:
+    return all(is_norm(children[name]) for name in names)
