@@ -130,10 +130,10 @@ def main() -> int:
     name = "triton_python_backend_utils"
     sys.modules.setdefault(name, types.ModuleType(name))
     from jitney.frontend import metrics
-    from jitney_gateway.figures import Figures
+    from jitney_gateway.gateway_metrics import GatewayMetrics
     from jitney_jobs import metrics as of_jobs
 
-    of_gateway = Figures().page().decode()
+    of_gateway = GatewayMetrics().page().decode()
     TARGET.write_text(make_page(metrics, of_jobs, of_gateway), encoding="utf-8")
     return 0
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from jitney.errors import JitneyError
 
-from jitney_gateway.backend import Step
-from jitney_gateway.blocks import Block, Blocks
+from jitney_gateway.content_blocks import ContentBlock, SequenceContent
 from jitney_gateway.parsers import Kind
 from jitney_gateway.refusals import describe
+from jitney_gateway.server_client import Step
 from jitney_gateway.wire import ChatRequest, CompletionRequest, StreamOptions
 
-Body = dict[str, Any]
+JsonObject = dict[str, Any]
 _NAMES = {"text": ("content",), "reasoning": ("reasoning", "reasoning_content"), "call": ()}
 """Kind of a block -> where a message has it."""
 
@@ -40,7 +40,7 @@ class Usage:
         self.completion += sum(step.num_tokens)
         self.cached += step.timing.get("cached_prompt_tokens", 0)
 
-    def body(self) -> Body:
+    def body(self) -> JsonObject:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -58,7 +58,7 @@ class Answer:
     """Ends a stream."""
 
     def __init__(
-        self, body: ChatRequest | CompletionRequest, id_: str, choices: list[Blocks]
+        self, body: ChatRequest | CompletionRequest, id_: str, choices: list[SequenceContent]
     ) -> None:
         """``choices``: ``n`` for each prompt."""
         self.usage = Usage()
@@ -68,13 +68,13 @@ class Answer:
         self._n = body.n or 1
         self._top = body.top_logprobs if isinstance(body, ChatRequest) else body.logprobs
         id_ = f"{'chatcmpl' if self._chat else 'cmpl'}-{id_}"
-        self._head: Body = {"id": id_, "created": int(time.time()), "model": body.model}
+        self._head: JsonObject = {"id": id_, "created": int(time.time()), "model": body.model}
         if isinstance(body, ChatRequest) and body.service_tier is not None:
             self._head["service_tier"] = body.service_tier
-        self._logprobs: list[Body] = [{} for _ in choices]
+        self._logprobs: list[JsonObject] = [{} for _ in choices]
         self._begun: set[int] = set()
 
-    def feed(self, step: Step) -> Iterator[Body]:
+    def feed(self, step: Step) -> Iterator[JsonObject]:
         """Take a step; the chunks that it makes."""
         self.usage.add(step)
         for number, text in enumerate(step.texts):
@@ -87,7 +87,7 @@ class Answer:
             if said or logprobs or choice.finish_reason:
                 yield self._chunk([self._said(index, said, logprobs)])
 
-    def _said(self, index: int, said: Body, logprobs: Body | None) -> Body:
+    def _said(self, index: int, said: JsonObject, logprobs: JsonObject | None) -> JsonObject:
         if not self._chat:
             said = {"text": said.get("content", "")}
         elif index in self._begun:
@@ -97,28 +97,28 @@ class Answer:
             said = {"delta": {"role": "assistant", "content": "", **said}}
         return self._choice(index, said, logprobs)
 
-    def _choice(self, index: int, said: Body, logprobs: Body | None) -> Body:
+    def _choice(self, index: int, said: JsonObject, logprobs: JsonObject | None) -> JsonObject:
         reason = self._choices[index].finish_reason
         if self._chat and reason == "stop" and self._choices[index].of("call"):
             reason = "tool_calls"
         return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
-    def _chunk(self, choices: list[Body]) -> Body:
+    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         chunk = {**self._head, "object": kind, "choices": choices}
         if self._options.continuous_usage_stats or not choices:
             chunk["usage"] = self.usage.body()
         return chunk
 
-    def last(self) -> list[Body]:
+    def last(self) -> list[JsonObject]:
         """The last chunks of a stream: the usage, if it was asked for."""
         return [self._chunk([])] if self._options.include_usage else []
 
-    def failed(self, error: JitneyError) -> list[Body]:
+    def failed(self, error: JitneyError) -> list[JsonObject]:
         """The last chunks of a stream that ends with an error."""
         return [describe(error)[1]]
 
-    def whole(self) -> Body:
+    def whole(self) -> JsonObject:
         """The answer, once every step was fed."""
         choices = []
         for index, blocks in enumerate(self._choices):
@@ -129,7 +129,7 @@ class Answer:
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": self.usage.body()}
 
-    def _take_logprobs(self, index: int, positions: list[Body]) -> Body | None:
+    def _take_logprobs(self, index: int, positions: list[JsonObject]) -> JsonObject | None:
         """Of new tokens; they are added to those of the whole."""
         if not positions:
             return None
@@ -143,7 +143,9 @@ class Answer:
         return made
 
 
-def _completion_logprobs(positions: list[Body], top: int, before: Body) -> dict[str, list[Any]]:
+def _completion_logprobs(
+    positions: list[JsonObject], top: int, before: JsonObject
+) -> dict[str, list[Any]]:
     """In the form of completions: a list for each thing; ``before``: the lists so far."""
     offset = 0
     if before:
@@ -166,9 +168,9 @@ def _completion_logprobs(positions: list[Body], top: int, before: Body) -> dict[
     return made
 
 
-def _delta(choice: Blocks, text: str, finish_reason: str | None) -> Body:
+def _delta(choice: SequenceContent, text: str, finish_reason: str | None) -> JsonObject:
     """What the next text adds to a message."""
-    said: Body = {}
+    said: JsonObject = {}
     for what, block, more in choice.take(text, finish_reason):
         if what != "delta":
             continue
@@ -180,9 +182,9 @@ def _delta(choice: Blocks, text: str, finish_reason: str | None) -> Body:
     return said
 
 
-def _message(choice: Blocks) -> Body:
+def _message(choice: SequenceContent) -> JsonObject:
     """The whole."""
-    message: Body = {"role": "assistant", "content": _joined(choice, "text"), "refusal": None}
+    message: JsonObject = {"role": "assistant", "content": _joined(choice, "text"), "refusal": None}
     if reasoning := _joined(choice, "reasoning"):
         message |= dict.fromkeys(_NAMES["reasoning"], reasoning)
     if calls := choice.of("call"):
@@ -191,16 +193,16 @@ def _message(choice: Blocks) -> Body:
     return message
 
 
-def _joined(choice: Blocks, kind: Kind) -> str:
+def _joined(choice: SequenceContent, kind: Kind) -> str:
     return "".join(block.text for block in choice.of(kind))
 
 
-def _call(block: Block) -> Body:
+def _call(block: ContentBlock) -> JsonObject:
     function = {"name": block.name, "arguments": block.text}
     return {"id": f"call_{block.id}", "type": "function", "function": function}
 
 
-def chat_logprob(position: Body, top: int) -> Body:
+def chat_logprob(position: JsonObject, top: int) -> JsonObject:
     """One token: the chosen one comes first, and may stand beside the best ``top``."""
     made = []
     for one in position.values():

@@ -18,25 +18,25 @@ from jitney.tracing import Tracing
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from jitney_gateway.backend import Backend, ServedModel, UnknownModelError
 from jitney_gateway.document import ERRORS, TEXT, Endpoint, Handler, Schema, operation
-from jitney_gateway.figures import Figures
+from jitney_gateway.gateway_metrics import GatewayMetrics
 from jitney_gateway.keys import Keys
 from jitney_gateway.language import LanguageEndpoints
-from jitney_gateway.load import REQUEST_HEADER, ServerLoad
 from jitney_gateway.mounting import MountedService
 from jitney_gateway.pooling import Pool, classify, embed, rerank
 from jitney_gateway.refusals import (
     Describe,
     StatusError,
-    as_asked,
     as_json,
     describe,
     describe_for_messages,
     fault,
+    name_clients_field,
     refusal,
 )
-from jitney_gateway.traced import Traced
+from jitney_gateway.server_client import ServedModel, ServerClient, UnknownModelError
+from jitney_gateway.server_load import REQUEST_HEADER, ServerLoad
+from jitney_gateway.tracing_middleware import TracingMiddleware
 from jitney_gateway.wire import (
     MAX_BODY_BYTES,
     ClassifyRequest,
@@ -55,7 +55,7 @@ _MAX_ID_LENGTH = 40
 
 
 def make_app(
-    backend: Backend,
+    backend: ServerClient,
     keys: Mapping[str, str] | Keys,
     *,
     tracing: Tracing | None = None,
@@ -90,7 +90,7 @@ def make_app(
     app.openapi()["components"] = {"schemas": components | ERRORS}
     app.add_exception_handler(HTTPException, _no_such_page)
     if tracing is not None:
-        app.add_middleware(Traced, tracing=tracing, without=_WITHOUT_KEY)
+        app.add_middleware(TracingMiddleware, tracing=tracing, without=_WITHOUT_KEY)
     return app
 
 
@@ -136,19 +136,19 @@ async def _read(answer: Handler, type_: type[Any], request: Request) -> Response
     try:
         return await answer(request, body)
     except InvalidArgumentError as error:
-        raise as_asked(error, body) from None
+        raise name_clients_field(error, body) from None
 
 
 class Gateway:
     """What the endpoints share, and the endpoints that are nobody else's."""
 
     def __init__(
-        self, backend: Backend, keys: Mapping[str, str] | Keys, load: ServerLoad | None
+        self, backend: ServerClient, keys: Mapping[str, str] | Keys, load: ServerLoad | None
     ) -> None:
         self._backend = backend
         self._keys = keys
         self._load = load
-        self._figures = Figures()
+        self._figures = GatewayMetrics()
         self._language = LanguageEndpoints(backend, self._figures)
 
     def endpoints(self) -> list[Endpoint]:

@@ -42,7 +42,7 @@ def gateway(
         jitney gateway
         jitney gateway --server 10.0.0.5:8001 --port 9000 --api-key-file api_keys
     """
-    from jitney_gateway.command import run_gateway
+    from jitney_gateway.run_gateway import run_gateway
 
     run_gateway(
         server,

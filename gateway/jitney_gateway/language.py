@@ -14,20 +14,11 @@ from jitney.sampling_params import LIMITS_HEADER, parse_limits
 from jitney.tracing import HEADERS
 from starlette.types import Receive, Scope, Send
 
-from jitney_gateway.answers import Answer, Body
-from jitney_gateway.ask import (
-    Ask,
-    Description,
-    ask_chat,
-    ask_completions,
-    ask_tokens,
-    formats,
-)
-from jitney_gateway.backend import Backend, Step
-from jitney_gateway.blocks import Blocks
+from jitney_gateway.answers import Answer, JsonObject
 from jitney_gateway.chat import Tensor
+from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
-from jitney_gateway.figures import Figures, Watch
+from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
 from jitney_gateway.messages_api import (
     MessageAnswer,
     MessageRequest,
@@ -38,6 +29,15 @@ from jitney_gateway.messages_api import (
 from jitney_gateway.parsers import Parser
 from jitney_gateway.refusals import as_json, fault
 from jitney_gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
+from jitney_gateway.server_client import ServerClient, Step
+from jitney_gateway.server_request import (
+    ModelDescription,
+    ServerRequest,
+    formats,
+    request_of_chat,
+    request_of_token_ids,
+    requests_of_completions,
+)
 from jitney_gateway.wire import (
     ChatRequest,
     CompletionRequest,
@@ -48,7 +48,7 @@ from jitney_gateway.wire import (
 
 T = TypeVar("T")
 Told = Answer | ResponseAnswer | MessageAnswer
-ChatOf = Callable[[Any, Description], ChatRequest]
+ChatOf = Callable[[Any, ModelDescription], ChatRequest]
 _GENERATED = ("id", "object", "created", "model", "choices", "usage")
 """Fields of OpenAI's older answers."""
 _TOKENIZED = ("count", "max_model_len", "tokens")
@@ -90,7 +90,7 @@ _CHATS = {
 class LanguageEndpoints:
     """The endpoints. ``figures`` count what is generated."""
 
-    def __init__(self, backend: Backend, figures: Figures) -> None:
+    def __init__(self, backend: ServerClient, figures: GatewayMetrics) -> None:
         self._backend = backend
         self._figures = figures
 
@@ -117,14 +117,14 @@ class LanguageEndpoints:
         """Continue a chat."""
         known = await self._model(request, body.model)
         chat = form.chat_of(body, known)
-        ask = ask_chat(chat, known, request.state.id, parse_limits(request.state.limits))
+        ask = request_of_chat(chat, known, request.state.id, parse_limits(request.state.limits))
         tools = msgspec.to_builtins(chat.tools or [])
         most = 1 if chat.parallel_tool_calls is False else None
         used = formats(chat, known)
         sequences = []
         for _ in range(chat.n or 1):
             parser = Parser(used.tool, used.reasoning, tools)
-            sequences.append(Blocks(parser, most))
+            sequences.append(SequenceContent(parser, most))
         answer = form.answer(body, request.state.id, sequences)
         ask.inputs |= dict.fromkeys(answer.returns, True)
         return await self._generate(request, chat, answer, [ask])
@@ -132,12 +132,14 @@ class LanguageEndpoints:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continue texts."""
         known = await self._model(request, body.model)
-        asks = ask_completions(body, known, request.state.id, parse_limits(request.state.limits))
+        asks = requests_of_completions(
+            body, known, request.state.id, parse_limits(request.state.limits)
+        )
         sequences = []
         for ask in asks:
             echo = await self._text(ask) if body.echo else ""
             for _ in range(body.n or 1):
-                sequences.append(Blocks(Parser(None, None), echo=echo))
+                sequences.append(SequenceContent(Parser(None, None), echo=echo))
         answer = Answer(body, request.state.id, sequences)
         return await self._generate(request, body, answer, asks)
 
@@ -146,12 +148,12 @@ class LanguageEndpoints:
         request: Request,
         body: ChatRequest | CompletionRequest,
         answer: Told,
-        asks: Sequence[Ask],
+        asks: Sequence[ServerRequest],
     ) -> Response:
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
         if request.state.limits:
             headers[LIMITS_HEADER] = request.state.limits
-        watch = Watch(self._figures, body.model, request.state.key, bool(body.stream))
+        watch = AnswerTimer(self._figures, body.model, request.state.key, bool(body.stream))
         chunks = _chunks(self._backend.generate(asks, headers), answer, watch, request.state.id)
         if body.stream:
             first = await _unless_gone(request.receive, anext(chunks))
@@ -162,14 +164,14 @@ class LanguageEndpoints:
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """The ids of a text or a chat."""
         known = await self._model(request, body.model)
-        ids = (await self._backend.perform(ask_tokens(body)))["output_ids"].tolist()
+        ids = (await self._backend.perform(request_of_token_ids(body)))["output_ids"].tolist()
         answer = {"count": len(ids), "max_model_len": known.max_model_len, "tokens": ids}
         return as_json(answer)
 
     async def count_tokens(self, request: Request, body: PromptRequest) -> Response:
         """The tokens of a chat's prompt."""
         known = await self._model(request, body.model)
-        messages = ask_chat(chat_of_prompt(body, known), known, "").inputs["messages"]
+        messages = request_of_chat(chat_of_prompt(body, known), known, "").inputs["messages"]
         arrays = await self._perform(body.model, "tokenize", messages=messages)
         return as_json({"input_tokens": len(arrays["output_ids"])})
 
@@ -178,7 +180,7 @@ class LanguageEndpoints:
         await self._model(request, body.model)
         return as_json({"prompt": await self._detokenized(body.model, body.tokens)})
 
-    async def _text(self, ask: Ask) -> str:
+    async def _text(self, ask: ServerRequest) -> str:
         """Of a prompt."""
         text = ask.inputs.get("text_input")
         if isinstance(text, bytes):
@@ -192,10 +194,10 @@ class LanguageEndpoints:
 
     async def _perform(self, model: str, task: str, **inputs: Tensor) -> Mapping[str, Any]:
         return await self._backend.perform(
-            Ask(model=model, inputs={**inputs, "task": task.encode()})
+            ServerRequest(model=model, inputs={**inputs, "task": task.encode()})
         )
 
-    async def _model(self, request: Request, name: str) -> Description:
+    async def _model(self, request: Request, name: str) -> ModelDescription:
         known = await self._backend.language_model(name)
         request.state.model = name
         return known
@@ -221,8 +223,8 @@ def _endpoint(
 
 
 async def _chunks(
-    steps: AsyncGenerator[Step], answer: Told, watch: Watch, id_: str
-) -> AsyncGenerator[list[Body]]:
+    steps: AsyncGenerator[Step], answer: Told, watch: AnswerTimer, id_: str
+) -> AsyncGenerator[list[JsonObject]]:
     try:
         async for step in steps:
             watch.note(step)
@@ -236,13 +238,13 @@ async def _chunks(
         watch.end(answer.usage.prompt, answer.usage.completion)
 
 
-async def _read_all(chunks: AsyncGenerator[list[Body]]) -> None:
+async def _read_all(chunks: AsyncGenerator[list[JsonObject]]) -> None:
     async for _ in chunks:
         pass
 
 
 async def _events(
-    chunks: list[Body], more: AsyncGenerator[list[Body]], answer: Told
+    chunks: list[JsonObject], more: AsyncGenerator[list[JsonObject]], answer: Told
 ) -> AsyncGenerator[bytes]:
     """Server-sent events, those of one step in one piece."""
     try:
@@ -259,7 +261,7 @@ async def _events(
     yield b"".join(map(_event, last)) + answer.end
 
 
-def _event(body: Body) -> bytes:
+def _event(body: JsonObject) -> bytes:
     named = f"event: {body['type']}\n" if "type" in body else ""
     return named.encode() + b"data: " + msgspec.json.encode(body) + b"\n\n"
 

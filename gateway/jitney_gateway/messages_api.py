@@ -8,13 +8,13 @@ import msgspec
 from jitney.errors import JitneyError
 from msgspec import Meta
 
-from jitney_gateway.answers import Body, Usage
-from jitney_gateway.ask import Description, formats
-from jitney_gateway.backend import Step
-from jitney_gateway.blocks import Block, Blocks, turns
+from jitney_gateway.answers import JsonObject, Usage
+from jitney_gateway.content_blocks import ContentBlock, SequenceContent, turns
 from jitney_gateway.formats import reasoning_markers
 from jitney_gateway.parsers import Kind
 from jitney_gateway.refusals import FieldError, describe_for_messages
+from jitney_gateway.server_client import Step
+from jitney_gateway.server_request import ModelDescription, formats
 from jitney_gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -134,7 +134,7 @@ class MessageRequest(PromptRequest, kw_only=True):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-def chat_of_message(body: MessageRequest, known: Description) -> ChatRequest:
+def chat_of_message(body: MessageRequest, known: ModelDescription) -> ChatRequest:
     """The chat that it stands for. Raises FieldError."""
     chat = chat_of_prompt(body, known)
     chat.params = {**body.params, "max_tokens": body.max_tokens}
@@ -145,7 +145,7 @@ def chat_of_message(body: MessageRequest, known: Description) -> ChatRequest:
     return chat
 
 
-def chat_of_prompt(body: PromptRequest, known: Description) -> ChatRequest:
+def chat_of_prompt(body: PromptRequest, known: ModelDescription) -> ChatRequest:
     """Likewise, without what does not change the prompt. Raises FieldError."""
     if body.messages[-1].role == "assistant":
         said = "the last of messages is the assistant's: to go on with it is not supported"
@@ -190,7 +190,7 @@ def _chosen(choice: ToolChoice) -> Any:
     return choice.type
 
 
-def _set_thinking(chat: ChatRequest, thinking: Thinking, known: Description) -> None:
+def _set_thinking(chat: ChatRequest, thinking: Thinking, known: ModelDescription) -> None:
     """By the template's parameter; without it a model either reasons always or never. Raises
     FieldError if the client wants the other."""
     thinks = thinking.type != "disabled"
@@ -250,7 +250,7 @@ class MessageAnswer:
     """Inputs of the contract that ask for more outputs."""
     end = b""
 
-    def __init__(self, body: MessageRequest, id_: str, blocks: list[Blocks]) -> None:
+    def __init__(self, body: MessageRequest, id_: str, blocks: list[SequenceContent]) -> None:
         """``blocks``: of the only sequence."""
         self.usage = Usage()
         (self._blocks,) = blocks
@@ -263,7 +263,7 @@ class MessageAnswer:
         self._stop_string: str | None = None
         self._begun = False
 
-    def feed(self, step: Step) -> Iterator[Body]:
+    def feed(self, step: Step) -> Iterator[JsonObject]:
         """Take a step; the events that it makes."""
         self.usage.add(step)
         if not self._begun:
@@ -273,7 +273,7 @@ class MessageAnswer:
             return
         self._stop_string = step.stop_strings[0] if step.stop_strings else None
         for what, block, text in self._blocks.take(step.texts[0], step.finish_reasons[0]):
-            event: Body = {"type": f"content_block_{what}", "index": block.index}
+            event: JsonObject = {"type": f"content_block_{what}", "index": block.index}
             if what == "start":
                 event["content_block"] = _content(block)
             elif what == "delta":
@@ -281,21 +281,21 @@ class MessageAnswer:
                 event["delta"] = {"type": name, key: text}
             yield event
 
-    def last(self) -> list[Body]:
+    def last(self) -> list[JsonObject]:
         """The last events of a stream."""
         end = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
         return [end, {"type": "message_stop"}]
 
-    def failed(self, error: JitneyError) -> list[Body]:
+    def failed(self, error: JitneyError) -> list[JsonObject]:
         """The last event of a stream that ends with an error."""
         return [describe_for_messages(error)[1]]
 
-    def whole(self) -> Body:
+    def whole(self) -> JsonObject:
         """The answer so far, or once every step was fed."""
         content = [_content(block) for block in self._blocks.all]
         return {**self._head, "content": content, **self._stop(), "usage": self._usage()}
 
-    def _stop(self) -> Body:
+    def _stop(self) -> JsonObject:
         reason = self._blocks.finish_reason
         if self._stop_string is not None:
             reason = "stop_sequence"
@@ -306,7 +306,7 @@ class MessageAnswer:
             reason = "max_tokens"
         return {"stop_reason": reason, "stop_sequence": self._stop_string}
 
-    def _usage(self) -> Body:
+    def _usage(self) -> JsonObject:
         return {
             "input_tokens": self.usage.prompt - self.usage.cached,
             "cache_read_input_tokens": self.usage.cached,
@@ -315,7 +315,7 @@ class MessageAnswer:
         }
 
 
-def _content(block: Block) -> Body:
+def _content(block: ContentBlock) -> JsonObject:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":

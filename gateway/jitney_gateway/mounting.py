@@ -2,7 +2,7 @@
 keys of its own.
 
 A package offers a service by an entry point of the group ``jitney.gateway_services``. So the
-gateway names no package that stands above it. Who calls it: ``command.py`` opens the services,
+gateway names no package that stands above it. Who calls it: ``run_gateway.py`` opens the services,
 ``app.py`` serves their endpoints, ``keys.py`` asks them for keys.
 """
 
@@ -14,8 +14,8 @@ from typing import Protocol
 
 from jitney.errors import InstallationError
 
-from jitney_gateway.backend import Backend
 from jitney_gateway.document import Endpoint
+from jitney_gateway.server_client import ServerClient
 
 SERVICES = "jitney.gateway_services"
 """The group of entry points. Each is named like the gateway's option that gives it a folder."""
@@ -24,7 +24,7 @@ SERVICES = "jitney.gateway_services"
 class MountedService(Protocol):
     """What is mounted."""
 
-    def endpoints(self, backend: Backend) -> Sequence[Endpoint]:
+    def endpoints(self, backend: ServerClient) -> Sequence[Endpoint]:
         """What it answers. ``backend``: the models that the gateway serves."""
 
     def working(self, url: str) -> AbstractAsyncContextManager[None]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import regex
 
-from jitney_gateway.calls import MALFORMED, Body
+from jitney_gateway.call_body import MALFORMED, CallBody
 from jitney_gateway.formats import OPENED, TOOL_FORMATS, reasoning_markers
 
 _SPACE = r"\s{0,4}"
@@ -61,7 +61,7 @@ class Parser:
         self._pieces: list[Piece] = []
         self._first = True  # no content yet, or none since reasoning or a call
         self._said = False  # there was content
-        self._body: Body | None = None  # of the call that is held
+        self._body: CallBody | None = None  # of the call that is held
         # Markers to drop here, with space. A model may repeat the marker that ended its prompt.
         self._dropped: tuple[str, ...] | None = (begin,) if self._thinking else None
 
@@ -115,7 +115,7 @@ class Parser:
             self._thinking = not self._thinking
             self._dropped = ()
         else:
-            self._body = Body(self._kind, len(found[0]), groups.get("name"))
+            self._body = CallBody(self._kind, len(found[0]), groups.get("name"))
         return True
 
     def _drop(self, markers: tuple[str, ...]) -> bool:
@@ -133,7 +133,7 @@ class Parser:
         self._first = True
         return True
 
-    def _complete(self, body: Body) -> bool:
+    def _complete(self, body: CallBody) -> bool:
         """A call, or what looked like one."""
         try:
             end = body.end(self._held)

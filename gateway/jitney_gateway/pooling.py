@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 from jitney.errors import InternalError
 
-from jitney_gateway.backend import Backend, ServedModel
 from jitney_gateway.refusals import FieldError
+from jitney_gateway.server_client import ServedModel, ServerClient
 from jitney_gateway.wire import ClassifyRequest, EmbeddingRequest, RerankRequest
 
-Body = dict[str, Any]
-Pool = Callable[[Backend, ServedModel, Any], Awaitable[Body]]
+JsonObject = dict[str, Any]
+Pool = Callable[[ServerClient, ServedModel, Any], Awaitable[JsonObject]]
 """One of the functions below: makes the answer to a decoded body."""
 
 _NO_TOKENS = {"prompt_tokens": 0, "total_tokens": 0}
 """The tokenizer is the model's own: nobody counts."""
 
 
-async def embed(backend: Backend, model: ServedModel, body: EmbeddingRequest) -> Body:
+async def embed(backend: ServerClient, model: ServedModel, body: EmbeddingRequest) -> JsonObject:
     """The answer of ``/v1/embeddings``."""
     data = []
     for index, vector in enumerate(await _vectors(backend, model, body.input)):
@@ -38,7 +38,7 @@ async def embed(backend: Backend, model: ServedModel, body: EmbeddingRequest) ->
     return {"object": "list", "data": data, "model": body.model, "usage": _NO_TOKENS}
 
 
-async def classify(backend: Backend, model: ServedModel, body: ClassifyRequest) -> Body:
+async def classify(backend: ServerClient, model: ServedModel, body: ClassifyRequest) -> JsonObject:
     """The answer of ``/v1/classify``. The model's parameter ``openai_labels`` names the classes,
     with commas between them; else they are numbers."""
     labels = _parameter(model.config, "openai_labels").split(",")
@@ -51,7 +51,7 @@ async def classify(backend: Backend, model: ServedModel, body: ClassifyRequest) 
     return {"object": "list", "data": data, "model": body.model, "usage": _NO_TOKENS}
 
 
-async def rerank(backend: Backend, model: ServedModel, body: RerankRequest) -> Body:
+async def rerank(backend: ServerClient, model: ServedModel, body: RerankRequest) -> JsonObject:
     """The answer of ``/v1/rerank``: the best documents first."""
     query, documents = (each["name"] for each in model.config["input"])
     tensors = {query: _texts("query", [body.query]), documents: _texts("documents", body.documents)}
@@ -64,7 +64,7 @@ async def rerank(backend: Backend, model: ServedModel, body: RerankRequest) -> B
 
 
 async def _vectors(
-    backend: Backend, model: ServedModel, given: str | list[str]
+    backend: ServerClient, model: ServedModel, given: str | list[str]
 ) -> Sequence[np.ndarray]:
     """One for each text."""
     array = _texts("input", [given] if isinstance(given, str) else given)

@@ -88,7 +88,7 @@ _OF_MESSAGES = {
 """Status -> the type of Anthropic's error."""
 
 
-def as_asked(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
+def name_clients_field(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
     """A model's refusal in the words of ``body``."""
     text = str(error)
     if isinstance(error, FieldError):

@@ -11,14 +11,14 @@ import msgspec
 from jitney.errors import JitneyError
 from msgspec import Meta
 
-from jitney_gateway.answers import Body, Usage, chat_logprob
-from jitney_gateway.ask import Description, formats
-from jitney_gateway.backend import Step
-from jitney_gateway.blocks import Block, Blocks, turns
+from jitney_gateway.answers import JsonObject, Usage, chat_logprob
 from jitney_gateway.chat import arguments_of
+from jitney_gateway.content_blocks import ContentBlock, SequenceContent, turns
 from jitney_gateway.formats import reasoning_markers
 from jitney_gateway.parsers import Kind
 from jitney_gateway.refusals import FieldError, describe
+from jitney_gateway.server_client import Step
+from jitney_gateway.server_request import ModelDescription, formats
 from jitney_gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -47,7 +47,7 @@ _SAME = (
     "parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "service_tier",
 )  # fmt: skip
 """Fields that a chat has too."""
-_DEFAULTS: Body = {
+_DEFAULTS: JsonObject = {
     "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {},
     "background": False, "store": False, "truncation": "disabled", "error": None,
     "incomplete_details": None, "usage": None,
@@ -139,7 +139,7 @@ class ResponseRequest(WireRecord, kw_only=True):
     conversation: None = None
 
 
-def chat_of_response(body: ResponseRequest, known: Description) -> ChatRequest:
+def chat_of_response(body: ResponseRequest, known: ModelDescription) -> ChatRequest:
     """The chat that it stands for. Raises FieldError."""
     text = body.text or TextOptions()
     reasoning = body.reasoning or ReasoningOptions()
@@ -206,7 +206,7 @@ class ResponseAnswer:
     """Inputs of the contract that ask for more outputs."""
     end = b""
 
-    def __init__(self, body: ResponseRequest, id_: str, blocks: list[Blocks]) -> None:
+    def __init__(self, body: ResponseRequest, id_: str, blocks: list[SequenceContent]) -> None:
         """``blocks``: of the only sequence."""
         self.usage = Usage()
         self._body = body
@@ -214,12 +214,12 @@ class ResponseAnswer:
         asked = {**body.params, **msgspec.to_builtins(body)}
         given = {name: asked[name] for name in asked if name not in ("input", "params", "stream")}
         head = {"id": f"resp_{id_}", "object": "response", "created_at": int(time.time())}
-        self._head: Body = {**_DEFAULTS, **given, **head}
+        self._head: JsonObject = {**_DEFAULTS, **given, **head}
         self._number = 0  # of the next event
-        self._logprobs: list[Body] = []
-        self._untold: list[Body] = []  # those of them that no delta had
+        self._logprobs: list[JsonObject] = []
+        self._untold: list[JsonObject] = []  # those of them that no delta had
 
-    def feed(self, step: Step) -> Iterator[Body]:
+    def feed(self, step: Step) -> Iterator[JsonObject]:
         """Take a step; the events that it makes."""
         self.usage.add(step)
         if not self._number:
@@ -234,10 +234,10 @@ class ResponseAnswer:
             for what, block, text in self._blocks.take(step.texts[0], step.finish_reasons[0]):
                 yield from self._block_events(what, block, text)
 
-    def _block_events(self, what: str, block: Block, text: str) -> Iterator[Body]:
+    def _block_events(self, what: str, block: ContentBlock, text: str) -> Iterator[JsonObject]:
         name, key, prefix = _NAMES[block.kind]
-        item: Body = {"output_index": block.index}
-        at: Body = {**item, "item_id": f"{prefix}_{block.id}"}
+        item: JsonObject = {"output_index": block.index}
+        at: JsonObject = {**item, "item_id": f"{prefix}_{block.id}"}
         parts = block.kind != "call"
         if parts:
             at["content_index"] = 0
@@ -256,19 +256,19 @@ class ResponseAnswer:
                 yield self._event("content_part.done", **at, part=self._part(block))
             yield self._event("output_item.done", **item, item=self._item(block))
 
-    def _event(self, type_: str, **fields: Any) -> Body:
+    def _event(self, type_: str, **fields: Any) -> JsonObject:
         self._number += 1
         return {"type": f"response.{type_}", "sequence_number": self._number - 1, **fields}
 
-    def _part(self, block: Block) -> Body:
-        part: Body = {"type": _NAMES[block.kind][0], "text": block.text}
+    def _part(self, block: ContentBlock) -> JsonObject:
+        part: JsonObject = {"type": _NAMES[block.kind][0], "text": block.text}
         if block.kind == "text":
             part |= {"annotations": [], "logprobs": self._logprobs if block.text else []}
         return part
 
-    def _item(self, block: Block) -> Body:
+    def _item(self, block: ContentBlock) -> JsonObject:
         status = {None: "in_progress", True: "completed", False: "incomplete"}[block.complete]
-        item: Body = {"id": f"{_NAMES[block.kind][2]}_{block.id}", "status": status}
+        item: JsonObject = {"id": f"{_NAMES[block.kind][2]}_{block.id}", "status": status}
         if block.kind == "call":
             called = {"call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
             return {**item, "type": "function_call", **called}
@@ -277,12 +277,12 @@ class ResponseAnswer:
             return {**item, "type": "reasoning", "summary": []}
         return {**item, "type": "message", "role": "assistant"}
 
-    def last(self) -> list[Body]:
+    def last(self) -> list[JsonObject]:
         """The last events of a stream."""
         whole = self.whole()
         return [self._event(whole["status"], response=whole)]
 
-    def failed(self, error: JitneyError) -> list[Body]:
+    def failed(self, error: JitneyError) -> list[JsonObject]:
         """The last events of a stream that ends with an error."""
         told = describe(error)[1]["error"]
         fields = {name: told[name] for name in ("code", "message", "param")}
@@ -292,7 +292,7 @@ class ResponseAnswer:
         fault = {"code": "server_error", "message": told["message"]}
         return [event, self._event("failed", response=self._response("failed", error=fault))]
 
-    def whole(self) -> Body:
+    def whole(self) -> JsonObject:
         """The answer, once every step was fed."""
         reason = self._blocks.finish_reason
         if reason == "stop":
@@ -300,7 +300,7 @@ class ResponseAnswer:
         why = {"reason": "max_output_tokens" if reason == "length" else reason}
         return self._response("incomplete", usage=self._usage(), incomplete_details=why)
 
-    def _usage(self) -> Body:
+    def _usage(self) -> JsonObject:
         """Which tokens are reasoning is not known, except that there are none."""
         reasons = any(block.kind == "reasoning" for block in self._blocks.all)
         return {
@@ -311,7 +311,7 @@ class ResponseAnswer:
             "total_tokens": self.usage.prompt + self.usage.completion,
         }
 
-    def _response(self, status: str, **more: Any) -> Body:
+    def _response(self, status: str, **more: Any) -> JsonObject:
         """Repeats the request's fields."""
         blocks = self._blocks.all if status != "in_progress" else []
         output = [self._item(block) for block in blocks]

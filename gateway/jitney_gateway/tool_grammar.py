@@ -13,7 +13,7 @@ from typing import Any
 
 from jitney.errors import InvalidArgumentError
 
-from jitney_gateway.calls import MALFORMED, types_of
+from jitney_gateway.call_body import MALFORMED, types_of
 from jitney_gateway.formats import OPENED, TOOL_FORMATS, reasoning_markers
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -10,7 +10,7 @@ from jitney.engine.handle import Health
 from jitney.errors import InvalidArgumentError, UnavailableError
 from jitney.frontend import metrics as module
 from jitney.messages import ModelInfo, StepStats, TierStats, Timing
-from jitney_gateway.figures import Figures
+from jitney_gateway.gateway_metrics import GatewayMetrics
 
 from tests.frontend.house import House, ended, sampling, wait_until
 
@@ -46,7 +46,7 @@ def test_the_page_about_them_is_current(pb: Any, monkeypatch: pytest.MonkeyPatch
     from jitney_jobs import metrics as of_jobs
 
     written = metrics_table.TARGET.read_text(encoding="utf-8")
-    assert written == metrics_table.make_page(module, of_jobs, Figures().page().decode()), (
+    assert written == metrics_table.make_page(module, of_jobs, GatewayMetrics().page().decode()), (
         "run: python scripts/metrics_table.py"
     )
     module.ModelMetrics(LABELS, INFO)

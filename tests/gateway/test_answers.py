@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from jitney_gateway.answers import Answer, Body
-from jitney_gateway.backend import Step, translated
-from jitney_gateway.blocks import Blocks
+from jitney_gateway.answers import Answer, JsonObject
+from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.parsers import Parser
 from jitney_gateway.refusals import describe
+from jitney_gateway.server_client import Step, translated
 from jitney_gateway.wire import ChatRequest, CompletionRequest, decode
 
 TOOL = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
@@ -32,18 +32,20 @@ def chat(parsers: list[Parser], **more: Any) -> Answer:
     data = json.dumps({"model": "m", "messages": messages, "n": len(parsers), **more}).encode()
     body = decode(data, ChatRequest)
     most = 1 if body.parallel_tool_calls is False else None
-    return Answer(body, "id", [Blocks(parser, most) for parser in parsers])
+    return Answer(body, "id", [SequenceContent(parser, most) for parser in parsers])
 
 
 def completion(prompts: int, echo: str = "", **more: Any) -> Answer:
     body = decode(json.dumps({"model": "m", "prompt": "a", **more}).encode(), CompletionRequest)
     number = prompts * (body.n or 1)
-    return Answer(body, "id", [Blocks(Parser(None, None), echo=echo) for _ in range(number)])
+    return Answer(
+        body, "id", [SequenceContent(Parser(None, None), echo=echo) for _ in range(number)]
+    )
 
 
-def joined(chunks: list[Body], index: int) -> Body:
+def joined(chunks: list[JsonObject], index: int) -> JsonObject:
     """The message that a client makes of a stream's deltas."""
-    message: Body = {"calls": {}}
+    message: JsonObject = {"calls": {}}
     for choice in (one for chunk in chunks for one in chunk["choices"] if one["index"] == index):
         for name in ("role", "content", "reasoning", "reasoning_content"):
             if name in choice["delta"]:

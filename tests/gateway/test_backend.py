@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
-from jitney_gateway import backend as module
+from jitney_gateway import server_client as module
 from jitney_gateway.app import Gateway
-from jitney_gateway.ask import Ask, Description
-from jitney_gateway.backend import Backend, ServedModel, Step, translated
 from jitney_gateway.refusals import UnknownModelError
+from jitney_gateway.server_client import ServedModel, ServerClient, Step, translated
+from jitney_gateway.server_request import ModelDescription, ServerRequest
 from starlette.requests import Request
 from tritonclient.utils import InferenceServerException
 
@@ -69,7 +69,7 @@ def result(final: bool) -> Any:
     )
 
 
-def backend_of(monkeypatch: pytest.MonkeyPatch, *streams: FakeStream) -> Backend:
+def backend_of(monkeypatch: pytest.MonkeyPatch, *streams: FakeStream) -> ServerClient:
     waiting = list(streams)
 
     class FakeClient:
@@ -80,13 +80,13 @@ def backend_of(monkeypatch: pytest.MonkeyPatch, *streams: FakeStream) -> Backend
             return waiting.pop(0)
 
     monkeypatch.setattr(module.aio, "InferenceServerClient", FakeClient)
-    return Backend("nowhere")
+    return ServerClient("nowhere")
 
 
-async def read(backend: Backend, count: int, asks: int = 1) -> list[Step]:
+async def read(backend: ServerClient, count: int, asks: int = 1) -> list[Step]:
     """The first ``count`` steps; then the reader leaves, and everybody else has a turn."""
     made: list[Step] = []
-    steps = backend.generate([Ask(model="m", inputs={})] * asks)
+    steps = backend.generate([ServerRequest(model="m", inputs={})] * asks)
     try:
         while len(made) < count:
             made.append(await anext(steps))
@@ -131,7 +131,7 @@ def test_a_slow_reader_is_cancelled_and_holds_nobody_up(monkeypatch: pytest.Monk
     backend = backend_of(monkeypatch, slow, quick)
 
     async def both() -> list[Step]:
-        steps = backend.generate([Ask(model="m", inputs={})])
+        steps = backend.generate([ServerRequest(model="m", inputs={})])
         first = await anext(steps)
         assert len(await read(backend, STEPS)) == STEPS
         rest = [first, *[await anext(steps) for _ in range(3)]]
@@ -174,7 +174,7 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         described.append(name)
         if name not in ("digits", "m"):
             raise translated(name, "", f"Request for unknown model: {name!r} is not found")
-        taken = Description(64, 1, frozenset(), adapters=adapters.copy())
+        taken = ModelDescription(64, 1, frozenset(), adapters=adapters.copy())
         return ServedModel(name, "", {}, taken if name == "m" else None, time.monotonic())
 
     def stream_infer(requests: Any, headers: dict[str, str]) -> FakeStream:
@@ -192,7 +192,7 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await backend.look("law")).base == "m"
         inputs: dict[str, Any] = {"sampling_parameters": b'{"n": 1}', "stream": True}
         for model in ("law", "m"):
-            await backend.perform(Ask(model=model, inputs=inputs))
+            await backend.perform(ServerRequest(model=model, inputs=inputs))
         return [await anext(requests) for requests in asked]
 
     found = asyncio.run(play())
@@ -211,7 +211,7 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     async def unloaded() -> dict[str, Any]:
         with pytest.raises(UnknownModelError):
             await backend.look("law")
-        await backend.perform(Ask(model="law", inputs={}))
+        await backend.perform(ServerRequest(model="law", inputs={}))
         return await anext(asked[0])
 
     sent = asyncio.run(unloaded())
@@ -225,7 +225,7 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, looked = backend_of(monkeypatch), []
-    known = Description(64, 1, frozenset(), adapters=[f"a{n}" for n in range(256)])
+    known = ModelDescription(64, 1, frozenset(), adapters=[f"a{n}" for n in range(256)])
 
     async def names() -> list[str]:
         return ["m", "n"]
@@ -245,12 +245,12 @@ def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch
 
 def test_a_server_that_is_away_is_unavailable() -> None:
     async def ask() -> None:
-        backend = Backend("127.0.0.1:1")
+        backend = ServerClient("127.0.0.1:1")
         assert not await backend.is_ready()
         with pytest.raises(UnavailableError, match="the server does not answer"):
             await backend.language_model("m")
         with pytest.raises(UnavailableError, match="the server does not answer"):
-            await anext(backend.generate([Ask(model="m", inputs={})]))
+            await anext(backend.generate([ServerRequest(model="m", inputs={})]))
         await backend.close()
 
     asyncio.run(ask())

@@ -8,8 +8,8 @@ import pytest
 import uvicorn
 from jitney.cli import make_app
 from jitney.errors import InstallationError
-from jitney_gateway.command import listen
 from jitney_gateway.mounting import open_service
+from jitney_gateway.run_gateway import listen
 from typer.testing import CliRunner
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from jitney.errors import UnavailableError
 from jitney_gateway.app import make_app
-from jitney_gateway.ask import Ask, Description
-from jitney_gateway.backend import Step
+from jitney_gateway.server_client import Step
+from jitney_gateway.server_request import ModelDescription, ServerRequest
 from starlette.testclient import TestClient
 
 from tests.gateway.test_answers import step
@@ -30,10 +30,10 @@ class Ending:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    async def language_model(self, name: str) -> Description:
+    async def language_model(self, name: str) -> ModelDescription:
         return KNOWN
 
-    async def generate(self, asks: Sequence[Ask], headers: Any) -> AsyncIterator[Step]:
+    async def generate(self, asks: Sequence[ServerRequest], headers: Any) -> AsyncIterator[Step]:
         yield step("one")
         raise self._error
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from jitney.errors import ConfigError
 from jitney_gateway.app import make_app
-from jitney_gateway.backend import UnknownModelError
 from jitney_gateway.keys import Keys
+from jitney_gateway.server_client import UnknownModelError
 from starlette.testclient import TestClient
 
 OLD, NEW = "o" * 24, "n" * 24

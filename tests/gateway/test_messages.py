@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_gateway.answers import Body
-from jitney_gateway.ask import Ask, Description, ask_chat
-from jitney_gateway.blocks import Blocks
+from jitney_gateway.answers import JsonObject
+from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.messages_api import (
     MessageAnswer,
     MessageRequest,
@@ -17,8 +16,9 @@ from jitney_gateway.messages_api import (
     chat_of_prompt,
 )
 from jitney_gateway.parsers import Parser
-from jitney_gateway.refusals import FieldError, StatusError, as_asked, describe
+from jitney_gateway.refusals import FieldError, StatusError, describe, name_clients_field
 from jitney_gateway.refusals import describe_for_messages as told
+from jitney_gateway.server_request import ModelDescription, ServerRequest, request_of_chat
 from jitney_gateway.wire import decode
 
 from tests.gateway.test_answers import step
@@ -55,19 +55,19 @@ ELSEWHERE = {"tool_choice", "cache_control", "service_tier"}
 THINKS = msgspec.structs.replace(KNOWN, chat_template="{% if enable_thinking %}<think></think>")
 
 
-def ask(body: dict[str, Any], known: Description = THINKS) -> Ask:
+def ask(body: dict[str, Any], known: ModelDescription = THINKS) -> ServerRequest:
     data = decode(json.dumps(body).encode(), MessageRequest)
     try:
-        return ask_chat(chat_of_message(data, known), known, "id")
+        return request_of_chat(chat_of_message(data, known), known, "id")
     except InvalidArgumentError as error:
-        raise as_asked(error, data) from None
+        raise name_clients_field(error, data) from None
 
 
-def chat(body: dict[str, Any], known: Description = THINKS) -> Any:
+def chat(body: dict[str, Any], known: ModelDescription = THINKS) -> Any:
     return json.loads(ask(body, known).inputs["messages"])  # type: ignore[arg-type]
 
 
-def params_of(body: dict[str, Any], known: Description = KNOWN) -> Any:
+def params_of(body: dict[str, Any], known: ModelDescription = KNOWN) -> Any:
     return json.loads(ask(body, known).inputs["sampling_parameters"])  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def test_each_field_changes_the_request() -> None:
 
 
 def test_tools_are_chosen() -> None:
-    def asked(**choice: Any) -> Ask:
+    def asked(**choice: Any) -> ServerRequest:
         return ask(BODY | {"tools": [TOOL], "tool_choice": choice}, KNOWN)
 
     assert chat(BODY | {"tools": [TOOL]}, KNOWN)["tools"] == [CHAT_TOOL]
@@ -154,7 +154,7 @@ def test_the_messages_become_a_chat() -> None:
     )
     assert made["structured_outputs"]["json"]["type"] == "object"
     counted = decode(json.dumps({"model": "m", "messages": TALK}).encode(), PromptRequest)
-    same = ask_chat(chat_of_prompt(counted, KNOWN), KNOWN, "").inputs["messages"]
+    same = request_of_chat(chat_of_prompt(counted, KNOWN), KNOWN, "").inputs["messages"]
     assert json.loads(same) == chat(BODY | {"messages": TALK})  # type: ignore[arg-type]
 
 
@@ -164,7 +164,7 @@ def test_turns_of_the_user_that_follow_one_another_are_one() -> None:
 
 
 def test_thinking_is_what_the_model_can_choose() -> None:
-    def asked(kind: str, known: Description) -> Any:
+    def asked(kind: str, known: ModelDescription) -> Any:
         return chat(BODY | {"thinking": {"type": kind}}, known).get("chat_template_parameters")
 
     assert asked("adaptive", THINKS) == {"enable_thinking": True}
@@ -177,15 +177,17 @@ def test_thinking_is_what_the_model_can_choose() -> None:
 
 
 def answer_of(parser: Parser) -> MessageAnswer:
-    return MessageAnswer(decode(json.dumps(BODY).encode(), MessageRequest), "id", [Blocks(parser)])
+    return MessageAnswer(
+        decode(json.dumps(BODY).encode(), MessageRequest), "id", [SequenceContent(parser)]
+    )
 
 
-def joined(events: list[Body]) -> Body:
+def joined(events: list[JsonObject]) -> JsonObject:
     """The message that a client makes of a stream; the order of events is checked."""
     names = [event["type"] for event in events]
     assert names[0] == "message_start"
     assert names[-2:] == ["message_delta", "message_stop"]
-    message: Body = {**events[0]["message"], "content": []}
+    message: JsonObject = {**events[0]["message"], "content": []}
     text, open_ = "", False
     for name, event in zip(names[1:-2], events[1:-2], strict=True):
         if name == "content_block_start":
@@ -209,7 +211,7 @@ def joined(events: list[Body]) -> Body:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_events_make_the_whole_at_every_split(text: str) -> None:
-    def content(pieces: list[str]) -> list[Body]:
+    def content(pieces: list[str]) -> list[JsonObject]:
         answer, events = answer_of(Parser("hermes", "think", [CHAT_TOOL])), []
         for number, piece in enumerate(pieces):
             end = "stop" if number == len(pieces) - 1 else None

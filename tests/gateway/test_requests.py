@@ -9,10 +9,16 @@ import msgspec
 import pytest
 from jitney.errors import ConfigError, InvalidArgumentError
 from jitney.sampling_params import NAMES, parse_limits
-from jitney_gateway.ask import Ask, Description, ask_chat, ask_completions, ask_tokens
 from jitney_gateway.messages_api import MessageRequest
-from jitney_gateway.refusals import FieldError, as_asked, describe
+from jitney_gateway.refusals import FieldError, describe, name_clients_field
 from jitney_gateway.responses_api import ResponseRequest
+from jitney_gateway.server_request import (
+    ModelDescription,
+    ServerRequest,
+    request_of_chat,
+    request_of_token_ids,
+    requests_of_completions,
+)
 from jitney_gateway.wire import (
     ChatRequest,
     CompletionRequest,
@@ -24,7 +30,7 @@ from jitney_gateway.wire import (
     decode,
 )
 
-KNOWN = Description(
+KNOWN = ModelDescription(
     max_model_len=100,
     max_n=4,
     sampling_parameters=frozenset([*NAMES, "structured_outputs"]),
@@ -61,11 +67,11 @@ ONLY_CHAT: dict[str, Any] = {
 ELSEWHERE = {"stream_options", "top_logprobs", "parallel_tool_calls", "store", "modalities", "echo"}
 
 
-def ask(body: dict[str, Any]) -> list[Ask]:
+def ask(body: dict[str, Any]) -> list[ServerRequest]:
     data = json.dumps(body).encode()
     if "prompt" in body:
-        return ask_completions(decode(data, CompletionRequest), KNOWN, "id")
-    return [ask_chat(decode(data, ChatRequest), KNOWN, "id")]
+        return requests_of_completions(decode(data, CompletionRequest), KNOWN, "id")
+    return [request_of_chat(decode(data, ChatRequest), KNOWN, "id")]
 
 
 def params_of(body: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +108,7 @@ def test_a_service_tier_is_a_tier_or_a_priority(
 
     def params(**more: Any) -> Any:
         body = decode(json.dumps(CHAT | {"service_tier": service} | more).encode(), ChatRequest)
-        made = json.loads(ask_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore[arg-type]
+        made = json.loads(request_of_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore[arg-type]
         return {name: made[name] for name in ("tier", "priority") if name in made}
 
     assert params() == asked
@@ -129,8 +135,8 @@ def test_flex_is_the_lowest_tier_that_a_key_may_ask_for(
     text = {"model": "m", "prompt": "a", "service_tier": service}
     completion = decode(json.dumps(text).encode(), CompletionRequest)
     for ask in (
-        ask_chat(chat, known, "id", limits),
-        *ask_completions(completion, known, "id", limits),
+        request_of_chat(chat, known, "id", limits),
+        *requests_of_completions(completion, known, "id", limits),
     ):
         assert json.loads(ask.inputs["sampling_parameters"])["tier"] == tier  # type: ignore[arg-type]
 
@@ -162,7 +168,7 @@ def test_sampling_parameters_go_on_as_they_are(name: str) -> None:
         body = decode(json.dumps(CHAT | {name: PARAMS[name]}).encode(), ChatRequest)
         if name != "max_tokens":
             with pytest.raises(FieldError, match=f"{name} is not supported by model 'm'"):
-                ask_chat(body, old, "id")
+                request_of_chat(body, old, "id")
 
 
 CHECKED = {*COMMON, *ONLY_CHAT, *ELSEWHERE} - PARAMS.keys()
@@ -227,14 +233,14 @@ def test_structured_output_has_one_form(more: dict[str, Any], structured: Any) -
         body = decode(json.dumps(CHAT | more).encode(), ChatRequest)
         known = msgspec.structs.replace(KNOWN, sampling_parameters=frozenset(PARAMS))
         with pytest.raises(FieldError, match="is not supported by model 'm'") as caught:
-            ask_chat(body, known, "id")
+            request_of_chat(body, known, "id")
         assert caught.value.field == next(iter(more)), "by the client's name"
 
 
 def test_tools_need_a_known_format() -> None:
     body = decode(json.dumps(CHAT).encode(), ChatRequest)
     with pytest.raises(FieldError, match="tool_format") as caught:
-        ask_chat(body, msgspec.structs.replace(KNOWN, tool_format=None), "id")
+        request_of_chat(body, msgspec.structs.replace(KNOWN, tool_format=None), "id")
     assert caught.value.field == "tools"
 
 
@@ -251,7 +257,7 @@ def test_an_option_that_names_no_format_is_told_at_the_first_chat(
     with pytest.raises(
         ConfigError, match=f"option {option} is '{value}', but must be one of"
     ) as no:
-        ask_chat(body, model, "id")
+        request_of_chat(body, model, "id")
     assert known in str(no.value)
     status, said = describe(no.value)
     assert status == 500, "no fault of the client's"
@@ -275,14 +281,14 @@ def test_a_tool_that_must_be_called_is_a_grammar() -> None:
     known = msgspec.structs.replace(KNOWN, sampling_parameters=frozenset(PARAMS))
     body = decode(json.dumps(CHAT | {"tool_choice": "required"}).encode(), ChatRequest)
     with pytest.raises(FieldError, match="tool_choice is not supported"):
-        ask_chat(body, known, "id")
+        request_of_chat(body, known, "id")
 
 
 def test_a_model_that_reasons_is_bound_only_afterwards() -> None:
     ids = {"</think>": 7}
     known = msgspec.structs.replace(KNOWN, reasoning_format="think", added_tokens=ids)
     body = decode(json.dumps(CHAT | {"guided_regex": "a"}).encode(), ChatRequest)
-    params = json.loads(ask_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
+    params = json.loads(request_of_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
     assert "<[7]>" in params["structured_outputs"]["grammar"]
     assert params["skip_special_tokens"] is False, "the marker must be in the text"
 
@@ -318,7 +324,7 @@ def test_a_models_refusal_names_the_clients_field(
     said: str, fields: dict[str, Any], wanted: str | None
 ) -> None:
     body = decode(json.dumps(CHAT | fields).encode(), ChatRequest)
-    found = as_asked(InvalidArgumentError(said), body)
+    found = name_clients_field(InvalidArgumentError(said), body)
     assert str(found) == (wanted or said)
     if wanted:
         assert describe(found)[1]["error"]["param"] == re.split("[. :]", wanted)[0]
@@ -336,7 +342,7 @@ def test_only_markers_are_named_as_tokens() -> None:
     ids = {"<tool_call>": 7, "name": 8, "\n": 9}
     known = msgspec.structs.replace(KNOWN, tool_format="hermes", added_tokens=ids)
     body = decode(json.dumps(CHAT | {"tool_choice": "required"}).encode(), ChatRequest)
-    params = json.loads(ask_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
+    params = json.loads(request_of_chat(body, known, "id").inputs["sampling_parameters"])  # type: ignore
     assert set(re.findall(r"<\[\d+]>", params["structured_outputs"]["grammar"])) == {"<[7]>"}
 
 
@@ -395,8 +401,10 @@ def test_bodies_that_are_no_objects_are_refused() -> None:
 
 
 def test_tokenize_takes_a_prompt_or_a_chat() -> None:
-    def asked(**body: Any) -> Ask:
-        return ask_tokens(decode(json.dumps({"model": "m", **body}).encode(), TokenizeRequest))
+    def asked(**body: Any) -> ServerRequest:
+        return request_of_token_ids(
+            decode(json.dumps({"model": "m", **body}).encode(), TokenizeRequest)
+        )
 
     assert asked(prompt="a").inputs == {"text_input": b"a", "task": b"tokenize"}
     chat = asked(messages=[USER], tools=[TOOL], add_generation_prompt=False)
@@ -412,7 +420,7 @@ def test_structured_outputs_are_one(given: dict[str, Any]) -> None:
     for known in (KNOWN, msgspec.structs.replace(KNOWN, reasoning_format="think")):
         body = decode(json.dumps(CHAT | {"structured_outputs": given}).encode(), ChatRequest)
         with pytest.raises(FieldError, match="exactly one of json, json_object, regex") as caught:
-            ask_chat(body, known, "id")
+            request_of_chat(body, known, "id")
         assert caught.value.field == "structured_outputs"
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_gateway.answers import Body
-from jitney_gateway.ask import Ask, ask_chat
-from jitney_gateway.blocks import Blocks
+from jitney_gateway.answers import JsonObject
+from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.parsers import Parser
-from jitney_gateway.refusals import FieldError, as_asked, describe
+from jitney_gateway.refusals import FieldError, describe, name_clients_field
 from jitney_gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
+from jitney_gateway.server_request import ServerRequest, request_of_chat
 from jitney_gateway.wire import decode
 
 from tests.gateway.test_answers import CALLING, position, step
@@ -47,12 +47,12 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-def ask(body: dict[str, Any]) -> Ask:
+def ask(body: dict[str, Any]) -> ServerRequest:
     data = decode(json.dumps(body).encode(), ResponseRequest)
     try:
-        return ask_chat(chat_of_response(data, KNOWN), KNOWN, "id")
+        return request_of_chat(chat_of_response(data, KNOWN), KNOWN, "id")
     except InvalidArgumentError as error:
-        raise as_asked(error, data) from None
+        raise name_clients_field(error, data) from None
 
 
 def chat(body: dict[str, Any]) -> Any:
@@ -116,8 +116,8 @@ def test_a_chats_field_is_named_as_the_client_knows_it() -> None:
     body = decode(json.dumps(BODY | {"text": CHANGES["text"]}).encode(), ResponseRequest)
     old = msgspec.structs.replace(KNOWN, sampling_parameters=frozenset(["max_tokens"]))
     with pytest.raises(FieldError) as caught:
-        ask_chat(chat_of_response(body, old), old, "id")
-    assert str(as_asked(caught.value, body)) == "text is not supported by model 'm'"
+        request_of_chat(chat_of_response(body, old), old, "id")
+    assert str(name_clients_field(caught.value, body)) == "text is not supported by model 'm'"
 
 
 def test_the_input_becomes_a_chat() -> None:
@@ -141,15 +141,15 @@ def test_the_input_becomes_a_chat() -> None:
 def answer_of(parser: Parser, **more: Any) -> ResponseAnswer:
     body = decode(json.dumps(BODY | more).encode(), ResponseRequest)
     most = 1 if body.parallel_tool_calls is False else None
-    return ResponseAnswer(body, "id", [Blocks(parser, most)])
+    return ResponseAnswer(body, "id", [SequenceContent(parser, most)])
 
 
-def joined(events: list[Body]) -> list[Body]:
+def joined(events: list[JsonObject]) -> list[JsonObject]:
     """The output that a client makes of a stream's deltas; the order of events is checked."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     names = [event["type"].removeprefix("response.") for event in events]
     assert names[:2] == ["created", "in_progress"]
-    items: list[Body] = []
+    items: list[JsonObject] = []
     for name, event in zip(names[2:-1], events[2:-1], strict=True):
         if name == "output_item.added":
             assert not items or items[-1]["done"]
@@ -179,7 +179,7 @@ def joined(events: list[Body]) -> list[Body]:
     return made
 
 
-def fed(answer: ResponseAnswer, pieces: list[str], end: str = "stop") -> list[Body]:
+def fed(answer: ResponseAnswer, pieces: list[str], end: str = "stop") -> list[JsonObject]:
     events = []
     for number, piece in enumerate(pieces):
         last = number == len(pieces) - 1
@@ -187,7 +187,7 @@ def fed(answer: ResponseAnswer, pieces: list[str], end: str = "stop") -> list[Bo
     return events + answer.last()
 
 
-def plain(output: list[Body]) -> list[Body]:
+def plain(output: list[JsonObject]) -> list[JsonObject]:
     """Without ids, which are drawn."""
     return [{name: item[name] for name in item if name not in ("id", "call_id")} for item in output]
 
@@ -198,7 +198,7 @@ TEXTS = ["Hello, wörld", CALLING + " Bye.", "<think>Hm.</think>\n\nYes. " + CAL
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("end", ["stop", "length"])
 def test_the_events_make_the_whole_at_every_split(text: str, end: str) -> None:
-    def output(pieces: list[str]) -> list[Body]:
+    def output(pieces: list[str]) -> list[JsonObject]:
         answer = answer_of(Parser("hermes", "think", [CHAT_TOOL]))
         events = fed(answer, pieces, end)
         assert joined(events) == answer.whole()["output"] == events[-1]["response"]["output"]

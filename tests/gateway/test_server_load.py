@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from jitney.errors import ConfigError
-from jitney_gateway.load import ServerLoad, parse
+from jitney_gateway.server_load import ServerLoad, parse
 from prometheus_client.parser import text_string_to_metric_families
 
 PAGE = "".join(

@@ -35,7 +35,7 @@ def test_nothing_heavy_is_imported(module: str) -> None:
 
 
 def test_the_gateway_needs_no_torch() -> None:
-    loaded = modules_after("import jitney_gateway.command")
+    loaded = modules_after("import jitney_gateway.run_gateway")
     assert "uvicorn" in loaded
     assert not loaded & {"torch", "transformers", "numba", "tokenizers"}
 

@@ -16,9 +16,9 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import FileResponse
 from jitney.errors import InvalidArgumentError, JitneyError, UnavailableError
-from jitney_gateway.backend import Backend
 from jitney_gateway.document import TEXT, Endpoint, Handler, Schema, record
 from jitney_gateway.refusals import FieldError, StatusError, as_json
+from jitney_gateway.server_client import ServerClient
 from jitney_gateway.wire import WireRecord
 from msgspec import Meta
 from starlette.datastructures import FormData, UploadFile
@@ -75,7 +75,7 @@ class BatchRequest(WireRecord):
 class Batches:
     """The endpoints. Without a folder each says how to get one."""
 
-    def __init__(self, folder: Folder | None, backend: Backend) -> None:
+    def __init__(self, folder: Folder | None, backend: ServerClient) -> None:
         self._given_folder = folder
         self._backend = backend
 

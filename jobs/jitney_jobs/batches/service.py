@@ -6,8 +6,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from jitney.errors import ConfigError, InstallationError
-from jitney_gateway.backend import Backend
 from jitney_gateway.document import Endpoint
+from jitney_gateway.server_client import ServerClient
 
 from jitney_jobs.batches.endpoints import Batches
 from jitney_jobs.batches.records import Folder
@@ -24,7 +24,7 @@ class BatchService:
         """Without a folder the endpoints say how to get one."""
         self._folder = folder
 
-    def endpoints(self, backend: Backend) -> Sequence[Endpoint]:
+    def endpoints(self, backend: ServerClient) -> Sequence[Endpoint]:
         """``/v1/files`` and ``/v1/batches``."""
         return Batches(self._folder, backend).endpoints()
 

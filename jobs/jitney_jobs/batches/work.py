@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 from jitney.errors import InvalidArgumentError
-from jitney_gateway.backend import GENERATING
 from jitney_gateway.refusals import StatusError
+from jitney_gateway.server_client import GENERATING
 
 from jitney_jobs.batches.records import OPEN, BatchRecord, FileRecord, Folder, write_whole
 from jitney_jobs.journal import Record

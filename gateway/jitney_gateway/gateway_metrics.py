@@ -7,12 +7,12 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from jitney_gateway.backend import Step
+from jitney_gateway.server_client import Step
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
-class Figures:
+class GatewayMetrics:
     """One gateway's."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Figures:
         self._requests.labels(endpoint, model, str(status)).inc()
 
 
-class Watch:
+class AnswerTimer:
     """Times and counts one answer, from when it is made."""
 
-    def __init__(self, figures: Figures, model: str, key: str, streamed: bool) -> None:
+    def __init__(self, figures: GatewayMetrics, model: str, key: str, streamed: bool) -> None:
         self._figures = figures
         self._model = model
         self._key = key

@@ -13,7 +13,7 @@ from jitney_gateway.parsers import Kind, Parser
 from jitney_gateway.wire import Call, Message
 
 
-class Block(msgspec.Struct, kw_only=True):
+class ContentBlock(msgspec.Struct, kw_only=True):
     """One of them."""
 
     kind: Kind
@@ -32,11 +32,11 @@ class Block(msgspec.Struct, kw_only=True):
         return "".join(self.pieces)
 
 
-Event = tuple[Literal["start", "delta", "stop"], Block, str]
+Event = tuple[Literal["start", "delta", "stop"], ContentBlock, str]
 """A block begins, gets more text, ends."""
 
 
-class Blocks:
+class SequenceContent:
     """One sequence."""
 
     def __init__(self, parser: Parser, most_calls: int | None = None, echo: str = "") -> None:
@@ -44,10 +44,10 @@ class Blocks:
         self._parser = parser
         self._most_calls = most_calls
         self._echo = echo
-        self.all: list[Block] = []
+        self.all: list[ContentBlock] = []
         self.finish_reason: str | None = None
 
-    def of(self, kind: Kind) -> list[Block]:
+    def of(self, kind: Kind) -> list[ContentBlock]:
         """Those of a kind."""
         return [block for block in self.all if block.kind == kind]
 
@@ -63,7 +63,7 @@ class Blocks:
             if not self.all or self.all[-1].kind != kind or kind == "call":
                 yield from self._close(True)
                 id_ = secrets.token_hex(12)
-                self.all.append(Block(kind=kind, index=len(self.all), id=id_, name=name))
+                self.all.append(ContentBlock(kind=kind, index=len(self.all), id=id_, name=name))
                 yield "start", self.all[-1], ""
             self.all[-1].pieces.append(more)
             yield "delta", self.all[-1], more

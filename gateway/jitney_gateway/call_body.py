@@ -12,7 +12,7 @@ MALFORMED = (
     *(ValueError, TypeError, SyntaxError, RecursionError, MemoryError),
     AttributeError,  # of a client's schema that is none
 )
-"""What both methods of Body raise for a text that is none."""
+"""What both methods of CallBody raise for a text that is none."""
 
 _LAST_TAG = "</function>"
 _PARAMETER = regex.compile(
@@ -24,7 +24,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 _JSON_OF_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-class Body:
+class CallBody:
     """A body that begins at ``start`` of a text."""
 
     def __init__(self, kind: str, start: int, name: str | None) -> None:

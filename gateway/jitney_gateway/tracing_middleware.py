@@ -7,7 +7,7 @@ from jitney.tracing import HEADERS, Tracing
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class Traced:
+class TracingMiddleware:
     """ASGI middleware. The application finds its span in the headers that carry a trace, which it
     hands on."""
 

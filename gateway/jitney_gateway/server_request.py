@@ -1,8 +1,9 @@
-"""From a client's request to what the model is asked: the tensors and sampling parameters of
+"""What the gateway sends to a model for a client's request: tensors and sampling parameters, as in
 docs/contract.md.
 
-``language.py`` calls ``ask_chat``, ``ask_completions`` and ``ask_tokens``. What the model cannot do
-is refused by the name of the client's field. Pure: no network, no tokenizer.
+``language.py`` calls ``request_of_chat``, ``requests_of_completions`` and
+``request_of_token_ids``. If the model cannot do what a field asks for, the error names that field
+of the client. Pure: no network, no tokenizer.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,7 +32,7 @@ _PRIORITIES = {"auto": 0, "default": 0, "flex": 10, "priority": -10}
 _NO_LIMITS = Limits()
 
 
-class Description(msgspec.Struct):
+class ModelDescription(msgspec.Struct):
     """What a model tells of itself: the task ``describe`` of docs/contract.md."""
 
     max_model_len: int
@@ -47,7 +48,7 @@ class Description(msgspec.Struct):
     """What ``tier`` may be, the most urgent first."""
 
 
-class Ask(msgspec.Struct, kw_only=True):
+class ServerRequest(msgspec.Struct, kw_only=True):
     """One request to a model."""
 
     model: str
@@ -68,9 +69,9 @@ class Formats(NamedTuple):
 # ------------------------------------------------------------------------------- chats
 
 
-def ask_chat(
-    body: ChatRequest, known: Description, request_id: str, limits: Limits = _NO_LIMITS
-) -> Ask:
+def request_of_chat(
+    body: ChatRequest, known: ModelDescription, request_id: str, limits: Limits = _NO_LIMITS
+) -> ServerRequest:
     """The request of a chat, by a client of these limits. Raises FieldError."""
     params = _params_of_service_tier(body.service_tier, known.tiers, limits)
     params |= _chat_params(body)
@@ -114,7 +115,7 @@ def _chat_params(body: ChatRequest) -> dict[str, Any]:
     return params
 
 
-def _wanted_of_chat(body: ChatRequest, known: Description, used: Formats) -> Wanted | None:
+def _wanted_of_chat(body: ChatRequest, known: ModelDescription, used: Formats) -> Wanted | None:
     """What the answer must be: what the body says, or a call of a tool in the model's syntax."""
     wanted = wanted_by(body)
     token_ids = {}
@@ -140,7 +141,7 @@ def _wanted_of_chat(body: ChatRequest, known: Description, used: Formats) -> Wan
     return Wanted(wanted.field, constraint)
 
 
-def formats(body: ChatRequest, known: Description) -> Formats:
+def formats(body: ChatRequest, known: ModelDescription) -> Formats:
     """How the answer writes calls of tools, if there may be any, and reasoning: as the model's
     options say, else as its chat template tells.
 
@@ -182,9 +183,9 @@ def _detected(chat_template: str, kwargs: bytes) -> tuple[str | None, str | None
 # ------------------------------------------------------------------------------- completions
 
 
-def ask_completions(
-    body: CompletionRequest, known: Description, request_id: str, limits: Limits = _NO_LIMITS
-) -> list[Ask]:
+def requests_of_completions(
+    body: CompletionRequest, known: ModelDescription, request_id: str, limits: Limits = _NO_LIMITS
+) -> list[ServerRequest]:
     """A request for each prompt, by a client of these limits. Raises FieldError."""
     params = _params_of_service_tier(body.service_tier, known.tiers, limits)
     params |= body.params
@@ -255,13 +256,13 @@ def _params_of_service_tier(
 
 def _ask(
     body: Generation,
-    known: Description,
+    known: ModelDescription,
     *,
     inputs: dict[str, Tensor],
     params: dict[str, Any],
     request_id: str,
     wanted: Wanted | None,
-) -> Ask:
+) -> ServerRequest:
     """The request with what chats and completions have in common. Raises FieldError."""
     if body.stream_options is not None and not body.stream:
         raise FieldError("stream_options", "stream_options goes with stream true")
@@ -292,7 +293,7 @@ def _ask(
     }
     if "logprobs" in params:
         inputs["return_logprobs"] = True
-    return Ask(model=body.model, inputs=inputs, request_id=request_id)
+    return ServerRequest(model=body.model, inputs=inputs, request_id=request_id)
 
 
 def _joined(*names: str | None) -> str:
@@ -303,7 +304,7 @@ def _joined(*names: str | None) -> str:
 # ------------------------------------------------------------------------------- token ids
 
 
-def ask_tokens(body: TokenizeRequest) -> Ask:
+def request_of_token_ids(body: TokenizeRequest) -> ServerRequest:
     """The request for a prompt's ids. Raises FieldError."""
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "either prompt or messages must be given")
@@ -315,8 +316,8 @@ def ask_tokens(body: TokenizeRequest) -> Ask:
             body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
         )
-        return Ask(model=body.model, inputs=inputs)
+        return ServerRequest(model=body.model, inputs=inputs)
     if body.tools or body.chat_template_kwargs or body.add_generation_prompt is not None:
         raise FieldError("prompt", "prompt goes without what belongs to messages")
     inputs["text_input"] = encoded("prompt", body.prompt)
-    return Ask(model=body.model, inputs=inputs)
+    return ServerRequest(model=body.model, inputs=inputs)

@@ -19,8 +19,8 @@ from jitney.errors import CancelledError, JitneyError, UnavailableError, from_co
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from jitney_gateway.ask import Ask, Description
 from jitney_gateway.refusals import UnknownModelError
+from jitney_gateway.server_request import ModelDescription, ServerRequest
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """Endpoints of language models."""
@@ -65,7 +65,7 @@ class ServedModel(msgspec.Struct):
     endpoint: str
     """The parameter ``openai_endpoint`` of its config.pbtxt, or empty."""
     config: dict[str, Any]
-    description: Description | None
+    description: ModelDescription | None
     """Of a language model."""
     at: float
     """When it was asked; monotonic seconds."""
@@ -81,7 +81,7 @@ class ServedModel(msgspec.Struct):
         return msgspec.structs.replace(self, name=name, base=self.name)
 
 
-class Backend:
+class ServerClient:
     """One server. Raises UnavailableError where it does not answer."""
 
     def __init__(self, address: str) -> None:
@@ -105,7 +105,7 @@ class Backend:
             found = await self._client.get_inference_statistics(as_json=True)
         return sorted({each["name"] for each in found.get("model_stats", [])})
 
-    async def language_model(self, name: str) -> Description:
+    async def language_model(self, name: str) -> ModelDescription:
         """Raises UnknownModelError for a model that is not ready, or none of language."""
         found = (await self.look(name)).description
         if found is None:
@@ -162,9 +162,9 @@ class Backend:
             at=time.monotonic(),
         )
         if config.get("backend") == "jitney":
-            arrays = await self._perform(Ask(model=name, inputs={"task": b"describe"}))
+            arrays = await self._perform(ServerRequest(model=name, inputs={"task": b"describe"}))
             text = arrays["text_output"][0]
-            model.description = msgspec.json.decode(text, type=Description)
+            model.description = msgspec.json.decode(text, type=ModelDescription)
         return model
 
     async def infer(self, model: str, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -173,17 +173,21 @@ class Backend:
             result = await self._client.infer(model, _inputs(tensors))
         return _arrays(result)
 
-    async def perform(self, ask: Ask, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    async def perform(
+        self, ask: ServerRequest, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """The arrays of a language model's only response."""
         return await self._perform(self._resolve(ask), headers)
 
-    async def _perform(self, ask: Ask, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    async def _perform(
+        self, ask: ServerRequest, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         async with contextlib.aclosing(self._responses(ask, headers)) as responses:
             made = [each async for each in responses]
         return made[-1]
 
     async def generate(
-        self, asks: Sequence[Ask], headers: Mapping[str, str] | None = None
+        self, asks: Sequence[ServerRequest], headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[Step]:
         """The steps of all asks as they come; whoever leaves the iterator cancels what has not
         ended. Raises the first error of any."""
@@ -209,7 +213,7 @@ class Backend:
     async def _pump(
         self,
         index: int,
-        ask: Ask,
+        ask: ServerRequest,
         headers: Mapping[str, str] | None,
         news: asyncio.Queue[Step | Exception | None],
     ) -> None:
@@ -225,7 +229,7 @@ class Backend:
             end = error
         news.put_nowait(end)
 
-    def _resolve(self, ask: Ask) -> Ask:
+    def _resolve(self, ask: ServerRequest) -> ServerRequest:
         """What the server is asked: an adapter's model, with parameters that name the adapter."""
         known = self._models.get(ask.model)
         if known is None or known.base is None:
@@ -237,7 +241,7 @@ class Backend:
         return msgspec.structs.replace(ask, model=known.base, inputs=inputs)
 
     async def _responses(
-        self, ask: Ask, headers: Mapping[str, str] | None
+        self, ask: ServerRequest, headers: Mapping[str, str] | None
     ) -> AsyncGenerator[dict[str, Any]]:
         async def requests() -> AsyncIterator[dict[str, Any]]:
             inputs = _inputs({name: _array(value) for name, value in ask.inputs.items()})

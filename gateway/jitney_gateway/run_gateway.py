@@ -10,10 +10,10 @@ from jitney.errors import ConfigError
 from jitney.tracing import Tracing
 
 from jitney_gateway.app import make_app
-from jitney_gateway.backend import Backend
 from jitney_gateway.keys import Keys
-from jitney_gateway.load import ServerLoad
 from jitney_gateway.mounting import open_service
+from jitney_gateway.server_client import ServerClient
+from jitney_gateway.server_load import ServerLoad
 
 
 def run_gateway(
@@ -40,7 +40,7 @@ def run_gateway(
 
     def make() -> FastAPI:  # in the loop that serves, which the client of the server belongs to
         return make_app(
-            Backend(server),
+            ServerClient(server),
             keys or {},
             tracing=tracing,
             load=load,
