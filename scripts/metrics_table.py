@@ -133,7 +133,7 @@ def main() -> int:
     from jitney_gateway.gateway_metrics import GatewayMetrics
     from jitney_jobs import metrics as of_jobs
 
-    of_gateway = GatewayMetrics().page().decode()
+    of_gateway = GatewayMetrics().exposition().decode()
     TARGET.write_text(make_page(metrics, of_jobs, of_gateway), encoding="utf-8")
     return 0
 

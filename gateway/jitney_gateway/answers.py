@@ -1,214 +1,345 @@
-"""From a model's steps to OpenAI's answers: the chunks of a stream, and the whole. Pure.
+"""From a model's steps to OpenAI's older answers: of ``/v1/chat/completions`` and
+``/v1/completions``. Pure.
 
-An answer is fed every step and gives the chunks that it makes; at the end it gives the whole, of
-the same deltas.
+An answer gets every step and gives the chunks of a stream. At the end it gives the whole, which
+says the same as the chunks together.
 """
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
 from jitney.errors import JitneyError
 
 from jitney_gateway.content_blocks import ContentBlock, SequenceContent
-from jitney_gateway.parsers import Kind
 from jitney_gateway.refusals import describe
 from jitney_gateway.server_client import Step
-from jitney_gateway.wire import ChatRequest, CompletionRequest, StreamOptions
+from jitney_gateway.wire import ChatRequest, CompletionRequest, JsonObject, StreamOptions
 
-JsonObject = dict[str, Any]
-_NAMES = {"text": ("content",), "reasoning": ("reasoning", "reasoning_content"), "call": ()}
-"""Kind of a block -> where a message has it."""
+_MESSAGE_FIELDS = {"text": ("content",), "reasoning": ("reasoning", "reasoning_content")}
+"""Kind of a block -> the fields of a message that have its text: vLLM has had two names."""
+_END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 class Usage:
-    """Tokens of one answer."""
+    """The tokens of one answer."""
 
     def __init__(self) -> None:
-        self.completion = 0
-        self.cached = 0
-        """Prompt tokens that were found in the cache; known at the end."""
-        self._prompts: dict[int, int] = {}
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        """Prompt tokens that were found in the prefix cache. The last step of a prompt tells."""
+        self._tokens_of_prompts: dict[int, int] = {}
 
     @property
-    def prompt(self) -> int:
+    def prompt_tokens(self) -> int:
         """Of all prompts."""
-        return sum(self._prompts.values())
+        return sum(self._tokens_of_prompts.values())
 
     def add(self, step: Step) -> None:
-        self._prompts[step.prompt] = step.num_prompt_tokens
-        self.completion += sum(step.num_tokens)
-        self.cached += step.timing.get("cached_prompt_tokens", 0)
+        """Count a step."""
+        self._tokens_of_prompts[step.prompt] = step.num_prompt_tokens
+        self.completion_tokens += sum(step.num_tokens)
+        self.cached_tokens += step.timing.get("cached_prompt_tokens", 0)
 
-    def body(self) -> JsonObject:
+    def as_json(self) -> JsonObject:
+        """OpenAI's object ``usage``."""
         return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
-class Answer:
-    """The answer to a request for a chat or for completions."""
+class ModelAnswer(Protocol):
+    """An answer of a language model, in the form of one API. ``language.py`` asks no more of it."""
 
-    returns: tuple[str, ...] = ()
-    """Inputs of the contract that ask for more outputs."""
-    end = b"data: [DONE]\n\n"
-    """Ends a stream."""
+    extra_inputs: ClassVar[tuple[str, ...]]
+    """Inputs of the contract by which this form asks the model for more outputs."""
+    end_of_stream: ClassVar[bytes]
+    """What a stream sends after its last event."""
+    usage: Usage
+
+    def feed(self, step: Step) -> Iterator[JsonObject]:
+        """Take a step. Yields the events that it makes."""
+
+    def last(self) -> list[JsonObject]:
+        """The last events of a stream, once every step was fed."""
+
+    def failed(self, error: JitneyError) -> list[JsonObject]:
+        """The last events of a stream that ends with an error."""
+
+    def whole(self) -> JsonObject:
+        """The whole answer, once every step was fed."""
+
+
+class _Envelope:
+    """What stands around the choices, in chunks and in the whole."""
 
     def __init__(
-        self, body: ChatRequest | CompletionRequest, id_: str, choices: list[SequenceContent]
+        self,
+        id_: str,
+        body: ChatRequest | CompletionRequest,
+        usage: Usage,
+        *,
+        chunk_object: str,
+        whole_object: str,
     ) -> None:
-        """``choices``: ``n`` for each prompt."""
-        self.usage = Usage()
-        self._choices = choices
-        self._chat = isinstance(body, ChatRequest)
-        self._options = body.stream_options or StreamOptions()
-        self._n = body.n or 1
-        self._top = body.top_logprobs if isinstance(body, ChatRequest) else body.logprobs
-        id_ = f"{'chatcmpl' if self._chat else 'cmpl'}-{id_}"
         self._head: JsonObject = {"id": id_, "created": int(time.time()), "model": body.model}
         if isinstance(body, ChatRequest) and body.service_tier is not None:
             self._head["service_tier"] = body.service_tier
-        self._logprobs: list[JsonObject] = [{} for _ in choices]
-        self._begun: set[int] = set()
+        self._usage = usage
+        self._options = body.stream_options or StreamOptions()
+        self._chunk_object = chunk_object
+        self._whole_object = whole_object
 
-    def feed(self, step: Step) -> Iterator[JsonObject]:
-        """Take a step; the chunks that it makes."""
-        self.usage.add(step)
-        for number, text in enumerate(step.texts):
-            index = step.prompt * self._n + number
-            choice = self._choices[index]
-            if choice.finish_reason is not None:
-                continue
-            logprobs = self._take_logprobs(index, step.logprobs[number] if step.logprobs else [])
-            said = _delta(choice, text, step.finish_reasons[number])
-            if said or logprobs or choice.finish_reason:
-                yield self._chunk([self._said(index, said, logprobs)])
-
-    def _said(self, index: int, said: JsonObject, logprobs: JsonObject | None) -> JsonObject:
-        if not self._chat:
-            said = {"text": said.get("content", "")}
-        elif index in self._begun:
-            said = {"delta": said}
-        else:
-            self._begun.add(index)
-            said = {"delta": {"role": "assistant", "content": "", **said}}
-        return self._choice(index, said, logprobs)
-
-    def _choice(self, index: int, said: JsonObject, logprobs: JsonObject | None) -> JsonObject:
-        reason = self._choices[index].finish_reason
-        if self._chat and reason == "stop" and self._choices[index].of("call"):
-            reason = "tool_calls"
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
-
-    def _chunk(self, choices: list[JsonObject]) -> JsonObject:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        chunk = {**self._head, "object": kind, "choices": choices}
-        if self._options.continuous_usage_stats or not choices:
-            chunk["usage"] = self.usage.body()
+    def chunk(self, choice: JsonObject) -> JsonObject:
+        """A chunk of a stream."""
+        chunk = {**self._head, "object": self._chunk_object, "choices": [choice]}
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._usage.as_json()
         return chunk
 
     def last(self) -> list[JsonObject]:
-        """The last chunks of a stream: the usage, if it was asked for."""
-        return [self._chunk([])] if self._options.include_usage else []
+        """A chunk with the usage alone, if the client asks for one."""
+        if not self._options.include_usage:
+            return []
+        usage = self._usage.as_json()
+        return [{**self._head, "object": self._chunk_object, "choices": [], "usage": usage}]
+
+    def whole(self, choices: list[JsonObject]) -> JsonObject:
+        """The whole answer."""
+        usage = self._usage.as_json()
+        return {**self._head, "object": self._whole_object, "choices": choices, "usage": usage}
+
+
+# ------------------------------------------------------------------------------- chats
+
+
+class ChatAnswer:
+    """The answer of ``/v1/chat/completions``."""
+
+    extra_inputs: ClassVar[tuple[str, ...]] = ()
+    end_of_stream: ClassVar[bytes] = _END_OF_STREAM
+
+    def __init__(self, body: ChatRequest, id_: str, sequences: Sequence[SequenceContent]) -> None:
+        self.usage = Usage()
+        self._sequences = sequences
+        self._envelope = _Envelope(
+            f"chatcmpl-{id_}",
+            body,
+            self.usage,
+            chunk_object="chat.completion.chunk",
+            whole_object="chat.completion",
+        )
+        self._top_logprobs = body.top_logprobs or 0
+        self._logprobs: list[list[JsonObject]] = [[] for _ in sequences]
+        self._begun: set[int] = set()
+        """Indices of the choices that have had a chunk."""
+
+    def feed(self, step: Step) -> Iterator[JsonObject]:
+        """Take a step. Yields a chunk for each choice that it adds to."""
+        self.usage.add(step)
+        for index, text in enumerate(step.texts):
+            sequence = self._sequences[index]
+            if sequence.finish_reason is not None:
+                continue
+            logprobs = []
+            for position in step.logprobs[index] if step.logprobs else ():
+                logprobs.append(chat_logprob(position, self._top_logprobs))
+            self._logprobs[index] += logprobs
+            delta = _delta(sequence, text, step.finish_reasons[index])
+            if delta or logprobs or sequence.finish_reason:
+                yield self._envelope.chunk(self._chunk_choice(index, delta, logprobs))
+
+    def _chunk_choice(
+        self, index: int, delta: JsonObject, logprobs: list[JsonObject]
+    ) -> JsonObject:
+        if index not in self._begun:
+            self._begun.add(index)
+            delta = {"role": "assistant", "content": "", **delta}
+        return self._choice(index, {"delta": delta}, logprobs)
+
+    def _choice(self, index: int, content: JsonObject, logprobs: list[JsonObject]) -> JsonObject:
+        sequence = self._sequences[index]
+        reason = sequence.finish_reason
+        if reason == "stop" and sequence.calls():
+            reason = "tool_calls"
+        return {
+            "index": index,
+            **content,
+            "logprobs": {"content": logprobs} if logprobs else None,
+            "finish_reason": reason,
+        }
+
+    def last(self) -> list[JsonObject]:
+        """The last chunk of a stream: the usage, if it was asked for."""
+        return self._envelope.last()
 
     def failed(self, error: JitneyError) -> list[JsonObject]:
-        """The last chunks of a stream that ends with an error."""
-        return [describe(error)[1]]
+        """The last chunk of a stream that ends with an error."""
+        return [describe(error).body]
 
     def whole(self) -> JsonObject:
-        """The answer, once every step was fed."""
+        """The whole answer, once every step was fed."""
         choices = []
-        for index, blocks in enumerate(self._choices):
-            said = (
-                {"message": _message(blocks)} if self._chat else {"text": _joined(blocks, "text")}
-            )
-            choices.append(self._choice(index, said, self._logprobs[index] or None))
-        kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": self.usage.body()}
-
-    def _take_logprobs(self, index: int, positions: list[JsonObject]) -> JsonObject | None:
-        """Of new tokens; they are added to those of the whole."""
-        if not positions:
-            return None
-        whole = self._logprobs[index]
-        if self._chat:
-            made = {"content": [chat_logprob(each, self._top or 0) for each in positions]}
-        else:
-            made = _completion_logprobs(positions, self._top or 0, whole)
-        for name, values in made.items():
-            whole.setdefault(name, []).extend(values)
-        return made
+        for index, sequence in enumerate(self._sequences):
+            message = {"message": _message(sequence)}
+            choices.append(self._choice(index, message, self._logprobs[index]))
+        return self._envelope.whole(choices)
 
 
-def _completion_logprobs(
-    positions: list[JsonObject], top: int, before: JsonObject
-) -> dict[str, list[Any]]:
-    """In the form of completions: a list for each thing; ``before``: the lists so far."""
-    offset = 0
-    if before:
-        offset = before["text_offset"][-1] + len(before["tokens"][-1])
-    made: dict[str, list[Any]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-    for position in positions:
-        candidates = list(position.values())
-        chosen = candidates[0]
-        best = {each["decoded_token"]: each["logprob"] for each in candidates}
-        made["tokens"].append(chosen["decoded_token"])
-        made["token_logprobs"].append(chosen["logprob"])
-        made["top_logprobs"].append(best if top else None)
-        made["text_offset"].append(offset)
-        offset += len(chosen["decoded_token"])
-    return made
-
-
-def _delta(choice: SequenceContent, text: str, finish_reason: str | None) -> JsonObject:
-    """What the next text adds to a message."""
-    said: JsonObject = {}
-    for what, block, more in choice.take(text, finish_reason):
-        if what != "delta":
+def _delta(sequence: SequenceContent, text: str, finish_reason: str | None) -> JsonObject:
+    """Push the next text of a sequence. Returns what it adds to the message."""
+    delta: JsonObject = {}
+    for event in sequence.push(text, finish_reason):
+        if event.what != "delta":
             continue
-        if block.kind == "call":
-            index = choice.of("call").index(block)
-            said.setdefault("tool_calls", []).append({"index": index, **_call(block)})
-        for name in _NAMES[block.kind]:
-            said[name] = said.get(name, "") + more
-    return said
+        if event.block.kind == "call":
+            last_index = len(sequence.calls()) - 1
+            call = {"index": last_index, **_tool_call(event.block)}
+            delta.setdefault("tool_calls", []).append(call)
+            continue
+        for field in _MESSAGE_FIELDS[event.block.kind]:
+            delta[field] = delta.get(field, "") + event.text
+    return delta
 
 
-def _message(choice: SequenceContent) -> JsonObject:
-    """The whole."""
-    message: JsonObject = {"role": "assistant", "content": _joined(choice, "text"), "refusal": None}
-    if reasoning := _joined(choice, "reasoning"):
-        message |= dict.fromkeys(_NAMES["reasoning"], reasoning)
-    if calls := choice.of("call"):
-        message["content"] = message["content"] or None
-        message["tool_calls"] = [_call(each) for each in calls]
+def _message(sequence: SequenceContent) -> JsonObject:
+    """The whole message of a choice."""
+    text = sequence.joined_text("text")
+    message: JsonObject = {"role": "assistant", "content": text, "refusal": None}
+    reasoning = sequence.joined_text("reasoning")
+    if reasoning:
+        message |= dict.fromkeys(_MESSAGE_FIELDS["reasoning"], reasoning)
+    calls = sequence.calls()
+    if calls:
+        message["content"] = text or None
+        message["tool_calls"] = [_tool_call(block) for block in calls]
     return message
 
 
-def _joined(choice: SequenceContent, kind: Kind) -> str:
-    return "".join(block.text for block in choice.of(kind))
-
-
-def _call(block: ContentBlock) -> JsonObject:
+def _tool_call(block: ContentBlock) -> JsonObject:
     function = {"name": block.name, "arguments": block.text}
     return {"id": f"call_{block.id}", "type": "function", "function": function}
 
 
 def chat_logprob(position: JsonObject, top: int) -> JsonObject:
-    """One token: the chosen one comes first, and may stand beside the best ``top``."""
-    made = []
-    for one in position.values():
-        text = one["decoded_token"]
-        whole = "\ufffd" not in text  # else it is a part of a character
-        bytes_ = list(text.encode()) if whole else None
-        made.append({"token": text, "logprob": one["logprob"], "bytes": bytes_})
-    best = [each for each, one in zip(made, position.values(), strict=True) if one["rank"] <= top]
-    return {**made[0], "top_logprobs": best}
+    """The logprobs of one token, in a chat's form.
+
+    ``position`` has the candidates for the token, as docs/contract.md has them: the chosen one is
+    first, and may be outside of the best ``top``.
+    """
+    entries = []
+    best = []
+    for candidate in position.values():
+        text = candidate["decoded_token"]
+        # Other tokens are parts of a character, whose bytes are not known here.
+        is_whole_text = "\ufffd" not in text
+        entry = {
+            "token": text,
+            "logprob": candidate["logprob"],
+            "bytes": list(text.encode()) if is_whole_text else None,
+        }
+        entries.append(entry)
+        if candidate["rank"] <= top:
+            best.append(entry)
+    return {**entries[0], "top_logprobs": best}
+
+
+# ------------------------------------------------------------------------------- completions
+
+
+class CompletionAnswer:
+    """The answer of ``/v1/completions``."""
+
+    extra_inputs: ClassVar[tuple[str, ...]] = ()
+    end_of_stream: ClassVar[bytes] = _END_OF_STREAM
+
+    def __init__(
+        self, body: CompletionRequest, id_: str, sequences: Sequence[SequenceContent]
+    ) -> None:
+        """``sequences``: ``n`` for each prompt, in the order of the prompts."""
+        self.usage = Usage()
+        self._sequences = sequences
+        self._n = body.n or 1
+        self._envelope = _Envelope(
+            f"cmpl-{id_}",
+            body,
+            self.usage,
+            chunk_object="text_completion",
+            whole_object="text_completion",
+        )
+        self._logprobs = [_CompletionLogprobs(body.logprobs or 0) for _ in sequences]
+
+    def feed(self, step: Step) -> Iterator[JsonObject]:
+        """Take a step. Yields a chunk for each choice that it adds to."""
+        self.usage.add(step)
+        for number, text in enumerate(step.texts):
+            index = step.prompt * self._n + number
+            sequence = self._sequences[index]
+            if sequence.finish_reason is not None:
+                continue
+            logprobs = None
+            if step.logprobs and step.logprobs[number]:
+                logprobs = self._logprobs[index].add(step.logprobs[number])
+            events = sequence.push(text, step.finish_reasons[number])
+            added = "".join(event.text for event in events if event.what == "delta")
+            if added or logprobs or sequence.finish_reason:
+                yield self._envelope.chunk(self._choice(index, added, logprobs))
+
+    def _choice(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+        reason = self._sequences[index].finish_reason
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def last(self) -> list[JsonObject]:
+        """The last chunk of a stream: the usage, if it was asked for."""
+        return self._envelope.last()
+
+    def failed(self, error: JitneyError) -> list[JsonObject]:
+        """The last chunk of a stream that ends with an error."""
+        return [describe(error).body]
+
+    def whole(self) -> JsonObject:
+        """The whole answer, once every step was fed."""
+        choices = []
+        for index, sequence in enumerate(self._sequences):
+            text = sequence.joined_text("text")
+            choices.append(self._choice(index, text, self._logprobs[index].whole()))
+        return self._envelope.whole(choices)
+
+
+class _CompletionLogprobs:
+    """The logprobs of one sequence in the form of completions: a list for each thing."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._next_offset = 0
+        """Characters of the sequence's text so far."""
+        self._whole = self._empty()
+
+    @staticmethod
+    def _empty() -> dict[str, list[Any]]:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def add(self, positions: Sequence[JsonObject]) -> JsonObject:
+        """Take the logprobs of new tokens. Returns their lists alone."""
+        new = self._empty()
+        for position in positions:
+            candidates = list(position.values())
+            chosen = candidates[0]
+            best = None
+            if self._top > 0:
+                best = {entry["decoded_token"]: entry["logprob"] for entry in candidates}
+            new["tokens"].append(chosen["decoded_token"])
+            new["token_logprobs"].append(chosen["logprob"])
+            new["top_logprobs"].append(best)
+            new["text_offset"].append(self._next_offset)
+            self._next_offset += len(chosen["decoded_token"])
+        for name, values in new.items():
+            self._whole[name] += values
+        return new
+
+    def whole(self) -> JsonObject | None:
+        """The lists of all tokens; None if there are no logprobs."""
+        return self._whole if self._whole["tokens"] else None

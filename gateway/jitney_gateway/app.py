@@ -1,7 +1,7 @@
-"""The gateway's endpoints: bodies in, answers and streams out, errors as OpenAI's objects.
+"""The gateway as an ASGI application: its routes, keys, error responses and metrics.
 
-Stateless but for what it counts and, for half a minute, what it knows of a model (files and batches
-are on the disk): several gateways may stand before one server, and one may be ended at any time.
+A gateway keeps what it counts, and for half a minute what it knows of a model; files and batches
+are on the disk. So several gateways may stand before one server, and one may be ended at any time.
 """
 
 import contextlib
@@ -20,21 +20,22 @@ from starlette.requests import ClientDisconnect
 
 from jitney_gateway.document import ERRORS, TEXT, Endpoint, Handler, Schema, operation
 from jitney_gateway.gateway_metrics import GatewayMetrics
-from jitney_gateway.keys import Keys
+from jitney_gateway.keys import KeySource
 from jitney_gateway.language import LanguageEndpoints
 from jitney_gateway.mounting import MountedService
-from jitney_gateway.pooling import Pool, classify, embed, rerank
+from jitney_gateway.pooling import PoolingFunction, classify, embed, rerank
 from jitney_gateway.refusals import (
-    Describe,
+    DescribeError,
     StatusError,
+    UnknownModelError,
     as_json,
     describe,
     describe_for_messages,
-    fault,
+    error_response,
     name_clients_field,
-    refusal,
+    unforeseen_error,
 )
-from jitney_gateway.server_client import ServedModel, ServerClient, UnknownModelError
+from jitney_gateway.server_client import ServedModel, ServerClient
 from jitney_gateway.server_load import REQUEST_HEADER, ServerLoad
 from jitney_gateway.tracing_middleware import TracingMiddleware
 from jitney_gateway.wire import (
@@ -42,6 +43,7 @@ from jitney_gateway.wire import (
     ClassifyRequest,
     EmbeddingRequest,
     RerankRequest,
+    WireRecord,
     body_schemas,
     decode,
 )
@@ -49,131 +51,156 @@ from jitney_gateway.wire import (
 _LOG = logging.getLogger(__name__)
 
 _WITHOUT_KEY = ("/health", "/metrics")
-"""Paths that need no key, and get no span."""
+"""Paths that need no key and get no span."""
 _MAX_ID_LENGTH = 40
-"""Of a request's id that the client chooses."""
+"""Of the id that a client gives its request."""
+
+
+# ------------------------------------------------------------------------------- the application
 
 
 def make_app(
-    backend: ServerClient,
-    keys: Mapping[str, str] | Keys,
+    server: ServerClient,
+    keys: KeySource,
     *,
     tracing: Tracing | None = None,
     load: ServerLoad | None = None,
     services: Sequence[MountedService] = (),
     url: str = "",
 ) -> FastAPI:
-    """The application. ``keys``: API key -> name of its owner; none: every client is welcome.
-    ``services``: what else is mounted; it asks this gateway at its own ``url``."""
-    gateway = Gateway(backend, keys, load)
+    """The application. ``url`` is the gateway's own address, at which the mounted ``services`` send
+    it requests."""
+    gateway = Gateway(server, keys, load)
     endpoints = gateway.endpoints()
     for service in services:
-        endpoints += service.endpoints(backend)
+        endpoints += service.endpoints(server)
 
     @contextlib.asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
             for service in services:
                 await stack.enter_async_context(service.working(url))
-            yield
-        await backend.close()
+            yield  # while the gateway serves
+        await server.close()
         if tracing is not None:
             tracing.close()
 
-    app = FastAPI(title="Jitney", lifespan=life, docs_url=None, redoc_url=None)
-    bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
-    schemas, components = body_schemas(bodies)
-    schema_of = dict(zip(bodies, schemas, strict=True))
-    for endpoint in endpoints:
-        schema = None if endpoint.body is None else schema_of[endpoint.body]
-        _add(app, gateway, endpoint, schema)
-    app.openapi()["components"] = {"schemas": components | ERRORS}
-    app.add_exception_handler(HTTPException, _no_such_page)
+    app = FastAPI(title="Jitney", lifespan=lifespan, docs_url=None, redoc_url=None)
+    _add_routes(app, gateway, endpoints)
+    app.add_exception_handler(HTTPException, _answer_unknown_route)
     if tracing is not None:
         app.add_middleware(TracingMiddleware, tracing=tracing, without=_WITHOUT_KEY)
     return app
 
 
-def _add(app: FastAPI, gateway: "Gateway", endpoint: Endpoint, schema: Schema | None) -> None:
-    """Make the route of an endpoint, whose body has this schema."""
-    answer = endpoint.answer
-    if endpoint.body is not None:
-        answer = partial(_read, answer, endpoint.body)
+def _add_routes(app: FastAPI, gateway: "Gateway", endpoints: Sequence[Endpoint]) -> None:
+    """Make a route of each endpoint, and complete the OpenAPI document."""
+    bodies = [endpoint.body for endpoint in endpoints if endpoint.body is not None]
+    schemas = body_schemas(bodies)
+    for endpoint in endpoints:
+        if endpoint.body is None:
+            _add_route(app, gateway, endpoint, endpoint.answer, None)
+        else:
+            handler = partial(_answer_with_body, endpoint.answer, endpoint.body)
+            _add_route(app, gateway, endpoint, handler, schemas.of_type[endpoint.body])
+    # FastAPI makes the document once, and keeps it.
+    document = app.openapi()
+    document["components"] = {"schemas": schemas.components | ERRORS}
+
+
+def _add_route(
+    app: FastAPI,
+    gateway: "Gateway",
+    endpoint: Endpoint,
+    handler: Handler,
+    body_schema: Schema | None,
+) -> None:
     app.add_api_route(
         endpoint.path,
-        partial(gateway.serve, endpoint.path, answer),
+        partial(gateway.serve, endpoint.path, handler),
         methods=[endpoint.method],
         name=endpoint.path,
         summary=endpoint.path,
         description=endpoint.text,
         response_class=Response,
-        openapi_extra=operation(endpoint, schema),
+        openapi_extra=operation(endpoint, body_schema),
     )
 
 
-async def _no_such_page(request: Request, error: Exception) -> Response:
+async def _answer_unknown_route(request: Request, error: Exception) -> Response:
+    """The response if no endpoint has the request's path, or its method."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    said = StatusError(error.status_code, f"{path}: {error.detail}")
-    response = refusal(said, _form_of(path))
+    refusal = StatusError(error.status_code, f"{path}: {error.detail}")
+    response = error_response(refusal, _describe_error_of(path))
     response.headers.update(error.headers or {})
     return response
 
 
-def _form_of(path: str) -> Describe:
-    """How a refusal is told there."""
+def _describe_error_of(path: str) -> DescribeError:
+    """The form of errors in the API that ``path`` belongs to."""
     return describe_for_messages if path.startswith("/v1/messages") else describe
 
 
-async def _read(answer: Handler, type_: type[Any], request: Request) -> Response:
-    """Decode the body of a request, and answer it."""
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MAX_BODY_BYTES:
-            raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
-    body = decode(bytes(data), type_)
+async def _answer_with_body(answer: Handler, type_: type[WireRecord], request: Request) -> Response:
+    """Read the body of a request and answer it. A refusal names the body's own field."""
+    body = decode(await _read_body(request), type_)
     try:
         return await answer(request, body)
     except InvalidArgumentError as error:
         raise name_clients_field(error, body) from None
 
 
-class Gateway:
-    """What the endpoints share, and the endpoints that are nobody else's."""
+async def _read_body(request: Request) -> bytes:
+    """Raises StatusError for a body that is too large, as soon as that is seen."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise StatusError(413, f"the body has more than {MAX_BODY_BYTES:,} bytes")
+    return bytes(data)
 
-    def __init__(
-        self, backend: ServerClient, keys: Mapping[str, str] | Keys, load: ServerLoad | None
-    ) -> None:
-        self._backend = backend
+
+# ------------------------------------------------------------------------------- the gateway
+
+
+class Gateway:
+    """Answers every request, and has the endpoints that are not those of language models."""
+
+    def __init__(self, server: ServerClient, keys: KeySource, load: ServerLoad | None) -> None:
+        self._server = server
         self._keys = keys
         self._load = load
-        self._figures = GatewayMetrics()
-        self._language = LanguageEndpoints(backend, self._figures)
+        self._metrics = GatewayMetrics()
+        self._language = LanguageEndpoints(server, self._metrics)
 
     def endpoints(self) -> list[Endpoint]:
-        """All of the gateway's own."""
-        pooled = ("object", "data", "model", "usage")
-        page = partial(Endpoint, method="GET")
+        """All endpoints of the gateway itself, without those of mounted services."""
         return [
             *self._language.endpoints(),
-            self._pooling("/v1/embeddings", embed, EmbeddingRequest, pooled),
-            self._pooling("/v1/classify", classify, ClassifyRequest, pooled),
-            self._pooling("/v1/rerank", rerank, RerankRequest, ("model", "results", "usage")),
-            page(
+            *self._pooling_endpoints(),
+            Endpoint(
+                method="GET",
                 path="/v1/models",
                 answer=self.models,
                 text="The models that serve one of the endpoints.",
                 fields=("object", "data"),
             ),
-            page(
+            Endpoint(
+                method="GET",
                 path="/v1/models/{name:path}",
                 answer=self.model,
                 text="One of the models.",
                 fields=("id", "object", "created", "owned_by"),
             ),
-            page(path="/health", answer=self.health, text="Whether the server is ready."),
-            page(
+            Endpoint(
+                method="GET",
+                path="/health",
+                answer=self.health,
+                text="Whether the server is ready.",
+            ),
+            Endpoint(
+                method="GET",
                 path="/metrics",
                 answer=self.metrics,
                 text="What Prometheus reads.",
@@ -181,104 +208,123 @@ class Gateway:
             ),
         ]
 
-    def _pooling(
-        self, path: str, answer: Pool, body: type[Any], fields: tuple[str, ...]
+    def _pooling_endpoints(self) -> list[Endpoint]:
+        list_fields = ("object", "data", "model", "usage")
+        rank_fields = ("model", "results", "usage")
+        return [
+            self._pooling_endpoint("/v1/embeddings", embed, EmbeddingRequest, list_fields),
+            self._pooling_endpoint("/v1/classify", classify, ClassifyRequest, list_fields),
+            self._pooling_endpoint("/v1/rerank", rerank, RerankRequest, rank_fields),
+        ]
+
+    def _pooling_endpoint(
+        self,
+        path: str,
+        function: PoolingFunction,
+        body: type[WireRecord],
+        fields: tuple[str, ...],
     ) -> Endpoint:
-        """An endpoint that embeds, classifies or ranks."""
         return Endpoint(
             method="POST",
             path=path,
-            answer=partial(self.pool, answer),
+            answer=partial(self.pool, function),
             text=body.__doc__,
             body=body,
             fields=fields,
         )
 
-    async def serve(self, path: str, answer: Handler, request: Request) -> Response:
-        """Check the key, answer, count; every error becomes an object."""
-        tell = _form_of(path)
+    async def serve(self, path: str, handler: Handler, request: Request) -> Response:
+        """Answer a request with ``handler``, if it has a key. Every error becomes a response."""
+        describe_error = _describe_error_of(path)
         state = request.state
-        state.path = path
-        state.id = _id_of(request.headers)
-        # Known later, or never: a refusal is counted with what was known by then.
-        state.model = ""
-        state.key = ""
-        state.limits = ""
+        _set_state(request, path)
         try:
             if path not in _WITHOUT_KEY:
-                state.key = self._owner(request.headers)
-                if isinstance(self._keys, Keys):
-                    state.limits = self._keys.limits(state.key)
-            response = await answer(request)
+                state.key = self._owner_of_key(request.headers)
+                state.limits = self._keys.limits(state.key)
+            response = await handler(request)
         except ClientDisconnect:
-            response = refusal(CancelledError("the client has gone"), tell)
+            response = error_response(CancelledError("the client has gone"), describe_error)
         except JitneyError as error:
-            response = refusal(error, tell)
+            response = error_response(error, describe_error)
             if response.status_code >= 500:
                 _LOG.warning("request %s: %s", state.id, error)
         except Exception:
-            response = refusal(fault(state.id), tell)
+            response = error_response(unforeseen_error(state.id), describe_error)
         response.headers["x-request-id"] = state.id
-        form = request.headers.get(REQUEST_HEADER)
-        if form and self._load is not None:
-            response.headers.update(await self._load.header(form, state.model))
-        self._figures.request(path, state.model, response.status_code)
+        load_form = request.headers.get(REQUEST_HEADER)
+        if load_form and self._load is not None:
+            response.headers.update(await self._load.header(load_form, state.model))
+        self._metrics.count_request(path, state.model, response.status_code)
         return response
 
-    def _owner(self, headers: Mapping[str, str]) -> str:
-        """Of the key that a request came with. Raises StatusError."""
+    def _owner_of_key(self, headers: Mapping[str, str]) -> str:
+        """The owner of the key that a request has; empty if no key is needed. Raises
+        StatusError."""
+        owners = self._keys.refreshed_owners()
+        if not owners:
+            return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            key = headers.get("x-api-key", "")
-        key = key.strip()
-        for known, name in self._keys.items():
-            if hmac.compare_digest(known.encode(), key.encode()):
-                return name
-        if self._keys:
-            raise StatusError(401, "the header Authorization must be: Bearer, and a known API key")
-        return ""
+            key = headers.get("x-api-key", "")  # as Anthropic's clients send it
+        given = key.strip().encode()
+        for known, owner in owners.items():
+            # In a time that does not tell how much of a wrong key is right.
+            if hmac.compare_digest(known.encode(), given):
+                return owner
+        raise StatusError(401, "the header Authorization must be: Bearer, and a known API key")
 
-    async def pool(self, answer: Pool, request: Request, body: Any) -> Response:
+    async def pool(self, function: PoolingFunction, request: Request, body: Any) -> Response:
         """Embed, classify or rank."""
-        model = await self._backend.look(body.model)
-        await self._backend.check(request.url.path, body.model)
+        model = await self._server.find_model_for(request.url.path, body.model)
         request.state.model = body.model
-        return as_json(await answer(self._backend, model, body))
+        return as_json(await function(self._server, model, body))
 
     async def models(self, request: Request) -> Response:
-        """All that serve one of the endpoints."""
-        found: dict[str, ServedModel] = {}
-        for name in await self._backend.names():
+        """The models and adapters that serve one of the endpoints."""
+        models: dict[str, ServedModel] = {}
+        for name in await self._server.ready_models():
             with contextlib.suppress(UnknownModelError):  # it has just been unloaded
-                found[name] = await self._backend.look(name)
-        for base in list(found.values()):
-            if base.description is None:
-                continue
-            for name in base.description.adapters:
-                found.setdefault(name, base.adapter(name))
-        entries = [_entry(model) for model in found.values()]
+                models[name] = await self._server.find_model(name)
+        for base in list(models.values()):
+            adapters = [] if base.description is None else base.description.adapters
+            for name in adapters:
+                if name not in models:
+                    models[name] = base.adapter(name)
+        entries = [_entry(model) for model in models.values()]
         data = [entry for entry in entries if entry is not None]
         return as_json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        """One of them."""
-        entry = _entry(await self._backend.look(request.path_params["name"]))
+        """One of the models."""
+        entry = _entry(await self._server.find_model(request.path_params["name"]))
         if entry is None:
             raise UnknownModelError("this model serves none of the gateway's endpoints")
         return as_json(entry)
 
     async def health(self, request: Request) -> Response:
         """Whether the server is ready."""
-        if not await self._backend.is_ready():
+        if not await self._server.is_ready():
             raise UnavailableError("the server is not ready")
         return Response()
 
     async def metrics(self, request: Request) -> Response:
         """What Prometheus reads."""
-        page = self._figures.page()
+        text = self._metrics.exposition()
         if self._load is not None:
-            page += await self._load.page()
-        return Response(page, media_type="text/plain; version=0.0.4")
+            text += await self._load.exposition()
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+
+def _set_state(request: Request, path: str) -> None:
+    """Set what handlers, metrics and spans read in ``request.state``."""
+    state = request.state
+    state.path = path
+    state.id = _id_of(request.headers)
+    # The next three become known later, or never: a refusal is counted with what is known by then.
+    state.model = ""
+    state.key = ""  # the name of the key's owner
+    state.limits = ""  # the limits of that owner, as text
 
 
 def _id_of(headers: Mapping[str, str]) -> str:

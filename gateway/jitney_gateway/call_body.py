@@ -1,155 +1,217 @@
-"""The body of a tool call: where it ends in a text that grows, and which functions it calls."""
+"""The body of a tool call in a model's text: where it ends, and which functions it calls.
+
+The parser makes a ``CallBody`` when it has found the head of a call, and asks it for the end as the
+text grows.
+"""
 
 import ast
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import regex
 
 MALFORMED = (
-    *(ValueError, TypeError, SyntaxError, RecursionError, MemoryError),
-    AttributeError,  # of a client's schema that is none
+    ValueError,
+    TypeError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+    AttributeError,  # for a tool whose schema is not a JSON schema
 )
-"""What both methods of CallBody raise for a text that is none."""
+"""What the methods of CallBody raise for a text that is no body of a call."""
 
 _LAST_TAG = "</function>"
 _PARAMETER = regex.compile(
     rf"(?s)\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|{_LAST_TAG}))"
 )
 _QUOTES = {"json": '"', "python": "\"'"}
+"""Kind of a body -> the characters that can begin a string in it."""
 _JSON_OUTSIDE_STRINGS = frozenset(":,.+-eEtrufalsn0123456789 \t\r\n")
-_WORDS = {"true": True, "false": False, "null": None}
-_JSON_OF_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Besides quotes and brackets: punctuation, numbers, ``true``, ``false``, ``null`` and space."""
+_VALUES_OF_JSON_NAMES = {"true": True, "false": False, "null": None}
+_JSON_OF_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+
+
+class ParsedCall(NamedTuple):
+    """A call of one function."""
+
+    name: str
+    arguments: str
+    """JSON of an object."""
 
 
 class CallBody:
-    """A body that begins at ``start`` of a text."""
+    """A body that begins at the index ``start`` of a text."""
 
     def __init__(self, kind: str, start: int, name: str | None) -> None:
-        """``kind``: as in ToolFormat. ``name``: of the function, if the head has it."""
+        """``kind``: as ToolFormat has it. ``name``: the function's, if the head has it."""
         self.start = start
         self._kind = kind
         self._name = name
-        self._at = start  # the text before has been looked at
+        # The scanner's state: the text before `_scanned` has been looked at.
+        self._scanned = start
         self._depth = 0
-        self._quote = ""  # of an open string
-        self._escaped = False
+        self._open_quote = ""
+        self._is_escaped = False
 
-    def end(self, text: str) -> int | None:
-        """Where it ends, or None if that has not come. ``text`` only grows."""
+    def find_end(self, text: str) -> int | None:
+        """The index behind the body; None if ``text`` does not hold its end yet.
+
+        From call to call the text may only grow. Raises ValueError once it can be no body.
+        """
         if self._kind == "xml":
-            return self._end_of_tags(text)
-        for character in text[self._at :]:
-            self._at += 1
-            if self._quote:
-                if self._escaped or character == "\\":
-                    self._escaped = not self._escaped
-                elif character == self._quote:
-                    self._quote = ""
+            return self._find_end_of_tags(text)
+        for character in text[self._scanned :]:
+            self._scanned += 1
+            if self._open_quote:
+                self._scan_in_string(character)
             elif character in _QUOTES[self._kind]:
-                self._quote = character
+                self._open_quote = character
             elif character in "([{":
                 self._depth += 1
             elif character in ")]}":
                 self._depth -= 1
-                if not self._depth:
-                    return self._at
+                if self._depth == 0:
+                    return self._scanned
             elif self._kind == "json" and character not in _JSON_OUTSIDE_STRINGS:
                 raise ValueError("text outside of strings")
         return None
 
-    def _end_of_tags(self, text: str) -> int | None:
-        """A parameter's text may hold what looks like a function's last tag."""
-        while (found := text.find(_LAST_TAG, self._at)) >= 0:
-            self._at = found + len(_LAST_TAG)
-            before = text[self.start : found].rstrip()
+    def _scan_in_string(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == self._open_quote:
+            self._open_quote = ""
+
+    def _find_end_of_tags(self, text: str) -> int | None:
+        """The index behind the function's last tag. A parameter's text may hold such a tag too: the
+        real one follows a parameter, or there is no parameter."""
+        while True:
+            tag = text.find(_LAST_TAG, self._scanned)
+            if tag < 0:
+                break
+            self._scanned = tag + len(_LAST_TAG)
+            before = text[self.start : tag].rstrip()
             if not before or before.endswith("</parameter>"):
-                return self._at
-        self._at = max(self._at, len(text) - len(_LAST_TAG) + 1)
+                return self._scanned
+        # A part of the tag may stand at the end of the text.
+        self._scanned = max(self._scanned, len(text) - len(_LAST_TAG) + 1)
         return None
 
-    def calls(self, text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The functions' names, each with its arguments as JSON text, which any client can read.
-        ``text``: the body alone. ``schemas``: of the arguments, by functions' names."""
-        called = self._calls(text, schemas)
-        for _, arguments in called:
-            msgspec.json.decode(arguments, type=dict[str, Any])
-        return called
+    def parse(self, text: str, schemas: Mapping[str, Any]) -> list[ParsedCall]:
+        """The calls in ``text``, which is the body alone.
 
-    def _calls(self, text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
+        ``schemas`` maps a function's name to the JSON schema of its arguments. Raises one of
+        MALFORMED.
+        """
+        calls = self._parse(text, schemas)
+        for call in calls:
+            # A client must be able to read the arguments: this one raises if it cannot.
+            msgspec.json.decode(call.arguments, type=dict[str, Any])
+        return calls
+
+    def _parse(self, text: str, schemas: Mapping[str, Any]) -> list[ParsedCall]:
         if self._kind == "python":
-            expression = ast.parse(text, mode="eval").body
-            listed = expression.elts if isinstance(expression, ast.List) else [expression]
-            return [_python_call(each) for each in listed]
+            return _parse_python(text)
         if self._kind == "xml":
             assert self._name
-            return [(self._name, _tagged(text, schemas.get(self._name) or {}))]
+            schema = schemas.get(self._name) or {}
+            return [ParsedCall(self._name, _parse_tags(text, schema))]
         if self._name:
-            return [_Named(self._name, msgspec.Raw(text.encode())).call()]
-        named = msgspec.json.decode(text, type=list[_Named] | _Named)
-        return [each.call() for each in (named if isinstance(named, list) else [named])]
+            # The body has the arguments alone.
+            return [_NamedArguments(self._name, msgspec.Raw(text.encode())).call()]
+        named = msgspec.json.decode(text, type=list[_NamedArguments] | _NamedArguments)
+        if isinstance(named, _NamedArguments):
+            return [named.call()]
+        return [item.call() for item in named]
 
 
-class _Named(msgspec.Struct):
+class _NamedArguments(msgspec.Struct):
+    """A call as a JSON object. Formats name the arguments the one or the other way."""
+
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
     parameters: msgspec.Raw = msgspec.Raw(b"{}")
 
-    def call(self) -> tuple[str, str]:
-        text = (bytes(self.arguments) or bytes(self.parameters)).decode()
+    def call(self) -> ParsedCall:
+        arguments = bytes(self.arguments) or bytes(self.parameters)
+        text = arguments.decode()
         if text.startswith('"'):  # some models write the object as a string
             text = msgspec.json.decode(text, type=str)
-        return self.name, text
+        return ParsedCall(self.name, text)
 
 
-class _Words(ast.NodeTransformer):
-    """JSON's words in place of Python's: models mix them in."""
+def _parse_python(text: str) -> list[ParsedCall]:
+    """The calls in a call, or in a list of calls, as Python writes them."""
+    expression = ast.parse(text, mode="eval").body
+    if isinstance(expression, ast.List):
+        return [_parse_python_call(item) for item in expression.elts]
+    return [_parse_python_call(expression)]
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Puts values in place of JSON's ``true``, ``false`` and ``null``: models mix them in."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
+        if node.id in _VALUES_OF_JSON_NAMES:
+            return ast.Constant(_VALUES_OF_JSON_NAMES[node.id])
+        return node
 
 
-def _python_call(call: ast.expr) -> tuple[str, str]:
+def _parse_python_call(call: ast.expr) -> ParsedCall:
     """A call with keywords whose values are literals."""
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError("no call with keywords only")
-    values = {each.arg: ast.literal_eval(_Words().visit(each.value)) for each in call.keywords}
-    if None in values:
-        raise ValueError("a mapping in place of keywords")
-    # Read once more: characters in place of escapes. Half a character cannot be encoded.
+    values = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise ValueError("a mapping in place of keywords")
+        values[keyword.arg] = ast.literal_eval(_JsonNames().visit(keyword.value))
+    # JSON with escapes, read again, has joined the halves of characters outside the basic plane.
     values = json.loads(json.dumps(values, allow_nan=False))
     arguments = json.dumps(values, ensure_ascii=False)
-    arguments.encode()
-    return ast.unparse(call.func), arguments
+    arguments.encode()  # raises for half a character, which no client could read
+    return ParsedCall(ast.unparse(call.func), arguments)
 
 
-def _tagged(text: str, schema: Mapping[str, Any]) -> str:
-    """Parameters between tags, each read as its schema says."""
+def _parse_tags(text: str, schema: Mapping[str, Any]) -> str:
+    """JSON of the parameters between tags, each read as its schema says."""
     properties = schema.get("properties", {})
     arguments = {}
-    at = 0
-    while found := _PARAMETER.match(text, at):
-        key, value = found.groups()
-        arguments[key] = _typed(value, properties.get(key) or {})
-        at = found.end()
-    if text[at:].strip() != _LAST_TAG:
+    index = 0
+    while parameter := _PARAMETER.match(text, index):
+        name, value = parameter.groups()
+        arguments[name] = _typed_value(value, properties.get(name) or {})
+        index = parameter.end()
+    if text[index:].strip() != _LAST_TAG:
         raise ValueError("text between the parameters")
     return msgspec.json.encode(arguments).decode()
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> str | msgspec.Raw:
-    """JSON where the schema wants no string; text where it may be one, or where JSON fails."""
-    types = types_of(schema)
-    if schema in ({}, True) or "string" in types or text in schema.get("enum", ()):
-        return msgspec.Raw(b"null") if text == "null" and "null" in types else text
-    text = _JSON_OF_WORDS.get(text, text)
+def _typed_value(text: str, schema: Any) -> str | msgspec.Raw:
+    """The value of a parameter: JSON if its schema allows no string, and text if it allows one or
+    if the text is no JSON."""
+    if _allows_text(text, schema):
+        if text == "null" and "null" in types_of(schema):
+            return msgspec.Raw(b"null")
+        return text
+    text = _JSON_OF_PYTHON_NAMES.get(text, text)
     try:
         msgspec.json.decode(text)
         return msgspec.Raw(text.encode())
     except msgspec.DecodeError:
         return text
+
+
+def _allows_text(text: str, schema: Any) -> bool:
+    """Whether a value of ``schema`` may be the string ``text``."""
+    if schema in ({}, True):
+        return True  # any value
+    return "string" in types_of(schema) or text in schema.get("enum", ())
 
 
 def types_of(schema: Any) -> set[str]:

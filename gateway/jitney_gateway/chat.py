@@ -15,53 +15,58 @@ Tensor = bytes | list[int] | bool
 def chat_input(
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
-    parameters: Mapping[str, Any] | None,
-    **named: object,
+    template_parameters: Mapping[str, Any] | None,
+    **more_parameters: object,
 ) -> bytes:
-    """The input. ``parameters`` are the template's; so are ``named``, unless they are None. The
-    model refuses those that are not on its list. Raises FieldError."""
+    """The input ``messages``.
+
+    The chat template gets ``template_parameters`` and those of ``more_parameters`` that are not
+    None; of two with the same name the first counts. The model refuses a parameter that it does not
+    know. Raises FieldError.
+    """
     chat: dict[str, Any] = {"messages": []}
     for index, message in enumerate(messages):
         chat["messages"].append(_as_templates_expect(f"messages[{index}]", message))
     if tools:
         chat["tools"] = msgspec.to_builtins(tools)
-    of_template = {name: value for name, value in named.items() if value is not None}
-    of_template |= parameters or {}
-    if of_template:
-        chat["chat_template_parameters"] = of_template
+    parameters = {name: value for name, value in more_parameters.items() if value is not None}
+    parameters |= template_parameters or {}
+    if parameters:
+        chat["chat_template_parameters"] = parameters
     return encoded("messages", chat)
 
 
-def _as_templates_expect(at: str, message: Message) -> dict[str, Any]:
-    """Content as one text, the arguments of calls as objects, no roles but the usual ones."""
-    made = msgspec.to_builtins(message)
-    made.pop("annotations", None)
+def _as_templates_expect(path: str, message: Message) -> dict[str, Any]:
+    """The message with one text as its content, with objects as arguments of calls, and with
+    ``system`` in place of OpenAI's role ``developer``. ``path`` leads to it in the body."""
+    expected = msgspec.to_builtins(message)
+    expected.pop("annotations", None)
     if message.role == "developer":
-        made["role"] = "system"
+        expected["role"] = "system"
     if isinstance(message.content, list):
-        made["content"] = _joined_text(at, message.content)
+        expected["content"] = _joined_parts(path, message.content)
     elif message.content is None and message.tool_calls:
-        made["content"] = ""
-    for number, call in enumerate(message.tool_calls or []):
-        field = f"{at}.tool_calls[{number}].function.arguments"
-        arguments = arguments_of(field, call.function.arguments)
-        made["tool_calls"][number]["function"]["arguments"] = arguments
-    return made
+        expected["content"] = ""
+    for index, call in enumerate(message.tool_calls or []):
+        field = f"{path}.tool_calls[{index}].function.arguments"
+        arguments = parsed_arguments(field, call.function.arguments)
+        expected["tool_calls"][index]["function"]["arguments"] = arguments
+    return expected
 
 
-def _joined_text(at: str, parts: Sequence[ContentPart]) -> str:
+def _joined_parts(path: str, parts: Sequence[ContentPart]) -> str:
     texts = []
-    for number, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.type != "text" or part.text is None:
-            field = f"{at}.content[{number}]"
-            said = f"{field} is of type {part.type[:64]!r}: only text is taken"
-            raise FieldError(field, said)
+            field = f"{path}.content[{index}]"
+            reason = f"{field} is of type {part.type[:64]!r}: only text is taken"
+            raise FieldError(field, reason)
         texts.append(part.text)
     return "\n".join(texts)
 
 
-def arguments_of(field: str, text: str | None) -> dict[str, Any]:
-    """The arguments of a call. Raises FieldError."""
+def parsed_arguments(field: str, text: str | None) -> dict[str, Any]:
+    """The arguments of a call, from their JSON. Raises FieldError, which names ``field``."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
@@ -71,6 +76,8 @@ def arguments_of(field: str, text: str | None) -> dict[str, Any]:
 def encoded(field: str, value: object) -> bytes:
     """UTF-8 of a text, JSON of anything else. Raises FieldError for an unpaired surrogate."""
     try:
-        return value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+        if isinstance(value, str):
+            return value.encode()
+        return msgspec.json.encode(value)
     except UnicodeEncodeError:
         raise FieldError(field, f"{field} has an unpaired surrogate") from None

@@ -1,6 +1,6 @@
 """The command ``jitney gateway``, which ``jitney.cli`` finds by its entry point.
 
-The gateway itself is imported when the command runs: its packages are an extra.
+The gateway itself is imported when the command runs: the packages that it needs are an extra.
 """
 
 from pathlib import Path

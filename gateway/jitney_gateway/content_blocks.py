@@ -1,96 +1,146 @@
-"""An answer as a list of blocks, in the order in which the model wrote them: stretches of reasoning
-and of text, and calls. Pure. The answers of all endpoints of language models are made of them.
+"""The content of an answer's sequence, as a list of blocks.
+
+A content block is a stretch of reasoning, a stretch of text, or a tool call; they stand in the
+order in which the model wrote them. All APIs of language models make their answers of content
+blocks. Pure.
 """
 
 import secrets
 from collections.abc import Iterable, Iterator
-from itertools import groupby
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from jitney_gateway.parsers import Kind, Parser
+from jitney_gateway.parsers import Parser, PieceKind
 from jitney_gateway.wire import Call, Message
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
-    """One of them."""
+    """One block of a sequence."""
 
-    kind: Kind
+    kind: PieceKind
     index: int
-    """In the answer."""
+    """In the sequence's list of blocks."""
     id: str
     name: str | None = None
-    """Of a call."""
+    """Of a call: its function."""
     pieces: list[str] = []
-    complete: bool | None = None
-    """None: open. False: the answer ended in it before the model did."""
+    state: Literal["open", "complete", "incomplete"] = "open"
+    """Incomplete: the sequence was cut off in this block, by a limit or an error."""
 
     @property
     def text(self) -> str:
-        """All of it. Of a call: its arguments, as JSON."""
+        """The whole text. Of a call: its arguments, as JSON."""
         return "".join(self.pieces)
 
 
-Event = tuple[Literal["start", "delta", "stop"], ContentBlock, str]
-"""A block begins, gets more text, ends."""
+class BlockEvent(NamedTuple):
+    """A block begins, gets more text or ends."""
+
+    what: Literal["start", "delta", "stop"]
+    block: ContentBlock
+    text: str = ""
+    """What a delta adds."""
 
 
 class SequenceContent:
-    """One sequence."""
+    """The blocks of one sequence, which grow with its text."""
 
     def __init__(self, parser: Parser, most_calls: int | None = None, echo: str = "") -> None:
         """Calls beyond ``most_calls`` are left out. ``echo`` goes before the text."""
         self._parser = parser
         self._most_calls = most_calls
         self._echo = echo
-        self.all: list[ContentBlock] = []
+        self.blocks: list[ContentBlock] = []
         self.finish_reason: str | None = None
 
-    def of(self, kind: Kind) -> list[ContentBlock]:
-        """Those of a kind."""
-        return [block for block in self.all if block.kind == kind]
+    def calls(self) -> list[ContentBlock]:
+        """The blocks that are calls."""
+        return [block for block in self.blocks if block.kind == "call"]
 
-    def take(self, text: str, finish_reason: str | None) -> Iterator[Event]:
-        """What the next text adds; ``finish_reason`` ends the sequence."""
+    def joined_text(self, kind: PieceKind) -> str:
+        """The text of all blocks of a kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    def push(self, text: str, finish_reason: str | None) -> Iterator[BlockEvent]:
+        """Take the next text of the sequence. Yields what that changes; a ``finish_reason`` ends
+        the sequence."""
         pieces = self._parser.push(self._echo + text)
         self._echo = ""
         if finish_reason is not None:
             pieces += self._parser.finish()
-        for kind, more, name in pieces:
-            if kind == "call" and len(self.of("call")) == self._most_calls:
+        for piece in pieces:
+            if piece.kind == "call" and len(self.calls()) == self._most_calls:
                 continue
-            if not self.all or self.all[-1].kind != kind or kind == "call":
-                yield from self._close(True)
-                id_ = secrets.token_hex(12)
-                self.all.append(ContentBlock(kind=kind, index=len(self.all), id=id_, name=name))
-                yield "start", self.all[-1], ""
-            self.all[-1].pieces.append(more)
-            yield "delta", self.all[-1], more
+            if self._begins_block(piece.kind):
+                yield from self._close_last("complete")
+                yield self._open(piece.kind, piece.name)
+            block = self.blocks[-1]
+            block.pieces.append(piece.text)
+            yield BlockEvent("delta", block, piece.text)
         self.finish_reason = finish_reason
         if finish_reason is not None:
-            yield from self._close(finish_reason == "stop")
+            yield from self._close_last("complete" if finish_reason == "stop" else "incomplete")
 
-    def _close(self, complete: bool) -> Iterator[Event]:
-        if self.all:
-            self.all[-1].complete = complete or self.all[-1].kind == "call"
-            yield "stop", self.all[-1], ""
+    def _begins_block(self, kind: PieceKind) -> bool:
+        """Whether the next piece, of this kind, is not part of the last block."""
+        if kind == "call" or not self.blocks:
+            return True
+        return self.blocks[-1].kind != kind
+
+    def _open(self, kind: PieceKind, name: str | None) -> BlockEvent:
+        id_ = secrets.token_hex(12)
+        block = ContentBlock(kind=kind, index=len(self.blocks), id=id_, name=name)
+        self.blocks.append(block)
+        return BlockEvent("start", block)
+
+    def _close_last(self, state: Literal["complete", "incomplete"]) -> Iterator[BlockEvent]:
+        if not self.blocks:
+            return
+        block = self.blocks[-1]
+        # A call comes in one piece: it is complete whatever ends the sequence.
+        block.state = "complete" if block.kind == "call" else state
+        yield BlockEvent("stop", block)
 
 
-def turns(said: Iterable[Message | tuple[Kind, str | Call]]) -> Iterator[Message]:
-    """The messages of a chat. What the model said at a stretch, in blocks, is one."""
-    for _, group in groupby(said, lambda each: isinstance(each, Message)):
-        of: dict[Kind, list[Any]] = {"reasoning": [], "text": [], "call": []}
-        for each in group:
-            if isinstance(each, Message):
-                yield each
-            else:
-                of[each[0]].append(each[1])
-        if not any(of.values()):
+class AssistantPart(NamedTuple):
+    """A part of what the model said earlier in a chat. One of the fields is set."""
+
+    reasoning: str | None = None
+    text: str | None = None
+    call: Call | None = None
+
+
+def join_assistant_parts(history: Iterable[Message | AssistantPart]) -> Iterator[Message]:
+    """The messages of a chat: parts that follow one another become one message of the
+    assistant."""
+    parts: list[AssistantPart] = []
+    for entry in history:
+        if isinstance(entry, AssistantPart):
+            parts.append(entry)
             continue
-        yield Message(
-            role="assistant",
-            content="\n".join(of["text"]),
-            reasoning_content="\n".join(of["reasoning"]) or None,
-            tool_calls=of["call"] or None,
-        )
+        if parts:
+            yield _assistant_message(parts)
+            parts = []
+        yield entry
+    if parts:
+        yield _assistant_message(parts)
+
+
+def _assistant_message(parts: Iterable[AssistantPart]) -> Message:
+    reasoning: list[str] = []
+    texts: list[str] = []
+    calls: list[Call] = []
+    for part in parts:
+        if part.reasoning is not None:
+            reasoning.append(part.reasoning)
+        if part.text is not None:
+            texts.append(part.text)
+        if part.call is not None:
+            calls.append(part.call)
+    return Message(
+        role="assistant",
+        content="\n".join(texts),
+        reasoning_content="\n".join(reasoning) or None,
+        tool_calls=calls or None,
+    )

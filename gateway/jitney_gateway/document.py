@@ -1,7 +1,7 @@
-"""An endpoint of the gateway, and what the OpenAPI document says of it.
+"""The record of an endpoint, and what the OpenAPI document says of it.
 
-``app.py`` collects the endpoints and makes a route of each. Here stand the record and the parts of
-the document that FastAPI cannot know: the bodies, the forms of answers, and refusals.
+``app.py`` collects the endpoints and makes a route of each. FastAPI makes the document from the
+routes, but does not know their bodies, answers and refusals: those parts are made here.
 """
 
 import re
@@ -15,87 +15,92 @@ from jitney_gateway.wire import WireRecord
 
 Schema = dict[str, Any]
 Handler = Callable[..., Awaitable[Response]]
-"""Takes the request, and after it the body where the endpoint has one."""
+"""Called with the request and, if the endpoint has a body, with the decoded body."""
 
 TEXT: Schema = {"type": "string"}
-_NULLABLE: Schema = {"type": ["string", "null"]}
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """One method of one path."""
+    """One method of one path.
+
+    A request has a JSON ``body``, an HTML ``form`` or neither. A response is a JSON object, of
+    which ``fields`` tells the fields, or what ``content`` tells.
+    """
 
     method: str
     path: str
     answer: Handler
     text: str | None
-    """What it does, in a sentence."""
+    """What the endpoint does, in a sentence."""
     body: type[WireRecord] | None = None
-    """The JSON that it takes."""
+    """The record that a request's JSON is decoded into."""
     form: Schema | None = None
-    """The fields of a form, where it takes one instead."""
+    """The schema of a request's multipart form."""
     query: Mapping[str, Schema] = field(default_factory=dict)
-    """The parameters that may stand after the path."""
+    """The parameters that the URL may have after its path: name -> schema."""
     fields: tuple[str, ...] = ()
-    """The fields that an answer of JSON has in any case. Empty: the answer is no JSON."""
+    """The fields that every JSON object of a response has. Empty if a response is no JSON."""
     streams: bool = False
-    """It also answers with server-sent events."""
-    content: Schema = field(default_factory=dict)
-    """Media type -> schema of an answer that is no JSON."""
+    """Whether a response can also be a stream of server-sent events."""
+    content: Mapping[str, Schema] = field(default_factory=dict)
+    """Of a response that is no JSON: media type -> what the document says of it."""
 
 
 def record(**properties: Schema) -> Schema:
-    """The schema of an object that has these properties."""
+    """The schema of an object that has all of these properties."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
 ERRORS = {
     "Error": record(
-        error=record(message=TEXT, type=TEXT, param=_NULLABLE, code=TEXT),
+        error=record(message=TEXT, type=TEXT, param=_TEXT_OR_NULL, code=TEXT),
     ),
     "MessagesError": record(type={"const": "error"}, error=record(type=TEXT, message=TEXT)),
 }
-"""Components: the objects of refusals, OpenAI's and Anthropic's."""
+"""The schemas of error objects, OpenAI's and Anthropic's, by their names in the document."""
 
 
-def operation(endpoint: Endpoint, body: Schema | None = None) -> Schema:
-    """The part of the document that a route does not say itself. ``body``: the schema of the JSON
-    that the endpoint takes."""
+def operation(endpoint: Endpoint, body_schema: Schema | None = None) -> Schema:
+    """What FastAPI must add to the document for an endpoint. ``body_schema`` is the schema of the
+    record ``endpoint.body``."""
     error = "MessagesError" if endpoint.path.startswith("/v1/messages") else "Error"
-    refused = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
-    made: Schema = {
+    error_content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}
+    description: Schema = {
         "responses": {
-            "200": {"description": "The answer", "content": _content(endpoint)},
-            "default": {"description": "A refusal", "content": refused},
+            "200": {"description": "The answer", "content": _response_content(endpoint)},
+            "default": {"description": "A refusal", "content": error_content},
         },
         "parameters": _parameters(endpoint),
     }
-    if body is not None:
-        made["requestBody"] = _request_body("application/json", body)
+    if body_schema is not None:
+        description["requestBody"] = _request_body("application/json", body_schema)
     elif endpoint.form is not None:
-        made["requestBody"] = _request_body("multipart/form-data", endpoint.form)
-    return made
+        description["requestBody"] = _request_body("multipart/form-data", endpoint.form)
+    return description
 
 
 def _parameters(endpoint: Endpoint) -> list[Schema]:
-    made: list[Schema] = []
+    """Those in the path, such as ``{id}``, and those of the query."""
+    parameters: list[Schema] = []
     for name in re.findall(r"{(\w+)", endpoint.path):
-        made.append({"name": name, "in": "path", "required": True, "schema": TEXT})
+        parameters.append({"name": name, "in": "path", "required": True, "schema": TEXT})
     for name, schema in endpoint.query.items():
-        made.append({"name": name, "in": "query", "schema": schema})
-    return made
+        parameters.append({"name": name, "in": "query", "schema": schema})
+    return parameters
 
 
 def _request_body(media_type: str, schema: Schema) -> Schema:
     return {"required": True, "content": {media_type: {"schema": schema}}}
 
 
-def _content(endpoint: Endpoint) -> Schema:
-    """Media type -> schema of an answer."""
+def _response_content(endpoint: Endpoint) -> Mapping[str, Schema]:
+    """Media type -> what the document says of such a response."""
     if not endpoint.fields:
         return endpoint.content
     answer = {"type": "object", "required": [*endpoint.fields]}
-    content: Schema = {"application/json": {"schema": answer}}
+    content: dict[str, Schema] = {"application/json": {"schema": answer}}
     if endpoint.streams:
         content["text/event-stream"] = {"schema": TEXT}
     return content

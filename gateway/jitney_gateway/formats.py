@@ -1,7 +1,8 @@
-"""How language models write tool calls and reasoning: one row a format, read by the parser
-(``parsers.py``) and by the grammar of a forced call (``tool_grammar.py``).
+"""The formats in which language models write tool calls and reasoning.
 
-The text of an answer must keep its special tokens: some tokenizers have markers among them.
+The parser (``parsers.py``) and the grammar of a forced call (``tool_grammar.py``) read the same row
+of a format. The text of an answer must keep its special tokens: in some tokenizers the markers are
+special tokens.
 """
 
 import re
@@ -12,136 +13,256 @@ from jitney.errors import InvalidArgumentError
 from jitney.text.chat_template import ChatTemplate
 
 
+class CallSyntax(NamedTuple):
+    """How a grammar writes the calls of an answer. ``NAME`` stands for the function's name."""
+
+    before_all: str
+    before_call: str
+    """Up to the call's arguments."""
+    after_call: str
+    """From the end of the call's arguments."""
+    between_calls: str
+    after_all: str
+
+
 class ToolFormat(NamedTuple):
-    """A call is a head, a body and closing markers. Heads end in a lookahead: so they match at one
-    length only, and fail at the first character that cannot be a call's."""
+    """How the calls in an answer look. A call is a head, a body and closing markers.
+
+    A head is a regular expression that ends in a lookahead at the first character of the body. So
+    it can match with one length only, and a text fails at the first character that cannot belong to
+    a call.
+    """
 
     body: str
     """``json`` (an object, or a list of them), ``python`` (a list of calls) or ``xml`` (tags)."""
     head: str
-    """Regular expression. Its group ``name`` names the function, where the body does not."""
-    bare: str
-    """A head that counts only where the answer, or what follows reasoning or a call, begins."""
+    """Its group ``name`` is the function's name, in a format whose body does not have it."""
+    bare_head: str | None
+    """A head without a marker. It counts at the beginning of an answer only, and where text begins
+    after reasoning or after a call. None: each call has a marker."""
     closing: tuple[str, ...]
     """Markers that may follow a body. They are dropped."""
-    syntax: tuple[str, str, str, str, str]
-    """As a grammar writes it: before all calls; before and after the arguments of one to ``NAME``;
-    between two calls; after all."""
+    syntax: CallSyntax
     hints: tuple[str, ...]
-    """All of them stand in the chat templates of such models."""
+    """A model has this format if all of them stand in its chat template."""
+
+
+class ReasoningMarkers(NamedTuple):
+    """The texts between which a model reasons."""
+
+    begin: str
+    end: str
+
+
+class AnswerFormats(NamedTuple):
+    """How a model writes an answer."""
+
+    tool: str | None
+    """A key of TOOL_FORMATS. None: it calls no tools."""
+    reasoning: str | None
+    """One of REASONING_FORMATS. None, like ``none``: it does not reason."""
 
 
 _NAME = r"(?P<name>[\w.:/-]{1,128})"
-_PYTHON = r"(?=\[\s*[A-Za-z_][\w.]{0,127}\s*\()"
-_JSON = '{"name": "NAME", "arguments": '
-_CALL = "<｜tool▁call▁begin｜>"
-_SEP = "<｜tool▁sep｜>"
-_END = "<｜tool▁call▁end｜>"
-_CALLS = "<｜tool▁calls▁begin｜>"
-_ENDS = "<｜tool▁calls▁end｜>"
+_PYTHON_CALLS_FOLLOW = r"(?=\[\s*[A-Za-z_][\w.]{0,127}\s*\()"
+_JSON_CALL = '{"name": "NAME", "arguments": '
+
+_DEEPSEEK_CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+_DEEPSEEK_CALLS_END = "<｜tool▁calls▁end｜>"
+_DEEPSEEK_CALL_BEGIN = "<｜tool▁call▁begin｜>"
+_DEEPSEEK_CALL_END = "<｜tool▁call▁end｜>"
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 
 _DEEPSEEK = ToolFormat(
-    "json",
-    rf"(?:{_CALLS}\s*)?{_CALL}\s*"
-    rf"(?:function{_SEP}{_NAME}\s*```json|{_NAME}{_SEP})\s*(?=\{{)",
-    "",
-    ("```", _END, _ENDS),
-    (_CALLS, f"{_CALL}function{_SEP}NAME\n```json\n", f"\n```{_END}", "\n", _ENDS),
-    (_CALL, "```json"),
+    body="json",
+    head=rf"(?:{_DEEPSEEK_CALLS_BEGIN}\s*)?{_DEEPSEEK_CALL_BEGIN}\s*"
+    rf"(?:function{_DEEPSEEK_SEPARATOR}{_NAME}\s*```json|{_NAME}{_DEEPSEEK_SEPARATOR})\s*(?=\{{)",
+    bare_head=None,
+    closing=("```", _DEEPSEEK_CALL_END, _DEEPSEEK_CALLS_END),
+    syntax=CallSyntax(
+        before_all=_DEEPSEEK_CALLS_BEGIN,
+        before_call=f"{_DEEPSEEK_CALL_BEGIN}function{_DEEPSEEK_SEPARATOR}NAME\n```json\n",
+        after_call=f"\n```{_DEEPSEEK_CALL_END}",
+        between_calls="\n",
+        after_all=_DEEPSEEK_CALLS_END,
+    ),
+    hints=(_DEEPSEEK_CALL_BEGIN, "```json"),
+)
+_DEEPSEEK_V31 = _DEEPSEEK._replace(
+    syntax=CallSyntax(
+        before_all=_DEEPSEEK_CALLS_BEGIN,
+        before_call=f"{_DEEPSEEK_CALL_BEGIN}NAME{_DEEPSEEK_SEPARATOR}",
+        after_call=_DEEPSEEK_CALL_END,
+        between_calls="",
+        after_all=_DEEPSEEK_CALLS_END,
+    ),
+    hints=(_DEEPSEEK_CALL_BEGIN,),
 )
 _MISTRAL = ToolFormat(
-    "json",
-    rf"\[TOOL_CALLS\]\s*(?:(?=\[\s*\{{)|{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{))",
-    "",
-    (),
-    ("[TOOL_CALLS][", _JSON, "}", ", ", "]"),
-    ("[TOOL_CALLS]",),
+    body="json",
+    head=r"\[TOOL_CALLS\]\s*"
+    rf"(?:(?=\[\s*\{{)|{_NAME}(?:\[CALL_ID\]\w{{1,64}})?(?:\[ARGS\])?\s*(?=\{{))",
+    bare_head=None,
+    closing=(),
+    syntax=CallSyntax(
+        before_all="[TOOL_CALLS][",
+        before_call=_JSON_CALL,
+        after_call="}",
+        between_calls=", ",
+        after_all="]",
+    ),
+    hints=("[TOOL_CALLS]",),
 )
-TOOL_FORMATS: Mapping[str, ToolFormat] = {  # hints are looked for in this order
-    "qwen_xml": ToolFormat(
-        "xml",
-        rf"(?:<tool_call>\s*)?<function={_NAME}>\s*(?=<parameter=|</function>)",
-        "",
-        ("</tool_call>",),
-        ("", "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "\n", ""),
-        ("<tool_call>", "<function=", "<parameter="),
+_MISTRAL_ARGS = _MISTRAL._replace(
+    syntax=CallSyntax(
+        before_all="",
+        before_call="[TOOL_CALLS]NAME[ARGS]",
+        after_call="",
+        between_calls="",
+        after_all="",
     ),
-    "hermes": ToolFormat(
-        "json",
-        r"<tool_call>\s*(?=\{)",
-        "",
-        ("</tool_call>",),
-        ("", f"<tool_call>\n{_JSON}", "}\n</tool_call>", "\n", ""),
-        ("<tool_call>", '"name":'),
+    hints=("[TOOL_CALLS]", "[ARGS]"),
+)
+_QWEN_XML = ToolFormat(
+    body="xml",
+    head=rf"(?:<tool_call>\s*)?<function={_NAME}>\s*(?=<parameter=|</function>)",
+    bare_head=None,
+    closing=("</tool_call>",),
+    syntax=CallSyntax(
+        before_all="",
+        before_call="<tool_call>\n<function=NAME>\n",
+        after_call="</function>\n</tool_call>",
+        between_calls="\n",
+        after_all="",
     ),
+    hints=("<tool_call>", "<function=", "<parameter="),
+)
+_HERMES = ToolFormat(
+    body="json",
+    head=r"<tool_call>\s*(?=\{)",
+    bare_head=None,
+    closing=("</tool_call>",),
+    syntax=CallSyntax(
+        before_all="",
+        before_call=f"<tool_call>\n{_JSON_CALL}",
+        after_call="}\n</tool_call>",
+        between_calls="\n",
+        after_all="",
+    ),
+    hints=("<tool_call>", '"name":'),
+)
+_PYTHONIC = ToolFormat(
+    body="python",
+    head=rf"<\|python_(?:start|tag)\|>\s*{_PYTHON_CALLS_FOLLOW}",
+    bare_head=_PYTHON_CALLS_FOLLOW,
+    closing=("<|python_end|>",),
+    syntax=CallSyntax(
+        before_all="[",
+        before_call="NAME(",
+        after_call=")",
+        between_calls=", ",
+        after_all="]",
+    ),
+    hints=("[func_name1(",),
+)
+_LLAMA3_JSON = ToolFormat(
+    body="json",
+    head=r"<\|python_tag\|>\s*(?=\{)",
+    bare_head=r'(?=\{\s*"(?:name|type|parameters)")',
+    closing=(";",),
+    syntax=CallSyntax(
+        before_all="",
+        before_call='{"name": "NAME", "parameters": ',
+        after_call="}",
+        between_calls="; ",
+        after_all="",
+    ),
+    hints=('{"name": function name, "parameters":',),
+)
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "qwen_xml": _QWEN_XML,
+    "hermes": _HERMES,
     "deepseek": _DEEPSEEK,
-    "deepseek_v31": _DEEPSEEK._replace(
-        syntax=(_CALLS, f"{_CALL}NAME{_SEP}", _END, "", _ENDS), hints=(_CALL,)
-    ),
-    "mistral_args": _MISTRAL._replace(
-        syntax=("", "[TOOL_CALLS]NAME[ARGS]", "", "", ""), hints=("[TOOL_CALLS]", "[ARGS]")
-    ),
+    "deepseek_v31": _DEEPSEEK_V31,
+    "mistral_args": _MISTRAL_ARGS,
     "mistral": _MISTRAL,
-    "pythonic": ToolFormat(
-        "python",
-        rf"<\|python_(?:start|tag)\|>\s*{_PYTHON}",
-        _PYTHON,
-        ("<|python_end|>",),
-        ("[", "NAME(", ")", ", ", "]"),
-        ("[func_name1(",),
-    ),
-    "llama3_json": ToolFormat(
-        "json",
-        r"<\|python_tag\|>\s*(?=\{)",
-        r'(?=\{\s*"(?:name|type|parameters)")',
-        (";",),
-        ("", '{"name": "NAME", "parameters": ', "}", "; ", ""),
-        ('{"name": function name, "parameters":',),
-    ),
+    "pythonic": _PYTHONIC,
+    "llama3_json": _LLAMA3_JSON,
 }
+"""In the order in which their hints are looked for: a format with more hints comes before one
+that has only some of them."""
+
 _REASONING = {
-    "think": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "seed_oss": ("<seed:think>", "</seed:think>"),
-    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "think": ReasoningMarkers("<think>", "</think>"),
+    "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
+    "cohere": ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>"),
 }
-OPENED = "_opened"
-"""Ends the name of a format whose first marker ends the prompt: the answer begins inside."""
-REASONING_FORMATS = ("none", *_REASONING, *(name + OPENED for name in _REASONING))
+_OPENED = "_opened"
+"""The end of a reasoning format's name, such as ``think_opened``, if the prompt ends with the begin
+marker: then the answer begins with reasoning."""
+REASONING_FORMATS = ("none", *_REASONING, *(f"{name}{_OPENED}" for name in _REASONING))
 
 
-def reasoning_markers(reasoning_format: str | None) -> tuple[str, str] | None:
-    """The marker before reasoning and the one after it; None without reasoning."""
+def reasoning_markers(reasoning_format: str | None) -> ReasoningMarkers | None:
+    """The markers of a format; None for a model that does not reason."""
     if reasoning_format is None or reasoning_format == "none":
         return None
-    return _REASONING[reasoning_format.removesuffix(OPENED)]
+    return _REASONING[reasoning_format.removesuffix(_OPENED)]
 
 
-def special_markers(tool_format: str | None, reasoning_format: str | None) -> list[str]:
-    """Those of their markers that are single tokens in many tokenizers."""
-    syntax = "".join(TOOL_FORMATS[tool_format].syntax) if tool_format else ""
-    found = re.findall(r"</?[\w|｜▁]+>|\[[A-Z_]+\]", syntax)
-    return sorted({*found, *(reasoning_markers(reasoning_format) or ())})
+def begins_with_reasoning(reasoning_format: str | None) -> bool:
+    """Whether an answer begins with reasoning, because the prompt ends with the begin marker."""
+    return reasoning_format is not None and reasoning_format.endswith(_OPENED)
+
+
+def special_markers(formats: AnswerFormats) -> list[str]:
+    """Those markers of the formats that are single tokens in many tokenizers."""
+    markers = set(reasoning_markers(formats.reasoning) or ())
+    if formats.tool is not None:
+        syntax = "".join(TOOL_FORMATS[formats.tool].syntax)
+        # `<tool_call>`, `</tool_call>`, `<｜tool▁sep｜>` and `[TOOL_CALLS]`, but not `<function=`.
+        markers.update(re.findall(r"</?[\w|｜▁]+>|\[[A-Z_]+\]", syntax))
+    return sorted(markers)
 
 
 def detect(
-    chat_template: str, parameters: Mapping[str, Any] | None = None
-) -> tuple[str | None, str | None]:
-    """The tool and the reasoning format of a model by its chat template; None for what it lacks.
+    chat_template: str, template_parameters: Mapping[str, Any] | None = None
+) -> AnswerFormats:
+    """The formats of a model, by its chat template.
 
-    ``parameters``: the request's ``chat_template_kwargs``. With some of them a prompt opens the
-    reasoning itself, so a chat is rendered.
+    ``template_parameters`` are the request's ``chat_template_kwargs``: they can decide whether the
+    prompt ends with the begin marker of reasoning.
     """
+    # Templates write the same hint with either quotes, and with escapes.
     plain = chat_template.replace("\\", "").replace("'", '"')
-    tools = [name for name, row in TOOL_FORMATS.items() if all(hint in plain for hint in row.hints)]
-    reasoning = [name for name, (_, end) in _REASONING.items() if end in plain]
-    if reasoning:
-        begin, end = _REASONING[reasoning[0]]
-        try:
-            chat = [{"role": "user", "content": "."}]
-            prompt = ChatTemplate(chat_template, {}).render(chat, parameters or {})
-        except InvalidArgumentError:  # this template wants more of a chat
-            prompt = ""
+    reasoning = _detect_reasoning(plain)
+    if reasoning is not None:
+        prompt = _render_prompt(chat_template, template_parameters or {})
+        begin, end = _REASONING[reasoning]
         if prompt.rfind(begin) > prompt.rfind(end):
-            reasoning[0] += OPENED
-    return next(iter(tools), None), next(iter(reasoning), None)
+            reasoning += _OPENED
+    return AnswerFormats(_detect_tool(plain), reasoning)
+
+
+def _detect_tool(template: str) -> str | None:
+    for name, row in TOOL_FORMATS.items():
+        if all(hint in template for hint in row.hints):
+            return name
+    return None
+
+
+def _detect_reasoning(template: str) -> str | None:
+    for name, markers in _REASONING.items():
+        if markers.end in template:
+            return name
+    return None
+
+
+def _render_prompt(chat_template: str, template_parameters: Mapping[str, Any]) -> str:
+    """The prompt of a small chat; empty if the template refuses a chat as small as that."""
+    chat = [{"role": "user", "content": "."}]
+    try:
+        return ChatTemplate(chat_template, {}).render(chat, template_parameters)
+    except InvalidArgumentError:
+        return ""

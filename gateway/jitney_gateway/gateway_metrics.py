@@ -1,5 +1,6 @@
-"""What the gateway counts, in a registry of its own: requests, tokens by model and by key, and how
-long clients wait, as histograms.
+"""What a gateway counts, for Prometheus: requests, tokens by model and key, and waiting times.
+
+The metrics are in a registry of their own. ``docs/metrics.md`` is made from them.
 """
 
 import time
@@ -9,66 +10,82 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from jitney_gateway.server_client import Step
 
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
 class GatewayMetrics:
-    """One gateway's."""
+    """The metrics of one gateway."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         counter = partial(Counter, namespace="jitney_gateway", registry=self._registry)
-        seconds = partial(
-            Histogram, namespace="jitney_gateway", registry=self._registry, buckets=_SECONDS
+        histogram = partial(
+            Histogram,
+            namespace="jitney_gateway",
+            registry=self._registry,
+            buckets=_BUCKETS_S,
         )
         self._requests = counter(
             "requests", "Requests that were answered", ("endpoint", "model", "status")
         )
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts", ("model", "key"))
-        self.tokens = counter("generated_tokens", "Tokens of answers", ("model", "key"))
-        self.first = seconds(
+        self.generated_tokens = counter("generated_tokens", "Tokens of answers", ("model", "key"))
+        self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", ("model",)
         )
-        self.inter = seconds(
+        self.inter_token_latency = histogram(
             "inter_token_seconds", "Between two tokens of a streamed sequence", ("model",)
         )
 
-    def page(self) -> bytes:
-        """In Prometheus' text format."""
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def request(self, endpoint: str, model: str, status: int) -> None:
-        """A request was answered, or its stream began. ``model`` is empty if there is none."""
+    def count_request(self, endpoint: str, model: str, status: int) -> None:
+        """Count a request that was answered, or whose stream has begun. ``model`` is empty if none
+        was found."""
         self._requests.labels(endpoint, model, str(status)).inc()
 
 
 class AnswerTimer:
-    """Times and counts one answer, from when it is made."""
+    """Times and counts one answer. Its time begins when it is made."""
 
-    def __init__(self, figures: GatewayMetrics, model: str, key: str, streamed: bool) -> None:
-        self._figures = figures
+    def __init__(self, metrics: GatewayMetrics, model: str, key: str, streamed: bool) -> None:
+        """``key``: the name of the owner of the request's API key."""
+        self._metrics = metrics
         self._model = model
         self._key = key
         self._streamed = streamed
         self._began = time.monotonic()
-        self._last: dict[tuple[int, int], float] = {}
+        self._last_at: dict[tuple[int, int], float] = {}
+        """Prompt and sequence -> when their last step came."""
 
-    def note(self, step: Step) -> None:
-        """A step has come. One that is the whole answer says itself when its first token came."""
+    def add_step(self, step: Step) -> None:
+        """A step has come."""
         now = time.monotonic()
-        if not self._last:
-            waited = None if self._streamed else step.timing.get("first_token_s")
-            first = self._figures.first.labels(self._model)
-            first.observe(now - self._began if waited is None else waited)
-        inter = self._figures.inter.labels(self._model)
+        if not self._last_at:
+            self._observe_first_token(step, now)
+        latency = self._metrics.inter_token_latency.labels(self._model)
         for index, count in enumerate(step.num_tokens):
-            last = self._last.setdefault((step.prompt, index), now)
-            for _ in range(count if last < now else 0):
-                inter.observe((now - last) / count)
-            self._last[step.prompt, index] = now
+            sequence = (step.prompt, index)
+            last = self._last_at.get(sequence, now)
+            if last < now:
+                # The tokens of a step share the time since the step before.
+                for _ in range(count):
+                    latency.observe((now - last) / count)
+            self._last_at[sequence] = now
 
-    def end(self, prompt_tokens: int, tokens: int) -> None:
+    def _observe_first_token(self, step: Step, now: float) -> None:
+        waited = now - self._began
+        if not self._streamed:
+            # The only step comes at the end: it says itself when the first token was there.
+            first_token_s = step.timing.get("first_token_s")
+            if first_token_s is not None:
+                waited = first_token_s
+        self._metrics.time_to_first_token.labels(self._model).observe(waited)
+
+    def end(self, prompt_tokens: int, generated_tokens: int) -> None:
         """The answer has ended, or its client has gone."""
-        by = self._model, self._key
-        self._figures.prompt_tokens.labels(*by).inc(prompt_tokens)
-        self._figures.tokens.labels(*by).inc(tokens)
+        labels = (self._model, self._key)
+        self._metrics.prompt_tokens.labels(*labels).inc(prompt_tokens)
+        self._metrics.generated_tokens.labels(*labels).inc(generated_tokens)

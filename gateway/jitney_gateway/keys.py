@@ -1,13 +1,14 @@
-"""API keys: those of a file, as it is now, and those with which mounted services come back.
+"""The API keys that a gateway takes: those of a file, and those of mounted services.
 
-The gateway asks for the owner of each request's key; it reads the file again when it has changed.
+The gateway asks for the keys with each request. The file is read again when it has changed, so a
+key can be added or taken away while the gateway runs.
 """
 
 import logging
 import re
-from collections.abc import ItemsView, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jitney.errors import ConfigError, InvalidArgumentError
 from jitney.sampling_params import parse_limits
@@ -31,59 +32,93 @@ class KeyFile(NamedTuple):
 
 
 class FileState(NamedTuple):
-    """By which a change of the file is seen."""
+    """A file has changed if its state differs."""
 
     changed_ns: int
     size: int
 
 
-class Keys:
-    """The keys of ``file``, and those that ``services`` have for its owners."""
+class KeySource(Protocol):
+    """What the gateway asks about API keys."""
+
+    def refreshed_owners(self) -> Mapping[str, str]:
+        """Each key and its owner's name. Empty: a client needs no key."""
+
+    def limits(self, owner: str) -> str:
+        """The owner's limits, as :func:`~jitney.sampling_params.parse_limits` takes them. Empty if
+        there are none."""
+
+
+class FixedKeys:
+    """Keys that do not change and have no limits."""
+
+    def __init__(self, owners: Mapping[str, str]) -> None:
+        """``owners``: key -> its owner's name."""
+        self._owners = owners
+
+    def refreshed_owners(self) -> Mapping[str, str]:
+        """Each key and its owner's name."""
+        return self._owners
+
+    def limits(self, owner: str) -> str:
+        """None."""
+        return ""
+
+
+class FileKeys:
+    """The keys of ``file``, and those that ``services`` have for the owners in it."""
 
     def __init__(self, file: Path, services: Sequence[MountedService] = ()) -> None:
         """Raises ConfigError for a file that cannot be used."""
         self._file = file
         self._services = services
-        self._seen = self._state()
+        self._state_read = self._state()
+        """The file's state when it was last read. None: it is read again next time."""
         self._known = self._read()
 
     def limits(self, owner: str) -> str:
-        """What :func:`~jitney.sampling_params.parse_limits` reads; empty: none."""
+        """The limits in the lines of an owner. Empty if there are none."""
         return self._known.limits.get(owner, "")
 
-    def items(self) -> ItemsView[str, str]:
-        """Each key and its owner's name. While the file cannot be used, those of before."""
+    def refreshed_owners(self) -> Mapping[str, str]:
+        """Each key and its owner's name. Reads the file if it has changed; if it cannot be used
+        then, the keys stay as they were."""
         state = self._state()
-        if state != self._seen:
-            self._seen = state
+        if state != self._state_read:
+            self._state_read = state
             try:
                 self._known = self._read()
             except ConfigError as error:
                 _LOG.warning("the API keys stay as they were: %s", error)
-        return self._known.owners.items()
+        return self._known.owners
 
     def _state(self) -> FileState | None:
         try:
-            now = self._file.stat()
+            status = self._file.stat()
         except OSError:
             return None
-        return FileState(now.st_mtime_ns, now.st_size)
+        return FileState(status.st_mtime_ns, status.st_size)
 
     def _read(self) -> KeyFile:
+        """The file's keys, and the services' keys for the owners in it."""
         known = read_keys(self._file)
         for owner in set(known.owners.values()):
             for service in self._services:
-                try:
-                    known.owners.update(service.keys_of(owner))
-                except (ConfigError, OSError) as error:
-                    # A full disk must not keep a key alive that was taken away: go on without.
-                    _LOG.warning("what is mounted has no key for %s yet: %s", owner, error)
-                    self._seen = None  # so that it is tried again
+                self._add_keys_of(service, owner, known)
         return known
+
+    def _add_keys_of(self, service: MountedService, owner: str, known: KeyFile) -> None:
+        try:
+            known.owners.update(service.keys_of(owner))
+        except (ConfigError, OSError) as error:
+            # A service may be unable to write a key, for example on a full disk. The file is still
+            # taken as it is: a key that was taken away from it must not go on working.
+            _LOG.warning("what is mounted has no key for %s yet: %s", owner, error)
+            self._state_read = None
 
 
 def read_keys(file: Path) -> KeyFile:
-    """Read lines ``NAME:KEY LIMITS``, as the proxy takes them. Raises ConfigError."""
+    """Read lines ``NAME:KEY LIMITS``; the proxy reads the same file. Raises ConfigError."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -110,7 +145,7 @@ def _add_line(known: KeyFile, line: str) -> None:
         raise InvalidArgumentError(f"must be {bound}")
     owner = match["owner"]
     limits = " ".join(match["limits"].split())
-    parse_limits(limits)
+    parse_limits(limits)  # to refuse what it cannot read
     if known.limits.setdefault(owner, limits) != limits:
         raise InvalidArgumentError(f"{owner} has a key of other limits above")
     known.owners[match["key"]] = owner

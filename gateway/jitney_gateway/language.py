@@ -1,5 +1,8 @@
-"""The endpoints of language models: what is asked of a model, and its answer, whole or as a stream
-of server-sent events."""
+"""The endpoints of language models.
+
+Each makes one or several requests to the model, and an answer from its steps: whole, or as a stream
+of server-sent events.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -14,26 +17,27 @@ from jitney.sampling_params import LIMITS_HEADER, parse_limits
 from jitney.tracing import HEADERS
 from starlette.types import Receive, Scope, Send
 
-from jitney_gateway.answers import Answer, JsonObject
+from jitney_gateway.answers import ChatAnswer, CompletionAnswer, ModelAnswer
 from jitney_gateway.chat import Tensor
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.document import Endpoint, Handler
 from jitney_gateway.gateway_metrics import AnswerTimer, GatewayMetrics
-from jitney_gateway.messages_api import (
-    MessageAnswer,
+from jitney_gateway.messages_answer import MessageAnswer
+from jitney_gateway.messages_request import (
     MessageRequest,
     PromptRequest,
     chat_of_message,
     chat_of_prompt,
 )
 from jitney_gateway.parsers import Parser
-from jitney_gateway.refusals import as_json, fault
-from jitney_gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
+from jitney_gateway.refusals import as_json, unforeseen_error
+from jitney_gateway.responses_answer import ResponseAnswer
+from jitney_gateway.responses_request import ResponseRequest, chat_of_response
 from jitney_gateway.server_client import ServerClient, Step
 from jitney_gateway.server_request import (
     ModelDescription,
     ServerRequest,
-    formats,
+    formats_of_answer,
     request_of_chat,
     request_of_token_ids,
     requests_of_completions,
@@ -42,170 +46,188 @@ from jitney_gateway.wire import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    JsonObject,
     TokenizeRequest,
     WireRecord,
 )
 
 T = TypeVar("T")
-Told = Answer | ResponseAnswer | MessageAnswer
-ChatOf = Callable[[Any, ModelDescription], ChatRequest]
-_GENERATED = ("id", "object", "created", "model", "choices", "usage")
-"""Fields of OpenAI's older answers."""
-_TOKENIZED = ("count", "max_model_len", "tokens")
 
 
-class ChatForm(NamedTuple):
-    """One of the forms in which clients send chats."""
+class ChatApi(NamedTuple):
+    """An API in which clients send chats: its body, how that is made a chat, and its answer."""
 
     body: type[WireRecord]
-    chat_of: ChatOf
-    """The chat that such a body stands for."""
-    answer: type[Told]
+    chat_of_body: Callable[[Any, ModelDescription], ChatRequest]
+    answer: Callable[[Any, str, Sequence[SequenceContent]], ModelAnswer]
+    """Makes the answer from the body, the request's id and its sequences."""
     fields: tuple[str, ...]
-    """Of an answer, in any case."""
+    """The fields that every answer has."""
 
 
-_CHATS = {
-    "/v1/chat/completions": ChatForm(
-        ChatRequest,
-        lambda body, known: body,
-        Answer,
-        _GENERATED,
+def _chat_of_chat(body: ChatRequest, model: ModelDescription) -> ChatRequest:
+    return body
+
+
+_FIELDS_WITH_CHOICES = ("id", "object", "created", "model", "choices", "usage")
+_CHAT_APIS = {
+    "/v1/chat/completions": ChatApi(
+        body=ChatRequest,
+        chat_of_body=_chat_of_chat,
+        answer=ChatAnswer,
+        fields=_FIELDS_WITH_CHOICES,
     ),
-    "/v1/responses": ChatForm(
-        ResponseRequest,
-        chat_of_response,
-        ResponseAnswer,
-        ("id", "object", "created_at", "model", "status", "output", "usage"),
+    "/v1/responses": ChatApi(
+        body=ResponseRequest,
+        chat_of_body=chat_of_response,
+        answer=ResponseAnswer,
+        fields=("id", "object", "created_at", "model", "status", "output", "usage"),
     ),
-    "/v1/messages": ChatForm(
-        MessageRequest,
-        chat_of_message,
-        MessageAnswer,
-        ("id", "type", "role", "model", "content", "stop_reason", "usage"),
+    "/v1/messages": ChatApi(
+        body=MessageRequest,
+        chat_of_body=chat_of_message,
+        answer=MessageAnswer,
+        fields=("id", "type", "role", "model", "content", "stop_reason", "usage"),
     ),
 }
 
 
 class LanguageEndpoints:
-    """The endpoints. ``figures`` count what is generated."""
+    """The endpoints of language models. ``metrics`` counts what they generate."""
 
-    def __init__(self, backend: ServerClient, figures: GatewayMetrics) -> None:
-        self._backend = backend
-        self._figures = figures
+    def __init__(self, server: ServerClient, metrics: GatewayMetrics) -> None:
+        self._server = server
+        self._metrics = metrics
 
     def endpoints(self) -> list[Endpoint]:
         """All of them."""
-        made = []
-        for path, form in _CHATS.items():
-            answer = partial(self.chat, form)
-            made.append(_endpoint(path, answer, form.body, form.fields, streams=True))
-        made.append(
-            _endpoint(
-                "/v1/completions", self.completions, CompletionRequest, _GENERATED, streams=True
-            )
+        endpoints = []
+        for path, api in _CHAT_APIS.items():
+            handler = partial(self.chat, api)
+            endpoints.append(_endpoint(path, handler, api.body, api.fields, streams=True))
+        completions = _endpoint(
+            "/v1/completions",
+            self.completions,
+            CompletionRequest,
+            _FIELDS_WITH_CHOICES,
+            streams=True,
         )
-        counted = ("input_tokens",)
-        made += [
-            _endpoint("/v1/messages/count_tokens", self.count_tokens, PromptRequest, counted),
-            _endpoint("/tokenize", self.tokenize, TokenizeRequest, _TOKENIZED),
-            _endpoint("/detokenize", self.detokenize, DetokenizeRequest, ("prompt",)),
-        ]
-        return made
+        count_tokens = _endpoint(
+            "/v1/messages/count_tokens", self.count_tokens, PromptRequest, ("input_tokens",)
+        )
+        tokenize = _endpoint(
+            "/tokenize", self.tokenize, TokenizeRequest, ("count", "max_model_len", "tokens")
+        )
+        detokenize = _endpoint("/detokenize", self.detokenize, DetokenizeRequest, ("prompt",))
+        return [*endpoints, completions, count_tokens, tokenize, detokenize]
 
-    async def chat(self, form: ChatForm, request: Request, body: Any) -> Response:
+    async def chat(self, api: ChatApi, request: Request, body: Any) -> Response:
         """Continue a chat."""
-        known = await self._model(request, body.model)
-        chat = form.chat_of(body, known)
-        ask = request_of_chat(chat, known, request.state.id, parse_limits(request.state.limits))
+        request_id = request.state.id
+        model = await self._find_model(request, body.model)
+        chat = api.chat_of_body(body, model)
+        limits = parse_limits(request.state.limits)
+        server_request = request_of_chat(chat, model, request_id, limits)
+
+        formats = formats_of_answer(chat, model)
         tools = msgspec.to_builtins(chat.tools or [])
-        most = 1 if chat.parallel_tool_calls is False else None
-        used = formats(chat, known)
+        most_calls = 1 if chat.parallel_tool_calls is False else None
         sequences = []
         for _ in range(chat.n or 1):
-            parser = Parser(used.tool, used.reasoning, tools)
-            sequences.append(SequenceContent(parser, most))
-        answer = form.answer(body, request.state.id, sequences)
-        ask.inputs |= dict.fromkeys(answer.returns, True)
-        return await self._generate(request, chat, answer, [ask])
+            parser = Parser(formats.tool, formats.reasoning, tools)
+            sequences.append(SequenceContent(parser, most_calls))
+        answer = api.answer(body, request_id, sequences)
+        for name in answer.extra_inputs:
+            server_request.inputs[name] = True
+        return await self._generate(request, chat, answer, [server_request])
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continue texts."""
-        known = await self._model(request, body.model)
-        asks = requests_of_completions(
-            body, known, request.state.id, parse_limits(request.state.limits)
-        )
+        request_id = request.state.id
+        model = await self._find_model(request, body.model)
+        limits = parse_limits(request.state.limits)
+        server_requests = requests_of_completions(body, model, request_id, limits)
         sequences = []
-        for ask in asks:
-            echo = await self._text(ask) if body.echo else ""
+        for server_request in server_requests:
+            echo = await self._prompt_text(server_request) if body.echo else ""
             for _ in range(body.n or 1):
-                sequences.append(SequenceContent(Parser(None, None), echo=echo))
-        answer = Answer(body, request.state.id, sequences)
-        return await self._generate(request, body, answer, asks)
+                parser = Parser(None, None)
+                sequences.append(SequenceContent(parser, echo=echo))
+        answer = CompletionAnswer(body, request_id, sequences)
+        return await self._generate(request, body, answer, server_requests)
 
     async def _generate(
         self,
         request: Request,
         body: ChatRequest | CompletionRequest,
-        answer: Told,
-        asks: Sequence[ServerRequest],
+        answer: ModelAnswer,
+        server_requests: Sequence[ServerRequest],
     ) -> Response:
+        """Generate the answer. Returns the response: the whole of it, or its stream."""
+        state = request.state
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
-        if request.state.limits:
-            headers[LIMITS_HEADER] = request.state.limits
-        watch = AnswerTimer(self._figures, body.model, request.state.key, bool(body.stream))
-        chunks = _chunks(self._backend.generate(asks, headers), answer, watch, request.state.id)
+        if state.limits:
+            headers[LIMITS_HEADER] = state.limits
+        timer = AnswerTimer(self._metrics, body.model, state.key, bool(body.stream))
+        steps = self._server.generate(server_requests, headers)
+        events = _events_of_steps(steps, answer, timer, state.id)
         if body.stream:
-            first = await _unless_gone(request.receive, anext(chunks))
-            return _Events(_events(first, chunks, answer), media_type="text/event-stream")
-        await _unless_gone(request.receive, _read_all(chunks))
+            # An error before the first step still becomes a response with a status.
+            first = await _unless_gone(request.receive, anext(events))
+            stream = _server_sent_events(first, events, answer)
+            return _EventStream(stream, media_type="text/event-stream")
+        await _unless_gone(request.receive, _exhaust(events))
         return as_json(answer.whole())
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
-        """The ids of a text or a chat."""
-        known = await self._model(request, body.model)
-        ids = (await self._backend.perform(request_of_token_ids(body)))["output_ids"].tolist()
-        answer = {"count": len(ids), "max_model_len": known.max_model_len, "tokens": ids}
+        """The token ids of a text or of a chat."""
+        model = await self._find_model(request, body.model)
+        outputs = await self._server.infer_task(request_of_token_ids(body))
+        ids = outputs["output_ids"].tolist()
+        answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
         return as_json(answer)
 
     async def count_tokens(self, request: Request, body: PromptRequest) -> Response:
-        """The tokens of a chat's prompt."""
-        known = await self._model(request, body.model)
-        messages = request_of_chat(chat_of_prompt(body, known), known, "").inputs["messages"]
-        arrays = await self._perform(body.model, "tokenize", messages=messages)
-        return as_json({"input_tokens": len(arrays["output_ids"])})
+        """The number of tokens in a chat's prompt."""
+        model = await self._find_model(request, body.model)
+        chat = chat_of_prompt(body, model)
+        # The whole request is made, so that what it refuses is refused here too.
+        messages = request_of_chat(chat, model, request.state.id).inputs["messages"]
+        outputs = await self._infer_task(body.model, "tokenize", messages=messages)
+        return as_json({"input_tokens": len(outputs["output_ids"])})
 
     async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
-        """The text of ids."""
-        await self._model(request, body.model)
-        return as_json({"prompt": await self._detokenized(body.model, body.tokens)})
+        """The text of token ids."""
+        await self._find_model(request, body.model)
+        text = await self._text_of_ids(body.model, body.tokens)
+        return as_json({"prompt": text})
 
-    async def _text(self, ask: ServerRequest) -> str:
-        """Of a prompt."""
-        text = ask.inputs.get("text_input")
+    async def _prompt_text(self, server_request: ServerRequest) -> str:
+        """The prompt of a request as text."""
+        text = server_request.inputs.get("text_input")
         if isinstance(text, bytes):
             return text.decode()
-        return await self._detokenized(ask.model, ask.inputs["input_ids"])
+        return await self._text_of_ids(server_request.model, server_request.inputs["input_ids"])
 
-    async def _detokenized(self, model: str, ids: Tensor) -> str:
-        arrays = await self._perform(model, "detokenize", input_ids=ids)
-        text: bytes = arrays["text_output"][0]
+    async def _text_of_ids(self, model: str, ids: Tensor) -> str:
+        outputs = await self._infer_task(model, "detokenize", input_ids=ids)
+        text: bytes = outputs["text_output"][0]
         return text.decode()
 
-    async def _perform(self, model: str, task: str, **inputs: Tensor) -> Mapping[str, Any]:
-        return await self._backend.perform(
-            ServerRequest(model=model, inputs={**inputs, "task": task.encode()})
-        )
+    async def _infer_task(self, model: str, task: str, **inputs: Tensor) -> Mapping[str, Any]:
+        inputs["task"] = task.encode()
+        return await self._server.infer_task(ServerRequest(model=model, inputs=inputs))
 
-    async def _model(self, request: Request, name: str) -> ModelDescription:
-        known = await self._backend.language_model(name)
+    async def _find_model(self, request: Request, name: str) -> ModelDescription:
+        """A language model; the request is counted for it. Raises UnknownModelError."""
+        model = await self._server.language_model(name)
         request.state.model = name
-        return known
+        return model
 
 
 def _endpoint(
     path: str,
-    answer: Handler,
+    handler: Handler,
     body: type[WireRecord],
     fields: tuple[str, ...],
     *,
@@ -214,7 +236,7 @@ def _endpoint(
     return Endpoint(
         method="POST",
         path=path,
-        answer=answer,
+        answer=handler,
         text=body.__doc__,
         body=body,
         fields=fields,
@@ -222,52 +244,62 @@ def _endpoint(
     )
 
 
-async def _chunks(
-    steps: AsyncGenerator[Step], answer: Told, watch: AnswerTimer, id_: str
+# ------------------------------------------------------------------------------- streams
+
+
+async def _events_of_steps(
+    steps: AsyncGenerator[Step], answer: ModelAnswer, timer: AnswerTimer, request_id: str
 ) -> AsyncGenerator[list[JsonObject]]:
+    """The events that the answer makes of each step. To leave it ends the requests."""
     try:
         async for step in steps:
-            watch.note(step)
+            timer.add_step(step)
             yield list(answer.feed(step))
     except JitneyError:
         raise
     except Exception:
-        raise fault(id_) from None
+        raise unforeseen_error(request_id) from None
     finally:
         await steps.aclose()
-        watch.end(answer.usage.prompt, answer.usage.completion)
+        timer.end(answer.usage.prompt_tokens, answer.usage.completion_tokens)
 
 
-async def _read_all(chunks: AsyncGenerator[list[JsonObject]]) -> None:
-    async for _ in chunks:
+async def _exhaust(events: AsyncGenerator[list[JsonObject]]) -> None:
+    async for _ in events:
         pass
 
 
-async def _events(
-    chunks: list[JsonObject], more: AsyncGenerator[list[JsonObject]], answer: Told
+async def _server_sent_events(
+    first: list[JsonObject], more: AsyncGenerator[list[JsonObject]], answer: ModelAnswer
 ) -> AsyncGenerator[bytes]:
-    """Server-sent events, those of one step in one piece."""
+    """The bytes of a stream: the events of one step in one piece, and the end of the answer, which
+    may be an error."""
     try:
-        while True:
-            if chunks:
-                yield b"".join(map(_event, chunks))
-            chunks = await anext(more)
-    except StopAsyncIteration:
+        if first:
+            yield _encoded(first)
+        async for events in more:
+            if events:
+                yield _encoded(events)
         last = answer.last()
     except JitneyError as error:
         last = answer.failed(error)
     finally:
         await more.aclose()
-    yield b"".join(map(_event, last)) + answer.end
+    yield _encoded(last) + answer.end_of_stream
 
 
-def _event(body: JsonObject) -> bytes:
-    named = f"event: {body['type']}\n" if "type" in body else ""
-    return named.encode() + b"data: " + msgspec.json.encode(body) + b"\n\n"
+def _encoded(events: Sequence[JsonObject]) -> bytes:
+    return b"".join(map(_encoded_event, events))
 
 
-class _Events(StreamingResponse):
-    """Leaves the model's stream at once when its client has gone."""
+def _encoded_event(event: JsonObject) -> bytes:
+    """A server-sent event. It has a name in the APIs whose events have a type."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return name.encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """A stream that ends the model's requests at once when its client has gone."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -277,20 +309,22 @@ class _Events(StreamingResponse):
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; CancelledError if the client leaves first, and ``work`` is ended."""
+    """The result of ``work``. If the client leaves first, ``work`` is cancelled, and CancelledError
+    is raised."""
 
-    async def leave() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    async def wait_for_disconnect() -> None:
+        message = await receive()
+        while message["type"] != "http.disconnect":
+            message = await receive()
 
-    gone = asyncio.create_task(leave())
+    disconnect = asyncio.create_task(wait_for_disconnect())
     task = asyncio.create_task(work)
     try:
-        await asyncio.wait((gone, task), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((disconnect, task), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise CancelledError("the client has gone")
         return task.result()
     finally:
-        gone.cancel()
+        disconnect.cancel()
         task.cancel()
-        await asyncio.gather(gone, task, return_exceptions=True)
+        await asyncio.gather(disconnect, task, return_exceptions=True)

@@ -1,9 +1,9 @@
-"""The seam for what another package mounts into the gateway: endpoints, work beside them, and API
-keys of its own.
+"""The seam for what another package mounts into the gateway: a service with endpoints, work of its
+own beside the requests, and API keys of its own.
 
-A package offers a service by an entry point of the group ``jitney.gateway_services``. So the
-gateway names no package that stands above it. Who calls it: ``run_gateway.py`` opens the services,
-``app.py`` serves their endpoints, ``keys.py`` asks them for keys.
+A package offers a service by an entry point of the group ``jitney.gateway_services``, so the
+gateway names no package that stands above it. ``run_gateway.py`` opens the services, ``app.py``
+serves their endpoints, ``keys.py`` asks them for keys.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,30 +18,34 @@ from jitney_gateway.document import Endpoint
 from jitney_gateway.server_client import ServerClient
 
 SERVICES = "jitney.gateway_services"
-"""The group of entry points. Each is named like the gateway's option that gives it a folder."""
+"""The group of entry points. An entry point has the name of the gateway's option that gives the
+service its folder."""
 
 
 class MountedService(Protocol):
-    """What is mounted."""
+    """A service that is mounted into the gateway."""
 
-    def endpoints(self, backend: ServerClient) -> Sequence[Endpoint]:
-        """What it answers. ``backend``: the models that the gateway serves."""
+    def endpoints(self, server: ServerClient, /) -> Sequence[Endpoint]:
+        """Its endpoints. ``server`` has the models that the gateway serves."""
 
     def working(self, url: str) -> AbstractAsyncContextManager[None]:
-        """Its work beside the requests, for as long as the gateway at ``url`` serves."""
+        """A context in which it does its work beside the requests. The service asks the gateway at
+        ``url``, like a client."""
 
     def keys_of(self, owner: str) -> Mapping[str, str]:
-        """API keys with which its own requests come to the gateway for ``owner`` of other keys: key
-        -> owner. Raises ConfigError and OSError."""
+        """API keys with which the service sends requests for ``owner``, the name of an owner in the
+        key file: key -> owner. Raises ConfigError and OSError."""
 
 
 OpenService = Callable[[Path | None], MountedService]
-"""What an entry point is. Without a folder the service's endpoints say how to get one. Raises
-ConfigError for a folder that cannot be used, InstallationError for packages that it needs."""
+"""What an entry point is. It takes the service's folder; without one, the service's endpoints say
+how to give it one. Raises ConfigError for a folder that cannot be used, and InstallationError if a
+package that the service needs is missing."""
 
 
 def open_service(name: str, folder: Path | None) -> MountedService:
-    """The installed service of that name. Raises what it raises."""
+    """Open the installed service ``name``. Raises InstallationError if there is none, and what its
+    entry point raises."""
     for point in entry_points(group=SERVICES, name=name):
         open_: OpenService = point.load()
         return open_(folder)

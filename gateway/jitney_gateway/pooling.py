@@ -1,10 +1,11 @@
-"""Embeddings, scores and classes from models whose config.pbtxt names the endpoint that they serve.
+"""Embeddings, classes and ranks from models whose config.pbtxt names the endpoint that they serve::
 
     parameters { key: "openai_endpoint" value { string_value: "embeddings" } }
 
-``embeddings`` and ``classify``: one STRING input of one element and one FP32 output of a vector.
-Every text is a request of its own, or a part of one up to ``max_batch_size``: the server joins them
-into batches. ``rerank``: a query [1], then its documents [-1], and an FP32 score for each.
+A model for ``embeddings`` or ``classify`` has one STRING input of one element and one FP32 output
+of a vector. The gateway sends each text as a request of its own, or up to ``max_batch_size`` texts
+as one request; the server joins requests into batches. A model for ``rerank`` has a query [1] and
+then its documents [-1] as inputs, and an FP32 score for each document as its output.
 """
 
 import asyncio
@@ -17,71 +18,94 @@ from jitney.errors import InternalError
 
 from jitney_gateway.refusals import FieldError
 from jitney_gateway.server_client import ServedModel, ServerClient
-from jitney_gateway.wire import ClassifyRequest, EmbeddingRequest, RerankRequest
+from jitney_gateway.wire import ClassifyRequest, EmbeddingRequest, JsonObject, RerankRequest
 
-JsonObject = dict[str, Any]
-Pool = Callable[[ServerClient, ServedModel, Any], Awaitable[JsonObject]]
-"""One of the functions below: makes the answer to a decoded body."""
+PoolingFunction = Callable[[ServerClient, ServedModel, Any], Awaitable[JsonObject]]
+"""``embed``, ``classify`` or ``rerank``: makes the answer to a decoded body."""
 
-_NO_TOKENS = {"prompt_tokens": 0, "total_tokens": 0}
-"""The tokenizer is the model's own: nobody counts."""
+_NO_USAGE = {"prompt_tokens": 0, "total_tokens": 0}
+"""The model has its tokenizer inside and does not tell how many tokens there were."""
 
 
-async def embed(backend: ServerClient, model: ServedModel, body: EmbeddingRequest) -> JsonObject:
+async def embed(server: ServerClient, model: ServedModel, body: EmbeddingRequest) -> JsonObject:
     """The answer of ``/v1/embeddings``."""
     data = []
-    for index, vector in enumerate(await _vectors(backend, model, body.input)):
-        coded: Any = vector.tolist()
+    for index, vector in enumerate(await _vectors(server, model, body.input)):
+        embedding: Any = vector.tolist()
         if body.encoding_format == "base64":
-            coded = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        data.append({"object": "embedding", "index": index, "embedding": coded})
-    return {"object": "list", "data": data, "model": body.model, "usage": _NO_TOKENS}
+            embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        data.append({"object": "embedding", "index": index, "embedding": embedding})
+    return {"object": "list", "data": data, "model": body.model, "usage": _NO_USAGE}
 
 
-async def classify(backend: ServerClient, model: ServedModel, body: ClassifyRequest) -> JsonObject:
+async def classify(server: ServerClient, model: ServedModel, body: ClassifyRequest) -> JsonObject:
     """The answer of ``/v1/classify``. The model's parameter ``openai_labels`` names the classes,
-    with commas between them; else they are numbers."""
+    with commas between them. Without it a class is called by its index."""
     labels = _parameter(model.config, "openai_labels").split(",")
     data = []
-    for index, vector in enumerate(await _vectors(backend, model, body.input)):
+    for index, vector in enumerate(await _vectors(server, model, body.input)):
         best = int(vector.argmax())
-        label = labels[best].strip() if len(labels) == len(vector) else str(best)
-        said = {"index": index, "label": label, "num_classes": len(vector)}
-        data.append({**said, "probs": vector.tolist()})
-    return {"object": "list", "data": data, "model": body.model, "usage": _NO_TOKENS}
+        label = str(best)
+        if len(labels) == len(vector):
+            label = labels[best].strip()
+        entry = {
+            "index": index,
+            "label": label,
+            "num_classes": len(vector),
+            "probs": vector.tolist(),
+        }
+        data.append(entry)
+    return {"object": "list", "data": data, "model": body.model, "usage": _NO_USAGE}
 
 
-async def rerank(backend: ServerClient, model: ServedModel, body: RerankRequest) -> JsonObject:
+async def rerank(server: ServerClient, model: ServedModel, body: RerankRequest) -> JsonObject:
     """The answer of ``/v1/rerank``: the best documents first."""
-    query, documents = (each["name"] for each in model.config["input"])
-    tensors = {query: _texts("query", [body.query]), documents: _texts("documents", body.documents)}
-    (scores,) = (await backend.infer(body.model, tensors)).values()
-    order = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
-    results = [{"index": index, "relevance_score": float(scores[index])} for index in order]
-    if body.return_documents is not False:
-        results = [{**one, "document": {"text": body.documents[one["index"]]}} for one in results]
-    return {"model": body.model, "results": results, "usage": _NO_TOKENS}
+    query_name, documents_name = (tensor["name"] for tensor in model.config["input"])
+    tensors = {
+        query_name: _encoded_texts("query", [body.query]),
+        documents_name: _encoded_texts("documents", body.documents),
+    }
+    outputs = await server.infer(body.model, tensors)
+    (scores,) = outputs.values()
+    best_first = np.argsort(-scores, kind="stable")[: body.top_n].tolist()
+    results = []
+    for index in best_first:
+        result: JsonObject = {"index": index, "relevance_score": float(scores[index])}
+        if body.return_documents is not False:
+            result["document"] = {"text": body.documents[index]}
+        results.append(result)
+    return {"model": body.model, "results": results, "usage": _NO_USAGE}
 
 
 async def _vectors(
-    backend: ServerClient, model: ServedModel, given: str | list[str]
+    server: ServerClient, model: ServedModel, given: str | list[str]
 ) -> Sequence[np.ndarray]:
-    """One for each text."""
-    array = _texts("input", [given] if isinstance(given, str) else given)
-    name = model.config["input"][0]["name"]
-    most = int(model.config.get("max_batch_size", 0))
-    parts = [array[i : i + (most or 1)] for i in range(0, len(array), most or 1)]
-    asked = [backend.infer(model.name, {name: part[:, None] if most else part}) for part in parts]
-    found: list[np.ndarray] = []
-    for answer in await asyncio.gather(*asked):
-        (output,) = answer.values()
-        found += list(output if most else output[None])
-    if any(vector.ndim != 1 for vector in found):
+    """The output vector of each text."""
+    texts = _encoded_texts("input", [given] if isinstance(given, str) else given)
+    input_name = model.config["input"][0]["name"]
+    max_batch_size = int(model.config.get("max_batch_size", 0))
+    if max_batch_size > 0:
+        # Inputs and outputs have a batch dimension in front.
+        starts = range(0, len(texts), max_batch_size)
+        inputs = [texts[start : start + max_batch_size, None] for start in starts]
+    else:
+        inputs = [texts[index : index + 1] for index in range(len(texts))]
+    requests = [server.infer(model.name, {input_name: array}) for array in inputs]
+
+    vectors: list[np.ndarray] = []
+    for outputs in await asyncio.gather(*requests):
+        (output,) = outputs.values()
+        if max_batch_size > 0:
+            vectors += list(output)
+        else:
+            vectors.append(output)
+    if any(vector.ndim != 1 for vector in vectors):
         raise InternalError(f"model {model.name!r} gives no vector for a text")
-    return found
+    return vectors
 
 
-def _texts(field: str, texts: list[str]) -> np.ndarray:
+def _encoded_texts(field: str, texts: list[str]) -> np.ndarray:
+    """An array of the texts, as the server takes them. Raises FieldError."""
     try:
         return np.array([text.encode() for text in texts], np.object_)
     except UnicodeEncodeError:
@@ -89,4 +113,5 @@ def _texts(field: str, texts: list[str]) -> np.ndarray:
 
 
 def _parameter(config: Mapping[str, Any], name: str) -> str:
+    """A parameter of config.pbtxt; empty if it is not there."""
     return config.get("parameters", {}).get(name, {}).get("string_value", "")

@@ -1,9 +1,13 @@
-"""The gateway's own errors, and every error as a status and OpenAI's error object."""
+"""The gateway's own errors, and every error as the response that a client gets.
+
+OpenAI's APIs and Anthropic's have error objects of different forms: ``describe`` and
+``describe_for_messages`` make them.
+"""
 
 import logging
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Response
@@ -18,12 +22,10 @@ from jitney.errors import (
 _LOG = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-Describe = Callable[[JitneyError], tuple[int, dict[str, Any]]]
-"""Status and body of an error's response."""
 
 
 class FieldError(InvalidArgumentError):
-    """A field of a body is at fault."""
+    """A field of a request's body is at fault."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -31,20 +33,61 @@ class FieldError(InvalidArgumentError):
 
 
 class UnknownModelError(JitneyError):
-    """No such model is ready on the server, or not for this use."""
+    """The server has no such model ready, or the model does not serve this endpoint."""
 
     code = "NOT_FOUND"
 
 
 class StatusError(JitneyError):
-    """A refusal with a status of its own."""
+    """A refusal with an HTTP status of its own."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
 
 
-_ASKED_BY = {
+class ErrorAnswer(NamedTuple):
+    """An error as a client gets it."""
+
+    status: int
+    body: dict[str, Any]
+
+
+DescribeError = Callable[[JitneyError], ErrorAnswer]
+"""Writes an error in the form of one API: ``describe`` or ``describe_for_messages``."""
+
+
+class ErrorKind(NamedTuple):
+    """The status and OpenAI's code for a type of error."""
+
+    error: type[JitneyError]
+    status: int
+    code: str
+
+
+_KINDS = (
+    ErrorKind(UnknownModelError, 404, "model_not_found"),
+    ErrorKind(InvalidArgumentError, 400, "invalid_value"),
+    ErrorKind(DeadlineExceededError, 504, "deadline_exceeded"),
+    ErrorKind(UnavailableError, 503, "unavailable"),
+    ErrorKind(CancelledError, 499, "cancelled"),
+    ErrorKind(JitneyError, 500, "internal_error"),
+)
+"""The first row that fits counts: the last one fits every error."""
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "not_allowed", 413: "too_large"}
+"""Status of a StatusError -> OpenAI's code."""
+_MESSAGES_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    504: "timeout_error",
+}  # fmt: skip
+"""Status -> the type of Anthropic's error."""
+
+_FIELD_AT_START = re.compile(r"([a-z_]+)[^\s:]*(?:: | (?:is|has|holds|do) )")
+"""A model's refusal begins with the name of the field, such as ``n is 9, but …`` or
+``messages[0].content is missing``. The group is the name without its path."""
+
+_CLIENT_FIELDS = {
     "text_input": ("prompt",),
     "input_ids": ("prompt", "tokens"),
     "logprobs": ("top_logprobs",),
@@ -63,44 +106,33 @@ _ASKED_BY = {
         "response_format", "text", "output_config", "tool_choice",
     ),
 }  # fmt: skip
-"""What a model calls a thing -> the fields of a body that may stand for it."""
-_OF_A_CHAT: dict[str, tuple[str, ...]] = {
+"""An input or parameter of the model -> the fields of a client's body that can set it."""
+_CLIENT_FIELDS_OF_CHAT: dict[str, tuple[str, ...]] = {
     "messages": ("input",),
     "response_format": ("text", "output_config"),
 }
-"""Likewise of a field of a chat that another endpoint's body was made into."""
-_STATUS: tuple[tuple[type[JitneyError], int, str], ...] = (
-    (UnknownModelError, 404, "model_not_found"),
-    (InvalidArgumentError, 400, "invalid_value"),
-    (DeadlineExceededError, 504, "deadline_exceeded"),
-    (UnavailableError, 503, "unavailable"),
-    (CancelledError, 499, "cancelled"),
-    (JitneyError, 500, "internal_error"),
-)
-_CODES = {401: "invalid_api_key", 404: "not_found", 405: "not_allowed", 413: "too_large"}
+"""A field of a chat -> the fields that can set it in the body of ``/v1/responses`` or
+``/v1/messages``, from which the gateway made the chat."""
 
 
-_OF_MESSAGES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-    504: "timeout_error",
-}  # fmt: skip
-"""Status -> the type of Anthropic's error."""
+def name_clients_field(error: InvalidArgumentError, body: msgspec.Struct) -> InvalidArgumentError:
+    """The same refusal, with the name that the field has in the client's ``body``.
 
-
-def name_clients_field(error: InvalidArgumentError, body: object) -> InvalidArgumentError:
-    """A model's refusal in the words of ``body``."""
+    A model names its own inputs and parameters, and a FieldError may name a field of the chat that
+    the gateway made of the body.
+    """
     text = str(error)
     if isinstance(error, FieldError):
-        # Of the chat that the body was made into.
-        word = _first_word(error.field)
-        names = _OF_A_CHAT.get(word, ())
+        name = _first_word(error.field)
+        client_fields = _CLIENT_FIELDS_OF_CHAT.get(name, ())
     else:
-        word = _first_word(text)
-        names = _ASKED_BY.get(word, ())
-    for field in names:
-        if getattr(body, field, None) is not None:
-            return FieldError(field, re.sub(rf"{word}(\.\w+)?", field, text, count=1))
+        name = _first_word(text)
+        client_fields = _CLIENT_FIELDS.get(name, ())
+    for field in client_fields:
+        if field in body.__struct_fields__ and getattr(body, field) is not None:
+            # A path below the name, such as `structured_outputs.regex`, is the model's as well.
+            renamed = re.sub(rf"{name}(\.\w+)?", field, text, count=1)
+            return FieldError(field, renamed)
     return error
 
 
@@ -108,47 +140,62 @@ def _first_word(text: str) -> str:
     return re.split("[^a-z_]", text)[0]
 
 
-def describe(error: JitneyError) -> tuple[int, dict[str, Any]]:
-    """Status and body. The text of a model's refusal opens with the name of the field."""
-    status, code = next(found[1:] for found in _STATUS if isinstance(error, found[0]))
+def describe(error: JitneyError) -> ErrorAnswer:
+    """Status and body of an error, in OpenAI's form."""
     text = str(error)
-    field = None
+    kind = next(kind for kind in _KINDS if isinstance(error, kind.error))
+    status = kind.status
+    code = kind.code
     if isinstance(error, StatusError):
         status = error.status
         code = _CODES.get(error.status, "refused")
-    elif isinstance(error, FieldError):
-        field = error.field or None
-    elif status == 400:
-        named = re.match(r"([a-z_]+)[^\s:]*(?:: | (?:is|has|holds|do) )", text)
-        field = named[1] if named else None
     elif status == 503 and "queue is full" in text:
+        # The model is there, but has too many requests: clients know 429 for that.
         status = 429
         code = "queue_full"
-    kind = "invalid_request_error" if status < 429 else "server_error"
-    return status, {"error": {"message": text, "type": kind, "param": field, "code": code}}
+    type_ = "invalid_request_error" if status < 429 else "server_error"
+    field = _field_at_fault(error)
+    return ErrorAnswer(
+        status, {"error": {"message": text, "type": type_, "param": field, "code": code}}
+    )
 
 
-def describe_for_messages(error: JitneyError) -> tuple[int, dict[str, Any]]:
-    """Status and body, as Anthropic's object."""
+def _field_at_fault(error: JitneyError) -> str | None:
+    """The name of the field that the error is about; None if it is about none."""
+    if isinstance(error, FieldError):
+        return error.field or None
+    if not isinstance(error, InvalidArgumentError):
+        return None
+    match = _FIELD_AT_START.match(str(error))
+    return None if match is None else match[1]
+
+
+def describe_for_messages(error: JitneyError) -> ErrorAnswer:
+    """Status and body of an error, in Anthropic's form."""
     status, body = describe(error)
-    kind = _OF_MESSAGES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    said = {"type": kind, "message": body["error"]["message"]}
-    return status, {"type": "error", "error": said}
+    default = "api_error" if status >= 500 else "invalid_request_error"
+    details = {
+        "type": _MESSAGES_TYPES.get(status, default),
+        "message": body["error"]["message"],
+    }
+    return ErrorAnswer(status, {"type": "error", "error": details})
 
 
-def fault(id_: str) -> JitneyError:
-    """Of a request, for an exception that nobody foresaw, which is logged."""
-    _LOG.exception("request %s could not be answered", id_)
-    return JitneyError(f"request {id_} could not be answered")
+def unforeseen_error(request_id: str) -> JitneyError:
+    """What a client is told of the exception that is being handled, which is logged in full."""
+    _LOG.exception("request %s could not be answered", request_id)
+    return JitneyError(f"request {request_id} could not be answered")
 
 
-def refusal(error: JitneyError, tell: Describe = describe) -> Response:
-    """An error's response."""
-    status, body = tell(error)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
-    return as_json(body, status, headers)
+def error_response(error: JitneyError, describe_error: DescribeError = describe) -> Response:
+    """The response for an error, in the form that ``describe_error`` writes."""
+    answer = describe_error(error)
+    headers = None
+    if answer.status in (429, 503):
+        headers = {"retry-after": str(RETRY_AFTER_S)}
+    return as_json(answer.body, answer.status, headers)
 
 
 def as_json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response of JSON."""
+    """A response whose body is ``body`` as JSON."""
     return Response(msgspec.json.encode(body), status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""``jitney gateway``: serves the endpoints of ``app`` until it is told to stop."""
+"""Runs a gateway: what ``jitney gateway`` does, from its options to its end."""
 
 import signal
 import socket
@@ -10,14 +10,14 @@ from jitney.errors import ConfigError
 from jitney.tracing import Tracing
 
 from jitney_gateway.app import make_app
-from jitney_gateway.keys import Keys
+from jitney_gateway.keys import FileKeys, FixedKeys, KeySource
 from jitney_gateway.mounting import open_service
 from jitney_gateway.server_client import ServerClient
 from jitney_gateway.server_load import ServerLoad
 
 
 def run_gateway(
-    server: str,
+    server_address: str,
     host: str,
     port: int,
     *,
@@ -27,37 +27,48 @@ def run_gateway(
     batches: Path | None = None,
     grace_s: int = 10,
 ) -> None:
-    """Print the address and serve until SIGINT or SIGTERM; port 0 is a free one. Spans of requests
-    go to ``otlp_endpoint``; the server's load is read at ``metrics_url``; files and batches are
-    kept in ``batches``; at the stop, streams get ``grace_s`` seconds. Raises ConfigError for a key
-    file, an address or a folder that cannot be used, and for packages that one of them needs."""
+    """Print the gateway's address and serve until SIGINT or SIGTERM.
+
+    - ``port``: 0 picks a free one.
+    - ``otlp_endpoint``: the collector that gets the spans of requests.
+    - ``metrics_url``: the server's metrics, from which the gateway reads the server's load.
+    - ``batches``: the folder in which files and batches are kept.
+    - ``grace_s``: seconds that streams get to end at the stop.
+
+    Raises ConfigError for a key file, an address or a folder that cannot be used, and for packages
+    that one of the options needs.
+    """
     tracing = None if otlp_endpoint is None else Tracing(otlp_endpoint, "jitney-gateway")
     load = None if metrics_url is None else ServerLoad(metrics_url)
     services = [open_service("batches", batches)]
-    keys = None if api_key_file is None else Keys(api_key_file, services)
+    keys: KeySource = FixedKeys({})
+    if api_key_file is not None:
+        keys = FileKeys(api_key_file, services)
     listener = listen(host, port)
-    own_host, own_port = listener.getsockname()
+    bound_host, bound_port = listener.getsockname()
 
-    def make() -> FastAPI:  # in the loop that serves, which the client of the server belongs to
+    def make() -> FastAPI:
         return make_app(
-            ServerClient(server),
-            keys or {},
+            ServerClient(server_address),
+            keys,
             tracing=tracing,
             load=load,
             services=services,
-            url=f"http://{own_host}:{own_port}",
+            url=f"http://{bound_host}:{bound_port}",
         )
 
     config = uvicorn.Config(
         make,
-        factory=True,
+        factory=True,  # the client of the server must be made in the event loop that uses it
         access_log=False,
         log_level="warning",
         timeout_graceful_shutdown=grace_s,
     )
-    print(f"OpenAI   http://{host}:{own_port}/v1", flush=True)
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn sends them on once it has stopped
-        signal.signal(number, lambda number, frame: None)
+    print(f"OpenAI   http://{host}:{bound_port}/v1", flush=True)
+    # When uvicorn has stopped for a signal, it restores the handlers of before and sends itself the
+    # signal once more. These handlers ignore it, so the process ends normally.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     uvicorn.Server(config).run([listener])
 
 
@@ -67,6 +78,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), backlog=2048)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    # Connections inherit it; asyncio sets it on none of a listener whose protocol is left to choose
+    # Connections inherit the option. asyncio would set it on each connection itself, but only if
+    # the listener was made with an explicit protocol.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

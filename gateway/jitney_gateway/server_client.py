@@ -1,9 +1,9 @@
-"""The models of a server, over gRPC.
+"""The connection to a Triton server, over gRPC: which models it has, and their answers.
 
-Each request has a stream of its own, which is read as fast as it comes, so that a client that reads
-slowly holds up nobody. A stream is cancelled only in the middle: one that is cancelled at its final
-response may keep the server (2.51) from unloading the model, so an answer whose sequences have
-ended is read to its end.
+Each request has a stream of its own. It is read as fast as responses come, so a client that reads
+slowly does not hold up others. A stream that the gateway leaves in the middle is cancelled. A
+stream whose sequences have ended is read to its end instead: if it is cancelled at its final
+response, this server (2.51) may never be able to unload the model.
 """
 
 import asyncio
@@ -19,138 +19,157 @@ from jitney.errors import CancelledError, JitneyError, UnavailableError, from_co
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
+from jitney_gateway.chat import Tensor
 from jitney_gateway.refusals import UnknownModelError
 from jitney_gateway.server_request import ModelDescription, ServerRequest
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Endpoints of language models."""
+"""Endpoints that every language model serves."""
 MAX_WAITING = 4096
 """Steps of one answer that may wait for a slow client."""
 _FRESH_S = 30.0
-"""Seconds for which what is known of a model is taken to be true."""
-_STALE_S = 1.0
-"""Seconds after which it is asked again for an adapter that it did not have."""
+"""Seconds for which the gateway trusts what it knows of a model."""
+_ADAPTERS_FRESH_S = 1.0
+"""Seconds for which it trusts a model's list of adapters not to have a new one."""
 _CODES = ("INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
-_CHANNEL = (
+_CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_reconnect_backoff_ms", 1000),  # a server that was started again is found soon
 )
-_KINDS = {"U": "BYTES", "O": "BYTES", "b": "BOOL", "i": "INT32"}
+_DATATYPES = {"U": "BYTES", "O": "BYTES", "b": "BOOL", "i": "INT32"}
+"""Kind of a numpy dtype -> the server's datatype."""
 
 
 class Step(msgspec.Struct):
-    """What is new of one prompt's ``n`` sequences."""
+    """What one response of the server adds to the ``n`` sequences of one prompt."""
 
     prompt: int
-    """Index of the prompt in the request."""
+    """Index of the prompt in the client's request."""
     texts: list[str]
     finish_reasons: list[str | None]
-    """Once a sequence has ended, in every later step too."""
+    """Of a sequence that has ended, in every later step too."""
     num_tokens: list[int]
-    """New ones."""
+    """New tokens of each sequence."""
     num_prompt_tokens: int
     logprobs: list[list[dict[str, dict[str, Any]]]] | None
-    """Per sequence and new token, as in docs/contract.md."""
+    """For each sequence and new token, as in docs/contract.md."""
     timing: dict[str, Any]
-    """On the last step; else empty."""
+    """Empty before the last step."""
     stop_strings: list[str | None] = []
-    """Which ended each sequence, if that was asked for."""
+    """The stop string that ended each sequence, if that was asked for."""
 
 
 class ServedModel(msgspec.Struct):
-    """What is known of a model."""
+    """What the gateway knows of a model."""
 
     name: str
     endpoint: str
     """The parameter ``openai_endpoint`` of its config.pbtxt, or empty."""
     config: dict[str, Any]
     description: ModelDescription | None
-    """Of a language model."""
-    at: float
-    """When it was asked; monotonic seconds."""
+    """None: it is no language model."""
+    fetched_at: float
+    """When the server was asked; monotonic seconds."""
     base: str | None = None
-    """Of an adapter: the model it belongs to."""
+    """Of an adapter: the model that it belongs to."""
 
     def has_adapter(self, name: str) -> bool:
         """Whether one of its adapters has that name."""
         return self.description is not None and name in self.description.adapters
 
     def adapter(self, name: str) -> "ServedModel":
-        """What is known of one of its adapters."""
+        """The adapter of that name, as a model."""
         return msgspec.structs.replace(self, name=name, base=self.name)
 
 
 class ServerClient:
-    """One server. Raises UnavailableError where it does not answer."""
+    """A client of one server. Its methods raise UnavailableError if the server does not answer."""
 
     def __init__(self, address: str) -> None:
-        self._client = aio.InferenceServerClient(address, channel_args=_CHANNEL)
+        self._client = aio.InferenceServerClient(address, channel_args=_CHANNEL_OPTIONS)
         self._models: dict[str, ServedModel] = {}
-        self._ending: set[asyncio.Task[None]] = set()  # streams that are read to their end
+        self._drains: set[asyncio.Task[None]] = set()
+        """They read streams to their end. The set keeps them from being collected."""
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """End all requests in flight."""
         await self._client.close()
 
     async def is_ready(self) -> bool:
-        """Whether the server says so."""
+        """Whether the server says that it is ready."""
         with contextlib.suppress(InferenceServerException):
             return bool(await self._client.is_server_ready(client_timeout=5.0))
         return False
 
-    async def names(self) -> list[str]:
-        """Of the models that are ready. Not from the repository's index, which a key protects."""
-        with _translated():
-            found = await self._client.get_inference_statistics(as_json=True)
-        return sorted({each["name"] for each in found.get("model_stats", [])})
+    # ------------------------------------------------------------------ models
+
+    async def ready_models(self) -> list[str]:
+        """Names of the models that are ready."""
+        # The statistics list them. The repository's index would too, but it needs the server's key.
+        with _translated_errors():
+            statistics = await self._client.get_inference_statistics(as_json=True)
+        return sorted({entry["name"] for entry in statistics.get("model_stats", [])})
 
     async def language_model(self, name: str) -> ModelDescription:
-        """Raises UnknownModelError for a model that is not ready, or none of language."""
-        found = (await self.look(name)).description
-        if found is None:
+        """The description of a model. Raises UnknownModelError for a model that is not ready, or
+        that is no language model."""
+        model = await self.find_model(name)
+        if model.description is None:
             raise UnknownModelError(f"model {name!r} is no language model")
-        return found
+        return model.description
 
-    async def check(self, endpoint: str, name: str) -> None:
-        """Raises UnknownModelError for a model that does not serve an endpoint such as
-        ``/v1/embeddings``."""
-        model = await self.look(name)
+    async def find_model_for(self, endpoint: str, name: str) -> ServedModel:
+        """A model that serves an endpoint such as ``/v1/embeddings``. Raises UnknownModelError if
+        it does not, or if it is not ready."""
+        model = await self.find_model(name)
         served = {f"/v1/{model.endpoint}"}
         if model.description is not None:
             served.update(GENERATING)
         if endpoint not in served:
             raise UnknownModelError(f"model {name!r} does not serve {endpoint}")
+        return model
 
-    async def look(self, name: str) -> ServedModel:
-        """What is known of a model. Raises UnknownModelError if it is not ready."""
-        found = self._models.get(name)
-        if found is None or time.monotonic() - found.at > _FRESH_S:
-            try:
-                found = await self._ask(name)
-            except UnknownModelError:
-                found = await self._find_adapter(name)
-                if found is None:  # what was known stays: others may be about to ask it
-                    raise
-            self._models[name] = found
-        return found
+    async def find_model(self, name: str) -> ServedModel:
+        """A model, or an adapter of one. Raises UnknownModelError if it is not ready."""
+        known = self._models.get(name)
+        if known is not None and time.monotonic() - known.fetched_at <= _FRESH_S:
+            return known
+        try:
+            model = await self._fetch_model(name)
+        except UnknownModelError:
+            adapter = await self._find_adapter(name)
+            if adapter is None:
+                # An entry of before stays: a request that has found it may be about to use it.
+                raise
+            model = adapter
+        self._models[name] = model
+        return model
 
     async def _find_adapter(self, name: str) -> ServedModel | None:
-        """An adapter of one of the models; of the first, if several have one of that name."""
-        for base in await self.names():
-            with contextlib.suppress(UnknownModelError):  # it has just been unloaded
-                model = await self.look(base)
-                stale = time.monotonic() - model.at > _STALE_S
-                if stale and model.description is not None and not model.has_adapter(name):
-                    # It may have got the adapter since.
-                    model = await self._ask(base)
-                    self._models[base] = model
-                if model.has_adapter(name):
-                    return model.adapter(name)
+        """The adapter of that name, of the first model that has one."""
+        for base in await self.ready_models():
+            try:
+                model = await self._find_base(base, adapter=name)
+            except UnknownModelError:
+                continue  # it has just been unloaded
+            if model.has_adapter(name):
+                return model.adapter(name)
         return None
 
-    async def _ask(self, name: str) -> ServedModel:
-        with _translated(name):
+    async def _find_base(self, name: str, *, adapter: str) -> ServedModel:
+        """The model ``name``, fetched again if it may have got the adapter meanwhile."""
+        model = await self.find_model(name)
+        if model.description is None or model.has_adapter(adapter):
+            return model
+        if time.monotonic() - model.fetched_at > _ADAPTERS_FRESH_S:
+            model = await self._fetch_model(name)
+            self._models[name] = model
+        return model
+
+    async def _fetch_model(self, name: str) -> ServedModel:
+        """Ask the server for a model. Raises UnknownModelError if it is not ready."""
+        with _translated_errors(name):
             answer = await self._client.get_model_config(name, as_json=True)
         config = answer["config"]
         endpoint = config.get("parameters", {}).get("openai_endpoint", {})
@@ -159,126 +178,153 @@ class ServerClient:
             endpoint=endpoint.get("string_value", ""),
             config=config,
             description=None,
-            at=time.monotonic(),
+            fetched_at=time.monotonic(),
         )
         if config.get("backend") == "jitney":
-            arrays = await self._perform(ServerRequest(model=name, inputs={"task": b"describe"}))
+            request = ServerRequest(model=name, inputs={"task": b"describe"})
+            arrays = await self._last_response(request)
             text = arrays["text_output"][0]
             model.description = msgspec.json.decode(text, type=ModelDescription)
         return model
 
+    # ------------------------------------------------------------------ answers
+
     async def infer(self, model: str, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Ask a model that has one response."""
-        with _translated(model):
-            result = await self._client.infer(model, _inputs(tensors))
-        return _arrays(result)
+        """The outputs of a model that is no language model."""
+        with _translated_errors(model):
+            result = await self._client.infer(model, _input_tensors(tensors))
+        return _output_arrays(result)
 
-    async def perform(
-        self, ask: ServerRequest, headers: Mapping[str, str] | None = None
+    async def infer_task(
+        self, request: ServerRequest, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """The arrays of a language model's only response."""
-        return await self._perform(self._resolve(ask), headers)
+        """The outputs of a language model for a task such as ``tokenize``, which has one
+        response."""
+        return await self._last_response(self._with_adapter(request), headers)
 
-    async def _perform(
-        self, ask: ServerRequest, headers: Mapping[str, str] | None = None
+    async def _last_response(
+        self, request: ServerRequest, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        async with contextlib.aclosing(self._responses(ask, headers)) as responses:
-            made = [each async for each in responses]
-        return made[-1]
+        last: dict[str, Any] = {}
+        async with contextlib.aclosing(self._responses(request, headers)) as responses:
+            async for outputs in responses:
+                last = outputs
+        return last
 
     async def generate(
-        self, asks: Sequence[ServerRequest], headers: Mapping[str, str] | None = None
+        self, requests: Sequence[ServerRequest], headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[Step]:
-        """The steps of all asks as they come; whoever leaves the iterator cancels what has not
-        ended. Raises the first error of any."""
-        news: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
-        pumps = [
-            asyncio.create_task(self._pump(index, self._resolve(ask), headers, news))
-            for index, ask in enumerate(asks)
-        ]
-        left = len(pumps)
+        """The steps of all requests as they come.
+
+        A caller that leaves the iterator cancels the requests that have not ended. Raises the first
+        error of any request.
+        """
+        # A reader puts its request's steps into the queue, and at the end its error or None.
+        queue: asyncio.Queue[Step | Exception | None] = asyncio.Queue()
+        readers = []
+        for prompt, request in enumerate(requests):
+            reading = self._read_steps(prompt, self._with_adapter(request), headers, queue)
+            readers.append(asyncio.create_task(reading))
+        open_requests = len(readers)
         try:
-            while left:
-                new = await news.get()
-                if isinstance(new, Step):
-                    yield new
-                elif new is None:
-                    left -= 1
+            while open_requests > 0:
+                entry = await queue.get()
+                if isinstance(entry, Step):
+                    yield entry
+                elif entry is None:
+                    open_requests -= 1
                 else:
-                    raise new
+                    raise entry
         finally:
-            for pump in pumps:
-                pump.cancel()
+            for reader in readers:
+                reader.cancel()
 
-    async def _pump(
+    async def _read_steps(
         self,
-        index: int,
-        ask: ServerRequest,
+        prompt: int,
+        request: ServerRequest,
         headers: Mapping[str, str] | None,
-        news: asyncio.Queue[Step | Exception | None],
+        queue: asyncio.Queue[Step | Exception | None],
     ) -> None:
-        """Put the steps of one ask, and then why there are no more; None: it has ended."""
-        end: Exception | None = None
+        """Put the steps of one request into ``queue``; then the error that ended it, or None."""
+        failure: Exception | None = None
         try:
-            async with contextlib.aclosing(self._responses(ask, headers)) as responses:
-                async for arrays in responses:
-                    if news.qsize() >= MAX_WAITING:
+            async with contextlib.aclosing(self._responses(request, headers)) as responses:
+                async for outputs in responses:
+                    if queue.qsize() >= MAX_WAITING:
                         raise CancelledError(f"{MAX_WAITING:,} responses wait for their client")
-                    news.put_nowait(_step(index, arrays))
+                    queue.put_nowait(_step(prompt, outputs))
         except Exception as error:
-            end = error
-        news.put_nowait(end)
+            failure = error
+        queue.put_nowait(failure)
 
-    def _resolve(self, ask: ServerRequest) -> ServerRequest:
-        """What the server is asked: an adapter's model, with parameters that name the adapter."""
-        known = self._models.get(ask.model)
+    def _with_adapter(self, request: ServerRequest) -> ServerRequest:
+        """The request as the server understands it: an adapter is a parameter of its model."""
+        known = self._models.get(request.model)
         if known is None or known.base is None:
-            return ask
-        params = ask.inputs.get("sampling_parameters", b"{}")
-        assert isinstance(params, bytes)
-        named = msgspec.json.encode(msgspec.json.decode(params) | {"lora_name": ask.model})
-        inputs = ask.inputs | {"sampling_parameters": named}
-        return msgspec.structs.replace(ask, model=known.base, inputs=inputs)
+            return request
+        text = request.inputs.get("sampling_parameters", b"{}")
+        assert isinstance(text, bytes)
+        params = msgspec.json.decode(text) | {"lora_name": request.model}
+        inputs = request.inputs | {"sampling_parameters": msgspec.json.encode(params)}
+        return msgspec.structs.replace(request, model=known.base, inputs=inputs)
 
     async def _responses(
-        self, ask: ServerRequest, headers: Mapping[str, str] | None
+        self, request: ServerRequest, headers: Mapping[str, str] | None
     ) -> AsyncGenerator[dict[str, Any]]:
-        async def requests() -> AsyncIterator[dict[str, Any]]:
-            inputs = _inputs({name: _array(value) for name, value in ask.inputs.items()})
-            yield {"model_name": ask.model, "inputs": inputs, "request_id": ask.request_id}
+        """The outputs of each response to one request. The stream is left as the module's docstring
+        says."""
 
-        with _translated(ask.model):
-            stream = self._client.stream_infer(requests(), headers=dict(headers or {}))
-            ended = False
+        async def sent_requests() -> AsyncIterator[dict[str, Any]]:
+            arrays = {name: _array(value) for name, value in request.inputs.items()}
+            yield {
+                "model_name": request.model,
+                "inputs": _input_tensors(arrays),
+                "request_id": request.request_id,
+            }
+
+        with _translated_errors(request.model):
+            stream = self._client.stream_infer(sent_requests(), headers=dict(headers or {}))
+            has_ended = False
             try:
                 async for result, error in stream:
-                    arrays = {} if result is None else _arrays(result)
-                    ended = "timing" in arrays or "finish_reason" not in arrays
+                    outputs = {} if result is None else _output_arrays(result)
+                    has_ended = _is_final(outputs)
                     if error is not None:
                         raise error
-                    yield arrays
-                    if ended:
+                    yield outputs
+                    if has_ended:
                         break
-                if not ended:
+                if not has_ended:
                     raise UnavailableError("the answer broke off")
             finally:
-                if ended:
-                    drain = asyncio.create_task(_drain(stream))
-                    self._ending.add(drain)
-                    drain.add_done_callback(self._ending.discard)
+                if has_ended:
+                    self._drain(stream)
                 else:
                     stream.cancel()
 
+    def _drain(self, stream: Any) -> None:
+        """Read a stream to its end, beside whatever comes next."""
+        drain = asyncio.create_task(_read_to_end(stream))
+        self._drains.add(drain)
+        drain.add_done_callback(self._drains.discard)
 
-async def _drain(stream: Any) -> None:
+
+def _is_final(outputs: Mapping[str, Any]) -> bool:
+    """Whether a response is the last one. The last of a generation has ``timing``. An error and the
+    response of a task have no ``finish_reason``, and are the only response."""
+    return "timing" in outputs or "finish_reason" not in outputs
+
+
+async def _read_to_end(stream: Any) -> None:
     with contextlib.suppress(Exception):
         async for _ in stream:
             pass
 
 
 @contextlib.contextmanager
-def _translated(model: str = "") -> Iterator[None]:
-    """The client's errors as ours: by their status, or by the code that opens a stream's error."""
+def _translated_errors(model: str = "") -> Iterator[None]:
+    """Raise the client library's errors as ours."""
     try:
         yield
     except InferenceServerException as error:
@@ -288,48 +334,58 @@ def _translated(model: str = "") -> Iterator[None]:
 
 
 def translated(model: str, status: str, text: str) -> JitneyError:
-    """The error of a call to ``model``; ``text`` opens with a code if the model is ours."""
-    code, _, said = text.partition(": ")
+    """The error of a call to ``model``, from gRPC's status and the text.
+
+    The text of an error of our backend begins with a code, because a stream's error has no status
+    of its own.
+    """
+    code, _, message = text.partition(": ")
     if code in _CODES:
-        return from_code(code, said)
-    code = status.rpartition(".")[2]
-    if code == "NOT_FOUND" or "is not found" in text or "is not ready" in text:
+        return from_code(code, message)
+    code = status.rpartition(".")[2]  # "StatusCode.UNAVAILABLE"
+    # For an unknown model the server has texts and no status of its own.
+    is_unknown = "is not found" in text or "is not ready" in text
+    if code == "NOT_FOUND" or is_unknown:
         return UnknownModelError(f"model {model!r} does not exist or is not ready")
     if code == "UNAVAILABLE":
         return UnavailableError(f"the server does not answer: {text[:200]}")
     return from_code(code, text)
 
 
-def _step(index: int, arrays: Mapping[str, Any]) -> Step:
-    reasons = [reason.decode() for reason in arrays["finish_reason"]]
-    logprobs = arrays.get("logprobs")
-    stop_strings = arrays.get("stop_string", ())
-    timing = arrays.get("timing")
+def _step(prompt: int, outputs: Mapping[str, Any]) -> Step:
+    reasons = [reason.decode() for reason in outputs["finish_reason"]]
+    logprobs = outputs.get("logprobs")
+    if logprobs is not None:
+        logprobs = [msgspec.json.decode(text) for text in logprobs]
+    timing = outputs.get("timing")
     return Step(
-        prompt=index,
-        texts=[text.decode() for text in arrays["text_output"]],
+        prompt=prompt,
+        texts=[text.decode() for text in outputs["text_output"]],
         finish_reasons=[None if reason == "None" else reason for reason in reasons],
-        num_tokens=arrays["num_output_tokens"].tolist(),
-        num_prompt_tokens=int(arrays["num_input_tokens"][0]),
-        logprobs=None if logprobs is None else [msgspec.json.decode(each) for each in logprobs],
+        num_tokens=outputs["num_output_tokens"].tolist(),
+        num_prompt_tokens=int(outputs["num_input_tokens"][0]),
+        logprobs=logprobs,
         timing={} if timing is None else msgspec.json.decode(timing[0]),
-        stop_strings=[text.decode() or None for text in stop_strings],
+        stop_strings=[text.decode() or None for text in outputs.get("stop_string", ())],
     )
 
 
-def _array(value: bytes | list[int] | bool) -> np.ndarray:
+def _array(value: Tensor) -> np.ndarray:
     if isinstance(value, list):
         return np.array(value, np.int32)
-    return np.array([value], np.object_ if isinstance(value, bytes) else np.bool_)
+    if isinstance(value, bytes):
+        return np.array([value], np.object_)
+    return np.array([value], np.bool_)
 
 
-def _inputs(tensors: Mapping[str, np.ndarray]) -> list[aio.InferInput]:
-    made = []
-    for name, array in tensors.items():
-        tensor = aio.InferInput(name, list(array.shape), _KINDS[array.dtype.kind])
-        made.append(tensor.set_data_from_numpy(array))
-    return made
+def _input_tensors(arrays: Mapping[str, np.ndarray]) -> list[aio.InferInput]:
+    tensors = []
+    for name, array in arrays.items():
+        tensor = aio.InferInput(name, list(array.shape), _DATATYPES[array.dtype.kind])
+        tensors.append(tensor.set_data_from_numpy(array))
+    return tensors
 
 
-def _arrays(result: Any) -> dict[str, np.ndarray]:
-    return {each.name: result.as_numpy(each.name) for each in result.get_response().outputs}
+def _output_arrays(result: Any) -> dict[str, np.ndarray]:
+    outputs = result.get_response().outputs
+    return {output.name: result.as_numpy(output.name) for output in outputs}

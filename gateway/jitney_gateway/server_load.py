@@ -1,8 +1,9 @@
-"""How busy the models of a server are, for who chooses among servers: read from the server's
-metrics when somebody asks, and told under the names that others read.
+"""How busy the models of a server are, for a proxy that chooses among servers.
 
-The response header is that of Triton's own HTTP endpoints, in the form of ORCA's load reports; the
-metrics are vLLM's, which the Gateway API Inference Extension reads if nobody tells it otherwise.
+The gateway reads the server's metrics when a proxy asks, and tells the load in two ways: as a
+response header, and among its own metrics. The header is that of Triton's own HTTP endpoints, in
+the form of ORCA's load reports. The metrics have vLLM's names, which the Gateway API Inference
+Extension reads by default.
 """
 
 import asyncio
@@ -10,38 +11,44 @@ import re
 import time
 import urllib.request
 from collections import defaultdict
+from dataclasses import dataclass
 from http.client import HTTPException
 
 import msgspec
 from jitney.errors import ConfigError
 
 REQUEST_HEADER = "endpoint-load-metrics-format"
+"""A client asks for the load with it. Its value is ``text`` or ``json``."""
 RESPONSE_HEADER = "endpoint-load-metrics"
 FRESH_S = 0.25
-"""Seconds for which what was read is told again."""
+"""Seconds for which the gateway tells the same load again, without reading it anew."""
 _TIMEOUT_S = 1.0
-_FAMILIES = {
-    "jitney_waiting_requests": "num_requests_waiting",
-    "jitney_running_requests": "num_requests_running",
-    "nv_trt_llm_kv_cache_block_metrics": "",
-}
-_METRICS = {
-    "num_requests_waiting": "vllm:num_requests_waiting",
-    "num_requests_running": "vllm:num_requests_running",
-    "kv_cache_utilization": "vllm:kv_cache_usage_perc",
-}
-_LINE = re.compile(rf"^({'|'.join(_FAMILIES)}){{(.*)}} (\S+)$", re.M)
+
+_WAITING = "jitney_waiting_requests"
+_RUNNING = "jitney_running_requests"
+_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
+"""Blocks of the KV cache; the label ``kv_cache_block_type`` tells which."""
+_SAMPLE = re.compile(rf"^({_WAITING}|{_RUNNING}|{_BLOCKS}){{(.*)}} (\S+)$", re.M)
+"""A line of the server's metrics: name, labels, value."""
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
-Figures = dict[str, float]
-"""By name: vLLM's for requests, kv_cache_utilization from 0 to 1, and max_token_capacity."""
+
+class ModelLoad(msgspec.Struct, frozen=True):
+    """How busy a model is, all its instances together. A header has these names."""
+
+    kv_cache_utilization: float
+    """From 0 to 1."""
+    max_token_capacity: float
+    """Tokens that the KV cache holds."""
+    num_requests_waiting: float
+    num_requests_running: float
 
 
 class ServerLoad:
-    """That of one server."""
+    """The load of the models of one server."""
 
     def __init__(self, url: str) -> None:
-        """``url``: of its metrics. Raises ConfigError if it is none."""
+        """``url`` is that of the server's metrics. Raises ConfigError if it is none."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"the address of the metrics is {url!r}, not http://HOST:PORT/metrics"
@@ -49,68 +56,109 @@ class ServerLoad:
         self._url = url
         # No proxy, whatever the environment says: the server is near.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._reading = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._read_at = -FRESH_S
-        self._models: dict[str, Figures] = {}
+        self._models: dict[str, ModelLoad] = {}
 
     async def header(self, form: str, model: str) -> dict[str, str]:
-        """The response header for ``model`` in the form ``text`` or ``json``. Empty for any other
-        form, and if the server does not tell."""
-        figures = (await self._read()).get(model)
-        if figures is None or form not in ("text", "json"):
+        """The response header with the load of ``model``.
+
+        ``form`` is the value of the request's header. Empty for another form than ``text`` and
+        ``json``, and if the server does not tell the load.
+        """
+        load = (await self._read()).get(model)
+        if load is None:
             return {}
-        told = "JSON " + msgspec.json.encode({"named_metrics": figures}).decode()
+        metrics = msgspec.structs.asdict(load)
+        if form == "json":
+            report = msgspec.json.encode({"named_metrics": metrics}).decode()
+            return {RESPONSE_HEADER: f"JSON {report}"}
         if form == "text":
-            told = "TEXT " + ", ".join(
-                f"named_metrics.{name}={figures[name]:.15g}" for name in figures
-            )
-        return {RESPONSE_HEADER: told}
+            parts = [f"named_metrics.{name}={value:.15g}" for name, value in metrics.items()]
+            return {RESPONSE_HEADER: f"TEXT {', '.join(parts)}"}
+        return {}
 
-    async def page(self) -> bytes:
-        """Of all models, in Prometheus' text format. Empty if the server does not tell."""
+    async def exposition(self) -> bytes:
+        """The load of all models, in Prometheus' text format. Empty if the server does not tell."""
         models = await self._read()
-        lines: list[str] = []
-        for name, metric in _METRICS.items():
-            lines.append(f"# TYPE {metric} gauge")
-            for model, figures in models.items():
-                lines.append(f'{metric}{{model_name="{model}"}} {figures[name]:.15g}')
-        return "\n".join([*lines, ""]).encode() if models else b""
+        if not models:
+            return b""
+        waiting = {name: load.num_requests_waiting for name, load in models.items()}
+        running = {name: load.num_requests_running for name, load in models.items()}
+        used = {name: load.kv_cache_utilization for name, load in models.items()}
+        lines = [
+            *_gauge("vllm:num_requests_waiting", waiting),
+            *_gauge("vllm:num_requests_running", running),
+            *_gauge("vllm:kv_cache_usage_perc", used),
+        ]
+        return "".join(f"{line}\n" for line in lines).encode()
 
-    async def _read(self) -> dict[str, Figures]:
-        async with self._reading:
+    async def _read(self) -> dict[str, ModelLoad]:
+        """Model -> its load, read from the server if what is known is too old."""
+        async with self._lock:
             if time.monotonic() - self._read_at >= FRESH_S:
                 try:
                     self._models = parse(await asyncio.to_thread(self._fetch))
                 except (OSError, HTTPException):
-                    self._models = {}  # none are better than old ones
+                    self._models = {}  # to know no load is better than to tell an old one
                 self._read_at = time.monotonic()
         return self._models
 
     def _fetch(self) -> str:
-        with self._opener.open(self._url, timeout=_TIMEOUT_S) as answer:
-            page: bytes = answer.read()
-        return page.decode(errors="replace")
+        with self._opener.open(self._url, timeout=_TIMEOUT_S) as response:
+            text: bytes = response.read()
+        return text.decode(errors="replace")
 
 
-def parse(page: str) -> dict[str, Figures]:
-    """The figures of each language model, all its instances together."""
-    models: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
-    for family, text, value in _LINE.findall(page):
-        labels = dict(_LABEL.findall(text))
-        name = _FAMILIES[family] or labels["kv_cache_block_type"]
-        models[labels["model"]].append((name, float(value)))
-    return {model: _figures(lines) for model, lines in models.items()}
+def _gauge(metric: str, values: dict[str, float]) -> list[str]:
+    """The lines of a metric. ``values`` has that of each model."""
+    lines = [f"# TYPE {metric} gauge"]
+    for model, value in values.items():
+        lines.append(f'{metric}{{model_name="{model}"}} {value:.15g}')
+    return lines
 
 
-def _figures(lines: list[tuple[str, float]]) -> Figures:
-    def total(name: str) -> float:
-        return sum(value for known, value in lines if known == name)
+@dataclass
+class _Samples:
+    """What the server's metrics say of one model, summed over its instances."""
 
-    blocks = total("max")
-    block_size = max((value for known, value in lines if known == "tokens_per"), default=0.0)
-    return {
-        "kv_cache_utilization": total("used") / blocks if blocks else 0.0,
-        "max_token_capacity": blocks * block_size,
-        "num_requests_waiting": total("num_requests_waiting"),
-        "num_requests_running": total("num_requests_running"),
-    }
+    waiting: float = 0.0
+    running: float = 0.0
+    used_blocks: float = 0.0
+    all_blocks: float = 0.0
+    tokens_per_block: float = 0.0
+
+    def add(self, metric: str, block_type: str | None, value: float) -> None:
+        """Add a sample of one instance. ``block_type`` belongs to the metric of blocks."""
+        if metric == _WAITING:
+            self.waiting += value
+        elif metric == _RUNNING:
+            self.running += value
+        elif block_type == "used":
+            self.used_blocks += value
+        elif block_type == "max":
+            self.all_blocks += value
+        elif block_type == "tokens_per":
+            self.tokens_per_block = max(self.tokens_per_block, value)
+
+    def load(self) -> ModelLoad:
+        """The load that they make."""
+        utilization = 0.0
+        if self.all_blocks > 0:
+            utilization = self.used_blocks / self.all_blocks
+        return ModelLoad(
+            kv_cache_utilization=utilization,
+            max_token_capacity=self.all_blocks * self.tokens_per_block,
+            num_requests_waiting=self.waiting,
+            num_requests_running=self.running,
+        )
+
+
+def parse(text: str) -> dict[str, ModelLoad]:
+    """The load of each language model, from the text of the server's metrics."""
+    samples: defaultdict[str, _Samples] = defaultdict(_Samples)
+    for metric, label_text, value in _SAMPLE.findall(text):
+        labels = dict(_LABEL.findall(label_text))
+        block_type = labels.get("kv_cache_block_type")
+        samples[labels["model"]].add(metric, block_type, float(value))
+    return {model: of_model.load() for model, of_model in samples.items()}

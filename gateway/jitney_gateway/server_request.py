@@ -8,17 +8,23 @@ of the client. Pure: no network, no tokenizer.
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from jitney.errors import ConfigError, show
 from jitney.sampling_params import Limits
 
 from jitney_gateway.chat import Tensor, chat_input, encoded
-from jitney_gateway.formats import REASONING_FORMATS, TOOL_FORMATS, detect, special_markers
+from jitney_gateway.formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    AnswerFormats,
+    detect,
+    special_markers,
+)
 from jitney_gateway.refusals import FieldError
-from jitney_gateway.structured import Wanted, wanted_by
-from jitney_gateway.tool_grammar import after_reasoning, schema_of
+from jitney_gateway.structured import OutputConstraint, constraint_of_body
+from jitney_gateway.tool_grammar import after_reasoning, grammar_of_calls
 from jitney_gateway.wire import (
     MAX_PROMPTS,
     ChatRequest,
@@ -28,12 +34,13 @@ from jitney_gateway.wire import (
 )
 
 _PRIORITIES = {"auto": 0, "default": 0, "flex": 10, "priority": -10}
-"""Service tier -> priority, of a model without tiers of its own; lower goes first."""
+"""Service tier -> priority, for a model without tiers of its own. A lower priority goes first."""
 _NO_LIMITS = Limits()
 
 
 class ModelDescription(msgspec.Struct):
-    """What a model tells of itself: the task ``describe`` of docs/contract.md."""
+    """What a language model says of itself: the answer to the task ``describe`` of
+    docs/contract.md."""
 
     max_model_len: int
     max_n: int
@@ -42,41 +49,33 @@ class ModelDescription(msgspec.Struct):
     tool_format: str | None = None
     reasoning_format: str | None = None
     added_tokens: dict[str, int] = {}
+    """Text of a special token -> its id."""
     adapters: list[str] = []
-    """What ``lora_name`` may be. Each is a model of the gateway."""
+    """The values of ``lora_name``. Each is a model of the gateway."""
     tiers: list[str] = []
-    """What ``tier`` may be, the most urgent first."""
+    """The values of ``tier``, the most urgent first."""
 
 
 class ServerRequest(msgspec.Struct, kw_only=True):
-    """One request to a model."""
+    """One request to a model of the server."""
 
     model: str
     inputs: dict[str, Tensor]
-    """By their names in the contract."""
+    """Name of an input in the contract -> its value."""
     request_id: str = ""
-
-
-class Formats(NamedTuple):
-    """How the answers of a chat are written; None: they have no such thing."""
-
-    tool: str | None
-    """A key of TOOL_FORMATS. None: this answer calls no tool."""
-    reasoning: str | None
-    """One of REASONING_FORMATS."""
 
 
 # ------------------------------------------------------------------------------- chats
 
 
 def request_of_chat(
-    body: ChatRequest, known: ModelDescription, request_id: str, limits: Limits = _NO_LIMITS
+    body: ChatRequest, model: ModelDescription, request_id: str, limits: Limits = _NO_LIMITS
 ) -> ServerRequest:
-    """The request of a chat, by a client of these limits. Raises FieldError."""
-    params = _params_of_service_tier(body.service_tier, known.tiers, limits)
-    params |= _chat_params(body)
+    """The request for a chat. ``limits`` are those of the client's key. Raises FieldError."""
+    params = _params_of_service_tier(body.service_tier, model.tiers, limits)
+    params |= _params_of_chat(body)  # a tier or priority that the client names itself wins
     tools = None if body.tool_choice == "none" else body.tools
-    prompt = chat_input(
+    messages = chat_input(
         body.messages,
         tools,
         body.chat_template_kwargs,
@@ -84,28 +83,30 @@ def request_of_chat(
         reasoning_effort=body.reasoning_effort,
         verbosity=body.verbosity,
     )
-    used = formats(body, known)
-    if used.tool or used.reasoning:
-        # A parser's markers may be special tokens, which the text must keep then.
+    formats = formats_of_answer(body, model)
+    if formats.tool or formats.reasoning:
+        # A parser's markers may be special tokens: then the text must keep them.
         params.setdefault("skip_special_tokens", False)
-    return _ask(
+    return _server_request(
         body,
-        known,
-        inputs={"messages": prompt},
+        model,
+        inputs={"messages": messages},
         params=params,
-        request_id=_joined(request_id, body.user, body.safety_identifier),
-        wanted=_wanted_of_chat(body, known, used),
+        request_id=_joined_id(request_id, body.user, body.safety_identifier),
+        constraint=_constraint_of_chat(body, model, formats),
     )
 
 
-def _chat_params(body: ChatRequest) -> dict[str, Any]:
+def _params_of_chat(body: ChatRequest) -> dict[str, Any]:
     """The sampling parameters that the body's fields stand for."""
     params = dict(body.params)
-    if body.max_completion_tokens is not None:
-        if params.get("max_tokens", body.max_completion_tokens) != body.max_completion_tokens:
+    limit = body.max_completion_tokens
+    if limit is not None:
+        if params.get("max_tokens", limit) != limit:
             raise FieldError("max_tokens", "max_tokens and max_completion_tokens differ: give one")
-        params["max_tokens"] = body.max_completion_tokens
-    params.setdefault("max_tokens", -1)  # what the context holds, as OpenAI does
+        params["max_tokens"] = limit
+    # As with OpenAI, an answer without a limit may fill the context.
+    params.setdefault("max_tokens", -1)
     if body.logprobs:
         params["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs is not None:
@@ -115,68 +116,77 @@ def _chat_params(body: ChatRequest) -> dict[str, Any]:
     return params
 
 
-def _wanted_of_chat(body: ChatRequest, known: ModelDescription, used: Formats) -> Wanted | None:
-    """What the answer must be: what the body says, or a call of a tool in the model's syntax."""
-    wanted = wanted_by(body)
+def _constraint_of_chat(
+    body: ChatRequest, model: ModelDescription, formats: AnswerFormats
+) -> OutputConstraint | None:
+    """What the answer must be: what the body says, or a call of a tool in the model's syntax. The
+    model may reason before."""
     token_ids = {}
-    for marker in special_markers(used.tool, used.reasoning):
-        if marker in known.added_tokens:
-            token_ids[marker] = known.added_tokens[marker]
-    if used.tool is not None:
-        grammar = schema_of(
-            tools=msgspec.to_builtins(body.tools),
-            tool_choice=msgspec.to_builtins(body.tool_choice),
-            parallel=body.parallel_tool_calls is not False,
-            tool_format=used.tool,
-            token_ids=token_ids,
-        )
-        if grammar is not None:
-            if wanted is not None:
-                said = f"tool_choice and {wanted.field} exclude one another"
-                raise FieldError("tool_choice", said)
-            wanted = Wanted("tool_choice", grammar)
-    if wanted is None:
+    for marker in special_markers(formats):
+        if marker in model.added_tokens:
+            token_ids[marker] = model.added_tokens[marker]
+    constraint = constraint_of_body(body)
+    forced_call = _constraint_of_forced_call(body, formats, token_ids)
+    if forced_call is not None:
+        if constraint is not None:
+            reason = f"tool_choice and {constraint.field} exclude one another"
+            raise FieldError("tool_choice", reason)
+        constraint = forced_call
+    if constraint is None:
         return None
-    constraint = after_reasoning(wanted.constraint, used.reasoning, token_ids)
-    return Wanted(wanted.field, constraint)
+    parameter = after_reasoning(constraint.structured_outputs, formats.reasoning, token_ids)
+    return OutputConstraint(constraint.field, parameter)
 
 
-def formats(body: ChatRequest, known: ModelDescription) -> Formats:
-    """How the answer writes calls of tools, if there may be any, and reasoning: as the model's
-    options say, else as its chat template tells.
+def _constraint_of_forced_call(
+    body: ChatRequest, formats: AnswerFormats, token_ids: dict[str, int]
+) -> OutputConstraint | None:
+    """None: the answer need not call a tool."""
+    if formats.tool is None:
+        return None
+    grammar = grammar_of_calls(
+        tools=msgspec.to_builtins(body.tools),
+        tool_choice=msgspec.to_builtins(body.tool_choice),
+        parallel=body.parallel_tool_calls is not False,
+        tool_format=formats.tool,
+        token_ids=token_ids,
+    )
+    return None if grammar is None else OutputConstraint("tool_choice", grammar)
 
-    Raises FieldError if there may be calls and their format is not known, ConfigError for an option
-    that no format has as its name.
+
+def formats_of_answer(body: ChatRequest, model: ModelDescription) -> AnswerFormats:
+    """The formats in which the answer writes calls, if the body lets it call, and reasoning.
+
+    The model's options name them; else its chat template tells. Raises FieldError if the answer may
+    call and the format of calls is not known, and ConfigError for an option that names no format.
     """
-    _check_option("tool_format", known.tool_format, TOOL_FORMATS)
-    _check_option("reasoning_format", known.reasoning_format, REASONING_FORMATS)
+    _check_option("tool_format", model.tool_format, TOOL_FORMATS)
+    _check_option("reasoning_format", model.reasoning_format, REASONING_FORMATS)
     kwargs = msgspec.json.encode(body.chat_template_kwargs or {})
-    tool_format, reasoning_format = _detected(known.chat_template or "", kwargs)
-    if known.tool_format is not None:
-        tool_format = known.tool_format
-    if known.reasoning_format is not None:
-        reasoning_format = known.reasoning_format
+    detected = _detected_formats(model.chat_template or "", kwargs)
+    reasoning_format = model.reasoning_format or detected.reasoning
+    tool_format = model.tool_format or detected.tool
 
     if not body.tools or body.tool_choice == "none":
         if body.tool_choice not in (None, "none", "auto"):
             raise FieldError("tool_choice", "tool_choice goes with tools")
-        return Formats(None, reasoning_format)
+        return AnswerFormats(None, reasoning_format)
     if tool_format is None:
-        said = "its chat template tells no format of calls, nor does its option tool_format"
-        raise FieldError("tools", f"tools cannot be used with model {body.model!r}: {said}")
-    return Formats(tool_format, reasoning_format)
+        reason = "its chat template tells no format of calls, nor does its option tool_format"
+        raise FieldError("tools", f"tools cannot be used with model {body.model!r}: {reason}")
+    return AnswerFormats(tool_format, reasoning_format)
 
 
-def _check_option(option: str, value: str | None, known: Collection[str]) -> None:
-    """The engine takes any text: only the gateway knows the formats."""
-    if value is not None and value not in known:
-        names = ", ".join(map(repr, sorted(known)))
-        said = f"the model's option {option} is {show(value)}, but must be one of {names}"
-        raise ConfigError(said)
+def _check_option(option: str, value: str | None, names: Collection[str]) -> None:
+    """The engine takes any text for these options: only the gateway knows the formats."""
+    if value is None or value in names:
+        return
+    listed = ", ".join(map(repr, sorted(names)))
+    raise ConfigError(f"the model's option {option} is {show(value)}, but must be one of {listed}")
 
 
 @lru_cache(256)
-def _detected(chat_template: str, kwargs: bytes) -> tuple[str | None, str | None]:
+def _detected_formats(chat_template: str, kwargs: bytes) -> AnswerFormats:
     return detect(chat_template, msgspec.json.decode(kwargs))
 
 
@@ -184,102 +194,113 @@ def _detected(chat_template: str, kwargs: bytes) -> tuple[str | None, str | None
 
 
 def requests_of_completions(
-    body: CompletionRequest, known: ModelDescription, request_id: str, limits: Limits = _NO_LIMITS
+    body: CompletionRequest, model: ModelDescription, request_id: str, limits: Limits = _NO_LIMITS
 ) -> list[ServerRequest]:
-    """A request for each prompt, by a client of these limits. Raises FieldError."""
-    params = _params_of_service_tier(body.service_tier, known.tiers, limits)
-    params |= body.params
+    """A request for each prompt. ``limits`` are those of the client's key. Raises FieldError."""
+    params = _params_of_service_tier(body.service_tier, model.tiers, limits)
+    params |= body.params  # a tier or priority that the client names itself wins
     if body.logprobs is not None:
         params["logprobs"] = body.logprobs
         if body.echo:
             raise FieldError("echo", "echo with logprobs is not supported")
-    wanted = wanted_by(body)
-    asks = []
-    for prompt in _prompts(body):
-        ask = _ask(
+    constraint = constraint_of_body(body)
+    requests = []
+    for inputs in _inputs_of_prompts(body):
+        request = _server_request(
             body,
-            known,
-            inputs=prompt,
+            model,
+            inputs=inputs,
             params=params,
-            request_id=_joined(request_id, body.user),
-            wanted=wanted,
+            request_id=_joined_id(request_id, body.user),
+            constraint=constraint,
         )
-        asks.append(ask)
-    return asks
+        requests.append(request)
+    return requests
 
 
-def _prompts(body: CompletionRequest) -> list[dict[str, Tensor]]:
-    """The inputs of each prompt: texts, or lists of token ids."""
-    given: Any = body.prompt
-    if isinstance(given, str) or all(isinstance(each, int) for each in given):
-        given = [given]  # a single prompt
-    kinds = {type(each) for each in given}
-    if kinds not in ({str}, {list}) or given == [[]]:
+def _inputs_of_prompts(body: CompletionRequest) -> list[dict[str, Tensor]]:
+    """The inputs for each prompt, which is a text or a list of token ids."""
+    prompts = _list_of_prompts(body.prompt)
+    if len(prompts) > MAX_PROMPTS:
+        raise FieldError("prompt", f"prompt has {len(prompts)} prompts, but at most {MAX_PROMPTS}")
+    if isinstance(prompts[0], str):
+        return [{"text_input": encoded("prompt", text)} for text in prompts]
+    return [{"input_ids": ids} for ids in prompts]
+
+
+def _list_of_prompts(prompt: Any) -> list[Any]:
+    """At least one text, or at least one list of token ids. Raises FieldError."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    is_one_empty_list = prompt == [[]]
+    if kinds not in ({str}, {list}) or is_one_empty_list:
         bound = "a text, a list of texts, token ids, or a list of lists of token ids"
         raise FieldError("prompt", f"prompt must be {bound}, and not empty")
-    if len(given) > MAX_PROMPTS:
-        raise FieldError("prompt", f"prompt has {len(given)} prompts, but at most {MAX_PROMPTS}")
-    if kinds == {list}:
-        return [{"input_ids": ids} for ids in given]
-    return [{"text_input": encoded("prompt", text)} for text in given]
+    return list(prompt)
 
 
 # ------------------------------------------------------------------------------- both
 
 
 def _params_of_service_tier(
-    service: str | None, tiers: Sequence[str], limits: Limits
+    service_tier: str | None, tiers: Sequence[str], limits: Limits
 ) -> dict[str, Any]:
-    """The parameter that a service tier stands for. Raises FieldError for one that is unknown.
-
-    What the client may not ask for is refused by the model; but ``flex`` is the lowest tier that
-    the client may ask for.
-    """
-    if service is None:
+    """The parameter ``tier`` or ``priority`` for OpenAI's field ``service_tier``. ``tiers`` are the
+    model's. Raises FieldError for a service tier that is unknown."""
+    if service_tier is None:
         return {}
-    if service in ("auto", "default") and service not in tiers:
+    if service_tier in ("auto", "default") and service_tier not in tiers:
         return {}  # the model's own default
     names = dict.fromkeys((*_PRIORITIES, *tiers))
-    if service not in names:
-        said = f"service_tier is {show(service)}, but must be one of {', '.join(names)}"
-        raise FieldError("service_tier", said)
+    if service_tier not in names:
+        reason = f"service_tier is {show(service_tier)}, but must be one of {', '.join(names)}"
+        raise FieldError("service_tier", reason)
     if not tiers:
-        return {"priority": _PRIORITIES[service]}
-    if service == "priority":
+        return {"priority": _PRIORITIES[service_tier]}
+    if service_tier == "priority":
         return {"tier": tiers[0]}
-    if service == "flex":
-        allowed = [name for name in tiers if name in limits.tiers]
-        lowest = (allowed or tiers)[-1]
-        return {"tier": lowest}
-    return {"tier": service}
+    if service_tier == "flex":
+        return {"tier": _lowest_tier(tiers, limits)}
+    return {"tier": service_tier}
 
 
-def _ask(
+def _lowest_tier(tiers: Sequence[str], limits: Limits) -> str:
+    """The lowest of the model's tiers that the key may ask for."""
+    allowed = [name for name in tiers if name in limits.tiers]
+    if allowed:
+        return allowed[-1]
+    # The key has no limits; or the model has none of its tiers, and will refuse this one.
+    return tiers[-1]
+
+
+def _server_request(
     body: Generation,
-    known: ModelDescription,
+    model: ModelDescription,
     *,
     inputs: dict[str, Tensor],
     params: dict[str, Any],
     request_id: str,
-    wanted: Wanted | None,
+    constraint: OutputConstraint | None,
 ) -> ServerRequest:
-    """The request with what chats and completions have in common. Raises FieldError."""
+    """The request, with what chats and completions have in common. Raises FieldError."""
     if body.stream_options is not None and not body.stream:
         raise FieldError("stream_options", "stream_options goes with stream true")
     params = dict(params)
     if body.n is not None:
-        if body.n > known.max_n:
-            raise FieldError("n", f"n is {body.n}, but must be at most {known.max_n}")
+        if body.n > model.max_n:
+            raise FieldError("n", f"n is {body.n}, but must be at most {model.max_n}")
         params["n"] = body.n
-    if wanted is not None:
-        params["structured_outputs"] = wanted.constraint
+    if constraint is not None:
+        params["structured_outputs"] = constraint.structured_outputs
     for name in params:
-        if name not in known.sampling_parameters:
-            asked_by = name
-            if wanted is not None and name == "structured_outputs":
-                asked_by = wanted.field
-            said = f"{asked_by} is not supported by model {body.model!r}"
-            raise FieldError(asked_by, said)
+        if name not in model.sampling_parameters:
+            field = name
+            if constraint is not None and name == "structured_outputs":
+                field = constraint.field
+            raise FieldError(field, f"{field} is not supported by model {body.model!r}")
 
     inputs = {
         **inputs,
@@ -296,8 +317,9 @@ def _ask(
     return ServerRequest(model=body.model, inputs=inputs, request_id=request_id)
 
 
-def _joined(*names: str | None) -> str:
-    """A request's id for the server's log and traces: ours, and whom the client speaks of."""
+def _joined_id(*names: str | None) -> str:
+    """The request's id in the server's log and traces: the gateway's, and the end user that the
+    client names."""
     return " ".join(name for name in names if name)
 
 
@@ -305,7 +327,7 @@ def _joined(*names: str | None) -> str:
 
 
 def request_of_token_ids(body: TokenizeRequest) -> ServerRequest:
-    """The request for a prompt's ids. Raises FieldError."""
+    """The request for the token ids of a prompt or of a chat. Raises FieldError."""
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "either prompt or messages must be given")
     inputs: dict[str, Tensor] = {"task": b"tokenize"}

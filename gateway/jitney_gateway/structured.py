@@ -1,5 +1,8 @@
-"""What an answer must be, by whichever of a body's fields asks for it: OpenAI's
-``response_format``, and vLLM's ``structured_outputs`` and ``guided_…``."""
+"""The constraint that a client puts on an answer.
+
+Several fields of a body can set one: OpenAI's ``response_format``, and vLLM's
+``structured_outputs`` and ``guided_…``. All become the sampling parameter ``structured_outputs``.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,24 +13,25 @@ from jitney_gateway.refusals import FieldError
 from jitney_gateway.wire import Generation, ResponseFormat, StructuredChoice
 
 
-class Wanted(NamedTuple):
-    """One constraint on the answer."""
+class OutputConstraint(NamedTuple):
+    """What an answer must be."""
 
     field: str
-    """Of the body: errors name it."""
-    constraint: Mapping[str, Any]
-    """The sampling parameter ``structured_outputs``."""
+    """The field of the body that asks for it: errors name it."""
+    structured_outputs: Mapping[str, Any]
+    """The sampling parameter of that name, such as ``{"regex": "a+"}``."""
 
 
-def wanted_by(body: Generation) -> Wanted | None:
+def constraint_of_body(body: Generation) -> OutputConstraint | None:
     """The constraint that the body asks for. Raises FieldError for more than one."""
-    found: list[Wanted] = []
+    found: list[OutputConstraint] = []
     if body.response_format is not None:
-        constraint = _of_response_format(body.response_format)
-        if constraint is not None:
-            found.append(Wanted("response_format", constraint))
+        parameter = _parameter_of_response_format(body.response_format)
+        if parameter is not None:
+            found.append(OutputConstraint("response_format", parameter))
     if body.structured_outputs is not None:
-        found.append(Wanted("structured_outputs", _only_one(body.structured_outputs)))
+        parameter = _parameter_of_choice(body.structured_outputs)
+        found.append(OutputConstraint("structured_outputs", parameter))
     guided = {
         "json": body.guided_json,
         "regex": body.guided_regex,
@@ -36,37 +40,40 @@ def wanted_by(body: Generation) -> Wanted | None:
     }
     for kind, value in guided.items():
         if value is not None:
-            found.append(Wanted(f"guided_{kind}", {kind: value}))
+            found.append(OutputConstraint(f"guided_{kind}", {kind: value}))
 
     if len(found) > 1:
-        names = " and ".join(wanted.field for wanted in found)
+        names = " and ".join(constraint.field for constraint in found)
         raise FieldError(found[1].field, f"{names} exclude one another")
     return found[0] if found else None
 
 
-def _of_response_format(given: ResponseFormat) -> dict[str, Any] | None:
-    """None: any text will do."""
-    if (given.json_schema is None) == (given.type == "json_schema"):
+def _parameter_of_response_format(response_format: ResponseFormat) -> dict[str, Any] | None:
+    """None for the type ``text``, which allows any answer."""
+    json_schema = response_format.json_schema
+    needs_schema = response_format.type == "json_schema"
+    has_schema = json_schema is not None
+    if needs_schema != has_schema:
         raise FieldError(
             "response_format.json_schema",
             "response_format.json_schema must be given with the type json_schema, and no other",
         )
-    if given.type == "json_object":
+    if response_format.type == "json_object":
         return {"json_object": True}
-    if given.json_schema is None:
+    if json_schema is None:
         return None
-    schema: dict[str, Any] = {"title": given.json_schema.name}
-    if given.json_schema.description is not None:
-        schema["description"] = given.json_schema.description
-    schema |= given.json_schema.schema or {}
+    schema: dict[str, Any] = {"title": json_schema.name}
+    if json_schema.description is not None:
+        schema["description"] = json_schema.description
+    schema |= json_schema.schema or {}
     return {"json": schema}
 
 
-def _only_one(given: StructuredChoice) -> dict[str, Any]:
-    """What is set of it."""
-    fields = msgspec.structs.asdict(given)
-    made = {name: value for name, value in fields.items() if value not in (None, False)}
-    if len(made) != 1:
-        said = f"structured_outputs must have exactly one of {', '.join(fields)}"
-        raise FieldError("structured_outputs", said)
-    return made
+def _parameter_of_choice(choice: StructuredChoice) -> dict[str, Any]:
+    """The one field of vLLM's object that is set. Raises FieldError if not exactly one is."""
+    fields = msgspec.structs.asdict(choice)
+    given = {name: value for name, value in fields.items() if value not in (None, False)}
+    if len(given) != 1:
+        text = f"structured_outputs must have exactly one of {', '.join(fields)}"
+        raise FieldError("structured_outputs", text)
+    return given

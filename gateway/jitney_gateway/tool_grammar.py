@@ -1,66 +1,138 @@
-"""Constraints (``structured_outputs``) of answers that must call a tool: in the model's own syntax,
-with arguments that follow the tool's JSON schema. Written in llguidance's dialect of Lark.
+"""Grammars of answers that must call a tool or must keep to a constraint after their reasoning.
 
-``token_ids`` are ids of markers that are single tokens of the model; other markers are spelt.
+They are values of the sampling parameter ``structured_outputs``, written in llguidance's dialect of
+Lark. A call is in the model's own syntax, and its arguments follow the tool's JSON schema.
+
+``token_ids`` has the ids of markers that are single tokens of the model. Other markers are spelt.
 """
 
 import contextlib
 import json
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jitney.errors import InvalidArgumentError
 
 from jitney_gateway.call_body import MALFORMED, types_of
-from jitney_gateway.formats import OPENED, TOOL_FORMATS, reasoning_markers
+from jitney_gateway.formats import TOOL_FORMATS, begins_with_reasoning, reasoning_markers
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""As chat templates write JSON; free space is where small models lose themselves."""
+"""Space only where chat templates write it: small models lose themselves in free space."""
 
 
-def schema_of(
+# ------------------------------------------------------------------------------- forced calls
+
+
+def grammar_of_calls(
     tools: Sequence[Mapping[str, Any]],
     tool_choice: Any,
     parallel: bool,
     tool_format: str,
     token_ids: Mapping[str, int] | None = None,
 ) -> dict[str, str] | None:
-    """For ``required`` one call or, if ``parallel``, several; for a named function one; else None.
-    InvalidArgumentError for a function that is not among the tools, and for a name that the format
-    cannot write."""
+    """The grammar of an answer that must call; None if it need not.
+
+    ``tool_choice`` is ``required``, for a call of any tool (or several calls, if ``parallel``), or
+    a tool with the name of the one function to call once. Raises InvalidArgumentError for a
+    function that is not among the tools, and for a name that the format cannot write.
+    """
     if tool_choice in (None, "none", "auto"):
         return None
     functions = [tool["function"] for tool in tools]
     if tool_choice != "required":
         name = tool_choice["function"]["name"]
-        functions = [each for each in functions if each["name"] == name]
+        functions = [function for function in functions if function["name"] == name]
         parallel = False
     if not functions:
         raise InvalidArgumentError.of("tool_choice", tool_choice, "one of the request's tools")
 
     row = TOOL_FORMATS[tool_format]
+    syntax = row.syntax
     ids = token_ids or {}
-    before_all, before_one, after_one, between, after_all = row.syntax
-    calls = " | ".join(f"call{index}" for index in range(len(functions)))
-    more = f"({_text(between, ids)} call)*" if parallel else ""
+    more_calls = f"({_spelt(syntax.between_calls, ids)} call)*" if parallel else ""
+    begin = _spelt(syntax.before_all, ids)
+    end = _spelt(syntax.after_all, ids)
+    names_of_rules = [f"call{index}" for index in range(len(functions))]
     rules = [
-        f"start: {_text(before_all, ids)} call {more} {_text(after_all, ids)}",
-        f"call: {calls}",
+        f"start: {begin} call {more_calls} {end}",
+        f"call: {' | '.join(names_of_rules)}",
     ]
     if row.body == "xml":
         rules.append('text[suffix="</parameter>"]: /(?s:.*)/')
-    for index, function in enumerate(functions):
-        before = _text(before_one.replace("NAME", function["name"]), ids)
-        after = _text(after_one.replace("NAME", function["name"]), ids)
-        try:
-            arguments = _arguments(function, row.body)
-        except MALFORMED:
-            said = f"tools: the parameters of {function['name']!r} are no JSON schema"
-            raise InvalidArgumentError(said) from None
-        rules.append(f"call{index}: {before} {arguments} {after}")
+    for name_of_rule, function in zip(names_of_rules, functions, strict=True):
+        before = _spelt(syntax.before_call.replace("NAME", function["name"]), ids)
+        after = _spelt(syntax.after_call.replace("NAME", function["name"]), ids)
+        arguments = _checked_arguments(function, row.body)
+        rules.append(f"{name_of_rule}: {before} {arguments} {after}")
     return {"grammar": "\n".join(rules)}
+
+
+def _checked_arguments(function: Mapping[str, Any], body: str) -> str:
+    """The arguments of a function in Lark. Raises InvalidArgumentError."""
+    try:
+        return _arguments(function, body)
+    except MALFORMED:
+        reason = f"tools: the parameters of {function['name']!r} are no JSON schema"
+        raise InvalidArgumentError(reason) from None
+
+
+def _arguments(function: Mapping[str, Any], body: str) -> str:
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    if body == "json":
+        return _json_value(schema, schema)
+    properties = schema.get("properties", {})
+    separator = ""
+    write: Callable[[str, Any, Mapping[str, Any]], str] = _xml_argument
+    if body == "python":
+        separator = '", "'
+        write = _python_argument
+        for name in (function["name"], *properties):
+            _check_python_name(name)
+    arguments = {name: write(name, value, schema) for name, value in properties.items()}
+    required = [arguments.pop(name) for name in schema.get("required", ()) if name in arguments]
+    return _argument_list(required, list(arguments.values()), separator)
+
+
+def _argument_list(required: Sequence[str], optional: Sequence[str], separator: str) -> str:
+    """Arguments that are written one by one: the required ones first, then any of the optional
+    ones in their order."""
+    more = [f"({separator} {argument})?" for argument in optional]
+    if required:
+        return " ".join([f" {separator} ".join(required), *more])
+    # The first argument has no separator before it, and each of them can be the first.
+    lists = []
+    for index, argument in enumerate(optional):
+        lists.append(" ".join([argument, *more[index + 1 :]]))
+    return f"({' | '.join(lists)})?" if lists else ""
+
+
+def _check_python_name(name: str) -> None:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise InvalidArgumentError(f"tools: {name!r} is no name that Python allows")
+
+
+def _python_argument(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
+    return f"{json.dumps(f'{name}=')} {_json_value(schema, whole)}"
+
+
+def _xml_argument(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
+    """A parameter between its tags. A value that may be a string is any text up to the last
+    tag."""
+    types = types_of(schema)
+    choices = schema.get("enum", ()) if isinstance(schema, Mapping) else ()
+    if choices and all(isinstance(choice, str) for choice in choices):
+        value = f'({" | ".join(map(json.dumps, choices))}) "\\n</parameter>"'
+    elif types and "string" not in types:
+        value = f'{_json_value(schema, whole)} "\\n</parameter>"'
+    else:
+        value = "text"  # the rule of that name, which ends with the tag
+    begin = json.dumps(f"<parameter={name}>\n")
+    return f'{begin} {value} "\\n"'
+
+
+# ------------------------------------------------------------------------------- after reasoning
 
 
 def after_reasoning(
@@ -68,36 +140,39 @@ def after_reasoning(
     reasoning_format: str | None,
     token_ids: Mapping[str, int] | None = None,
 ) -> Mapping[str, Any]:
-    """The same constraint for a model that may reason first: on what follows its reasoning."""
+    """The same constraint for a model that may reason first: what follows its reasoning must keep
+    to it."""
     markers = reasoning_markers(reasoning_format)
-    if not markers:
+    if markers is None:
         return constraint
-    begin, end = markers
     ids = token_ids or {}
-    if end in ids:  # a token ends the thoughts, which text cannot do
-        thoughts = f"thoughts {_text(end, ids)} SPACE?"
-        lazy = ""
+    end = _spelt(markers.end, ids)
+    if markers.end in ids:
+        # No text can spell a special token: any text is reasoning, and the token ends it.
+        reasoning = f"thoughts {end} SPACE?"
+        thoughts_rule = "thoughts: /(?s:.*)/"
     else:
-        thoughts = "thoughts SPACE?"
-        lazy = f"[suffix={_text(end, ids)}]"
-    if not (reasoning_format or "").endswith(OPENED):
-        thoughts = f"({_text(begin, ids)} {thoughts})?"
+        # The marker is text: reasoning goes up to its first occurrence.
+        reasoning = "thoughts SPACE?"
+        thoughts_rule = f"thoughts[suffix={end}]: /(?s:.*)/"
+    if not begins_with_reasoning(reasoning_format):
+        reasoning = f"({_spelt(markers.begin, ids)} {reasoning})?"
     ((kind, value),) = constraint.items()
     rules = [
-        f"start: {thoughts} answer",
-        f"thoughts{lazy}: /(?s:.*)/",
+        f"start: {reasoning} answer",
+        thoughts_rule,
         r"SPACE: /\s{1,4}/",
-        f"answer: {_answer(kind, value)}",
+        f"answer: {_constrained_answer(kind, value)}",
     ]
     return {"grammar": "\n".join(rules)}
 
 
-def _answer(kind: str, value: Any) -> str:
-    """A constraint in Lark."""
+def _constrained_answer(kind: str, value: Any) -> str:
+    """A constraint in Lark: ``kind`` is its only key in ``structured_outputs``."""
     if kind == "json":
-        return _whole(value)
+        return _json_of_schema(value)
     if kind == "json_object":
-        return _whole({"type": "object"})
+        return _json_of_schema({"type": "object"})
     if kind == "regex":
         # A slash ends a regular expression of Lark, unless there is a backslash before it.
         escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", value)
@@ -108,65 +183,35 @@ def _answer(kind: str, value: Any) -> str:
     return f"%lark {{\n{value}\n}}"
 
 
-def _text(text: str, token_ids: Mapping[str, int]) -> str:
-    """A text in Lark."""
-    markers = "|".join(map(re.escape, token_ids)) or "(?!)"
-    pieces = re.split(f"({markers})", text)
-    return " ".join(
-        f"<[{token_ids[each]}]>" if each in token_ids else json.dumps(each) for each in pieces
-    )
+# ------------------------------------------------------------------------------- parts of both
 
 
-def _whole(schema: Any) -> str:
-    """A value of a schema, which may be text."""
+def _spelt(text: str, token_ids: Mapping[str, int]) -> str:
+    """A fixed text in Lark: markers as their tokens, all else as strings."""
+    if not token_ids:
+        return json.dumps(text)
+    markers = "|".join(map(re.escape, token_ids))
+    parts = []
+    for part in re.split(f"({markers})", text):
+        if part in token_ids:
+            parts.append(f"<[{token_ids[part]}]>")
+        else:
+            parts.append(json.dumps(part))
+    return " ".join(parts)
+
+
+def _json_of_schema(schema: Any) -> str:
+    """JSON that follows a schema, which may itself be given as a text of JSON."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
         bound = "a JSON schema that is an object"
         raise InvalidArgumentError.of("structured_outputs.json", schema, bound)
-    return _json(schema, schema)
+    return _json_value(schema, schema)
 
 
-def _json(schema: Any, whole: Mapping[str, Any]) -> str:
-    """A value of ``schema``, which is part of ``whole``."""
-    shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+def _json_value(schema: Any, whole: Mapping[str, Any]) -> str:
+    """JSON that follows ``schema``, a part of ``whole``, whose definitions it may refer to."""
+    definitions = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
     own = schema if isinstance(schema, Mapping) else {}
-    return "%json " + json.dumps({"x-guidance": _SPACING, **shared, **own})
-
-
-def _arguments(function: Mapping[str, Any], body: str) -> str:
-    """The arguments in Lark. Where they are written one by one, the required ones come first."""
-    schema = {"type": "object", **(function.get("parameters") or {})}
-    if body == "json":
-        return _json(schema, schema)
-    properties = schema.get("properties", {})
-    python = body == "python"
-    for name in (function["name"], *properties):
-        if python and (not name.isidentifier() or keyword.iskeyword(name)):
-            raise InvalidArgumentError(f"tools: {name!r} is no name that Python allows")
-    write, comma = (_keyword, '", "') if python else (_tag, "")
-    fields = {name: write(name, each, schema) for name, each in properties.items()}
-    required = [fields.pop(name) for name in schema.get("required", ()) if name in fields]
-    others = [f"({comma} {field})?" for field in fields.values()]
-    if required:
-        return " ".join([f" {comma} ".join(required), *others])
-    firsts = [" ".join([field, *others[n:]]) for n, field in enumerate(fields.values(), 1)]
-    return f"({' | '.join(firsts)})?" if firsts else ""
-
-
-def _keyword(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
-    return f"{json.dumps(f'{name}=')} {_json(schema, whole)}"
-
-
-def _tag(name: str, schema: Any, whole: Mapping[str, Any]) -> str:
-    """A text that may be a string is free up to the tag that ends it."""
-    types = types_of(schema)
-    choices = schema.get("enum", ()) if isinstance(schema, Mapping) else ()
-    if choices and all(isinstance(each, str) for each in choices):
-        value = f'({" | ".join(map(json.dumps, choices))}) "\\n</parameter>"'
-    elif types and "string" not in types:
-        value = f'{_json(schema, whole)} "\\n</parameter>"'
-    else:
-        value = "text"
-    begin = json.dumps(f"<parameter={name}>\n")
-    return f'{begin} {value} "\\n"'
+    return "%json " + json.dumps({"x-guidance": _SPACING, **definitions, **own})

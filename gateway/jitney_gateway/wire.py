@@ -1,12 +1,12 @@
 """What clients send, as records: OpenAI's names and, beside them, vLLM's.
 
-A field that is not here is refused by name, as is one of a wrong type; ``ask`` honours all others.
-Null stands for an absent field. Ranges are the model's to check: its error names the field too.
+A field that no record has is refused by its name, and so is a value of a wrong type. Null stands
+for an absent field. The model checks ranges: its error names the field too.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 from jitney.sampling_params import NAMES, SamplingParams
@@ -15,13 +15,15 @@ from msgspec.json import schema_components
 
 from jitney_gateway.refusals import FieldError
 
+JsonObject = dict[str, Any]
+"""A JSON object that the gateway sends or has received."""
 MAX_BODY_BYTES = 8 << 20
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_PROMPTS = 256
-"""Of one request for completions."""
+"""Most prompts in one request for completions."""
 MAX_TEXTS = 2048
-"""Of one request to embed, classify or rank."""
+"""Most texts in one request to embed, classify or rank."""
 T = TypeVar("T", bound="WireRecord")
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Ids = list[_Id]
@@ -29,10 +31,11 @@ Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
 class WireRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a client sends."""
+    """What a client sends: a body, or an object in one."""
 
-    unseen: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
-    """Sampling parameters that no answer could show: they are no fields."""
+    refused_params: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
+    """Sampling parameters that a body with ``params`` does not take, because the answers of its
+    API have no place for their results or because another field stands for them."""
 
 
 class ContentPart(WireRecord):
@@ -63,8 +66,8 @@ class Call(WireRecord):
 
 
 class Message(WireRecord):
-    """One message of a chat. Fields that must be null are those of OpenAI's answers, which clients
-    send back as they got them."""
+    """One message of a chat. Some fields must be null: OpenAI's answers have them, and clients send
+    a message back as they got it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -96,7 +99,7 @@ class Tool(WireRecord):
 
 
 class JsonSchema(WireRecord):
-    """Of ``response_format``. The output keeps to ``schema`` whatever ``strict`` says."""
+    """The schema in a ``response_format``. The output keeps to it, whatever ``strict`` says."""
 
     name: str
     schema: dict[str, Any] | None = None
@@ -112,8 +115,8 @@ class ResponseFormat(WireRecord):
 
 
 class TextPart(WireRecord):
-    """A part of a text, in other forms than a chat's. What else it has comes back with an answer,
-    or marks what shall be cached, and changes nothing."""
+    """A part of a text, as ``/v1/responses`` and ``/v1/messages`` have it. The fields besides the
+    text change nothing: they come back from an earlier answer, or ask for caching."""
 
     type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
@@ -124,7 +127,7 @@ class TextPart(WireRecord):
 
 
 class TextFormat(WireRecord):
-    """A ``response_format`` in one piece."""
+    """A ``response_format`` without an inner object: the schema's fields stand beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -132,14 +135,21 @@ class TextFormat(WireRecord):
     description: str | None = None
     strict: bool | None = None
 
-    def of_a_chat(self) -> ResponseFormat:
-        """The same in two."""
-        schema = JsonSchema(self.name or "output", self.schema, self.description, self.strict)
-        return ResponseFormat(self.type, schema if self.type == "json_schema" else None)
+    def as_response_format(self) -> ResponseFormat:
+        """The same in the form of a chat, which has the schema in an inner object."""
+        if self.type != "json_schema":
+            return ResponseFormat(self.type)
+        schema = JsonSchema(
+            name=self.name or "output",
+            schema=self.schema,
+            description=self.description,
+            strict=self.strict,
+        )
+        return ResponseFormat(self.type, schema)
 
 
 class StructuredChoice(WireRecord):
-    """vLLM's: exactly one is set."""
+    """vLLM's object for a constraint on the output. Exactly one field is set."""
 
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None
@@ -161,8 +171,9 @@ class Generation(WireRecord, kw_only=True):
 
     model: str
     params: dict[str, Any] = {}
-    """Not a field of the body: the fields of it that have a sampling parameter's name. They go to
-    the model as they are, which checks types and ranges."""
+    """The fields of the body that are sampling parameters and no fields of this record: name ->
+    value. The model gets them as they are and checks types and ranges. The body itself has no field
+    ``params``."""
     n: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -250,75 +261,111 @@ class RerankRequest(WireRecord):
 def decode(data: bytes, type_: type[T]) -> T:
     """Read a body. Raises FieldError."""
     try:
-        given = msgspec.json.decode(data, type=dict[str, Any])
+        fields = msgspec.json.decode(data, type=dict[str, Any])
         if "params" in type_.__struct_fields__:
-            _gather_params(given, type_)
-        return msgspec.convert(given, type_)
+            _gather_params(fields, type_)
+        return msgspec.convert(fields, type_)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _field_error(str(error)) from None
 
 
-def _gather_params(given: dict[str, Any], type_: type[WireRecord]) -> None:
-    """Move what has a sampling parameter's name into ``params``; the fields of the record stay."""
-    if "params" in given:
+def _gather_params(fields: dict[str, Any], type_: type[WireRecord]) -> None:
+    """Move sampling parameters that are no fields of the record into the field ``params``."""
+    if "params" in fields:
         raise FieldError("params", "params is unknown or not supported")
     params = {}
-    for name in set(NAMES) - {*type_.__struct_fields__, *type_.unseen}:
-        value = given.pop(name, None)
+    for name in _names_of_params(type_):
+        value = fields.pop(name, None)
         if value is not None:
             params[name] = value
-    given["params"] = params
+    fields["params"] = params
+
+
+def _names_of_params(type_: type[WireRecord]) -> set[str]:
+    """The sampling parameters that the record takes in ``params``."""
+    return set(NAMES) - {*type_.__struct_fields__, *type_.refused_params}
 
 
 def _field_error(text: str) -> FieldError:
-    """Of msgspec's text: what is wrong, and where."""
-    found = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", text, re.DOTALL)
-    assert found is not None
-    said = found[1]
-    path = found[2] or ""
-    named = re.fullmatch(r"(?s)Object (contains unknown|missing required) field `(.*)`", said)
+    """The error for a text of msgspec, such as these, with or without a path at the end::
+
+    Expected `int`, got `str` - at `$.messages[0].name`
+    Object contains unknown field `x` - at `$.messages[0]`
+    Object missing required field `model`
+    """
+    match = re.fullmatch(r"(.*?)(?: - at `\$\.?(.*)`)?", text, re.DOTALL)
+    assert match is not None
+    fault = match[1]
+    path = match[2] or ""
+    named = re.fullmatch(r"(?s)Object (contains unknown|missing required) field `(.*)`", fault)
     if named is None:
-        return FieldError(path, f"{path or 'the body'}: {said}")
-    fault = "is missing" if "missing" in named[1] else "is unknown or not supported"
-    path = ".".join(name for name in (path, named[2]) if name)
-    return FieldError(path, f"{path} {fault}")
+        return FieldError(path, f"{path or 'the body'}: {fault}")
+    what = "is missing" if named[1] == "missing required" else "is unknown or not supported"
+    field = f"{path}.{named[2]}" if path else named[2]
+    return FieldError(field, f"{field} {what}")
 
 
-def check_parts(at: str, record: Any, parts: Mapping[str, Sequence[str]]) -> None:
-    """A record at ``at`` must have the fields that ``parts`` has for its type, may have those with
-    a question mark, and none of those of other types. Raises FieldError."""
-    own = parts.get(record.type)
+class FieldsOfType(NamedTuple):
+    """The fields of a record that go with one value of its field ``type``."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+def check_fields(path: str, record: Any, types: Mapping[str, FieldsOfType]) -> None:
+    """Check that a record has the fields of its type and none of those of other types.
+
+    ``path`` leads to the record in the body. Fields that no type names may always be there. Raises
+    FieldError.
+    """
+    own = types.get(record.type)
     if own is None:
-        raise FieldError(f"{at}.type", f"{at}.type is {record.type!r}: {' or '.join(parts)}")
-    of_any_type = {name.rstrip("?") for names in parts.values() for name in names}
-    for name in sorted(of_any_type):
-        field = f"{at}.{name}"
-        absent = getattr(record, name) is None
-        if absent and name in own:
-            raise FieldError(field, f"{field} is missing")
-        if not absent and name not in own and f"{name}?" not in own:
+        raise FieldError(f"{path}.type", f"{path}.type is {record.type!r}: {' or '.join(types)}")
+    names = set[str]()
+    for fields in types.values():
+        names.update(fields.required, fields.optional)
+    for name in sorted(names):
+        field = f"{path}.{name}"
+        is_given = getattr(record, name) is not None
+        if name in own.required:
+            if not is_given:
+                raise FieldError(field, f"{field} is missing")
+        elif is_given and name not in own.optional:
             raise FieldError(field, f"{field} does not go with the type {record.type}")
 
 
-def joined(content: str | Sequence[TextPart] | None) -> str:
-    """A text that may come in parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
+def joined_text(content: str | Sequence[TextPart] | None) -> str:
+    """The text of a content that may come in parts; the parts become lines."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
     return "\n".join(part.text for part in content)
 
 
-def body_schemas(
-    types: Sequence[type[WireRecord]],
-) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
-    """JSON schemas of bodies, and the components that they refer to, for an OpenAPI document."""
-    template = "#/components/schemas/{name}"
-    (_, *schemas), components = schema_components([SamplingParams, *types], ref_template=template)
-    params = components.pop("SamplingParams")["properties"]
+class BodySchemas(NamedTuple):
+    """JSON schemas for an OpenAPI document."""
+
+    of_type: dict[type[WireRecord], JsonObject]
+    components: JsonObject
+    """The schemas that the others refer to, by name."""
+
+
+def body_schemas(types: Sequence[type[WireRecord]]) -> BodySchemas:
+    """The schemas of bodies. Sampling parameters that a body takes in ``params`` stand among its
+    properties, as clients send them."""
+    # The schemas of sampling parameters come from the record that the engine checks them with.
+    schemas, components = schema_components(
+        [SamplingParams, *types], ref_template="#/components/schemas/{name}"
+    )
+    of_params = components.pop("SamplingParams")["properties"]
     for type_ in types:
-        if "params" in type_.__struct_fields__:
-            component = components[type_.__name__]
-            properties = params | component["properties"]
-            for name in ("params", *type_.unseen):
-                properties.pop(name, None)
-            component["properties"] = properties
-    return schemas, components
+        if "params" not in type_.__struct_fields__:
+            continue
+        component = components[type_.__name__]
+        properties = of_params | component["properties"]
+        for name in ("params", *type_.refused_params):
+            properties.pop(name, None)
+        component["properties"] = properties
+    of_type = dict(zip(types, list(schemas)[1:], strict=True))
+    return BodySchemas(of_type, components)

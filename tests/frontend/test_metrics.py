@@ -46,9 +46,9 @@ def test_the_page_about_them_is_current(pb: Any, monkeypatch: pytest.MonkeyPatch
     from jitney_jobs import metrics as of_jobs
 
     written = metrics_table.TARGET.read_text(encoding="utf-8")
-    assert written == metrics_table.make_page(module, of_jobs, GatewayMetrics().page().decode()), (
-        "run: python scripts/metrics_table.py"
-    )
+    assert written == metrics_table.make_page(
+        module, of_jobs, GatewayMetrics().exposition().decode()
+    ), "run: python scripts/metrics_table.py"
     module.ModelMetrics(LABELS, INFO)
     kinds = {
         dict(labels)["kv_cache_block_type"]

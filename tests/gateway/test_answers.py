@@ -4,12 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from jitney_gateway.answers import Answer, JsonObject
+from jitney_gateway.answers import ChatAnswer, CompletionAnswer
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.parsers import Parser
 from jitney_gateway.refusals import describe
 from jitney_gateway.server_client import Step, translated
-from jitney_gateway.wire import ChatRequest, CompletionRequest, decode
+from jitney_gateway.wire import ChatRequest, CompletionRequest, JsonObject, decode
 
 TOOL = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
 CALLING = 'So: <tool_call>\n{"name": "stop", "arguments": {"at": "é"}}\n</tool_call>' * 2
@@ -27,18 +27,18 @@ def step(*texts: str, prompt: int = 0, end: str | None = None, logprobs: Any = N
     )
 
 
-def chat(parsers: list[Parser], **more: Any) -> Answer:
+def chat(parsers: list[Parser], **more: Any) -> ChatAnswer:
     messages = [{"role": "user", "content": "a"}]
     data = json.dumps({"model": "m", "messages": messages, "n": len(parsers), **more}).encode()
     body = decode(data, ChatRequest)
     most = 1 if body.parallel_tool_calls is False else None
-    return Answer(body, "id", [SequenceContent(parser, most) for parser in parsers])
+    return ChatAnswer(body, "id", [SequenceContent(parser, most) for parser in parsers])
 
 
-def completion(prompts: int, echo: str = "", **more: Any) -> Answer:
+def completion(prompts: int, echo: str = "", **more: Any) -> CompletionAnswer:
     body = decode(json.dumps({"model": "m", "prompt": "a", **more}).encode(), CompletionRequest)
     number = prompts * (body.n or 1)
-    return Answer(
+    return CompletionAnswer(
         body, "id", [SequenceContent(Parser(None, None), echo=echo) for _ in range(number)]
     )
 

@@ -13,6 +13,7 @@ import pytest
 from jitney.errors import CancelledError, InvalidArgumentError, UnavailableError
 from jitney_gateway import server_client as module
 from jitney_gateway.app import Gateway
+from jitney_gateway.keys import FixedKeys
 from jitney_gateway.refusals import UnknownModelError
 from jitney_gateway.server_client import ServedModel, ServerClient, Step, translated
 from jitney_gateway.server_request import ModelDescription, ServerRequest
@@ -156,9 +157,9 @@ def test_a_model_that_is_unloaded_while_they_are_listed_is_left_out(
         return ServedModel(name, "classify", {}, None, 0.0)
 
     backend = backend_of(monkeypatch)
-    monkeypatch.setattr(backend, "names", names)
-    monkeypatch.setattr(backend, "look", look)
-    listed = asyncio.run(Gateway(backend, {}, None).models(Request({"type": "http"})))
+    monkeypatch.setattr(backend, "ready_models", names)
+    monkeypatch.setattr(backend, "find_model", look)
+    listed = asyncio.run(Gateway(backend, FixedKeys({}), None).models(Request({"type": "http"})))
     assert [each["id"] for each in json.loads(bytes(listed.body))["data"]] == ["digits"]
 
 
@@ -181,25 +182,25 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(requests)
         return opened(requests, headers)
 
-    monkeypatch.setattr(backend, "names", names)
-    monkeypatch.setattr(backend, "_ask", ask)
+    monkeypatch.setattr(backend, "ready_models", names)
+    monkeypatch.setattr(backend, "_fetch_model", ask)
     opened = backend._client.stream_infer
     monkeypatch.setattr(backend._client, "stream_infer", stream_infer)
 
     async def play() -> list[dict[str, Any]]:
         with pytest.raises(UnknownModelError, match="'tax'"):
-            await backend.look("tax")
-        assert (await backend.look("law")).base == "m"
+            await backend.find_model("tax")
+        assert (await backend.find_model("law")).base == "m"
         inputs: dict[str, Any] = {"sampling_parameters": b'{"n": 1}', "stream": True}
         for model in ("law", "m"):
-            await backend.perform(ServerRequest(model=model, inputs=inputs))
+            await backend.infer_task(ServerRequest(model=model, inputs=inputs))
         return [await anext(requests) for requests in asked]
 
     found = asyncio.run(play())
     assert [each["model_name"] for each in found] == ["m", "m"]
     params = [json.loads(each["inputs"][0]._get_content()[4:]) for each in found]
     assert params == [{"n": 1, "lora_name": "law"}, {"n": 1}]
-    listed = asyncio.run(Gateway(backend, {}, None).models(Request({"type": "http"})))
+    listed = asyncio.run(Gateway(backend, FixedKeys({}), None).models(Request({"type": "http"})))
     entries = json.loads(bytes(listed.body))["data"]
     assert [(each["id"], each.get("parent")) for each in entries] == [("m", None), ("law", "m")]
     # Others' looks do not change who answers; without parameters too the adapter is named.
@@ -210,8 +211,8 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def unloaded() -> dict[str, Any]:
         with pytest.raises(UnknownModelError):
-            await backend.look("law")
-        await backend.perform(ServerRequest(model="law", inputs={}))
+            await backend.find_model("law")
+        await backend.infer_task(ServerRequest(model="law", inputs={}))
         return await anext(asked[0])
 
     sent = asyncio.run(unloaded())
@@ -219,8 +220,8 @@ def test_an_adapter_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(sent["inputs"][0]._get_content()[4:]) == {"lora_name": "law"}
     # One whose folder is new is found once what is known of the model is a second old.
     adapters.append("tax")
-    monkeypatch.setattr(module, "_STALE_S", 0.0)
-    assert asyncio.run(backend.look("tax")).base == "m"
+    monkeypatch.setattr(module, "_ADAPTERS_FRESH_S", 0.0)
+    assert asyncio.run(backend.find_model("tax")).base == "m"
 
 
 def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,9 +235,9 @@ def test_a_list_of_adapters_asks_each_model_once(monkeypatch: pytest.MonkeyPatch
         looked.append(name)
         return ServedModel(name, "", {}, known, 0.0)
 
-    monkeypatch.setattr(backend, "names", names)
-    monkeypatch.setattr(backend, "look", look)
-    listed = asyncio.run(Gateway(backend, {}, None).models(Request({"type": "http"})))
+    monkeypatch.setattr(backend, "ready_models", names)
+    monkeypatch.setattr(backend, "find_model", look)
+    listed = asyncio.run(Gateway(backend, FixedKeys({}), None).models(Request({"type": "http"})))
     entries = json.loads(bytes(listed.body))["data"]
     assert [each["id"] for each in entries] == ["m", "n", *known.adapters]
     assert {each.get("parent") for each in entries[2:]} == {"m"}

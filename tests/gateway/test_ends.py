@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from jitney.errors import UnavailableError
 from jitney_gateway.app import make_app
+from jitney_gateway.keys import FixedKeys
 from jitney_gateway.server_client import Step
 from jitney_gateway.server_request import ModelDescription, ServerRequest
 from starlette.testclient import TestClient
@@ -39,7 +40,7 @@ class Ending:
 
 
 def ask(path: str, error: Exception, **more: Any) -> Any:
-    client = TestClient(make_app(Ending(error), {}))  # type: ignore[arg-type]
+    client = TestClient(make_app(Ending(error), FixedKeys({})))  # type: ignore[arg-type]
     return client.post(path, json={"model": "m", **BODIES[path], **more})
 
 
@@ -74,13 +75,13 @@ def test_a_client_that_leaves_in_its_body_is_no_fault(caplog: pytest.LogCaptureF
         "type": "http", "method": "POST", "path": "/v1/completions", "headers": [],
         "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
     }  # fmt: skip
-    asyncio.run(make_app(Ending(KeyError()), {})(scope, receive, send))  # type: ignore[arg-type]
+    asyncio.run(make_app(Ending(KeyError()), FixedKeys({}))(scope, receive, send))  # type: ignore[arg-type]
     assert sent[0]["status"] == 499
     assert "Traceback" not in caplog.text
 
 
 def test_refusals_of_paths_have_the_apis_form() -> None:
-    client = TestClient(make_app(Ending(KeyError()), {}))  # type: ignore[arg-type]
+    client = TestClient(make_app(Ending(KeyError()), FixedKeys({})))  # type: ignore[arg-type]
     refused = client.get("/v1/messages")
     assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
     assert refused.json()["error"]["type"] == "invalid_request_error"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jitney.errors import ConfigError
 from jitney_gateway.app import make_app
-from jitney_gateway.keys import Keys
+from jitney_gateway.keys import FileKeys
 from jitney_gateway.server_client import UnknownModelError
 from starlette.testclient import TestClient
 
@@ -16,7 +16,7 @@ OLD, NEW = "o" * 24, "n" * 24
 class NoModels:
     """In place of a server."""
 
-    async def look(self, name: str) -> None:
+    async def find_model(self, name: str) -> None:
         raise UnknownModelError(name)
 
 
@@ -30,7 +30,7 @@ def write(file: Path, text: str) -> None:
 def test_a_key_that_is_taken_away_is_refused_from_then_on(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     write(file, f"# keys\n\nalice:{OLD}\n")
-    client = TestClient(make_app(NoModels(), Keys(file)))  # type: ignore[arg-type]
+    client = TestClient(make_app(NoModels(), FileKeys(file)))  # type: ignore[arg-type]
 
     def status(key: str) -> int:
         return client.get("/v1/models/m", headers={"authorization": f"Bearer {key}"}).status_code
@@ -47,34 +47,34 @@ def test_keys_stay_while_the_file_cannot_be_used(
     file = tmp_path / "keys"
     write(file, text)
     with pytest.raises(ConfigError, match="keys"):
-        Keys(file)
+        FileKeys(file)
     write(file, f"alice:{OLD}\n")
-    keys = Keys(file)
+    keys = FileKeys(file)
     write(file, text)
-    assert dict(keys.items()) == {OLD: "alice"}
+    assert dict(keys.refreshed_owners()) == {OLD: "alice"}
     assert caplog.text.count("stay as they were") == 1
-    assert dict(keys.items()) == {OLD: "alice"}
+    assert dict(keys.refreshed_owners()) == {OLD: "alice"}
     assert caplog.text.count("stay as they were") == 1
     file.unlink()
-    assert dict(keys.items()) == {OLD: "alice"}
+    assert dict(keys.refreshed_owners()) == {OLD: "alice"}
     write(file, f"alice:{NEW}\n")
-    assert dict(keys.items()) == {NEW: "alice"}
+    assert dict(keys.refreshed_owners()) == {NEW: "alice"}
 
 
 def test_limits_belong_to_an_owner_and_all_his_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     text = f"alice:{OLD}   tiers=bulk  min_priority=0\nbob:{NEW}\n"
     write(file, text)
-    keys = Keys(file)
+    keys = FileKeys(file)
     assert [keys.limits(name) for name in ("alice", "bob")] == ["tiers=bulk min_priority=0", ""]
     for more in (f"alice:{NEW[1:]}x\n", f"bob:{NEW[1:]}x tier=bulk\n"):
         write(file, text + more)
         with pytest.raises(ConfigError, match=r"line 3: .*(other limits|tier=bulk)"):
-            Keys(file)
+            FileKeys(file)
     assert keys.limits("alice") == "tiers=bulk min_priority=0"
     write(file, f"{text}bob:{NEW[1:]}x tiers=bulk,night/day\n")
     with pytest.raises(ConfigError, match=r"line 3: tiers is 'night/day', but must be of letters"):
-        Keys(file)
+        FileKeys(file)
     write(file, f"alice:{OLD}\n")
-    keys.items()
+    keys.refreshed_owners()
     assert keys.limits("alice") == ""

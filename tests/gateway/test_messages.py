@@ -6,10 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_gateway.answers import JsonObject
 from jitney_gateway.content_blocks import SequenceContent
-from jitney_gateway.messages_api import (
-    MessageAnswer,
+from jitney_gateway.messages_answer import MessageAnswer
+from jitney_gateway.messages_request import (
     MessageRequest,
     PromptRequest,
     chat_of_message,
@@ -19,7 +18,7 @@ from jitney_gateway.parsers import Parser
 from jitney_gateway.refusals import FieldError, StatusError, describe, name_clients_field
 from jitney_gateway.refusals import describe_for_messages as told
 from jitney_gateway.server_request import ModelDescription, ServerRequest, request_of_chat
-from jitney_gateway.wire import decode
+from jitney_gateway.wire import JsonObject, decode
 
 from tests.gateway.test_answers import step
 from tests.gateway.test_requests import KNOWN, PARAMS, SCHEMA

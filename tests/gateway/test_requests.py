@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from jitney.errors import ConfigError, InvalidArgumentError
 from jitney.sampling_params import NAMES, parse_limits
-from jitney_gateway.messages_api import MessageRequest
+from jitney_gateway.messages_request import MessageRequest
 from jitney_gateway.refusals import FieldError, describe, name_clients_field
-from jitney_gateway.responses_api import ResponseRequest
+from jitney_gateway.responses_request import ResponseRequest
 from jitney_gateway.server_request import (
     ModelDescription,
     ServerRequest,

@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 from jitney.errors import InvalidArgumentError, UnavailableError
-from jitney_gateway.answers import JsonObject
 from jitney_gateway.content_blocks import SequenceContent
 from jitney_gateway.parsers import Parser
 from jitney_gateway.refusals import FieldError, describe, name_clients_field
-from jitney_gateway.responses_api import ResponseAnswer, ResponseRequest, chat_of_response
+from jitney_gateway.responses_answer import ResponseAnswer
+from jitney_gateway.responses_request import ResponseRequest, chat_of_response
 from jitney_gateway.server_request import ServerRequest, request_of_chat
-from jitney_gateway.wire import decode
+from jitney_gateway.wire import JsonObject, decode
 
 from tests.gateway.test_answers import CALLING, position, step
 from tests.gateway.test_requests import KNOWN, PARAMS, SCHEMA

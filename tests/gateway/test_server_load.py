@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from jitney.errors import ConfigError
-from jitney_gateway.server_load import ServerLoad, parse
+from jitney_gateway.server_load import ModelLoad, ServerLoad, parse
 from prometheus_client.parser import text_string_to_metric_families
 
 PAGE = "".join(
@@ -55,7 +55,9 @@ def url() -> Iterator[str]:
 
 
 def test_instances_count_together() -> None:
-    assert parse(PAGE + 'jitney_waiting_requests_x{model="two"} 1\n') == {"one": FIGURES}
+    assert parse(PAGE + 'jitney_waiting_requests_x{model="two"} 1\n') == {
+        "one": ModelLoad(**FIGURES)
+    }
 
 
 def test_the_header_in_both_forms(url: str) -> None:
@@ -74,7 +76,7 @@ def test_the_header_in_both_forms(url: str) -> None:
 
 
 def test_the_names_of_the_inference_gateway(url: str) -> None:
-    page = asyncio.run(ServerLoad(url).page()).decode()
+    page = asyncio.run(ServerLoad(url).exposition()).decode()
     found = {family.name: family.samples for family in text_string_to_metric_families(page)}
     assert {name: sample.value for name, (sample,) in found.items()} == {
         "vllm:num_requests_waiting": 3,
@@ -88,7 +90,7 @@ def test_nothing_is_told_while_the_server_does_not_answer(url: str) -> None:
     async def ask() -> None:
         load = ServerLoad("http://127.0.0.1:9/metrics")
         assert await load.header("json", "one") == {}
-        assert await load.page() == b""
+        assert await load.exposition() == b""
 
     asyncio.run(ask())
     with pytest.raises(ConfigError, match="is 'server:8002', not http"):

@@ -8,9 +8,9 @@ import jsonschema
 import llguidance
 import pytest
 from jitney.errors import InvalidArgumentError
-from jitney_gateway.formats import TOOL_FORMATS, special_markers
+from jitney_gateway.formats import TOOL_FORMATS, AnswerFormats, special_markers
 from jitney_gateway.parsers import Parser
-from jitney_gateway.tool_grammar import after_reasoning, schema_of
+from jitney_gateway.tool_grammar import after_reasoning, grammar_of_calls
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FIND = {
@@ -93,10 +93,10 @@ def calls(tool_format: str, text: str, reasoning_format: str | None = None) -> l
 @pytest.mark.parametrize("single", [False, True], ids=["spelt", "single tokens"])
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_what_the_grammar_allows_are_calls(tool_format: str, single: bool) -> None:
-    markers = special_markers(tool_format, None) if single else []
+    markers = special_markers(AnswerFormats(tool_format, None)) if single else []
     tokens = tokenizer(markers)
     ids = {marker: tokens.token_to_id(marker) for marker in markers}
-    constraint = schema_of(TOOLS, "required", True, tool_format, ids)
+    constraint = grammar_of_calls(TOOLS, "required", True, tool_format, ids)
     named, most = set(), 0
     for seed in range(12):
         found = calls(tool_format, said(constraint, tokens, seed))
@@ -112,7 +112,7 @@ def test_what_the_grammar_allows_are_calls(tool_format: str, single: bool) -> No
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_a_named_function_is_called_once(tool_format: str) -> None:
     choice = {"type": "function", "function": {"name": "g"}}
-    constraint = schema_of(TOOLS, choice, True, tool_format)
+    constraint = grammar_of_calls(TOOLS, choice, True, tool_format)
     for seed in range(6):
         assert [name for name, _ in calls(tool_format, said(constraint, tokenizer([]), seed))] == [
             "g"
@@ -120,24 +120,24 @@ def test_a_named_function_is_called_once(tool_format: str) -> None:
 
 
 def test_one_call_where_parallel_ones_are_not_wanted() -> None:
-    constraint = schema_of(TOOLS, "required", False, "hermes")
+    constraint = grammar_of_calls(TOOLS, "required", False, "hermes")
     assert {len(calls("hermes", said(constraint, tokenizer([]), seed))) for seed in range(6)} == {1}
 
 
 @pytest.mark.parametrize("choice", [None, "none", "auto"])
 def test_nothing_is_forced_otherwise(choice: str | None) -> None:
-    assert schema_of(TOOLS, choice, True, "hermes") is None
+    assert grammar_of_calls(TOOLS, choice, True, "hermes") is None
 
 
 def test_what_cannot_be_called_is_refused_by_name() -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"tool_choice is .*h.*one of the request's tools"
     ):
-        schema_of(TOOLS, {"type": "function", "function": {"name": "h"}}, True, "hermes")
+        grammar_of_calls(TOOLS, {"type": "function", "function": {"name": "h"}}, True, "hermes")
     for name, schema in [("g-h", {}), ("g", {"properties": {"from": {}}})]:
         tool = {"function": {"name": name, "parameters": schema}}
         with pytest.raises(InvalidArgumentError, match=r"g-h|from"):
-            schema_of([tool], "required", True, "pythonic")
+            grammar_of_calls([tool], "required", True, "pythonic")
 
 
 def accepts(constraint: Any, tokens: Tokenizer, text: str) -> bool:
@@ -160,7 +160,7 @@ def accepts(constraint: Any, tokens: Tokenizer, text: str) -> bool:
         ({"choice": ["a", 'b"']}, 'b"', "c"),
         ({"grammar": 'start: a "}"\na: /x+/'}, "xx}", "x"),
         (
-            schema_of(TOOLS, "required", True, "llama3_json"),
+            grammar_of_calls(TOOLS, "required", True, "llama3_json"),
             '{"name": "g", "parameters": {}}',
             "{}",
         ),
@@ -169,7 +169,7 @@ def accepts(constraint: Any, tokens: Tokenizer, text: str) -> bool:
 def test_a_model_reasons_before_what_is_forced(
     constraint: Any, fits: str, other: str, single: bool
 ) -> None:
-    tokens = tokenizer(special_markers("hermes", "think") if single else [])
+    tokens = tokenizer(special_markers(AnswerFormats("hermes", "think")) if single else [])
     ids = {marker: tokens.token_to_id(marker) for marker in tokens.get_vocab() if "think" in marker}
     opened = after_reasoning(constraint, "think_opened", ids)
     assert accepts(opened, tokens, f"a <b> é\n</think>\n\n{fits}")
@@ -208,4 +208,4 @@ def test_parameters_that_are_no_schema_are_refused_by_name(
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     for tool_format in tool_formats:
         with pytest.raises(InvalidArgumentError, match=r"^tools: .*'f' are no JSON"):
-            schema_of([tool], "required", True, tool_format)
+            grammar_of_calls([tool], "required", True, tool_format)

@@ -8,6 +8,7 @@ import pytest
 from jitney.errors import ConfigError
 from jitney.tracing import Tracing
 from jitney_gateway.app import make_app
+from jitney_gateway.keys import FixedKeys
 from starlette.testclient import TestClient
 
 from tests.real_server.client import wait_until
@@ -39,7 +40,7 @@ def test_a_dead_collector_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> N
 def test_what_is_refused_at_the_door_has_a_span_with_its_status() -> None:
     collector = Collector()
     tracing = Tracing(collector.endpoint, "test")
-    client = TestClient(make_app(None, {"k" * 24: "alice"}, tracing=tracing))  # type: ignore[arg-type]
+    client = TestClient(make_app(None, FixedKeys({"k" * 24: "alice"}), tracing=tracing))  # type: ignore[arg-type]
     known = {"authorization": "Bearer " + "k" * 24}
     assert client.get("/metrics").status_code == 200  # it gets no span
     assert client.post("/v1/chat/completions").status_code == 401

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from jitney_gateway.keys import Keys
+from jitney_gateway.keys import FileKeys
 from jitney_jobs.batches import records
 from jitney_jobs.batches.records import Folder, write_whole
 from jitney_jobs.batches.service import BatchService
@@ -26,12 +26,12 @@ def test_keys_of_jobs_last_and_come_with_new_owners(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "batches")
     file = tmp_path / "keys"
     write(file, f"alice:{OLD}\n")
-    before = dict(Keys(file, [BatchService(folder)]).items())
+    before = dict(FileKeys(file, [BatchService(folder)]).refreshed_owners())
     assert sorted(before.values()) == ["alice", "alice"]
-    keys = Keys(file, [BatchService(folder)])
-    assert dict(keys.items()) == before
+    keys = FileKeys(file, [BatchService(folder)])
+    assert dict(keys.refreshed_owners()) == before
     write(file, f"alice:{OLD}\nbob:{NEW}\n")
-    after = dict(keys.items())
+    after = dict(keys.refreshed_owners())
     assert sorted(after.values()) == ["alice", "alice", "bob", "bob"]
     assert before.items() <= after.items()
     assert folder.key_file("bob").stat().st_mode & 0o077 == 0
@@ -43,7 +43,7 @@ def test_a_full_disk_keeps_no_key_that_is_taken_away(
     folder = Folder(tmp_path / "batches")
     file = tmp_path / "keys"
     write(file, f"alice:{OLD}\n")
-    keys = Keys(file, [BatchService(folder)])
+    keys = FileKeys(file, [BatchService(folder)])
 
     def full(path: Path, pieces: list[bytes]) -> None:
         raise OSError(28, "No space left on device")
@@ -51,8 +51,8 @@ def test_a_full_disk_keeps_no_key_that_is_taken_away(
     with monkeypatch.context() as patched:
         patched.setattr(records, "write_whole", full)
         write(file, f"bob:{NEW}\n")
-        assert dict(keys.items()) == {NEW: "bob"}
-    assert sorted(dict(keys.items()).values()) == ["bob", "bob"]
+        assert dict(keys.refreshed_owners()) == {NEW: "bob"}
+    assert sorted(dict(keys.refreshed_owners()).values()) == ["bob", "bob"]
 
 
 def test_gateways_that_start_at_once_agree_on_the_keys_of_jobs(
@@ -71,7 +71,7 @@ def test_gateways_that_start_at_once_agree_on_the_keys_of_jobs(
     monkeypatch.setattr(records, "write_whole", together)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(
-            lambda _: dict(Keys(file, [BatchService(folder)]).items()), range(2)
+            lambda _: dict(FileKeys(file, [BatchService(folder)]).refreshed_owners()), range(2)
         )
     assert first == second
     assert [path.name for path in folder.keys.iterdir()] == ["alice.key"]

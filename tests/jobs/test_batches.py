@@ -13,6 +13,7 @@ import pytest
 import typer
 from jitney.errors import UnavailableError
 from jitney_gateway.app import make_app
+from jitney_gateway.keys import FixedKeys
 from jitney_gateway.refusals import UnknownModelError
 from jitney_jobs.batches import endpoints, records
 from jitney_jobs.batches import lines as batch_lines
@@ -37,7 +38,7 @@ CHECKED: dict[str, Exception] = {
 class Checks:
     """In place of a server."""
 
-    async def check(self, endpoint: str, model: str) -> None:
+    async def find_model_for(self, endpoint: str, model: str) -> None:
         if model in CHECKED:
             raise CHECKED[model]
 
@@ -52,7 +53,7 @@ class Place:
         self.folder = Folder(root)
         self.folder.key_file("alice").write_text(f"alice:{KEY}\n", encoding="utf-8")
         keys = {KEY: "alice", "bob": "bob"}
-        app = make_app(Checks(), keys, services=[BatchService(self.folder)])  # type: ignore[arg-type]
+        app = make_app(Checks(), FixedKeys(keys), services=[BatchService(self.folder)])  # type: ignore[arg-type]
         self.client = TestClient(app, headers=ALICE)
         self.url = url
         self.work = BatchWork(self.folder, url)
@@ -335,7 +336,7 @@ def test_fields_of_a_batch(place: Place) -> None:
 
 
 def test_without_a_folder() -> None:
-    client = TestClient(make_app(Checks(), {}, services=[BatchService(None)]))  # type: ignore[arg-type]
+    client = TestClient(make_app(Checks(), FixedKeys({}), services=[BatchService(None)]))  # type: ignore[arg-type]
     for method, path in (("GET", "/v1/files"), ("GET", "/v1/batches/x"), ("POST", "/v1/files")):
         refused = client.request(method, path)
         assert refused.status_code == 404

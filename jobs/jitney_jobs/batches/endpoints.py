@@ -209,7 +209,7 @@ class Batches:
     async def _faults_of_model(self, batch: BatchRecord) -> list[Fault]:
         """Raises UnavailableError: the client may come again."""
         try:
-            await self._backend.check(batch.endpoint, str(batch.model))
+            await self._backend.find_model_for(batch.endpoint, str(batch.model))
         except UnavailableError:
             raise
         except JitneyError as error:

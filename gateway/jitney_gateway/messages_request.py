@@ -1,0 +1,273 @@
+"""Anthropic's Messages API: the bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``, and
+the chats that they stand for. Pure."""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
+from jitney_gateway.formats import reasoning_markers
+from jitney_gateway.refusals import FieldError
+from jitney_gateway.server_request import ModelDescription, formats_of_answer
+from jitney_gateway.wire import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Call,
+    Called,
+    ChatRequest,
+    FieldsOfType,
+    Function,
+    Message,
+    TextFormat,
+    TextPart,
+    Tool,
+    WireRecord,
+    check_fields,
+    joined_text,
+)
+
+_FIELDS_OF_BLOCKS = {
+    "text": FieldsOfType(required=("text",)),
+    "thinking": FieldsOfType(required=("thinking",), optional=("signature",)),
+    "tool_use": FieldsOfType(required=("id", "name", "input")),
+    "tool_result": FieldsOfType(required=("tool_use_id",), optional=("content", "is_error")),
+}
+"""Type of a block of a turn -> its fields."""
+_FIELDS_OF_FORMATS = {"json_schema": FieldsOfType(required=("schema",))}
+"""Type of ``output_config.format`` -> its fields."""
+_FIELDS_OF_CHOICES = {
+    "auto": FieldsOfType(),
+    "any": FieldsOfType(),
+    "none": FieldsOfType(),
+    "tool": FieldsOfType(required=("name",)),
+}
+"""Type of ``tool_choice`` -> its fields."""
+
+
+# ------------------------------------------------------------------------------- what clients send
+
+
+class InputBlock(WireRecord, kw_only=True):
+    """One block of a message."""
+
+    type: Literal["text", "thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[TextPart] | None = None
+    is_error: bool | None = None
+    signature: str | None = None
+    citations: None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class InputTurn(WireRecord):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[InputBlock]
+
+
+class CustomTool(WireRecord):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,128}$")]
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class ToolChoice(WireRecord):
+    """Whether the answer calls tools. ``name`` goes with the type ``tool``."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(WireRecord):
+    """Whether the model should reason."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class OutputConfig(WireRecord):
+    """How much the model should reason, and what its text must be."""
+
+    effort: str | None = None
+    format: TextFormat | None = None
+
+
+class PromptRequest(WireRecord, kw_only=True):
+    """The body of ``/v1/messages/count_tokens``."""
+
+    model: str
+    messages: Annotated[list[InputTurn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[TextPart] | None = None
+    tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class MessageRequest(PromptRequest, kw_only=True):
+    """The body of ``/v1/messages``."""
+
+    refused_params: ClassVar[tuple[str, ...]] = (
+        "prompt_logprobs", "n", "logprobs", "stop", "structured_outputs",
+    )  # fmt: skip
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
+    """As in ``ChatRequest``."""
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    metadata: dict[Literal["user_id"], str | None] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+# ------------------------------------------------------------------------------- body to chat
+
+
+def chat_of_message(body: MessageRequest, model: ModelDescription) -> ChatRequest:
+    """The chat that the body of ``/v1/messages`` stands for. Raises FieldError."""
+    chat = chat_of_prompt(body, model)
+    chat.params = {**body.params, "max_tokens": body.max_tokens}
+    if body.stop_sequences is not None:
+        chat.params["stop"] = body.stop_sequences
+    chat.stream = body.stream
+    chat.user = (body.metadata or {}).get("user_id")
+    return chat
+
+
+def chat_of_prompt(body: PromptRequest, model: ModelDescription) -> ChatRequest:
+    """The chat with what makes its prompt: all that ``/v1/messages/count_tokens`` needs. Raises
+    FieldError."""
+    if body.messages[-1].role == "assistant":
+        reason = "the last of messages is the assistant's: to go on with it is not supported"
+        raise FieldError("messages", reason)
+    output = body.output_config or OutputConfig()
+    response_format = None
+    if output.format is not None:
+        check_fields("output_config.format", output.format, _FIELDS_OF_FORMATS)
+        response_format = output.format.as_response_format()
+    choice = body.tool_choice or ToolChoice("auto")
+    check_fields("tool_choice", choice, _FIELDS_OF_CHOICES)
+    chat = ChatRequest(
+        model=body.model,
+        messages=_messages(body),
+        tools=[_tool(tool) for tool in body.tools or ()],
+        tool_choice=None if body.tool_choice is None else _tool_choice_of_chat(choice),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        response_format=response_format,
+        reasoning_effort=output.effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    if body.thinking is not None:
+        _set_thinking(chat, body.thinking, model)
+    return chat
+
+
+def _messages(body: PromptRequest) -> list[Message]:
+    """The messages of the chat."""
+    history: list[Message | AssistantPart] = []
+    for index, turn in enumerate(body.messages):
+        history += _messages_and_parts(f"messages[{index}]", turn)
+    messages = list(_join_user_messages(join_assistant_parts(history)))
+    if body.system:
+        messages.insert(0, Message(role="system", content=joined_text(body.system)))
+    return messages
+
+
+def _tool_choice_of_chat(choice: ToolChoice) -> Any:
+    """A choice of tools in the form of a chat."""
+    if choice.type == "any":
+        return "required"
+    if choice.type == "tool":
+        return Tool(type="function", function=Function(name=choice.name or ""))
+    return choice.type
+
+
+def _set_thinking(chat: ChatRequest, thinking: Thinking, model: ModelDescription) -> None:
+    """Let the model reason or not, by a parameter of its chat template.
+
+    A model whose template has no such parameter either reasons always or never. Raises FieldError
+    if the client wants the opposite.
+    """
+    is_wanted = thinking.type != "disabled"
+    if "enable_thinking" in (model.chat_template or ""):
+        kwargs = chat.chat_template_kwargs or {}
+        chat.chat_template_kwargs = {"enable_thinking": is_wanted, **kwargs}
+        return
+    formats = formats_of_answer(chat, model)
+    always_reasons = reasoning_markers(formats.reasoning) is not None
+    if is_wanted != always_reasons:
+        reason = f"thinking is {thinking.type!r}, but model {chat.model!r} has no choice"
+        raise FieldError("thinking", reason)
+
+
+def _messages_and_parts(path: str, turn: InputTurn) -> Iterator[Message | AssistantPart]:
+    """A turn: messages, and parts of what the model said. ``path`` leads to the turn in the body.
+
+    The text of a turn that is not the model's becomes one message, which follows the results of
+    tools in that turn.
+    """
+    blocks = turn.content
+    if isinstance(blocks, str):
+        blocks = [InputBlock(type="text", text=blocks)]
+    texts = []
+    for index, block in enumerate(blocks):
+        check_fields(f"{path}.content[{index}]", block, _FIELDS_OF_BLOCKS)
+        if block.type == "tool_result":
+            yield _tool_message(block)
+        elif block.type == "tool_use":
+            arguments = msgspec.json.encode(block.input).decode()
+            called = Called(name=str(block.name), arguments=arguments)
+            yield AssistantPart(call=Call(type="function", id=block.id, function=called))
+        elif block.type == "thinking":
+            yield AssistantPart(reasoning=block.thinking)
+        elif turn.role == "assistant":
+            yield AssistantPart(text=block.text)
+        else:
+            texts.append(str(block.text))
+    if texts:
+        role: Literal["user", "system"] = "user" if turn.role == "user" else "system"
+        yield Message(role=role, content="\n".join(texts))
+
+
+def _tool_message(block: InputBlock) -> Message:
+    """The message of a tool's result."""
+    text = joined_text(block.content)
+    if block.is_error:
+        text = f"Error: {text}"
+    return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
+
+
+def _join_user_messages(messages: Iterable[Message]) -> Iterator[Message]:
+    """Join the user's messages that follow one another. Anthropic's API does so, and many chat
+    templates want the roles to alternate."""
+    for role, group in groupby(messages, lambda message: message.role):
+        if role == "user":
+            yield Message(role=role, content="\n".join(str(message.content) for message in group))
+        else:
+            yield from group
+
+
+def _tool(tool: CustomTool) -> Tool:
+    """The same tool in the form of a chat."""
+    function = Function(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)

@@ -1,0 +1,202 @@
+"""The answer of ``/v1/responses``, OpenAI's Responses API, from a model's steps. Pure."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+from jitney.errors import JitneyError
+
+from jitney_gateway.answers import Usage, chat_logprob
+from jitney_gateway.content_blocks import BlockEvent, ContentBlock, SequenceContent
+from jitney_gateway.parsers import PieceKind
+from jitney_gateway.refusals import describe
+from jitney_gateway.responses_request import ResponseRequest
+from jitney_gateway.server_client import Step
+from jitney_gateway.wire import JsonObject
+
+_DEFAULTS: JsonObject = {
+    "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {},
+    "background": False, "store": False, "truncation": "disabled", "error": None,
+    "incomplete_details": None, "usage": None,
+}  # fmt: skip
+"""Fields of an answer that neither the request nor the model's output sets."""
+
+
+class ItemForm(NamedTuple):
+    """How events and items of the output have one kind of content block."""
+
+    event: str
+    """The first part of an event's type, as in ``response.output_text.delta``. It is also the type
+    of the part that holds the text."""
+    whole_field: str
+    """The field of the event ``….done`` that has the whole text."""
+    id_prefix: str
+
+
+_ITEM_FORMS: dict[PieceKind, ItemForm] = {
+    "text": ItemForm(event="output_text", whole_field="text", id_prefix="msg"),
+    "reasoning": ItemForm(event="reasoning_text", whole_field="text", id_prefix="rs"),
+    "call": ItemForm(event="function_call_arguments", whole_field="arguments", id_prefix="fc"),
+}
+_ITEM_STATUS = {"open": "in_progress", "complete": "completed", "incomplete": "incomplete"}
+
+
+class ResponseAnswer:
+    """The answer of ``/v1/responses``. Each block of the sequence is an item of its output."""
+
+    extra_inputs: ClassVar[tuple[str, ...]] = ()
+    end_of_stream: ClassVar[bytes] = b""
+
+    def __init__(
+        self, body: ResponseRequest, id_: str, sequences: Sequence[SequenceContent]
+    ) -> None:
+        """``sequences`` has one."""
+        self.usage = Usage()
+        (self._sequence,) = sequences
+        self._top_logprobs = body.top_logprobs or 0
+        self._head = _head(body, id_)
+        self._num_events = 0
+        self._logprobs: list[JsonObject] = []
+        self._unsent_logprobs: list[JsonObject] = []
+        """Logprobs for which no delta has come yet: a token need not add text."""
+
+    def feed(self, step: Step) -> Iterator[JsonObject]:
+        """Take a step. Yields the events that it makes."""
+        self.usage.add(step)
+        if self._num_events == 0:
+            yield self._event("created", response=self._response("in_progress"))
+            yield self._event("in_progress", response=self._response("in_progress"))
+        if self._sequence.finish_reason is not None:
+            return
+        for position in step.logprobs[0] if step.logprobs else ():
+            logprob = chat_logprob(position, self._top_logprobs)
+            self._unsent_logprobs.append(logprob)
+            self._logprobs.append(logprob)
+        for event in self._sequence.push(step.texts[0], step.finish_reasons[0]):
+            yield from self._events_of_block(event)
+
+    def _events_of_block(self, event: BlockEvent) -> Iterator[JsonObject]:
+        block = event.block
+        form = _ITEM_FORMS[block.kind]
+        # Text and reasoning are parts of their item, and have events of their own; calls are not.
+        has_part = block.kind != "call"
+        item_place: JsonObject = {"output_index": block.index}
+        text_place: JsonObject = {**item_place, "item_id": _id_of_item(block)}
+        if has_part:
+            text_place["content_index"] = 0
+
+        if event.what == "start":
+            yield self._event("output_item.added", **item_place, item=self._item(block))
+            if has_part:
+                yield self._event("content_part.added", **text_place, part=self._part(block))
+        elif event.what == "delta":
+            yield self._delta_event(block, text_place, event.text)
+        else:
+            if self._unsent_logprobs:
+                # They are of tokens without text at the end, such as the one that ends a sequence.
+                yield self._delta_event(block, text_place, "")
+            whole: JsonObject = {form.whole_field: block.text}
+            if block.kind == "text":
+                whole = {"logprobs": self._logprobs, **whole}
+            yield self._event(f"{form.event}.done", **text_place, **whole)
+            if has_part:
+                yield self._event("content_part.done", **text_place, part=self._part(block))
+            yield self._event("output_item.done", **item_place, item=self._item(block))
+
+    def _delta_event(self, block: ContentBlock, text_place: JsonObject, text: str) -> JsonObject:
+        logprobs: JsonObject = {}
+        if block.kind == "text":
+            logprobs["logprobs"] = self._unsent_logprobs
+        self._unsent_logprobs = []
+        name = f"{_ITEM_FORMS[block.kind].event}.delta"
+        return self._event(name, **text_place, **logprobs, delta=text)
+
+    def _event(self, type_: str, **fields: Any) -> JsonObject:
+        number = self._num_events
+        self._num_events += 1
+        return {"type": f"response.{type_}", "sequence_number": number, **fields}
+
+    def _part(self, block: ContentBlock) -> JsonObject:
+        """The part of an item that has its text."""
+        part: JsonObject = {"type": _ITEM_FORMS[block.kind].event, "text": block.text}
+        if block.kind == "text":
+            part["annotations"] = []
+            part["logprobs"] = self._logprobs if block.text else []
+        return part
+
+    def _item(self, block: ContentBlock) -> JsonObject:
+        """The item of the output that a block is."""
+        item: JsonObject = {"id": _id_of_item(block), "status": _ITEM_STATUS[block.state]}
+        if block.kind == "call":
+            return {
+                **item,
+                "type": "function_call",
+                "call_id": f"call_{block.id}",
+                "name": block.name,
+                "arguments": block.text,
+            }
+        item["content"] = [self._part(block)] if block.text else []
+        if block.kind == "reasoning":
+            return {**item, "type": "reasoning", "summary": []}
+        return {**item, "type": "message", "role": "assistant"}
+
+    def last(self) -> list[JsonObject]:
+        """The last event of a stream."""
+        whole = self.whole()
+        return [self._event(whole["status"], response=whole)]
+
+    def failed(self, error: JitneyError) -> list[JsonObject]:
+        """The last events of a stream that ends with an error."""
+        described = describe(error).body["error"]
+        fields = {name: described[name] for name in ("code", "message", "param")}
+        # The type of this event has no `response.` before it.
+        error_event = {**self._event("error", **fields), "type": "error"}
+        blocks = self._sequence.blocks
+        if blocks and blocks[-1].state == "open":
+            blocks[-1].state = "incomplete"
+        fault = {"code": "server_error", "message": described["message"]}
+        response = self._response("failed", error=fault)
+        return [error_event, self._event("failed", response=response)]
+
+    def whole(self) -> JsonObject:
+        """The whole answer, once every step was fed."""
+        reason = self._sequence.finish_reason
+        if reason == "stop":
+            return self._response("completed", usage=self._usage())
+        why = "max_output_tokens" if reason == "length" else reason
+        return self._response("incomplete", usage=self._usage(), incomplete_details={"reason": why})
+
+    def _usage(self) -> JsonObject:
+        """The model does not tell which tokens are reasoning: null, or zero if there is none."""
+        reasons = any(block.kind == "reasoning" for block in self._sequence.blocks)
+        return {
+            "input_tokens": self.usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": self.usage.cached_tokens},
+            "output_tokens": self.usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": None if reasons else 0},
+            "total_tokens": self.usage.prompt_tokens + self.usage.completion_tokens,
+        }
+
+    def _response(self, status: str, **more: Any) -> JsonObject:
+        """The answer as an object, which repeats the request's fields."""
+        output = []
+        if status != "in_progress":
+            output = [self._item(block) for block in self._sequence.blocks]
+        return {**self._head, "status": status, "output": output, **more}
+
+
+def _head(body: ResponseRequest, id_: str) -> JsonObject:
+    """The fields of an answer that are known from the request."""
+    head = dict(_DEFAULTS)
+    for name, value in {**body.params, **msgspec.to_builtins(body)}.items():
+        if name not in ("input", "params", "stream"):
+            head[name] = value
+    head["id"] = f"resp_{id_}"
+    head["object"] = "response"
+    head["created_at"] = int(time.time())
+    return head
+
+
+def _id_of_item(block: ContentBlock) -> str:
+    return f"{_ITEM_FORMS[block.kind].id_prefix}_{block.id}"

@@ -1,0 +1,211 @@
+"""The body of ``/v1/responses``, OpenAI's Responses API, and the chat that it stands for. Pure.
+
+The gateway stores no answers. A field that would need an earlier one is refused: a client sends the
+whole input each time.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from jitney_gateway.chat import parsed_arguments
+from jitney_gateway.content_blocks import AssistantPart, join_assistant_parts
+from jitney_gateway.formats import reasoning_markers
+from jitney_gateway.refusals import FieldError
+from jitney_gateway.server_request import ModelDescription, formats_of_answer
+from jitney_gateway.wire import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Call,
+    Called,
+    ChatRequest,
+    FieldsOfType,
+    Function,
+    Message,
+    StructuredChoice,
+    TextFormat,
+    TextPart,
+    Tool,
+    WireRecord,
+    check_fields,
+    joined_text,
+)
+
+_SHARED_WITH_CHATS = (
+    "model", "params", "stream", "structured_outputs", "chat_template_kwargs",
+    "parallel_tool_calls", "user", "safety_identifier", "prompt_cache_key", "service_tier",
+)  # fmt: skip
+"""Fields of the body that a chat has too."""
+_FIELDS_OF_ITEMS = {
+    "message": FieldsOfType(required=("role", "content")),
+    "reasoning": FieldsOfType(required=("content",)),
+    "function_call": FieldsOfType(required=("call_id", "name", "arguments")),
+    "function_call_output": FieldsOfType(required=("call_id", "output")),
+}
+"""Type of an item of the input -> its fields."""
+_FIELDS_OF_FORMATS = {
+    "text": FieldsOfType(),
+    "json_object": FieldsOfType(),
+    "json_schema": FieldsOfType(required=("name", "schema"), optional=("description", "strict")),
+}
+"""Type of ``text.format`` -> its fields."""
+
+
+# ------------------------------------------------------------------------------- what clients send
+
+
+class InputItem(WireRecord, kw_only=True):
+    """One item of the input. A client sends items of earlier answers back as it got them: that is
+    what the fields are for that must be null or that change nothing."""
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[TextPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[TextPart] | None = None
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    summary: Annotated[list[Any], Meta(max_length=0)] | None = None
+    encrypted_content: None = None
+    phase: None = None
+
+
+class FlatFunction(Function, kw_only=True):
+    """A tool, or the choice of one. A chat has the function in an inner object."""
+
+    type: Literal["function"]
+
+
+class TextOptions(WireRecord):
+    """What the text of the answer must be."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(WireRecord):
+    """How much the model should reason."""
+
+    effort: str | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class ResponseRequest(WireRecord, kw_only=True):
+    """The body of ``/v1/responses``."""
+
+    refused_params: ClassVar[tuple[str, ...]] = ("prompt_logprobs", "n", "max_tokens", "logprobs")
+    model: str
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
+    """As in ``ChatRequest``."""
+    stream: bool | None = None
+    structured_outputs: StructuredChoice | None = None
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    tools: Annotated[list[FlatFunction], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    truncation: Literal["disabled"] | None = None
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+
+
+# ------------------------------------------------------------------------------- body to chat
+
+
+def chat_of_response(body: ResponseRequest, model: ModelDescription) -> ChatRequest:
+    """The chat that the body stands for. Raises FieldError."""
+    text = body.text or TextOptions()
+    reasoning = body.reasoning or ReasoningOptions()
+    response_format = None
+    if text.format is not None:
+        check_fields("text.format", text.format, _FIELDS_OF_FORMATS)
+        response_format = text.format.as_response_format()
+    tool_choice: Any = body.tool_choice
+    if isinstance(tool_choice, FlatFunction):
+        tool_choice = _tool(tool_choice)
+    shared = {name: getattr(body, name) for name in _SHARED_WITH_CHATS}
+    chat = ChatRequest(
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=bool(body.include) or body.top_logprobs is not None,
+        top_logprobs=body.top_logprobs,
+        tools=[_tool(tool) for tool in body.tools or ()],
+        tool_choice=tool_choice,
+        response_format=response_format,
+        verbosity=text.verbosity,
+        reasoning_effort=reasoning.effort,
+        **shared,
+    )
+    if chat.logprobs:
+        _check_logprobs(body, chat, model)
+    return chat
+
+
+def _check_logprobs(body: ResponseRequest, chat: ChatRequest, model: ModelDescription) -> None:
+    """Logprobs belong to the text in this API: every token must be one of the text's."""
+    formats = formats_of_answer(chat, model)
+    if formats.tool is None and reasoning_markers(formats.reasoning) is None:
+        return
+    field = "include" if body.include else "top_logprobs"
+    reason = "goes without tools, and with a model that does not reason"
+    raise FieldError(field, f"{field} {reason}: which tokens are the text's is not known")
+
+
+def _messages(body: ResponseRequest) -> list[Message]:
+    """The messages of the chat."""
+    items = body.input
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    history = [_message_or_part(f"input[{index}]", item) for index, item in enumerate(items)]
+    messages = list(join_assistant_parts(history))
+    if body.instructions:
+        messages.insert(0, Message(role="system", content=body.instructions))
+    return messages
+
+
+def _message_or_part(path: str, item: InputItem) -> Message | AssistantPart:
+    """An item of the input: a message, or a part of what the model said. ``path`` leads to the item
+    in the body."""
+    item.type = item.type or "message"
+    check_fields(path, item, _FIELDS_OF_ITEMS)
+    if item.type == "function_call":
+        parsed_arguments(f"{path}.arguments", item.arguments)
+        called = Called(name=str(item.name), arguments=str(item.arguments))
+        return AssistantPart(call=Call(type="function", id=item.call_id, function=called))
+    if item.type == "function_call_output":
+        text = joined_text(item.output)
+        return Message(role="tool", content=text, tool_call_id=item.call_id)
+    text = joined_text(item.content)
+    if item.type == "reasoning":
+        return AssistantPart(reasoning=text)
+    if item.role is None or item.role == "assistant":
+        return AssistantPart(text=text)
+    return Message(role=item.role, content=text)
+
+
+def _tool(flat: FlatFunction) -> Tool:
+    """The same tool in the form of a chat."""
+    function = Function(
+        name=flat.name,
+        description=flat.description,
+        parameters=flat.parameters,
+        strict=flat.strict,
+    )
+    return Tool(type="function", function=function)
