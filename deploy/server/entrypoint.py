@@ -35,6 +35,7 @@ from jitney.errors import LoadError
 from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
 from jitney_server.launch import launch, restrict
+from jitney_server.ports import ServerPorts
 from jitney_server.server import FORWARDED_HEADERS, LOAD_THREADS
 from jitney_server.serving import NOT_UNLOADED
 from jitney_server.stopping import interruptible, stop
@@ -96,7 +97,7 @@ class Server:
         self.options = options
         self.key = secrets.token_hex(16)
         host = {"::": "::1"}.get(options.host, options.host)
-        ports = [options.http_port, options.grpc_port, options.metrics_port]
+        ports = ServerPorts(options.http_port, options.grpc_port, options.metrics_port)
         self.admin = Admin(host, ports, {"jitney-key": self.key})
         self.process: subprocess.Popen[bytes] | None = None
         self.runtime: Path | None = None
@@ -180,18 +181,19 @@ class Server:
             say("stopping while models load: nothing was taken yet")
             return 0  # `kill` follows; the server itself would first load them all
         say(f"stopping; requests in flight get up to {self.options.drain_s:.0f} s")
-        unclean, lost = stop(self.admin, self.process, self.options.drain_s)
+        outcome = stop(self.admin, self.process, self.options.drain_s)
         say(
             "the server did not end in time and was killed"
             if self.status is None
             else f"the server ended with status {self.status}"
         )
-        if unclean:
-            say(unclean)
-        if lost:
+        if outcome.problem is not None:
+            say(outcome.problem)
+        if outcome.cut_requests:
             say("not every request had ended")
             return 1
-        return 0 if self.status == 0 and not unclean else NOT_UNLOADED
+        is_clean = self.status == 0 and outcome.problem is None
+        return 0 if is_clean else NOT_UNLOADED
 
     def kill(self) -> None:
         """Kill what is left of the server and its models, and remove what they left. Idempotent."""

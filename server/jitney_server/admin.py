@@ -1,72 +1,88 @@
 """The embedded server's HTTP endpoints as its owner uses them: readiness, models, metrics.
 
-Plain requests over connections of their own, so that none stays open behind. A call raises one of
-``NO_ANSWER``: InternalError if the server answers with anything but what is asked for, the others
-if it does not answer within ``TIMEOUT_S``.
+Each call has a connection of its own, which is closed after it: an idle one would hold up the
+server's stop. A call raises one of ``NO_ANSWER``. It is InternalError if the server answers
+something else than what was asked for, and another one if no answer comes within ``TIMEOUT_S``.
 """
 
 import contextlib
 import http.client
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from jitney.errors import InternalError
 
 from jitney_server.log import readable
+from jitney_server.ports import ServerPorts
 
 TIMEOUT_S = 10.0
 NO_ANSWER = (OSError, http.client.HTTPException, InternalError)
 
 
-class Admin:
-    """``ports`` are those of HTTP, gRPC and metrics; ``headers`` open the restricted endpoints."""
+class ModelState(NamedTuple):
+    """The state of a model, as the server's repository index has it."""
 
-    def __init__(self, host: str, ports: Sequence[int], headers: Mapping[str, str]) -> None:
-        self.host = "127.0.0.1" if host in ("0.0.0.0", "") else host
+    state: str
+    """``READY``, ``LOADING``, ``UNLOADING`` or ``UNAVAILABLE``. Empty if nobody has asked for the
+    model yet."""
+    reason: str
+    """Why it is unavailable."""
+
+
+class Admin:
+    """Calls to the server that listens on ``host`` and ``ports``. ``headers`` open its restricted
+    endpoints."""
+
+    def __init__(self, host: str, ports: ServerPorts, headers: Mapping[str, str]) -> None:
+        is_any_address = host in ("0.0.0.0", "")
+        self.host = "127.0.0.1" if is_any_address else host
         """Where a client on this machine reaches a server that is bound to ``host``."""
-        self.ports = self.http_port, self.grpc_port, self.metrics_port = tuple(ports)
+        self.ports = ports
         self._headers = {**headers, "Connection": "close"}
 
     def is_ready(self, path: str = "/v2/health/ready") -> bool:
         """Whether ``path`` answers 200; False too while nothing listens yet."""
         try:
-            self._ask("GET", path)
+            self._call("GET", path)
         except NO_ANSWER:
             return False
         return True
 
-    def model_states(self) -> dict[str, tuple[str, str]]:
-        """Model name -> (state, reason), as the repository index has it: ``READY``, or
-        ``UNAVAILABLE`` and why. The state is empty if nobody ever asked for the model."""
-        return {
-            entry["name"]: (entry.get("state", ""), readable(entry.get("reason", "")))
-            for entry in json.loads(self._ask("POST", "/v2/repository/index"))
-        }
+    def model_states(self) -> dict[str, ModelState]:
+        """Model name -> its state."""
+        states = {}
+        for entry in json.loads(self._call("POST", "/v2/repository/index")):
+            reason = readable(entry.get("reason", ""))
+            states[entry["name"]] = ModelState(entry.get("state", ""), reason)
+        return states
 
     def model_inputs(self, name: str) -> Any:
         """The input tensors of a ready model: a list of name, datatype and shape of each."""
-        return json.loads(self._ask("GET", f"/v2/models/{name}"))["inputs"]
+        return json.loads(self._call("GET", f"/v2/models/{name}"))["inputs"]
 
     def unload(self, name: str) -> None:
-        """Ask for it; the server does it once the model's requests have ended."""
-        self._ask("POST", f"/v2/repository/models/{name}/unload")
+        """Ask the server to unload a model. It does so once the model's requests have ended."""
+        self._call("POST", f"/v2/repository/models/{name}/unload")
 
     def load(self, name: str, timeout_s: float) -> None:
-        """Load a model, and what is made of it. InternalError has the model's reason if it cannot
-        be; a model that is still loaded is not loaded anew."""
-        self._ask("POST", f"/v2/repository/models/{name}/load", timeout_s=timeout_s)
+        """Load a model and, if it is an ensemble, its parts. Does nothing for a model that is
+        loaded. Raises InternalError with the model's reason if it cannot be loaded."""
+        self._call("POST", f"/v2/repository/models/{name}/load", timeout_s=timeout_s)
 
     def infer(self, name: str, inputs: list[dict[str, Any]]) -> Any:
-        """The list of a model's output tensors for these inputs, all as JSON has them."""
+        """The list of a model's output tensors for these inputs, all in the form of JSON."""
         body = json.dumps({"inputs": inputs})
-        return json.loads(self._ask("POST", f"/v2/models/{name}/infer", body))["outputs"]
+        return json.loads(self._call("POST", f"/v2/models/{name}/infer", body))["outputs"]
 
-    def is_answered(self, name: str) -> bool:
-        """Whether a language model answers a request, which it refuses at once; the server answers
-        for a model whose process does not. False if nobody does within ``TIMEOUT_S``."""
+    def is_answering(self, name: str) -> bool:
+        """Whether the process of a language model answers a request within ``TIMEOUT_S``.
+
+        The request is one that the model refuses at once. If the process is dead, the server itself
+        answers, with a text that says so.
+        """
         try:
-            self._ask("POST", f"/v2/models/{name}/generate", '{"text_input": ""}')
+            self._call("POST", f"/v2/models/{name}/generate", '{"text_input": ""}')
         except TimeoutError:
             return False
         except InternalError as error:
@@ -75,9 +91,9 @@ class Admin:
 
     def metrics(self) -> str:
         """The text of the metrics endpoint, which opens a moment after the server is ready."""
-        return self._ask("GET", "/metrics", port=self.metrics_port)
+        return self._call("GET", "/metrics", port=self.ports.metrics)
 
-    def _ask(
+    def _call(
         self,
         method: str,
         path: str,
@@ -86,13 +102,14 @@ class Admin:
         port: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> str:
-        port = port or self.http_port
+        """The text of a response; ``port`` is that of HTTP by default."""
+        port = port or self.ports.http
         connection = http.client.HTTPConnection(self.host, port, timeout=timeout_s)
         with contextlib.closing(connection):
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
-            said = response.read().decode(errors="replace")
+            text = response.read().decode(errors="replace")
         if response.status != 200:
-            answer = f"HTTP {response.status}: {said[:400]}"
+            answer = f"HTTP {response.status}: {text[:400]}"
             raise InternalError(f"the server answered {method} {path} with {answer}")
-        return said
+        return text

@@ -1,6 +1,7 @@
 """The commands ``jitney serve`` and ``jitney doctor``, which ``jitney.cli`` finds by entry points.
 
-What serves is imported when a command runs: the list of all commands must come fast.
+The modules that do the work are imported when a command runs: `jitney --help` imports this one, and
+must be fast.
 """
 
 from pathlib import Path
@@ -90,10 +91,19 @@ def serve(
         extra_args=server_arg or (),
         exit_timeout_s=grace,
     )
-    given = {"--api-key-file": api_key_file, "--otlp-endpoint": otlp_endpoint}
-    given["--batches"] = batches
-    options = [f"{name}={value}" for name, value in given.items() if value is not None]
-    status = serve_until_stopped(server, start_timeout, grace, openai_port, options)
+    of_gateway = {
+        "--api-key-file": api_key_file,
+        "--otlp-endpoint": otlp_endpoint,
+        "--batches": batches,
+    }
+    given = [f"{name}={value}" for name, value in of_gateway.items() if value is not None]
+    status = serve_until_stopped(
+        server,
+        start_timeout_s=start_timeout,
+        grace_s=grace,
+        openai_port=openai_port,
+        gateway_options=given,
+    )
     raise typer.Exit(status)
 
 

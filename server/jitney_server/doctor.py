@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jitney_server.installation import (
+    REPAIR_WITH,
     backend_folder,
     check_numpy,
     check_python,
@@ -28,50 +28,44 @@ from jitney_server.installation import (
     find_libpython,
     missing_libraries,
 )
-from jitney_server.server import TritonServer, choose_ports
+from jitney_server.ports import choose_ports
+from jitney_server.trial import try_server
 
 _MIB = 1 << 20
-_ISA = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+_CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+"""Those that our kernels use, as /proc/cpuinfo names them."""
 _MARKS = {"ok": "[green]ok   [/]", "warns": "[yellow]warns[/]", "fails": "[red]FAILS[/]"}
-
-
-_CONFIG = """
-backend: "python"
-input [{ name: "x" data_type: TYPE_INT32 dims: [-1] }]
-output [{ name: "y" data_type: TYPE_INT32 dims: [-1] }]
-"""
-_MODEL = """
-import jitney.config  # the stub must see the environment that the launcher runs in
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        arrays = [pb_utils.get_input_tensor_by_name(each, "x").as_numpy() for each in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x + 1)]) for x in arrays]
-"""
+_NAME_WIDTH = 14
 
 
 class Finding(NamedTuple):
-    """What one check found. ``repair`` is empty if there is nothing to do."""
+    """What one check found."""
 
     state: Literal["ok", "warns", "fails"]
     text: str
-    repair: str = ""
+    repair: str | None = None
+    """How to repair it. None: there is nothing to do."""
+
+
+Check = Callable[[], Finding]
 
 
 def run_doctor(ports: Sequence[int], *, start: bool) -> bool:
-    """Print what every check finds; returns whether this installation can serve. With ``start`` a
-    server that could run is also started and asked: some faults (a stub that finds no packages,
-    shared memory that is too small, a policy that forbids listening) only show when all runs."""
+    """Print what every check finds. Returns whether this installation can serve.
+
+    With ``start`` a server is also started and asked, if it could run. Some faults show only then:
+    a stub that finds no packages, shared memory that is too small, a policy that forbids listening.
+    """
     findings = examine(ports)
     if start and can_serve(findings):
         with Console(stderr=True).status("Starting a server …"):
-            findings["trial"] = look(try_server)
+            findings["trial"] = run_check(_check_trial)
     out = Console(highlight=False, soft_wrap=True)
-    for name, (state, text, repair) in findings.items():
-        out.print(f"{_MARKS[state]} {name:<14}{escape(text)}")
-        if repair:
-            out.print(f"      {'':<14}[bold]repair:[/] {escape(repair)}")
+    for name, finding in findings.items():
+        out.print(f"{_MARKS[finding.state]} {name:<{_NAME_WIDTH}}{escape(finding.text)}")
+        if finding.repair is not None:
+            indent = " " * (len("ok    ") + _NAME_WIDTH)
+            out.print(f"{indent}[bold]repair:[/] {escape(finding.repair)}")
     if can_serve(findings):
         out.print("\n[bold green]Ready to serve.[/]")
     else:
@@ -80,45 +74,61 @@ def run_doctor(ports: Sequence[int], *, start: bool) -> bool:
 
 
 def examine(ports: Sequence[int]) -> dict[str, Finding]:
-    """Run every check, in the order in which a newcomer would repair what they find."""
-    checks = {**_CHECKS, "ports": lambda: _ports(ports)}
-    return {name: look(check) for name, check in checks.items()}
+    """Run every check. Returns name -> finding, in the order in which a newcomer would repair what
+    they find."""
+    checks = {**_CHECKS, "ports": lambda: _check_ports(ports)}
+    return {name: run_check(check) for name, check in checks.items()}
 
 
-def look(check: Callable[[], Finding]) -> Finding:
-    """What one check finds. An InstallationError is a finding too: its text is "what; repair it
-    with: how"."""
+def run_check(check: Check) -> Finding:
+    """What one check finds. An InstallationError is a finding too, and its text has the repair."""
     try:
         return check()
     except InstallationError as error:
-        text, _, repair = str(error).partition("repair it with: ")
-        return Finding("fails", text.rstrip("; "), repair)
+        text, separator, repair = str(error).partition(REPAIR_WITH)
+        return Finding("fails", text.rstrip("; "), repair if separator else None)
 
 
 def can_serve(findings: Mapping[str, Finding]) -> bool:
     """Whether nothing that was found makes serving impossible."""
-    return all(found.state != "fails" for found in findings.values())
+    return all(finding.state != "fails" for finding in findings.values())
 
 
-def _python() -> Finding:
+# ------------------------------------------------------------------------------- packages
+
+
+def _check_python() -> Finding:
     check_python()
-    where = "a virtual environment" if sys.prefix != sys.base_prefix else "no virtual environment"
+    is_virtual = sys.prefix != sys.base_prefix
+    where = "a virtual environment" if is_virtual else "no virtual environment"
     return Finding("ok", f"{sys.version.split()[0]}, {where}")
 
 
-def _numpy() -> Finding:
+def _check_numpy() -> Finding:
     check_numpy()
     return Finding("ok", f"{_version('numpy')} (below 2, as the embedded server needs)")
 
 
-def _imports() -> Finding:
-    """Whether torch and transformers import together, in a process that may crash: a torchvision of
-    another build, a missing library or an old processor only show so."""
+def _check_torch() -> Finding:
+    return _check_needed("torch", "2.11", "pip install torch (without a GPU: its CPU build)")
+
+
+def _check_transformers() -> Finding:
+    return _check_needed("transformers", "5.17", "pip install 'transformers>=5.17,<6'")
+
+
+def _check_imports() -> Finding:
+    """Whether torch and transformers import together.
+
+    If not, the reason is often a torchvision of another build, a missing library or an old
+    processor. The import may crash, so another process tries it.
+    """
     command = [sys.executable, "-c", "import torch, transformers.modeling_utils"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 0:
         return Finding("ok", "torch and transformers import together")
-    last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+    lines = result.stderr.strip().splitlines()
+    last = lines[-1] if lines else "no message"
     return Finding(
         "fails",
         f"torch and transformers do not import together: {last}",
@@ -126,28 +136,100 @@ def _imports() -> Finding:
     )
 
 
-def _server() -> Finding:
+def _check_numba() -> Finding:
+    return _check_optional(
+        ["numba"],
+        without="attention on the CPU falls back to the slow reference",
+        repair="pip install 'triton-jitney[cpu]'",
+    )
+
+
+def _check_onnxruntime() -> Finding:
+    return _check_optional(
+        ["onnxruntime", "onnxruntime-gpu"],
+        without="models of the onnxruntime backend cannot be served",
+        repair="pip install 'triton-jitney[onnx]' (with a GPU: [onnx-gpu])",
+    )
+
+
+def _check_client() -> Finding:
+    return _check_optional(
+        ["tritonclient"],
+        without="serving works, the demo and the samples do not",
+        repair="pip install 'tritonclient[grpc,http]'",
+    )
+
+
+def _check_needed(package: str, least: str, repair: str) -> Finding:
+    """A package that serving needs, in a version of at least ``least``: its first two numbers."""
+    version = _version(package)
+    if version is None:
+        return Finding("fails", "missing", repair)
+    numbers = re.match(r"\d+\.\d+", version)
+    if numbers is None or _as_numbers(numbers[0]) < _as_numbers(least):
+        return Finding("fails", f"{version} is older than {least}", repair)
+    return Finding("ok", version)
+
+
+def _as_numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+def _check_optional(packages: Sequence[str], *, without: str, repair: str) -> Finding:
+    """A package that serving can do without. It may have several names, whose files are in the same
+    folder. ``without`` says what does not work if it is missing."""
+    present = []
+    for package in packages:
+        version = _version(package)
+        if version is not None:
+            present.append(f"{package} {version}")
+    if not present:
+        return Finding("warns", f"{packages[0]} is missing: {without}", repair)
+    if len(present) > 1:
+        return Finding(
+            "warns",
+            f"{' and '.join(present)} are both installed, in the same folder: one hides the other",
+            f"pip uninstall {' '.join(packages)}, then install the one you need",
+        )
+    return Finding("ok", present[0])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------- the server
+
+
+def _check_server() -> Finding:
     binary = find_installation().binary
     return Finding("ok", f"nvidia-pytriton {_version('nvidia-pytriton')}, {binary}")
 
 
-def _libraries() -> Finding:
-    """What the binary and the stub need, beside what the wheel bundles: above all libpython."""
+def _check_libraries() -> Finding:
+    """The libraries that the binary and the stub need and that the wheel does not have: above all
+    libpython."""
     libpython = find_libpython()
-    found = find_installation()
+    installation = find_installation()
     if shutil.which("ldd") is None:
         return Finding("warns", "cannot be checked: ldd is not on this machine")
-    missing = [
-        f"{program.name} lacks {library}"
-        for program in (found.binary, found.stub)
-        for library in missing_libraries(program, found.library_path)
-    ]
+    missing = []
+    for program in (installation.binary, installation.stub):
+        for library in missing_libraries(program, installation.library_path):
+            missing.append(f"{program.name} lacks {library}")
     if missing:
         return Finding("fails", "; ".join(missing), "install the packages that hold them")
     return Finding("ok", f"complete; Python's is {libpython}")
 
 
-def _ports(ports: Sequence[int]) -> Finding:
+def _check_backends() -> Finding:
+    return Finding("ok", str(backend_folder()))
+
+
+def _check_ports(ports: Sequence[int]) -> Finding:
     taken = []
     for port in ports:
         try:
@@ -160,20 +242,32 @@ def _ports(ports: Sequence[int]) -> Finding:
     return Finding("ok", f"{', '.join(map(str, ports))} are free on 127.0.0.1")
 
 
-def _shared_memory() -> Finding:
+def _check_trial() -> Finding:
+    try:
+        try_server()
+    except (JitneyError, OSError) as error:
+        return Finding("fails", str(error), "see docs/troubleshooting.md")
+    return Finding("ok", "a server started, answered and stopped")
+
+
+# ------------------------------------------------------------------------------- the machine
+
+
+def _check_shared_memory() -> Finding:
     """The server and the stub exchange tensors through /dev/shm."""
     try:
-        size, free = (shutil.disk_usage("/dev/shm")[i] // _MIB for i in (0, 2))
+        usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Finding("fails", f"/dev/shm: {error.strerror}", "mount a tmpfs at /dev/shm")
-    if free < 128:
-        repair = "give the container more: docker run --shm-size=1g, or compose's shm_size"
-        text = f"{free} MiB of {size} MiB are free"
-        return Finding("fails" if free < 16 else "warns", text, repair)
-    return Finding("ok", f"{free:,} MiB free in /dev/shm")
+    free = usage.free // _MIB
+    if free >= 128:
+        return Finding("ok", f"{free:,} MiB free in /dev/shm")
+    text = f"{free} MiB of {usage.total // _MIB} MiB are free"
+    repair = "give the container more: docker run --shm-size=1g, or compose's shm_size"
+    return Finding("fails" if free < 16 else "warns", text, repair)
 
 
-def _memory() -> Finding:
+def _check_memory() -> Finding:
     free = psutil.virtual_memory().available // _MIB
     if free < 2048:
         repair = "use a smaller model, or set kv_cache_bytes in its model.json"
@@ -181,19 +275,24 @@ def _memory() -> Finding:
     return Finding("ok", f"{free:,} MiB free")
 
 
-def _processor() -> Finding:
+def _check_processor() -> Finding:
     cores = len(os.sched_getaffinity(0))
     flags = _cpu_flags(Path("/proc/cpuinfo"))
-    fast = [name for name in _ISA if name in flags]
-    text = f"{cores} cores usable; {', '.join(fast) or 'none of ' + ', '.join(_ISA)}"
+    features = [name for name in _CPU_FEATURES if name in flags]
+    listed = ", ".join(features) or f"none of {', '.join(_CPU_FEATURES)}"
+    text = f"{cores} cores usable; {listed}"
     if "avx2" not in flags:
         return Finding("warns", f"{text}: inference will be slow")
-    kinds = {"AMX": "amx_bf16", "AVX-512": "avx512f", "AVX2": "avx2"}
-    best = next(kind for kind, flag in kinds.items() if flag in flags)
-    return Finding("ok", f"{text}; kernels are of {best}")
+    return Finding("ok", f"{text}; kernels are of {_kind_of_kernels(flags)}")
 
 
-def _gpu() -> Finding:
+def _kind_of_kernels(flags: set[str]) -> str:
+    if "amx_bf16" in flags:
+        return "AMX"
+    return "AVX-512" if "avx512f" in flags else "AVX2"
+
+
+def _check_gpu() -> Finding:
     try:
         import torch  # only here: it takes a second
     except (ImportError, OSError):
@@ -210,96 +309,27 @@ def _gpu() -> Finding:
     return Finding("ok", "none; the CPU is used")
 
 
-def try_server() -> Finding:
-    """Start a server with a model that adds one, on free ports, send it three numbers, stop it."""
-    x = {"name": "x", "shape": [3], "datatype": "INT32", "data": [1, 2, 3]}
-    with tempfile.TemporaryDirectory(prefix="jitney-trial-") as name:
-        write_trial(Path(name))
-        try:
-            with TritonServer(Path(name)) as server:
-                (y,) = server.admin.infer("plus_one", [x])
-            if server.unclean:
-                raise JitneyError(f"the stop was not clean: {server.unclean}")
-            if y["data"] != [2, 3, 4]:
-                raise JitneyError(f"the server answered {y['data']} where [2, 3, 4] is right")
-        except (JitneyError, OSError) as error:
-            return Finding("fails", str(error), "see docs/troubleshooting.md")
-    return Finding("ok", "a server started, answered and stopped")
-
-
-def write_trial(repository: Path) -> None:
-    """Write the model that adds one, ``plus_one``."""
-    version = repository / "plus_one" / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text(_CONFIG, encoding="utf-8")
-    (version / "model.py").write_text(_MODEL, encoding="utf-8")
-
-
-def _needed(name: str, least: tuple[int, int], repair: str) -> Finding:
-    """Of a package that serving needs, in a version of at least ``least``."""
-    version = _version(name)
-    if version is None:
-        return Finding("fails", "missing", repair)
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or (int(match[1]), int(match[2])) < least:
-        return Finding("fails", f"{version} is older than {least[0]}.{least[1]}", repair)
-    return Finding("ok", version)
-
-
-def _optional(names: Sequence[str], without: str, repair: str) -> Finding:
-    """Of a package that serving can do without, under the one or the other of its names, which own
-    the same folder."""
-    present = [f"{name} {version}" for name in names if (version := _version(name)) is not None]
-    if not present:
-        return Finding("warns", f"{names[0]} is missing: {without}", repair)
-    if len(present) > 1:
-        return Finding(
-            "warns",
-            f"{' and '.join(present)} are both installed, in the same folder: one hides the other",
-            f"pip uninstall {' '.join(names)}, then install the one you need",
-        )
-    return Finding("ok", present[0])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _cpu_flags(path: Path) -> set[str]:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     match = re.search(r"^flags\s*:(.*)$", text, re.M)
-    return set(match[1].split()) if match else set()
+    return set() if match is None else set(match[1].split())
 
 
-_CHECKS: dict[str, Callable[[], Finding]] = {
-    "Python": _python,
-    "numpy": _numpy,
-    "torch": lambda: _needed("torch", (2, 11), "pip install torch (without a GPU: its CPU build)"),
-    "transformers": lambda: _needed("transformers", (5, 17), "pip install 'transformers>=5.17,<6'"),
-    "imports": _imports,
-    "numba": lambda: _optional(
-        ["numba"],
-        "attention on the CPU falls back to the slow reference",
-        "pip install 'triton-jitney[cpu]'",
-    ),
-    "onnxruntime": lambda: _optional(
-        ["onnxruntime", "onnxruntime-gpu"],
-        "models of the onnxruntime backend cannot be served",
-        "pip install 'triton-jitney[onnx]' (with a GPU: [onnx-gpu])",
-    ),
-    "server": _server,
-    "libraries": _libraries,
-    "backends": lambda: Finding("ok", str(backend_folder())),
-    "client": lambda: _optional(
-        ["tritonclient"],
-        "serving works, the demo and the samples do not",
-        "pip install 'tritonclient[grpc,http]'",
-    ),
-    "shared memory": _shared_memory,
-    "memory": _memory,
-    "processor": _processor,
-    "GPU": _gpu,
+_CHECKS: dict[str, Check] = {
+    "Python": _check_python,
+    "numpy": _check_numpy,
+    "torch": _check_torch,
+    "transformers": _check_transformers,
+    "imports": _check_imports,
+    "numba": _check_numba,
+    "onnxruntime": _check_onnxruntime,
+    "server": _check_server,
+    "libraries": _check_libraries,
+    "backends": _check_backends,
+    "client": _check_client,
+    "shared memory": _check_shared_memory,
+    "memory": _check_memory,
+    "processor": _check_processor,
+    "GPU": _check_gpu,
 }
+"""All checks that need no argument."""

@@ -1,9 +1,9 @@
-"""Where the parts of the embedded server stand on this machine, and whether they fit together.
+"""Where the parts of the embedded server are on this machine, and whether they fit together.
 
 The ``nvidia-pytriton`` wheel carries the real ``tritonserver`` binary, the python backend and one
 stub per Python version; nothing of its Python API is used or imported. ``server`` starts what
-:func:`find_installation` returns, and ``jitney doctor`` reports on the same checks one by one. Each
-raises InstallationError with a text that says how to repair it.
+:func:`find_installation` returns, and ``jitney doctor`` reports on the same checks one by one. A
+check that fails raises InstallationError with a text that says how to repair it.
 """
 
 import importlib.metadata
@@ -21,9 +21,19 @@ from jitney.errors import InstallationError
 PYTHONS = ((3, 11), (3, 12))
 """Versions that have both a stub in the wheel and a numpy below 2."""
 
-_PYTHON = sysconfig.get_python_version()  # 3.11
-_SYSTEM_FOLDERS = ("/usr/lib/{}", "/lib/{}", "/usr/local/lib", "/usr/lib64", "/lib64", "/usr/lib")
-# {}: the Debian name of the architecture.
+REPAIR_WITH = "repair it with: "
+"""In the text of an InstallationError: the repair follows."""
+
+_PYTHON = sysconfig.get_python_version()
+"""Such as ``3.11``."""
+_SYSTEM_FOLDERS = (
+    "/usr/lib/{architecture}",  # Debian's name of it, such as x86_64-linux-gnu
+    "/lib/{architecture}",
+    "/usr/local/lib",
+    "/usr/lib64",
+    "/lib64",
+    "/usr/lib",
+)
 
 _INSTALL = "pip install 'triton-jitney[server]'"
 
@@ -53,11 +63,11 @@ def find_installation() -> ServerInstallation:
     """Find every part and check that they fit. Imports nothing of what it finds."""
     check_python()
     check_numpy()
-    spec = importlib.util.find_spec("pytriton")  # finds, does not import
+    spec = importlib.util.find_spec("pytriton")  # does not import it
     if spec is None or not spec.submodule_search_locations:
         raise InstallationError(
             f"the embedded server is not installed (package nvidia-pytriton); "
-            f"repair it with: {_INSTALL}"
+            f"{REPAIR_WITH}{_INSTALL}"
         )
     package = Path(spec.submodule_search_locations[0])
     server = package / "tritonserver"
@@ -73,7 +83,7 @@ def find_installation() -> ServerInstallation:
         if not part.exists():
             raise InstallationError(
                 f"the nvidia-pytriton package is incomplete: {part} is missing; "
-                f"repair it with: pip install --force-reinstall --no-deps nvidia-pytriton==0.7.0"
+                f"{REPAIR_WITH}pip install --force-reinstall --no-deps nvidia-pytriton==0.7.0"
             )
     return found
 
@@ -94,27 +104,36 @@ def check_numpy() -> None:
     try:
         version = importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:
-        raise InstallationError(f"numpy is missing; repair it with: {_INSTALL}") from None
+        raise InstallationError(f"numpy is missing; {REPAIR_WITH}{_INSTALL}") from None
     if int(version.split(".")[0]) >= 2:
         raise InstallationError(
             f"numpy {version} is installed, but the embedded server needs numpy below 2 (with "
-            f"numpy 2 it answers with empty outputs); repair it with: pip install 'numpy>=1.26,<2'"
+            f"numpy 2 it answers with empty outputs); {REPAIR_WITH}pip install 'numpy>=1.26,<2'"
         )
 
 
 def find_libpython() -> Path:
-    """The shared libpython of the running version, which the stub embeds. A Python that was built
-    static, and Debian's, whose library is a package of its own, may lack it."""
+    """The shared libpython of the running version, which the stub embeds.
+
+    It may be missing if Python was built without a shared library, and with Debian's Python, whose
+    library is a package of its own.
+    """
     name = f"libpython{_PYTHON}.so.1.0"
-    multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
-    system = [folder.format(multiarch) for folder in _SYSTEM_FOLDERS]
-    own = [sysconfig.get_config_var("LIBDIR") or "/usr/lib", f"{sys.base_prefix}/lib"]
-    for folder in [*own, f"{sys.prefix}/lib", *system]:
-        if Path(folder, name).exists():
-            return Path(folder, name)
+    folders = [
+        sysconfig.get_config_var("LIBDIR") or "/usr/lib",
+        f"{sys.base_prefix}/lib",
+        f"{sys.prefix}/lib",
+    ]
+    architecture = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
+    for folder in _SYSTEM_FOLDERS:
+        folders.append(folder.format(architecture=architecture))
+    for folder in folders:
+        library = Path(folder, name)
+        if library.exists():
+            return library
     raise InstallationError(
         f"{name} is missing: the server's stub embeds Python and needs its shared library; "
-        f"repair it with: apt-get install libpython{_PYTHON} (Debian, Ubuntu), or without root by "
+        f"{REPAIR_WITH}apt-get install libpython{_PYTHON} (Debian, Ubuntu), or without root by "
         f"putting that file into {Path(sys.prefix, 'lib')}, or with a Python built with "
         f"--enable-shared"
     )
@@ -132,26 +151,28 @@ def missing_libraries(program: Path, library_path: str) -> list[str]:
 
 
 def backend_folder() -> Path:
-    """The folder that holds our backends, one subfolder each: ``backend/`` of a source checkout or
-    an editable install, or the copy of it that an installed wheel has beside the package."""
+    """The folder that holds our backends, one subfolder each.
+
+    An installed wheel has a copy of it beside the packages. In a source checkout and an editable
+    install it is the folder ``backend``.
+    """
     package = Path(__file__).resolve().parent
-    installed = package.parent / "jitney_backends"
-    checkout = package.parents[1] / "backend"
-    for folder in (installed, checkout):
+    of_a_wheel = package.parent / "jitney_backends"
+    of_a_checkout = package.parents[1] / "backend"
+    for folder in (of_a_wheel, of_a_checkout):
         if (folder / "jitney" / "model.py").is_file():
             return folder
     raise InstallationError(
         f"the backend folders are missing beside {package}; "
-        f"repair it with: pip install --force-reinstall --no-deps triton-jitney"
+        f"{REPAIR_WITH}pip install --force-reinstall --no-deps triton-jitney"
     )
 
 
 def link_backends(target: Path, installation: ServerInstallation, ours: Path) -> None:
-    """Fill ``target`` with one backend directory: the wheel's and those in the folder ``ours``.
-
-    Of the wheel's, copies: the server refuses a library that resolves to another folder, and a stub
-    may have lost its executable bit (archives do that); nothing in the environment is changed.
-    """
+    """Make ``target`` the server's folder of backends: the wheel's python backend, and those in the
+    folder ``ours``."""
+    # The wheel's files are copied. The server refuses a library whose link leads into another
+    # folder; and the stub may have lost its executable bit, as archives do not always keep it.
     python = target / "python"
     python.mkdir(parents=True)
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):

@@ -1,9 +1,12 @@
 """Starts a program with arguments that only its own user can read.
 
-Every local user can read a command line, but not an environment. So the secret arguments are handed
-over as variables, and placeholders stand on the command line. The program is stopped before its
-first instruction, and its pointers to the placeholders are turned to the variables. ``server`` and
-the containers' process 1 start the server so: its options carry the key of restricted endpoints.
+Every local user can read the command line of a process, but not its environment. So the secret
+arguments are passed as environment variables, and placeholders for them stand on the command line.
+The program is stopped before its first instruction; then its pointers to the placeholders are
+changed, and point to the values of the variables.
+
+``server`` and the containers' process 1 start the server so: two of its options carry the key of
+the restricted endpoints.
 """
 
 import ctypes
@@ -23,78 +26,114 @@ RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
 _LOG = logging.getLogger(__name__)
 
 _PTRACE_DETACH = 17
-_NOT_ALLOWED = 99
-# The kernel kills (9) the program when the thread ends that started it, however it does; 0: never.
-# A process that asks to be traced (request 0) stops after its next exec. Not a function that runs
-# between fork and exec in this process: its other threads may hold locks.
-_BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, int(sys.argv[1]))"
-_EXEC = "os.execv(sys.argv[2], sys.argv[2:])"
-_TRACED = f"""{_BOUND}
-ctypes.CDLL(None).ptrace(0, 0, None, None) == 0 or os._exit({_NOT_ALLOWED})
-{_EXEC}"""
-# Positions in /proc/PID/stat behind the name: where the stack starts, and the bounds of the command
-# line and of the environment.
+
+# A small Python program becomes the real one with `exec`. Its arguments are the signal for its
+# parent's end, and the real program with its arguments. It does what a function between `fork` and
+# `exec` could do as well, but that would run in this process, whose other threads may hold locks.
+_BIND_TO_PARENT = """
+import ctypes, os, sys
+PR_SET_PDEATHSIG = 1  # the kernel sends the signal when the thread ends that started this process
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(sys.argv[1]))
+"""
+_ASK_TO_BE_TRACED = """
+PTRACE_TRACEME = 0  # a traced process stops after its next exec
+if ctypes.CDLL(None).ptrace(PTRACE_TRACEME, 0, None, None) != 0:
+    os._exit(99)
+"""
+_EXEC = """
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+_TRACED = _BIND_TO_PARENT + _ASK_TO_BE_TRACED + _EXEC
+_UNTRACED = _BIND_TO_PARENT + _EXEC
+_SIGKILL = "9"
+_NO_SIGNAL = "0"
+
+# Fields of /proc/PID/stat, counted from the one behind the program's name.
 _START_STACK = 25
-_ARG_START = 45
-_ENV_END = 49
+"""Where the stack begins."""
+_BOUNDS = slice(45, 49)
+"""Begin and end of the command line, begin and end of the environment."""
 
 
 def restrict(key: str) -> list[str]:
     """The server's options that close the endpoints of RESTRICTED to all who do not send the header
     ``jitney-key: KEY``."""
-    closed = f"{','.join(RESTRICTED)}:jitney-key={key}"
-    return [f"--http-restricted-api={closed}", f"--grpc-restricted-protocol={closed}"]
+    value = f"{','.join(RESTRICTED)}:jitney-key={key}"
+    return [f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}"]
 
 
 def launch(
     command: Sequence[str], secret: Sequence[str], environment: Mapping[str, str], **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` with the arguments ``secret`` at its end; ``options`` are Popen's.
-    Called in the main thread, it binds the program to the life of this process.
 
-    Where the system does not allow to look into a child (a container may forbid it), the program is
-    started with the arguments in the open, and a warning is logged.
+    If the main thread calls it, the program is killed when this process ends, however it ends.
+
+    Some systems do not allow to trace a child (a container may forbid it). There the program gets
+    its arguments in the open, and a warning is logged.
     """
+    # Another thread may end long before this process: then the program must go on.
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    end_signal = _SIGKILL if is_main_thread else _NO_SIGNAL
+    process = _launch_hidden(command, secret, environment, end_signal, options)
+    if process is not None:
+        return process
+    _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
+    program = [*_python(_UNTRACED), end_signal, *command, *secret]
+    return subprocess.Popen(program, env=environment, **options)
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", code]
+
+
+def _launch_hidden(
+    command: Sequence[str],
+    secret: Sequence[str],
+    environment: Mapping[str, str],
+    end_signal: str,
+    options: Mapping[str, Any],
+) -> subprocess.Popen[bytes] | None:
+    """Start the program with hidden arguments. None: this system does not allow that."""
     names = [f"JITNEY_ARGUMENT_{number}" for number in range(len(secret))]
-    is_main = threading.current_thread() is threading.main_thread()
-    python = [sys.executable, "-I", "-S", "-c"]
-    bound = "9" if is_main else "0"
-    program = [*python, _TRACED, bound, *command, *names]
-    hidden = {**environment, **dict(zip(names, secret, strict=True))}
-    process = subprocess.Popen(program, env=hidden, **options)
+    program = [*_python(_TRACED), end_signal, *command, *names]
+    variables = {**environment, **dict(zip(names, secret, strict=True))}
+    process = subprocess.Popen(program, env=variables, **options)
     try:
-        if os.WIFSTOPPED(os.waitpid(process.pid, 0)[1]):
-            _redirect(process.pid, names)
+        status = os.waitpid(process.pid, 0)[1]
+        if os.WIFSTOPPED(status):
+            _redirect_arguments(process.pid, names)
             ctypes.CDLL(None).ptrace(_PTRACE_DETACH, process.pid, None, None)
             return process
-    except (OSError, ValueError) as error:  # a system that keeps these things elsewhere
+    except (OSError, ValueError) as error:  # ValueError: the memory does not look as expected
         _LOG.debug("arguments cannot be hidden: %r", error)
     except BaseException:
         process.kill()
         raise
     process.kill()
     process.wait()
-    _LOG.warning("the key of the server's restricted endpoints is visible to every local user")
-    program = [*python, f"{_BOUND}; {_EXEC}", bound, *command, *secret]
-    return subprocess.Popen(program, env=environment, **options)
+    return None
 
 
-def _redirect(pid: int, names: Sequence[str]) -> None:
-    """Point the arguments ``names`` of a program that has not run yet to the values of the
-    variables of those names."""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    stack = int(stat[_START_STACK])
-    bounds = [int(each) for each in stat[_ARG_START:_ENV_END]]
-    argument_start, argument_end, variable_start, variable_end = bounds
+def _redirect_arguments(pid: int, names: Sequence[str]) -> None:
+    """Let each argument in ``names`` of a program that has not run yet point to the value of the
+    variable of that name. Raises OSError and ValueError."""
+    # The program's name, in parentheses, may hold spaces: the fields are counted behind it.
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    fields = stat.rpartition(")")[2].split()
+    stack_start = int(fields[_START_STACK])
+    arguments_start, arguments_end, variables_start, variables_end = map(int, fields[_BOUNDS])
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as file:
         memory = file.fileno()
-        arguments = b"\0" + os.pread(memory, argument_end - argument_start, argument_start)
-        variables = b"\0" + os.pread(memory, variable_end - variable_start, variable_start)
-        pointers = os.pread(
-            memory, argument_start - stack, stack
-        )  # argc, argv, the environment's, …
+        # A zero in front, so that the first text has one on both sides like the others. So an
+        # index in these bytes is that of the zero before a text, and in memory that of the text.
+        arguments = b"\0" + os.pread(memory, arguments_end - arguments_start, arguments_start)
+        variables = b"\0" + os.pread(memory, variables_end - variables_start, variables_start)
+        # The stack begins with the number of arguments and the pointers to them.
+        stack = os.pread(memory, arguments_start - stack_start, stack_start)
         for name in names:
-            argument = argument_start + arguments.index(f"\0{name}\0".encode())
-            value = variable_start + variables.index(f"\0{name}=".encode()) + len(name) + 1
-            pointer = stack + pointers.index(struct.pack("@P", argument))
-            os.pwrite(memory, struct.pack("@P", value), pointer)
+            argument_address = arguments_start + arguments.index(f"\0{name}\0".encode())
+            variable_address = variables_start + variables.index(f"\0{name}=".encode())
+            value_address = variable_address + len(f"{name}=")
+            pointer_address = stack_start + stack.index(struct.pack("@P", argument_address))
+            os.pwrite(memory, struct.pack("@P", value_address), pointer_address)

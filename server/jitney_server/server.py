@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,37 +22,42 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jitney.errors import InstallationError, InvalidArgumentError, LoadError
+from jitney.errors import InvalidArgumentError, LoadError
 
 from jitney_server.admin import Admin
 from jitney_server.installation import backend_folder, find_installation, link_backends
 from jitney_server.launch import launch, restrict
 from jitney_server.log import explain_failure
-from jitney_server.stopping import stop
+from jitney_server.ports import ServerPorts, choose_ports
+from jitney_server.stopping import StopOutcome, stop
 from jitney_server.supervision import LOAD_S
 
 EXIT_TIMEOUT_S = 10
 """Seconds that the server gives to requests in flight once it was told to stop."""
 
 LOAD_THREADS = 16
-"""Models that load at a time. Each loses a second at least in which the server only waits."""
+"""Models that load at a time. The server only waits for at least a second in each load."""
 FORWARDED_HEADERS = "(?i)traceparent|tracestate|jitney-limits"
-"""Headers that models get as parameters of the request, so that spans are of one trace."""
+"""Headers that models get as parameters of the request: those of traces, and the limits of an API
+key."""
 _PORT_ATTEMPTS = 3
+_POLL_S = 0.05
 
 
 class TritonServer:
     """One ``tritonserver`` process over ``model_repository``.
 
-    Port 0 is a free one. ``models`` is an explicit subset of the repository, which may be empty;
-    None loads all of it. ``log_file`` gets everything the server and the models print; None is a
-    temporary file that a clean stop removes. ``keep_going`` serves what loads even if a model
-    fails; otherwise one failure stops the start. ``open_endpoints`` leaves the endpoints of
-    ``launch.RESTRICTED`` open to every client. ``extra_args`` go to the server as they are, behind
-    ours.
+    - ``http_port``, ``grpc_port``, ``metrics_port``: 0 picks a free one.
+    - ``models``: the models of the repository to load, which may be none; None loads all of them.
+    - ``log_file`` gets everything that the server and the models print. None: a temporary file,
+      which a clean stop removes.
+    - ``extra_args`` go to the server as they are, behind ours.
+    - ``exit_timeout_s``: seconds that requests in flight get at a stop.
+    - ``keep_going``: serve what loads. Without it one model that fails stops the start.
+    - ``open_endpoints``: leave the endpoints of ``launch.RESTRICTED`` open to every client.
 
-    Raises InvalidArgumentError for a repository that is not a folder or a model that is not in it;
-    InstallationError if a part of the server is missing.
+    Raises InvalidArgumentError for a repository that is not a folder or a model that is not in it,
+    and InstallationError if a part of the server is missing.
     """
 
     def __init__(
@@ -71,22 +75,15 @@ class TritonServer:
         keep_going: bool = False,
         open_endpoints: bool = False,
     ) -> None:
-        if not model_repository.is_dir():
-            raise InvalidArgumentError(f"the model repository {model_repository} is not a folder")
-        present = sorted(entry.name for entry in model_repository.iterdir() if entry.is_dir())
-        for name in models or ():
-            if name not in present:
-                held = ", ".join(present) or "nothing"
-                raise InvalidArgumentError(
-                    f"model {name!r} is not in {model_repository}, which holds {held}"
-                )
+        _check_repository(model_repository, models or ())
         self.model_repository = model_repository.resolve()
         self.host = host
         self.models = None if models is None else list(models)
-        self._requested_ports: tuple[int, ...] = (http_port, grpc_port, metrics_port)
+        self._requested_ports = ServerPorts(http_port, grpc_port, metrics_port)
         self.log_file = log_file
-        self._own_log = log_file is None
-        self._log_mode = "wb"
+        self._has_temporary_log = log_file is None
+        self._appends_to_log = False
+        """After a restart: what was logged before stays."""
         self._extra_args = list(extra_args)
         self._installation = find_installation()
         self._exit_timeout_s = exit_timeout_s
@@ -96,41 +93,44 @@ class TritonServer:
         self.admin = Admin(host, self._requested_ports, self.admin_headers)
         self._process: subprocess.Popen[bytes] | None = None
         self._runtime: Path | None = None
+        """The folder of links, while there is a process. Its name is in the names of the shared
+        memory."""
         self.exit_status: int | None = None
-        """Of the last process once it has ended; negative: the signal that ended it."""
-        self.unclean = ""
-        """Why the last stop was not clean; empty if it was."""
-        self.lost = False
+        """That of the last process that has ended. A negative one is the signal that ended it."""
+        self.unclean: str | None = None
+        """Why the last stop was not clean; None if it was."""
+        self.cut_requests = False
         """Whether the last stop may have cut requests off."""
 
     @property
     def http_url(self) -> str:
         """``host:port``, as tritonclient's HTTP client takes it."""
-        return f"{self.admin.host}:{self.admin.http_port}"
+        return f"{self.admin.host}:{self.admin.ports.http}"
 
     @property
     def grpc_url(self) -> str:
         """``host:port``, as tritonclient's gRPC client takes it."""
-        return f"{self.admin.host}:{self.admin.grpc_port}"
+        return f"{self.admin.host}:{self.admin.ports.grpc}"
 
     @property
     def metrics_url(self) -> str:
         """The complete address of the Prometheus metrics."""
-        return f"http://{self.admin.host}:{self.admin.metrics_port}/metrics"
+        return f"http://{self.admin.host}:{self.admin.ports.metrics}/metrics"
 
     @property
     def admin_headers(self) -> dict[str, str]:
-        """HTTP header that opens the restricted endpoints; for gRPC the name takes the prefix
+        """The HTTP header that opens the restricted endpoints. For gRPC its name has the prefix
         ``triton-grpc-protocol-``."""
         return {} if self._open_endpoints else {"jitney-key": self._key}
 
     @property
     def pid(self) -> int | None:
-        """Of the server process, which leads its own process group. None before a start."""
+        """The id of the server's process, which leads a process group of its own. None before a
+        start."""
         return None if self._process is None else self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether the process runs; says nothing about readiness."""
+        """Whether the process runs, ready or not."""
         return self._process is not None and self._process.poll() is None
 
     def is_ready(self) -> bool:
@@ -151,67 +151,91 @@ class TritonServer:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    # ------------------------------------------------------------------ start and stop
+
     def start(self, timeout_s: float = 300.0) -> None:
-        """Start the server and wait until every model is ready. Raises LoadError with the reason of
-        each that failed, or if it is not ready in ``timeout_s``; then nothing is left running, and
-        the log is kept."""
+        """Start the server and wait until every model is ready.
+
+        Raises LoadError with the reason of each model that failed, or if the server is not ready in
+        ``timeout_s``. Then nothing is left running, and the log is kept.
+        """
         assert self._process is None, "started twice"
-        for attempts_left in reversed(range(_PORT_ATTEMPTS)):
+        attempts_left = _PORT_ATTEMPTS if 0 in self._requested_ports else 1
+        while True:
+            attempts_left -= 1
             try:
                 self._launch()
                 self._wait_until_ready(timeout_s)
                 return
-            except BaseException as error:
-                taken = isinstance(error, _PortTakenError) and 0 in self._requested_ports
-                self._end(keep_log=not (taken and attempts_left))
-                if not (taken and attempts_left):
+            except _PortTakenError:
+                is_last = attempts_left == 0
+                self._clean_up(keep_log=is_last)
+                if is_last:
                     raise
+                # Another process took one of our free ports: the next attempt chooses others.
+            except BaseException:
+                self._clean_up(keep_log=True)
+                raise
 
     def stop(self, grace_s: float | None = None) -> bool:
         """Stop the server as :func:`jitney_server.stopping.stop` does, and kill what is left of it.
-        Requests in flight have ``grace_s`` seconds; default: the exit timeout. Returns whether that
-        was clean: every request had ended and every model was unloaded. True too if the server was
-        not running.
+
+        Requests in flight have ``grace_s`` seconds; default: the exit timeout. Returns whether the
+        stop was clean: every request had ended and every model was unloaded. True too if the server
+        was not running.
         """
-        self.unclean = ""
-        self.lost = False
+        outcome = StopOutcome()
         if self._process is not None:
-            grace_s = float(self._exit_timeout_s) if grace_s is None else grace_s
-            self.unclean, self.lost = stop(self.admin, self._process, grace_s)
-        self._end(keep_log=bool(self.unclean))
-        return not self.unclean
+            if grace_s is None:
+                grace_s = float(self._exit_timeout_s)
+            outcome = stop(self.admin, self._process, grace_s)
+        self.unclean = outcome.problem
+        self.cut_requests = outcome.cut_requests
+        is_clean = outcome.problem is None
+        self._clean_up(keep_log=not is_clean)
+        return is_clean
 
     def restart(self, timeout_s: float = LOAD_S) -> None:
-        """Start again after the process ended, on the same ports, with the same key and log. What
-        is left of it is killed first. Raises as :meth:`start`."""
-        self._end(keep_log=True)
+        """Start again after the process has ended, on the same ports, with the same key and log.
+        What is left of it is killed first. Raises as :meth:`start`."""
+        self._clean_up(keep_log=True)
         self._requested_ports = self.admin.ports
-        self._log_mode = "ab"
+        self._appends_to_log = True
         self.start(timeout_s)
 
     def _launch(self) -> None:
-        ports = choose_ports(self.host, self._requested_ports)
+        ports = ServerPorts(*choose_ports(self.host, self._requested_ports))
         self.admin = Admin(self.host, ports, self.admin_headers)
-        self._runtime = runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
+        runtime = Path(tempfile.mkdtemp(prefix="jitney-server-"))
+        self._runtime = runtime
         link_backends(runtime / "backends", self._installation, backend_folder())
-        if self.log_file is None or (self._own_log and self._log_mode == "wb"):
-            handle, name = tempfile.mkstemp(prefix="jitney-server-", suffix=".log")
-            os.close(handle)
-            self.log_file = Path(name)
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open(self._log_mode) as log:
+        log_file = self._prepare_log_file()
+        secret_arguments = [] if self._open_endpoints else restrict(self._key)
+        with log_file.open("ab" if self._appends_to_log else "wb") as log:
             self._process = launch(
                 self._command(runtime),
-                [] if self._open_endpoints else restrict(self._key),
+                secret_arguments,
                 self._environment(runtime),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own: Ctrl-C is ours to pass on
+                start_new_session=True,  # the terminal sends Ctrl-C to our group, not to this one
             )
-        atexit.register(self._end, keep_log=True)
+        atexit.register(self._clean_up, keep_log=True)
+
+    def _prepare_log_file(self) -> Path:
+        """The log of this start, whose folder exists."""
+        if self._has_temporary_log and not self._appends_to_log:
+            self.log_file = None
+        if self.log_file is None:
+            handle, name = tempfile.mkstemp(prefix="jitney-server-", suffix=".log")
+            os.close(handle)
+            self.log_file = Path(name)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        return self.log_file
 
     def _command(self, runtime: Path) -> list[str]:
+        """The command line, without the secret arguments."""
         command = [
             str(self._installation.binary),
             f"--model-repository={self.model_repository}",
@@ -221,30 +245,37 @@ class TritonServer:
             f"--model-load-thread-count={LOAD_THREADS}",
             f"--grpc-header-forward-pattern={FORWARDED_HEADERS}",
             f"--http-header-forward-pattern={FORWARDED_HEADERS}",
-            # A name of our own for the stubs' shared memory, so that it can be swept after a kill.
+            # A name of our own for the stubs' shared memory: after a kill it can be removed.
             f"--backend-config=python,shm-region-prefix-name={runtime.name}-",
         ]
-        for kind, port in zip(("http", "grpc", "metrics"), self.admin.ports, strict=True):
+        for kind, port in self.admin.ports._asdict().items():
             command += [f"--{kind}-address={self.host}", f"--{kind}-port={port}"]
         if self._keep_going:
             command += ["--exit-on-error=false", "--strict-readiness=false"]
-        # Explicit control lets `stop` unload the models; clients need the key for it.
+        # Explicit control lets `stop` unload the models. Clients would need the key for it.
         command.append("--model-control-mode=explicit")
         models = ["*"] if self.models is None else self.models
         command += [f"--load-model={name}" for name in models]
         return command + self._extra_args
 
     def _environment(self, runtime: Path) -> dict[str, str]:
-        """The stub embeds Python, which finds itself as ``python3`` on PATH and from there the
-        virtual environment: so this Python's folder comes first."""
+        """The server's environment. Its stubs find our virtual environment by it.
+
+        A stub embeds Python. That looks for an executable ``python3`` on PATH, and takes the
+        virtual environment that this one belongs to. So the folder of our own Python comes first.
+        """
         environment = dict(os.environ)
         environment.pop("PYTHONHOME", None)  # it would hide the virtual environment
-        library_path = [self._installation.library_path, environment.get("LD_LIBRARY_PATH")]
-        environment["LD_LIBRARY_PATH"] = ":".join(path for path in library_path if path)
+        library_path = self._installation.library_path
+        if environment.get("LD_LIBRARY_PATH"):
+            library_path += f":{environment['LD_LIBRARY_PATH']}"
+        environment["LD_LIBRARY_PATH"] = library_path
         folder = Path(sys.executable).parent
         python3 = folder / "python3"
-        if not (python3.exists() and python3.samefile(sys.executable)):
-            folder = runtime / "bin"  # `python3` is another version: stand in for it
+        is_ours = python3.exists() and python3.samefile(sys.executable)
+        if not is_ours:
+            # The folder's `python3` is of another version: a link stands in for it.
+            folder = runtime / "bin"
             folder.mkdir()
             (folder / "python3").symlink_to(sys.executable)
         environment["PATH"] = f"{folder}:{environment.get('PATH', os.defpath)}"
@@ -257,36 +288,40 @@ class TritonServer:
         assert self._process is not None
         deadline = time.monotonic() + timeout_s
         while not self.is_ready():
-            if (status := self._process.poll()) is not None:
-                text = self.log_tail(5000)
-                if "already in use" in text:
-                    ports = "/".join(map(str, self.admin.ports))
-                    raise _PortTakenError(
-                        f"one of the ports {ports} on {self.host} is in use by another server"
-                    )
-                why = explain_failure(text, status)
-                raise LoadError(f"{why}\nThe whole log is {self.log_file}")
+            status = self._process.poll()
+            if status is not None:
+                raise self._start_error(status)
             if time.monotonic() > deadline:
                 raise LoadError(
                     f"the server was not ready within {timeout_s:.0f} s; the log is "
                     f"{self.log_file}:\n{self.log_tail(10)}"
                 )
-            time.sleep(0.05)
+            time.sleep(_POLL_S)
 
-    def _end(self, *, keep_log: bool) -> None:
+    def _start_error(self, status: int) -> LoadError:
+        """Why the server exited with ``status`` instead of becoming ready."""
+        text = self.log_tail(5000)
+        if "already in use" in text:
+            ports = "/".join(map(str, self.admin.ports))
+            return _PortTakenError(
+                f"one of the ports {ports} on {self.host} is in use by another server"
+            )
+        return LoadError(f"{explain_failure(text, status)}\nThe whole log is {self.log_file}")
+
+    def _clean_up(self, *, keep_log: bool) -> None:
         """Kill what is left of the group and remove what the start made. Idempotent."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self.exit_status = self._process.wait()
-            atexit.unregister(self._end)
+            atexit.unregister(self._clean_up)
             self._process = None
         if self._runtime is not None:
             for region in Path("/dev/shm").glob(f"{self._runtime.name}-*"):
                 region.unlink(missing_ok=True)
             shutil.rmtree(self._runtime, ignore_errors=True)
             self._runtime = None
-        if self._own_log and not keep_log and self.log_file is not None:
+        if self._has_temporary_log and not keep_log and self.log_file is not None:
             self.log_file.unlink(missing_ok=True)
             self.log_file = None
 
@@ -295,24 +330,13 @@ class _PortTakenError(LoadError):
     """Another process took a port between our choice and the server's bind."""
 
 
-def choose_ports(host: str, requested: Sequence[int]) -> list[int]:
-    """Replace each 0 by a port that is free now, and check that the others are.
-
-    All stay bound until the last is chosen, so that they differ. Between this and the server's own
-    bind another process may still take one. Raises InstallationError for a port that is not free.
-    """
-    with contextlib.ExitStack() as stack:
-        chosen = []
-        for port in requested:
-            probe = stack.enter_context(socket.socket())
-            try:
-                # As the server does: a port in TIME_WAIT is free.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((host, port))
-            except OSError as error:
-                raise InstallationError(
-                    f"cannot listen on {host}:{port} ({error.strerror}); choose another port, "
-                    f"or 0 for a free one"
-                ) from None
-            chosen.append(probe.getsockname()[1])
-        return chosen
+def _check_repository(folder: Path, models: Sequence[str]) -> None:
+    """Raise InvalidArgumentError if the repository is not a folder, or one of the models is not in
+    it."""
+    if not folder.is_dir():
+        raise InvalidArgumentError(f"the model repository {folder} is not a folder")
+    present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    for name in models:
+        if name not in present:
+            listed = ", ".join(present) or "nothing"
+            raise InvalidArgumentError(f"model {name!r} is not in {folder}, which holds {listed}")

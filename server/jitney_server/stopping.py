@@ -1,11 +1,15 @@
-"""How a server is stopped, and how a command on the terminal is asked to: ``jitney serve``, the
-containers' process 1 and ``jitney tune`` use it.
+"""How a server is stopped, and how a command on the terminal is asked to stop.
 
-This server (2.51) keeps a model loaded while any client holds a gRPC stream open that has ever
-carried a request to it, however idle, and waits for idle HTTP connections until its exit timeout.
-So a stop first sees when nothing is in flight any more (:func:`requests_in_flight`), and then hangs
-up on those clients (:func:`hang_up`); the server then unloads (:func:`unload_all`) and exits by
-itself.
+``jitney serve``, the containers' process 1 and ``jitney tune`` use it.
+
+This server (2.51) does not end in time on SIGTERM while clients hold connections. It waits for idle
+HTTP connections until its exit timeout. And it keeps a model loaded while a client holds a gRPC
+stream open that has carried a request to the model, even if the stream is idle now. So a stop
+
+1. tells the models (SIGTERM) and asks the server to unload them (:func:`unload_all`),
+2. waits until no request is in flight (:func:`requests_in_flight`),
+3. closes the clients' connections (:func:`hang_up`): now the server can unload the models,
+4. sends SIGTERM to the server, which then exits by itself.
 """
 
 import contextlib
@@ -19,6 +23,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import psutil
 from jitney.errors import InternalError
@@ -28,22 +33,25 @@ from jitney_server.admin import NO_ANSWER, Admin
 _LOG = logging.getLogger(__name__)
 
 _PIDFD_GETFD = 438
-"""The number of the system call, which Python does not offer; the same on every architecture that
-we run on."""
+"""The number of the system call, which Python does not offer. It is the same on every architecture
+that we run on."""
 
 _LIVE = ("READY", "LOADING", "UNLOADING")
-# So long must the metrics show no request: they are a quarter of a second late, responses less.
 _QUIET_S = 0.6
-# A model that is still ready after so long is asked once more to unload.
+"""Seconds for which the metrics must show no request before connections are closed. The metrics are
+up to a quarter of a second old; a response is under way for less."""
 _ASK_AGAIN_S = 2.0
-# Longer than the grace, for models without any request: a process with torch in it takes two
-# seconds of a core to end, and many of them end at once.
+"""Seconds after which a model that is still ready is asked once more to unload."""
 _UNLOAD_S = 30.0
-# The same if one of them still shows its metrics, which it withdraws when it ends: this server has
-# lost count of its requests, and will not end it (docs/troubleshooting.md).
+"""Seconds, after the grace, that models without requests have to end. A process that has imported
+torch needs two seconds of a core to end, and many of them end at once."""
 _STUCK_S = 3.0
-# After the models are unloaded, seconds for the process to end by itself.
-_LINGER_S = 2.0
+"""The same, in place of ``_UNLOAD_S``, if a model that is unloading still has metrics. It withdraws
+them when it is told to end; so the server, which has lost count of its requests, will never tell it
+(docs/troubleshooting.md)."""
+_EXIT_S = 2.0
+"""Seconds that the server has to exit once its models are unloaded."""
+_PAUSE_S = 0.05
 
 _IN_FLIGHT = re.compile(
     r'^jitney_(?:running|waiting)_requests{.*?\bmodel="([^"]*)".*} (\S+)$', re.M
@@ -55,134 +63,218 @@ def interruptible() -> Iterator[threading.Event]:
     """SIGINT, SIGTERM and the closing of the terminal set the event and raise KeyboardInterrupt in
     the main thread, until the block ends. A signal that the caller ignores (``nohup``) stays
     ignored."""
-    asked = threading.Event()
+    asked_to_stop = threading.Event()
 
     def interrupt(number: int, frame: object) -> None:
-        asked.set()
+        asked_to_stop.set()
         raise KeyboardInterrupt
 
-    before = {
-        number: signal.signal(number, interrupt)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
+    handlers_before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            handlers_before[number] = signal.signal(number, interrupt)
     try:
-        yield asked
+        yield asked_to_stop
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
-def stop(admin: Admin, process: "subprocess.Popen[bytes]", grace_s: float) -> tuple[str, bool]:
-    """Stop a server. Returns why that was not clean, empty if it was, and whether requests may have
-    been cut off.
+class StopOutcome(NamedTuple):
+    """How a stop went."""
 
-    The models are told and unloaded first, which refuses new requests and gives those in flight up
-    to ``grace_s`` seconds (after its option ``drain_s`` a model of ours ends them with an error);
-    then connections are closed, and the process gets SIGTERM. If it has not ended soon after, the
-    caller kills it with its group.
+    problem: str | None = None
+    """Why the stop was not clean. None: every request had ended and every model was unloaded."""
+    cut_requests: bool = False
+    """Whether requests may have been cut off."""
+
+
+def stop(admin: Admin, process: "subprocess.Popen[bytes]", grace_s: float) -> StopOutcome:
+    """Stop a server, as the module's docstring says.
+
+    New requests are refused at once, and those in flight get up to ``grace_s`` seconds; a model of
+    ours ends its requests with an error after its option ``drain_s``. If the process has not ended
+    when this returns, the caller kills it with its group.
     """
     for stub in children(process.pid):
         with contextlib.suppress(psutil.NoSuchProcess):
-            stub.send_signal(signal.SIGTERM)  # to our models; the stub itself ignores it
+            # Our models take it as the sign to refuse requests. The stub itself ignores it.
+            stub.send_signal(signal.SIGTERM)
     if process.poll() is not None:
-        return f"the server had ended before, with status {process.poll()}", True
-    left = unload_all(admin, process.pid, grace_s)
-    hang_up(process.pid, admin.ports)  # the server would wait for idle ones
+        return StopOutcome(f"the server had ended before, with status {process.poll()}", True)
+    outcome = unload_all(admin, process.pid, grace_s)
+    hang_up(process.pid, admin.ports)
     process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_LINGER_S)
-    return left
+        process.wait(_EXIT_S)
+    return outcome
 
 
 def children(pid: int | None) -> list[psutil.Process]:
-    """The processes of the models of the server ``pid``; none if that has ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [] if pid is None else psutil.Process(pid).children()
-    return []
+    """The processes of the models of the server ``pid``. There are none if that has ended."""
+    if pid is None:
+        return []
+    try:
+        return psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def requests_in_flight(metrics: str) -> dict[str, float]:
-    """Model -> its requests, running and waiting, of all its instances, from the text of the
-    metrics endpoint. A model that has no such metrics is not ours and is not there."""
-    total: dict[str, float] = {}
+    """Model -> its requests, running and waiting, of all its instances.
+
+    ``metrics`` is the text of the metrics endpoint. Models of other backends have no such metrics,
+    and are left out.
+    """
+    totals: dict[str, float] = {}
     for model, value in _IN_FLIGHT.findall(metrics):
-        total[model] = total.get(model, 0.0) + float(value)
-    return total
+        totals[model] = totals.get(model, 0.0) + float(value)
+    return totals
 
 
-def unload_all(admin: Admin, pid: int, grace_s: float) -> tuple[str, bool]:
-    """Unload every model of the server ``pid``; requests in flight have ``grace_s`` seconds to end.
-    Models of ours that say that they have no request may take longer. Returns which were left and
-    why, empty if none was, and whether requests may have been lost with them."""
-    began = quiet_since = time.monotonic()
-    asked: dict[str, float] = {}
-    said: dict[str, str] = {}  # why the server refused to unload a model
-    requests: dict[str, float] = {}
+# ------------------------------------------------------------------------------- unloading
+
+
+def unload_all(admin: Admin, pid: int, grace_s: float) -> StopOutcome:
+    """Unload every model of the server ``pid``. Requests in flight have ``grace_s`` seconds to end;
+    models that show no request may take longer."""
+    unloading = _Unloading(admin)
+    began = time.monotonic()
+    quiet_since = began
     try:
-        while live := {
-            name: one[0] for name, one in admin.model_states().items() if one[0] in _LIVE
-        }:
+        while True:
+            unloading.look_at_models()
+            if not unloading.live:
+                return StopOutcome()
             now = time.monotonic()
-            for name, state in live.items():
-                if name not in asked or (state == "READY" and now > asked[name] + _ASK_AGAIN_S):
-                    asked[name] = now
-                    said[name] = ""
-                    try:
-                        admin.unload(name)
-                    except InternalError as error:
-                        said[name] = f" ({error})"
-            try:
-                shown = requests_in_flight(admin.metrics())
-                # A model that was shown before and is not now has ended its last request: it takes
-                # its metrics along. Other backends' models never have any.
-                requests = {**dict.fromkeys(requests, 0.0), **shown}
-            except NO_ANSWER:  # a server may be told to have no metrics
-                requests = shown = {}
-            quiet = all(requests.get(name) == 0 for name in live)
-            stuck = any(live[name] == "UNLOADING" for name in live.keys() & shown.keys())
-            longer = 0.0 if not quiet else _STUCK_S if stuck else _UNLOAD_S
-            if now > began + grace_s + longer:
-                busy = {name: f" with {n:.0f} requests in flight" for name, n in requests.items()}
-                left = [f"{k} is {live[k]}{busy.get(k, '')}{said[k]}" for k in sorted(live)]
-                return f"after {now - began:.1f} s {', '.join(left)}", not quiet
-            if not quiet:
+            unloading.ask_to_unload(now)
+            unloading.look_at_requests()
+            is_quiet = unloading.is_quiet()
+            extra_s = 0.0
+            if is_quiet:
+                extra_s = _STUCK_S if unloading.is_stuck() else _UNLOAD_S
+            if now > began + grace_s + extra_s:
+                problem = f"after {now - began:.1f} s {unloading.describe()}"
+                return StopOutcome(problem, cut_requests=not is_quiet)
+            if not is_quiet:
                 quiet_since = now
             elif now - quiet_since > _QUIET_S:
-                hang_up(pid, [admin.grpc_port])
-            time.sleep(0.05)
-        return "", False
+                # Only an idle stream can still hold a model now.
+                hang_up(pid, [admin.ports.grpc])
+            time.sleep(_PAUSE_S)
     except NO_ANSWER as error:
-        # The signals must do.
-        return f"the server does not answer: {error}", True
+        # Nothing is left but to send signals.
+        return StopOutcome(f"the server does not answer: {error}", cut_requests=True)
+
+
+class _Unloading:
+    """The models of a server that is being stopped: their states and their requests."""
+
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self.live: dict[str, str] = {}
+        """Model -> its state, of those that are not unloaded yet."""
+        self._requests: dict[str, float] = {}
+        """Model -> its requests in flight, of those that have had metrics."""
+        self._with_metrics: set[str] = set()
+        """Models that have metrics now."""
+        self._asked_at: dict[str, float] = {}
+        self._refusals: dict[str, str] = {}
+        """Model -> why the server refused to unload it, when it was asked last."""
+
+    def look_at_models(self) -> None:
+        """Note the states of the models. Raises one of NO_ANSWER."""
+        states = self._admin.model_states()
+        self.live = {name: entry.state for name, entry in states.items() if entry.state in _LIVE}
+
+    def look_at_requests(self) -> None:
+        """Note the requests that the metrics show."""
+        try:
+            shown = requests_in_flight(self._admin.metrics())
+        except NO_ANSWER:
+            # The server may have been told to have no metrics.
+            self._requests = {}
+            self._with_metrics = set()
+            return
+        # A model that had metrics before and has none now has ended its last request.
+        self._requests = {**dict.fromkeys(self._requests, 0.0), **shown}
+        self._with_metrics = set(shown)
+
+    def ask_to_unload(self, now: float) -> None:
+        """Ask for each model that was not asked for, or that is ready long after it was."""
+        for name, state in self.live.items():
+            if name in self._asked_at:
+                is_late = now > self._asked_at[name] + _ASK_AGAIN_S
+                if state != "READY" or not is_late:
+                    continue
+            self._asked_at[name] = now
+            self._refusals.pop(name, None)
+            try:
+                self._admin.unload(name)
+            except InternalError as error:
+                self._refusals[name] = str(error)
+
+    def is_quiet(self) -> bool:
+        """Whether the metrics show that no live model has a request. They cannot show that of a
+        model of another backend."""
+        return all(self._requests.get(name) == 0 for name in self.live)
+
+    def is_stuck(self) -> bool:
+        """Whether a model that is unloading was never told to end: it still has metrics."""
+        return any(
+            state == "UNLOADING" and name in self._with_metrics for name, state in self.live.items()
+        )
+
+    def describe(self) -> str:
+        """The models that are left, and why."""
+        texts = []
+        for name in sorted(self.live):
+            text = f"{name} is {self.live[name]}"
+            if name in self._requests:
+                text += f" with {self._requests[name]:.0f} requests in flight"
+            if name in self._refusals:
+                text += f" ({self._refusals[name]})"
+            texts.append(text)
+        return ", ".join(texts)
+
+
+# ------------------------------------------------------------------------------- connections
 
 
 def hang_up(pid: int, ports: Collection[int]) -> int:
     """Close the clients' connections to ``ports`` of the process ``pid``, one of our children.
 
-    The sockets are borrowed from the process (Linux 5.6 or later) and shut down for reading, which
-    it takes for the client's own going. Returns how many there were. Where that is not allowed
-    (some containers), nothing is done but a line in the log.
+    The process gets the end of the connection to read, as if the client had closed it. Returns the
+    number of connections. Where the system does not allow to take another process's sockets (some
+    containers), nothing is done but a line in the log. Needs Linux 5.6 or later.
     """
-    ended = 0
+    closed = 0
     try:
-        descriptor = os.pidfd_open(pid)
-        try:
-            connections = psutil.Process(pid).net_connections(kind="tcp")
-            for each in connections:
-                if each.status == psutil.CONN_ESTABLISHED and each.laddr.port in ports:
-                    with _borrow(descriptor, each.fd) as connection:
-                        connection.shutdown(socket.SHUT_RD)
-                    ended += 1
-        finally:
-            os.close(descriptor)
+        with _opened_pidfd(pid) as pidfd:
+            for connection in psutil.Process(pid).net_connections(kind="tcp"):
+                if connection.status != psutil.CONN_ESTABLISHED:
+                    continue
+                if connection.laddr.port in ports:
+                    with _copied_socket(pidfd, connection.fd) as copy:
+                        copy.shutdown(socket.SHUT_RD)
+                    closed += 1
     except (OSError, psutil.Error) as error:
         _LOG.info("open connections cannot be closed from outside: %s", error)
-    return ended
+    return closed
 
 
-def _borrow(pidfd: int, descriptor: int) -> socket.socket:
-    """A socket of our own on another process's connection."""
+@contextlib.contextmanager
+def _opened_pidfd(pid: int) -> Iterator[int]:
+    """A descriptor of the process itself."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _copied_socket(pidfd: int, descriptor: int) -> socket.socket:
+    """A socket of our own for a connection of another process."""
     libc = ctypes.CDLL(None, use_errno=True)
     ours = libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
     if ours < 0:

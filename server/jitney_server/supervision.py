@@ -1,14 +1,16 @@
-"""Watches over a server: loads a model again whose process died, and starts the server again.
+"""Watches over a server: loads a model again whose process has died, and starts the server again.
 
-This server (2.51) goes on calling itself and a model ready whose process is gone, and answers every
-request to it with "Stub process is not healthy". Whoever started it must look: ``jitney serve`` and
-the containers' process 1 call :meth:`Supervisor.turn` about every second.
+If a model's process is gone, this server (2.51) goes on calling itself and the model ready, and
+answers every request to it with "Stub process is not healthy". So whoever started the server must
+look: ``jitney serve`` and the containers' process 1 call :meth:`Supervisor.turn` once or twice a
+second.
 """
 
 import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -23,9 +25,11 @@ LOAD_S = 600.0
 
 _STUB = "triton_python_backend_stub"
 _PROBE_S = 5.0
+"""Seconds between two requests that ask whether a model answers."""
 _MOST_UNANSWERED = 3
-# Repairs are counted over so many seconds; the second waits for 1 s, the third for 2 s, …
-_WITHIN_S = 600.0
+"""A model that leaves so many of them without an answer, one after the other, is killed."""
+_COUNTED_S = 600.0
+"""Repairs are counted over these seconds: the second one waits for 1 s, the third for 2 s, …"""
 _LONGEST_WAIT_S = 60.0
 
 
@@ -46,11 +50,32 @@ class Supervised(Protocol):
         same key; returns when it is ready. Raises JitneyError if that does not succeed."""
 
 
+@dataclass
+class _Observations:
+    """What the supervisor has seen since the server was last started."""
+
+    ready_at: float
+    """When the server was last seen ready."""
+    probed_at: float
+    """When models were last asked whether they answer."""
+    models: dict[int, str] = field(default_factory=dict)
+    """Process id -> its model: of processes that live, and of those that are zombies now."""
+    zombies: set[int] = field(default_factory=set)
+    """Those of them that were zombies at the last look."""
+    unloaded: set[str] = field(default_factory=set)
+    """Models that the supervisor has unloaded and must load again."""
+    unanswered: Counter[str] = field(default_factory=Counter)
+    """Model -> probes without an answer, one after the other."""
+    fault: str | None = None
+    """What is wrong with the server itself: only another start ends it."""
+
+
 class Supervisor:
     """Repairs one server, with a growing pause between repairs.
 
     ``say`` gets a line for whatever is noticed or done. After ``most_repairs`` within ten minutes
-    it gives up; None never does. A server that is not ready for ``unready_s`` is started again.
+    the supervisor gives up; with None it never does. A server that is not ready for ``unready_s``
+    is started again.
     """
 
     def __init__(
@@ -67,133 +92,166 @@ class Supervisor:
         self._most_repairs = most_repairs
         self._unready_s = unready_s
         self._clock = clock
-        self._repairs: list[float] = []  # when they ended
+        self._repaired_at: list[float] = []
+        self._seen: _Observations
         self._begin()
 
     def _begin(self) -> None:
-        """The server is whole now."""
-        self._models: dict[int, str] = {}  # of every live process of a model; and of those ended
-        self._ended: set[int] = set()  # processes that had ended at the last look
-        self._lost: set[str] = set()  # models to load again
-        self._unanswered: Counter[str] = Counter()
-        self._ready_at = self._probed_at = self._clock()
-        self._fault = ""  # of the server itself, which only another start ends
+        """The server has just become ready: what was seen before does not count."""
+        now = self._clock()
+        self._seen = _Observations(ready_at=now, probed_at=now)
         self._note_processes()
 
-    def turn(self) -> str:
-        """Look once, and repair what may be repaired now. Returns why it gives up; empty if it does
-        not. Blocks for as long as a load or a start takes."""
-        if not self._fault:
+    def turn(self) -> str | None:
+        """Look once, and make one repair if one is due. Returns why the supervisor gives up; None
+        if it does not. Blocks for as long as a load or a start takes."""
+        seen = self._seen
+        if seen.fault is None:
             self._look()
-        if not (self._fault or self._lost):
-            return ""
+        if seen.fault is None and not seen.unloaded:
+            return None
         now = self._clock()
-        self._repairs = [at for at in self._repairs if now - at < _WITHIN_S]
-        count = len(self._repairs)
+        self._repaired_at = [at for at in self._repaired_at if now - at < _COUNTED_S]
+        count = len(self._repaired_at)
         if self._most_repairs is not None and count >= self._most_repairs:
-            return f"{count} repairs within {_WITHIN_S / 60:.0f} minutes were not enough"
-        if not count or now - self._repairs[-1] >= min(2.0 ** (count - 1), _LONGEST_WAIT_S):
-            if self._fault:
-                self._restart()
-            else:
-                self._load(min(self._lost))
-            self._repairs.append(self._clock())
-        return ""
+            return f"{count} repairs within {_COUNTED_S / 60:.0f} minutes were not enough"
+        if not self._is_repair_due(now):
+            return None
+        if seen.fault is not None:
+            self._restart()
+        else:
+            self._load(min(seen.unloaded))
+        self._repaired_at.append(self._clock())
+        return None
+
+    def _is_repair_due(self, now: float) -> bool:
+        """Whether the pause since the last repair is over. Each repair doubles the pause."""
+        if not self._repaired_at:
+            return True
+        pause_s = 2.0 ** (len(self._repaired_at) - 1)
+        return now - self._repaired_at[-1] >= min(pause_s, _LONGEST_WAIT_S)
 
     # ------------------------------------------------------------------ what is wrong
 
     def _look(self) -> None:
         server = self._server
+        seen = self._seen
         now = self._clock()
         if not server.is_alive():
-            self._note("the server ended by itself")
-        elif server.admin.is_ready() or self._lost:
-            self._ready_at = now
+            self._note_fault("the server ended by itself")
+        elif seen.unloaded or server.admin.is_ready():
+            # A server whose model we have unloaded is not ready, and need not be.
+            seen.ready_at = now
             with contextlib.suppress(*NO_ANSWER, psutil.Error):
-                self._look_at_models()  # if it is not answered now, the next turn sees more
-        elif now - self._ready_at > self._unready_s:
-            self._note(f"the server has not been ready for {self._unready_s:.0f} s")
+                self._look_at_models()  # what it does not tell now, it tells the next turn
+        elif now - seen.ready_at > self._unready_s:
+            self._note_fault(f"the server has not been ready for {self._unready_s:.0f} s")
 
     def _look_at_models(self) -> None:
-        """Unload models whose process was killed. The server keeps it as a zombie, and still calls
-        the model ready; where it ends a process itself, neither is so for long."""
-        ended = self._note_processes()
-        if both := ended & self._ended:
-            states = self._server.admin.model_states()
-            for name in sorted({self._models.pop(pid) for pid in both} - self._lost):
-                if states.get(name, ("", ""))[0] == "READY":
-                    self._say(f"the process of model {name} has ended by itself")
-                    self._unload(name)
-        self._ended = ended
-        if self._clock() - self._probed_at >= _PROBE_S:
+        """Unload the models whose process was killed, and probe the others now and then."""
+        seen = self._seen
+        zombies = self._note_processes()
+        # The server ends a process itself when a model is unloaded. That one is a zombie for a
+        # moment only, and its model is not ready. A process that was killed stays a zombie, and
+        # the server goes on calling its model ready.
+        lasting = zombies & seen.zombies
+        if lasting:
+            self._unload_models_of(lasting)
+        seen.zombies = zombies
+        if self._clock() - seen.probed_at >= _PROBE_S:
             self._probe()
-            self._probed_at = self._clock()
+            seen.probed_at = self._clock()
+
+    def _unload_models_of(self, zombies: set[int]) -> None:
+        """Unload the models whose processes these are, unless they were unloaded before."""
+        seen = self._seen
+        states = self._server.admin.model_states()
+        names = set()
+        for pid in zombies:
+            names.add(seen.models.pop(pid))
+        for name in sorted(names - seen.unloaded):
+            if name in states and states[name].state == "READY":
+                self._say(f"the process of model {name} has ended by itself")
+                self._unload(name)
 
     def _note_processes(self) -> set[int]:
-        """Which process is whose. Returns those known that have ended and are zombies."""
-        known = self._models
-        self._models = {}
-        ended = set()
+        """Note which process is which model's. Returns the ids of those that are zombies now, and
+        were seen alive before."""
+        known = self._seen.models
+        models = {}
+        zombies = set()
         for process in children(self._server.pid):
             name = model_of(process)
-            if not name and process.pid in known:
+            if name is None and process.pid in known:
                 name = known[process.pid]
-                ended.add(process.pid)
-            if name:
-                self._models[process.pid] = name
-        return ended
+                zombies.add(process.pid)
+            if name is not None:
+                models[process.pid] = name
+        self._seen.models = models
+        return zombies
 
     def _probe(self) -> None:
         """Ask every language model for an answer; kill the processes of one that gives none."""
         admin = self._server.admin
-        for name in requests_in_flight(admin.metrics()).keys() - self._lost:
-            self._unanswered[name] += 1
-            if admin.is_answered(name):
-                del self._unanswered[name]
-            elif self._unanswered[name] == _MOST_UNANSWERED:
-                del self._unanswered[name]
+        unanswered = self._seen.unanswered
+        for name in requests_in_flight(admin.metrics()).keys() - self._seen.unloaded:
+            # Counted before: if the call raises, it had no answer either.
+            unanswered[name] += 1
+            if admin.is_answering(name):
+                del unanswered[name]
+            elif unanswered[name] == _MOST_UNANSWERED:
+                del unanswered[name]
                 self._say(f"model {name} does not answer")
-                for process in children(self._server.pid):
-                    if model_of(process) == name:
-                        process.kill()
-                        self._models.pop(process.pid, None)
+                self._kill(name)
                 self._unload(name)
 
-    def _note(self, fault: str) -> None:
-        self._fault = fault
+    def _kill(self, name: str) -> None:
+        """Kill the processes of a model."""
+        for process in children(self._server.pid):
+            if model_of(process) == name:
+                process.kill()
+                self._seen.models.pop(process.pid, None)
+
+    def _note_fault(self, fault: str) -> None:
+        self._seen.fault = fault
         self._say(fault)
 
     # ------------------------------------------------------------------ repairs
 
     def _unload(self, name: str) -> None:
-        """Withdraw its readiness at once, whenever it may be loaded again. A stream that its client
-        keeps open keeps it UNLOADING; it can be loaded beside that.
+        """Unload a model whose process is gone, which withdraws its readiness at once.
 
-        Streams of a process that was killed while it sent a response would never end: all clients
-        are hung up on, if it was a language model, because whose stream it is cannot be known."""
-        self._lost.add(name)
+        A repair loads it again, even if the server still calls it UNLOADING: that lasts as long as
+        a client keeps a stream open.
+
+        If the process was killed while it sent a response, that stream would never end. Nobody can
+        tell which stream it is: so all clients are hung up on, if it was a language model.
+        """
+        self._seen.unloaded.add(name)
         admin = self._server.admin
         try:
             admin.unload(name)
             requests = requests_in_flight(admin.metrics())
             if self._server.pid is not None and name in requests:
-                ended = hang_up(self._server.pid, [admin.http_port, admin.grpc_port])
-                self._say(f"{ended} connections are closed: streams of model {name} may be stuck")
-                if requests[name] and not ended:  # it is not allowed here
-                    self._note("the server is ended instead")
+                closed = hang_up(self._server.pid, [admin.ports.http, admin.ports.grpc])
+                self._say(f"{closed} connections are closed: streams of model {name} may be stuck")
+                is_allowed = closed > 0
+                if requests[name] and not is_allowed:
+                    self._note_fault("the server is ended instead")
         except NO_ANSWER as error:
-            self._note(f"model {name} cannot be replaced: {error!r}")
+            self._note_fault(f"model {name} cannot be replaced: {error!r}")
 
     def _load(self, name: str) -> None:
         began = self._clock()
         try:
             self._server.admin.load(name, LOAD_S)
-        except InternalError as error:  # its own reason: another server would hear the same
+        except InternalError as error:
+            # The model's own reason: another server would hear the same.
             self._say(f"model {name} cannot be loaded again: {error}")
         except NO_ANSWER as error:
-            self._note(f"model {name} cannot be loaded again: {error!r}")
+            self._note_fault(f"model {name} cannot be loaded again: {error!r}")
         else:
-            self._lost.discard(name)
+            self._seen.unloaded.discard(name)
             self._note_processes()
             self._say(f"model {name} is loaded again, after {self._clock() - began:.1f} s")
 
@@ -208,12 +266,14 @@ class Supervisor:
             self._say(f"the server is ready again, after {self._clock() - began:.1f} s")
 
 
-def model_of(process: psutil.Process) -> str:
-    """The model whose process this is; empty if it is none, or none that lives. The first argument
-    of a stub is a file of its model's version. One that is ending has no command line any more,
-    though it may not be called a zombie yet."""
+def model_of(process: psutil.Process) -> str | None:
+    """The model whose process this is. None: it is no model's process, or it has ended."""
+    # A zombie has no command line, and neither has a process that is about to become one.
     try:
         words = process.cmdline()
-    except psutil.NoSuchProcess:  # or a zombie
-        words = []
-    return Path(words[1]).parents[1].name if words[1:] and _STUB in words[0] else ""
+    except psutil.NoSuchProcess:
+        return None
+    if len(words) < 2 or _STUB not in words[0]:
+        return None
+    # The first argument of a stub is a file of a version: …/MODEL/1/model.py.
+    return Path(words[1]).parents[1].name

@@ -54,7 +54,7 @@ def test_where_that_is_not_allowed_it_is_started_all_the_same(
     if how == "not traced":
         monkeypatch.setattr(module, "_TRACED", "import os; os._exit(99)")
     else:
-        monkeypatch.setattr(module, "_redirect", fail)
+        monkeypatch.setattr(module, "_redirect_arguments", fail)
     with caplog.at_level(logging.WARNING):
         got, shown = start({})
     assert got == "--plain=1 --key=3f9a --other=77aa\n"

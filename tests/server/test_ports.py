@@ -4,7 +4,7 @@ import socket
 
 import pytest
 from jitney.errors import InstallationError
-from jitney_server.server import choose_ports
+from jitney_server.ports import choose_ports
 
 
 def test_free_ports_differ() -> None:

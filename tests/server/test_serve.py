@@ -16,7 +16,7 @@ import pytest
 from jitney import cli
 from jitney_server.admin import Admin
 from jitney_server.doctor import Finding
-from jitney_server.server import choose_ports
+from jitney_server.ports import ServerPorts, choose_ports
 from jitney_server.stopping import interruptible
 from typer.testing import CliRunner, Result
 
@@ -93,7 +93,7 @@ ensemble_scheduling { step [{
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    from jitney_server.doctor import write_trial
+    from jitney_server.trial import write_trial
 
     write_trial(tmp_path / "repository")
     return tmp_path / "repository"
@@ -103,7 +103,7 @@ def ask(address: str) -> object:
     """What the model that adds one makes of 1, 2 and 3."""
     host, port = address.removeprefix("http://").split(":")
     x = {"name": "x", "shape": [3], "datatype": "INT32", "data": [1, 2, 3]}
-    (y,) = Admin(host, [int(port), 0, 0], {}).infer("plus_one", [x])
+    (y,) = Admin(host, ServerPorts(int(port), 0, 0), {}).infer("plus_one", [x])
     return y["data"]
 
 
@@ -273,7 +273,7 @@ from jitney_server import serving
 server = types.SimpleNamespace(
     grpc_url="127.0.0.1:1", host="127.0.0.1", metrics_url="http://127.0.0.1:2/metrics"
 )
-serving._start_gateway(server, int(sys.argv[1]), ())
+serving.GatewayProcess(server, int(sys.argv[1]), ())
 signal.pause()
 """
 

@@ -11,7 +11,8 @@ from typing import cast
 import pytest
 from jitney.errors import InternalError
 from jitney_server import stopping
-from jitney_server.admin import Admin
+from jitney_server.admin import Admin, ModelState
+from jitney_server.ports import ServerPorts
 from jitney_server.stopping import hang_up, requests_in_flight, unload_all
 
 METRICS = """
@@ -59,15 +60,15 @@ class FakeAdmin:
     """A server of two models: ``chat``, whose first unloads are refused, and ``never``, which
     nobody asked for. ``stuck`` keeps chat UNLOADING for good."""
 
-    grpc_port = 1
+    ports = ServerPorts(http=0, grpc=1, metrics=2)
 
     def __init__(self, refusals: int = 0, *, stuck: bool = False, requests: int = 0) -> None:
         self.refusals, self.stuck, self.requests = refusals, stuck, requests
         self.state = "READY"
         self.asked = 0
 
-    def model_states(self) -> dict[str, tuple[str, str]]:
-        return {"chat": (self.state, ""), "never": ("", "")}
+    def model_states(self) -> dict[str, ModelState]:
+        return {"chat": ModelState(self.state, ""), "never": ModelState("", "")}
 
     def unload(self, name: str) -> None:
         assert name == "chat"
@@ -82,17 +83,19 @@ class FakeAdmin:
 
 def stop_of(
     server: FakeAdmin, monkeypatch: pytest.MonkeyPatch, grace_s: float = 0.2, unload_s: float = 0.4
-) -> tuple[str, bool]:
+) -> tuple[str | None, bool]:
     monkeypatch.setattr(stopping, "_ASK_AGAIN_S", 0.02)
     monkeypatch.setattr(stopping, "_UNLOAD_S", unload_s)
     monkeypatch.setattr(stopping, "_STUCK_S", 0.1)
-    left, lost = unload_all(cast("Admin", server), os.getpid(), grace_s)
-    return re.sub(r"^after \S+ s ", "", left), lost
+    outcome = unload_all(cast("Admin", server), os.getpid(), grace_s)
+    if outcome.problem is None:
+        return None, outcome.cut_requests
+    return re.sub(r"^after \S+ s ", "", outcome.problem), outcome.cut_requests
 
 
 def test_a_model_that_refused_to_unload_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FakeAdmin(refusals=2)
-    assert stop_of(server, monkeypatch, grace_s=60) == ("", False)
+    assert stop_of(server, monkeypatch, grace_s=60) == (None, False)
     assert server.asked == 3
 
 
@@ -119,14 +122,14 @@ def test_models_without_requests_may_take_longer_to_end(monkeypatch: pytest.Monk
     server = FakeAdmin(stuck=True)
     ends = time.monotonic() + 0.3  # beyond the grace of 0.2 s; its metrics have gone before
 
-    def states() -> dict[str, tuple[str, str]]:
+    def states() -> dict[str, ModelState]:
         over = time.monotonic() > ends
-        return {"chat": ("UNAVAILABLE" if over else server.state, "")}
+        return {"chat": ModelState("UNAVAILABLE" if over else server.state, "")}
 
     monkeypatch.setattr(server, "model_states", states)
     metrics = iter([server.metrics()])
     monkeypatch.setattr(server, "metrics", lambda: next(metrics, ""))
-    assert stop_of(server, monkeypatch, unload_s=60) == ("", False)
+    assert stop_of(server, monkeypatch, unload_s=60) == (None, False)
     silent = FakeAdmin(stuck=True)
     monkeypatch.setattr(silent, "metrics", lambda: "")
     assert stop_of(silent, monkeypatch) == ("chat is UNLOADING", True), "who knows"

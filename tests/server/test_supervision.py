@@ -11,7 +11,8 @@ from typing import cast
 import pytest
 from jitney.errors import InternalError, LoadError
 from jitney_server import supervision
-from jitney_server.admin import Admin
+from jitney_server.admin import Admin, ModelState
+from jitney_server.ports import ServerPorts
 from jitney_server.supervision import Supervisor
 
 
@@ -33,7 +34,7 @@ class FakeServer:
     """A server of two models. Loads, starts and unloads fail while the fields say so."""
 
     pid = 1
-    http_port, grpc_port = 8000, 8001
+    ports = ServerPorts(8000, 8001, 8002)
 
     def __init__(self) -> None:
         self.processes = [FakeProcess(10, "chat"), FakeProcess(11, "embed")]
@@ -56,11 +57,11 @@ class FakeServer:
     def is_ready(self) -> bool:
         return self.ready
 
-    def is_answered(self, name: str) -> bool:
+    def is_answering(self, name: str) -> bool:
         return self.answers
 
-    def model_states(self) -> dict[str, tuple[str, str]]:
-        return {name: (state, "") for name, state in self.states.items()}
+    def model_states(self) -> dict[str, ModelState]:
+        return {name: ModelState(state, "") for name, state in self.states.items()}
 
     def metrics(self) -> str:
         return f'jitney_running_requests{{model="chat"}} {self.requests}\n'

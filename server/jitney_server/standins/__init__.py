@@ -1,7 +1,7 @@
 """What the stand-ins for the native ONNX Runtime and TensorRT backends share.
 
 ``backend/onnxruntime/model.py`` and ``backend/tensorrt/model.py`` serve on the embedded server what
-the C++ backends of those names serve in NVIDIA's container, from the same model repository.
-Nothing here imports torch or the server's own module, and importing a module is cheap: completing a
-configuration happens in a process that lives for a moment.
+the C++ backends of those names serve in NVIDIA's container, from the same model repository. Nothing
+here imports torch or the server's own module. To import a module is cheap: a process that completes
+a configuration lives only for a moment.
 """

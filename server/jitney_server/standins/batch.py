@@ -1,25 +1,25 @@
 """Requests that the server put into one batch, run as one call of the model.
 
 Owns how inputs are joined and outputs divided; knows neither the server nor what runs the model.
-Rows are the elements of dimension 0. Joining copies once, and not at all for one request; dividing
-gives views.
+Rows are the elements of dimension 0. Inputs are copied once, and not at all for one request; the
+outputs of a request are views.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jitney.errors import InternalError, InvalidArgumentError, JitneyError
 
-from jitney_server.standins.signature import Signature, TensorInfo, show_dims
+from jitney_server.standins.signature import Signature, show_dims
 
 _LOG = logging.getLogger(__name__)
 
 
 class OnDevice(Protocol):
-    """A tensor in a GPU's memory: what runs the model knows more of it."""
+    """A tensor in a GPU's memory. Only what runs the model knows more of it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -30,9 +30,8 @@ class OnDevice(Protocol):
 
 Arrays = dict[str, "np.ndarray | OnDevice"]
 Run = Callable[[Arrays, Sequence[str]], "list[np.ndarray | OnDevice]"]
-"""Inputs by name and the names of the requested outputs -> these outputs. Raises JitneyError.
-
-Outputs are on a device only if an input is."""
+"""Runs the model: takes the inputs by name and the names of the requested outputs, and returns
+these outputs. They are on a device only if an input is. Raises JitneyError."""
 
 NUMPY_TYPES: dict[str, type] = {
     "TYPE_BOOL": np.bool_,
@@ -59,7 +58,7 @@ class ModelRequest:
 
     inputs: Arrays
     outputs: tuple[str, ...]
-    """What it asks for; the others are neither computed for it nor sent."""
+    """The outputs that it asks for. Others are not sent, and not computed for it."""
 
 
 @dataclass(frozen=True)
@@ -70,114 +69,139 @@ class Batcher:
     signature: Signature
     batching: bool
     """Whether dimension 0 is the batch (``max_batch_size`` above 0)."""
-    _outputs: dict[str, TensorInfo] = field(init=False)
-
-    def __post_init__(self) -> None:
-        outputs = {info.name: info for info in self.signature.outputs}
-        object.__setattr__(self, "_outputs", outputs)
 
     def execute(self, requests: Sequence[ModelRequest]) -> list[Arrays | JitneyError]:
         """One answer each, in order: the outputs asked for, or what went wrong."""
         if not self.batching:
-            return [self._alone(request) for request in requests]
+            return [self._run_without_batch(request) for request in requests]
         if len(requests) == 1:
-            return self._together(requests)
+            return self._run_together(requests)
         answers: dict[int, Arrays | JitneyError] = {}
         for group in _groups(requests):
-            made = self._together([requests[index] for index in group])
-            answers.update(zip(group, made, strict=True))
+            of_group = self._run_together([requests[index] for index in group])
+            answers.update(zip(group, of_group, strict=True))
         return [answers[index] for index in range(len(requests))]
 
-    def _alone(self, request: ModelRequest) -> Arrays | JitneyError:
+    def _run_without_batch(self, request: ModelRequest) -> Arrays | JitneyError:
+        """The answer of a model whose tensors have no batch dimension."""
         try:
-            arrays = self.run(request.inputs, request.outputs)
+            outputs = self.run(request.inputs, request.outputs)
         except JitneyError as error:
             return error
-        return {
-            name: array if array.shape or not isinstance(array, np.ndarray) else array.reshape(1)
-            for name, array in zip(request.outputs, arrays, strict=True)  # a scalar goes out as [1]
-        }
+        answer: Arrays = {}
+        for name, output in zip(request.outputs, outputs, strict=True):
+            if isinstance(output, np.ndarray) and output.shape == ():
+                output = output.reshape(1)  # the server has no scalars
+            answer[name] = output
+        return answer
 
-    def _together(self, requests: Sequence[ModelRequest]) -> list[Arrays | JitneyError]:
-        """Works whose inputs can be joined."""
+    def _run_together(self, requests: Sequence[ModelRequest]) -> list[Arrays | JitneyError]:
+        """The answers of requests whose inputs can be joined. If they fail together, each of them
+        is run alone."""
         try:
-            rows = [_rows(request) for request in requests]
+            rows = [_count_rows(request) for request in requests]
         except InvalidArgumentError as error:
-            if len(requests) == 1:
-                return [error]
-            return [answer for request in requests for answer in self._together([request])]
+            return self._run_each_alone(requests, error)
         total = sum(rows)
         if total == 0:
-            return [self._empty(request) for request in requests]
-        names = [
-            name for name in self._outputs if any(name in request.outputs for request in requests)
-        ]
+            return [self._empty_answer(request) for request in requests]
+        requested = {name for request in requests for name in request.outputs}
+        names = [info.name for info in self.signature.outputs if info.name in requested]
         try:
-            arrays = self.run(_joined(requests), names)
+            outputs = self.run(_joined(requests), names)
         except JitneyError as error:
-            if len(requests) == 1:
-                return [error]
-            _LOG.warning(
-                "a batch of %d requests failed; each is run alone: %s", len(requests), error
-            )
-            return [answer for request in requests for answer in self._together([request])]
+            if len(requests) > 1:
+                _LOG.warning(
+                    "a batch of %d requests failed; each is run alone: %s", len(requests), error
+                )
+            return self._run_each_alone(requests, error)
+        arrays = dict(zip(names, outputs, strict=True))
         try:
-            for name, array in zip(names, arrays, strict=True):
+            for name, array in arrays.items():
                 _check_rows(name, array, total)
         except InternalError as error:
             return [error] * len(requests)
-        return _divided(requests, rows, dict(zip(names, arrays, strict=True)))
+        return _divided(requests, rows, arrays)
 
-    def _empty(self, request: ModelRequest) -> Arrays:
-        """The answer to a request without rows: no run, because kernels may not survive an empty
-        batch. A variable dimension is as long as the input's of the same name, or 0."""
-        sizes = {
-            symbol: request.inputs[info.name].shape[axis]
-            for info in self.signature.inputs
-            if info.name in request.inputs
-            for axis, symbol in enumerate(info.symbols)
-            if symbol is not None
-        }
-        made: Arrays = {}
+    def _run_each_alone(
+        self, requests: Sequence[ModelRequest], error: JitneyError
+    ) -> list[Arrays | JitneyError]:
+        """The answers of requests that failed together with ``error``."""
+        if len(requests) == 1:
+            return [error]
+        answers: list[Arrays | JitneyError] = []
+        for request in requests:
+            answers += self._run_together([request])
+        return answers
+
+    def _empty_answer(self, request: ModelRequest) -> Arrays:
+        """The answer to a request without rows. The model is not run: kernels may not survive an
+        empty batch. A variable dimension is as long as the one of the same name in an input, or
+        0."""
+        sizes = self._sizes_of_symbols(request)
+        infos = {info.name: info for info in self.signature.outputs}
+        answer: Arrays = {}
         for name in request.outputs:
-            info = self._outputs[name]
+            info = infos[name]
             symbols = info.symbols or (None,) * len(info.dims)
-            dims = [
-                dim if dim >= 0 else sizes.get(symbol or "", 0)
-                for dim, symbol in zip(info.dims, symbols, strict=True)
-            ]
-            made[name] = np.empty((0, *dims[1:]), NUMPY_TYPES[info.data_type])
-        return made
+            shape = []
+            for dim, symbol in zip(info.dims, symbols, strict=True):
+                if dim < 0:
+                    dim = 0 if symbol is None else sizes.get(symbol, 0)
+                shape.append(dim)
+            answer[name] = np.empty((0, *shape[1:]), NUMPY_TYPES[info.data_type])
+        return answer
+
+    def _sizes_of_symbols(self, request: ModelRequest) -> dict[str, int]:
+        """Name of a variable dimension -> its size in the request's inputs."""
+        sizes = {}
+        for info in self.signature.inputs:
+            if info.name not in request.inputs:
+                continue
+            shape = request.inputs[info.name].shape
+            for axis, symbol in enumerate(info.symbols):
+                if symbol is not None:
+                    sizes[symbol] = shape[axis]
+        return sizes
+
+
+class _InputShape(NamedTuple):
+    name: str
+    row_shape: tuple[int, ...]
 
 
 def _groups(requests: Sequence[ModelRequest]) -> list[list[int]]:
-    """Indices of the requests that can be joined. Usually one group: the server puts only requests
-    of equal inputs and shapes into a batch, unless the model lets it do otherwise."""
-    groups: dict[tuple[tuple[str, tuple[int, ...]], ...], list[int]] = {}
+    """Indices of requests that can be joined, in groups. Usually there is one: the server puts only
+    requests with the same inputs and shapes into a batch, unless the model lets it do otherwise."""
+    groups: dict[tuple[_InputShape, ...], list[int]] = {}
     for index, request in enumerate(requests):
-        key = tuple(sorted((name, array.shape[1:]) for name, array in request.inputs.items()))
-        groups.setdefault(key, []).append(index)
+        shapes = [_InputShape(name, array.shape[1:]) for name, array in request.inputs.items()]
+        groups.setdefault(tuple(sorted(shapes)), []).append(index)
     return list(groups.values())
 
 
-def _rows(request: ModelRequest) -> int:
+def _count_rows(request: ModelRequest) -> int:
+    """The rows of each input. Raises InvalidArgumentError if their numbers differ."""
     counts = {array.shape[0] if array.shape else 1 for array in request.inputs.values()}
     if len(counts) != 1:
-        shapes = ", ".join(f"{name} {show_dims(a.shape)}" for name, a in request.inputs.items())
+        shapes = [f"{name} {show_dims(array.shape)}" for name, array in request.inputs.items()]
+        listed = ", ".join(shapes) or "there are none"
         raise InvalidArgumentError(
-            f"the inputs differ in their number of rows (dimension 0): {shapes or 'there are none'}"
+            f"the inputs differ in their number of rows (dimension 0): {listed}"
         )
     return counts.pop()
 
 
 def _joined(requests: Sequence[ModelRequest]) -> Arrays:
-    """Tensors of several requests are joined on the host, wherever they are."""
+    """The inputs of all requests as one. Those of several requests are joined on the host, even if
+    they are on a device."""
     if len(requests) == 1:
         return requests[0].inputs
-    return {
-        name: np.concatenate([_on_host(request.inputs[name]) for request in requests])
-        for name in requests[0].inputs
-    }
+    joined: Arrays = {}
+    for name in requests[0].inputs:
+        arrays = [_on_host(request.inputs[name]) for request in requests]
+        joined[name] = np.concatenate(arrays)
+    return joined
 
 
 def _on_host(array: np.ndarray | OnDevice) -> np.ndarray:
@@ -185,6 +209,7 @@ def _on_host(array: np.ndarray | OnDevice) -> np.ndarray:
 
 
 def _check_rows(name: str, array: np.ndarray | OnDevice, rows: int) -> None:
+    """Raises InternalError for an output that cannot be divided among the requests."""
     if array.shape[:1] != (rows,):
         raise InternalError(
             f"the model's output {name!r} has shape {show_dims(array.shape)} for a batch of {rows} "
@@ -196,6 +221,7 @@ def _check_rows(name: str, array: np.ndarray | OnDevice, rows: int) -> None:
 def _divided(
     requests: Sequence[ModelRequest], rows: Sequence[int], arrays: Arrays
 ) -> list[Arrays | JitneyError]:
+    """The answer of each request: its rows of the outputs that it asks for."""
     if len(requests) == 1:
         return [{name: arrays[name] for name in requests[0].outputs}]
     answers: list[Arrays | JitneyError] = []
@@ -203,5 +229,5 @@ def _divided(
     for request, count in zip(requests, rows, strict=True):
         end = start + count
         answers.append({name: _on_host(arrays[name])[start:end] for name in request.outputs})
-        start += count
+        start = end
     return answers

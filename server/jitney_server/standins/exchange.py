@@ -16,35 +16,41 @@ from jitney_server.standins.batch import Arrays, ModelRequest, OnDevice
 
 _LOG = logging.getLogger(__name__)
 _FAILED = InternalError("the model failed; the server's log says why")
+"""What a client is told of an error that nobody foresaw. It tells nothing of this machine."""
+
+Adopt = Callable[[str, Any], OnDevice]
+"""Takes the name of an input and the server's tensor for it, which is in a GPU's memory. Returns it
+in the form in which the model's runtime takes it."""
 
 
 def answer(
     server: Any,
     requests: Sequence[Any],
     execute: Callable[[Sequence[ModelRequest]], list[Arrays | JitneyError]],
-    adopt: Callable[[str, Any], OnDevice],
+    adopt: Adopt,
 ) -> list[Any]:
-    """One response for each request. Never raises: what is unforeseen is logged in full and sent
-    as an error that tells nothing of this machine; a request that cannot be read, or whose answer
-    cannot be sent, fails alone. ``adopt`` makes a tensor of a GPU's memory, given with its name,
-    one that ``execute`` understands.
+    """One response for each request.
+
+    Never raises: an error that nobody foresaw is logged in full. A request that cannot be read
+    fails alone, and so does one whose answer cannot be sent.
     """
-    answers: list[Arrays | JitneyError] = [_FAILED] * len(requests)
-    works: dict[int, ModelRequest] = {}
+    results: list[Arrays | JitneyError] = [_FAILED] * len(requests)
+    readable: dict[int, ModelRequest] = {}
     for index, request in enumerate(requests):
         try:
-            works[index] = _work(request, adopt)
+            readable[index] = _model_request(request, adopt)
         except Exception:
             _LOG.exception("the inputs of a request cannot be read")
     try:
-        for index, made in zip(works, execute(list(works.values())), strict=True):
-            answers[index] = made
+        executed = execute(list(readable.values()))
+        for index, result in zip(readable, executed, strict=True):
+            results[index] = result
     except Exception:
-        _LOG.exception("a batch of %d requests failed", len(works))
-    return [_response(server, made) for made in answers]
+        _LOG.exception("a batch of %d requests failed", len(readable))
+    return [_response(server, result) for result in results]
 
 
-def _work(request: Any, adopt: Callable[[str, Any], OnDevice]) -> ModelRequest:
+def _model_request(request: Any, adopt: Adopt) -> ModelRequest:
     inputs: Arrays = {}
     for tensor in request.inputs():
         name = tensor.name()
@@ -52,9 +58,28 @@ def _work(request: Any, adopt: Callable[[str, Any], OnDevice]) -> ModelRequest:
     return ModelRequest(inputs, tuple(request.requested_output_names()))
 
 
+def _response(server: Any, result: Arrays | JitneyError) -> Any:
+    if isinstance(result, JitneyError):
+        code = getattr(server.TritonError, result.server_code)
+        return server.InferenceResponse(error=server.TritonError(result.client_message, code))
+    try:
+        tensors = [_tensor(server, name, array) for name, array in result.items()]
+        return server.InferenceResponse(output_tensors=tensors)
+    except Exception:
+        _LOG.exception("the outputs of a request cannot be sent")
+        return _response(server, _FAILED)
+
+
+def _tensor(server: Any, name: str, array: np.ndarray | OnDevice) -> Any:
+    if isinstance(array, np.ndarray):
+        return server.Tensor(name, array)
+    return server.Tensor.from_dlpack(name, array)
+
+
 def model_path(version_folder: Path, filename: str) -> Path:
-    """The file ``filename`` (``default_model_filename``) of a version; a folder of that name has
-    ``model.onnx`` inside, with its weights beside it. Raises CheckpointError."""
+    """The model's file in the folder of a version; ``filename`` is the configuration's
+    ``default_model_filename``. If that is a folder, the file is ``model.onnx`` in it, with its
+    weights beside it. Raises CheckpointError."""
     path = version_folder / filename
     if path.is_dir():
         path /= "model.onnx"
@@ -65,22 +90,5 @@ def model_path(version_folder: Path, filename: str) -> Path:
 
 def refusal(server: Any, error: JitneyError) -> Exception:
     """``error`` as the exception that makes the server refuse the model."""
-    made: Exception = server.TritonModelException(error.client_message)
-    return made
-
-
-def _response(server: Any, made: Arrays | JitneyError) -> Any:
-    if isinstance(made, JitneyError):
-        code = getattr(server.TritonError, made.server_code)
-        return server.InferenceResponse(error=server.TritonError(made.client_message, code))
-    try:
-        tensors = [
-            server.Tensor(name, array)
-            if isinstance(array, np.ndarray)
-            else server.Tensor.from_dlpack(name, array)
-            for name, array in made.items()
-        ]
-        return server.InferenceResponse(output_tensors=tensors)
-    except Exception:
-        _LOG.exception("the outputs of a request cannot be sent")
-        return _response(server, _FAILED)
+    exception: Exception = server.TritonModelException(error.client_message)
+    return exception

@@ -8,7 +8,7 @@ table.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jitney.errors import ConfigError, nearest
 
@@ -24,39 +24,75 @@ OPENVINO = "OpenVINOExecutionProvider"
 CPU = "CPUExecutionProvider"
 
 _TENSORRT_BOOLS = (
-    *("trt_dla_enable", "trt_engine_cache_enable", "trt_dump_subgraphs"),
-    *("trt_force_sequential_engine_build", "trt_context_memory_sharing_enable"),
-    *("trt_layer_norm_fp32_fallback", "trt_timing_cache_enable", "trt_force_timing_cache"),
-    *("trt_detailed_build_log", "trt_build_heuristics_enable", "trt_sparsity_enable"),
-    *("trt_cuda_graph_enable", "trt_dump_ep_context_model"),
+    "trt_dla_enable",
+    "trt_engine_cache_enable",
+    "trt_dump_subgraphs",
+    "trt_force_sequential_engine_build",
+    "trt_context_memory_sharing_enable",
+    "trt_layer_norm_fp32_fallback",
+    "trt_timing_cache_enable",
+    "trt_force_timing_cache",
+    "trt_detailed_build_log",
+    "trt_build_heuristics_enable",
+    "trt_sparsity_enable",
+    "trt_cuda_graph_enable",
+    "trt_dump_ep_context_model",
 )
 _TENSORRT_INTS = (
-    *("trt_max_partition_iterations", "trt_min_subgraph_size", "trt_dla_core"),
-    *("trt_builder_optimization_level", "trt_auxiliary_streams", "trt_ep_context_embed_mode"),
+    "trt_max_partition_iterations",
+    "trt_min_subgraph_size",
+    "trt_dla_core",
+    "trt_builder_optimization_level",
+    "trt_auxiliary_streams",
+    "trt_ep_context_embed_mode",
 )
 _TENSORRT_TEXTS = (
-    *("trt_engine_cache_path", "trt_engine_cache_prefix", "trt_timing_cache_path"),
-    *("trt_tactic_sources", "trt_extra_plugin_lib_paths", "trt_ep_context_file_path"),
-    *("trt_profile_min_shapes", "trt_profile_max_shapes", "trt_profile_opt_shapes"),
+    "trt_engine_cache_path",
+    "trt_engine_cache_prefix",
+    "trt_timing_cache_path",
+    "trt_tactic_sources",
+    "trt_extra_plugin_lib_paths",
+    "trt_ep_context_file_path",
+    "trt_profile_min_shapes",
+    "trt_profile_max_shapes",
+    "trt_profile_opt_shapes",
 )
+_TENSORRT_RENAMED = (
+    "precision_mode",
+    "max_workspace_size_bytes",
+    "int8_calibration_table_name",
+    "int8_use_native_calibration_table",
+)
+"""Parameters that ONNX Runtime has under other names."""
 _PRECISIONS = {
     "FP32": None,
     "FP16": "trt_fp16_enable",
     "BF16": "trt_bf16_enable",
     "INT8": "trt_int8_enable",
 }
+"""TensorRT's ``precision_mode`` -> the option that allows it. None: needs no option."""
 _CUDA_BOOLS = ("do_copy_in_default_stream", "use_ep_level_unified_stream")
-_CUDA_CHOICES = {  # the deprecated way: numbers among the model's parameters
+_CUDA_CHOICES = {
     "cudnn_conv_algo_search": ("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
     "arena_extend_strategy": ("kNextPowerOfTwo", "kSameAsRequested"),
 }
+"""Options of CUDA that may stand among the model's parameters, a deprecated way: there their value
+is a number, the index of one of these."""
 _CUDA_PARAMETERS = (*_CUDA_CHOICES, "gpu_mem_limit", "do_copy_in_default_stream")
+"""All options of CUDA that may stand among the model's parameters."""
+_SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 _PARAMETERS = (
-    *("intra_op_thread_count", "inter_op_thread_count", "execution_mode"),
-    *("enable_mem_arena", "enable_mem_pattern", "memory.enable_memory_arena_shrinkage"),
+    "intra_op_thread_count",
+    "inter_op_thread_count",
+    "execution_mode",
+    "enable_mem_arena",
+    "enable_mem_pattern",
+    _SHRINKAGE,
 )
-_OF_THE_SERVER = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
+_PARAMETERS_OF_SERVER = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
+"""Parameters that the server itself reads."""
 _NATIVE_SESSION_ENTRY = "session.use_device_allocator_for_initializers"
+"""The only parameter of a session's own name that the native backend honours."""
 _SPINNING = "session.intra_op.allow_spinning"
 """Off unless the model asks for it: between two batches a thread that spins takes the core that the
 server needs to put the next one together. The native backend's threads spin."""
@@ -65,9 +101,16 @@ _MOST_THREADS = 1024
 _IGNORED_OPTIMIZATIONS = ("priority", "cuda", "gather_kernel_buffer_threshold", "eager_batching")
 
 
+class Provider(NamedTuple):
+    """An execution provider of ONNX Runtime and its options."""
+
+    name: str
+    options: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class OnnxOptions:
-    """What a session of one instance is made with. None and 0: ONNX Runtime's own default."""
+    """The options of one instance's session. None and 0 stand for ONNX Runtime's own default."""
 
     graph_level: GraphLevel
     intra_op_threads: int
@@ -76,8 +119,10 @@ class OnnxOptions:
     mem_arena: bool | None
     mem_pattern: bool | None
     session_entries: Mapping[str, str]
+    """Entries of the session's configuration, by their own names."""
     run_entries: Mapping[str, str]
-    providers: tuple[tuple[str, Mapping[str, str]], ...]
+    """Likewise, of the configuration of each run."""
+    providers: tuple[Provider, ...]
     """In order of preference, without the CPU's, which always comes last."""
     op_libraries: tuple[str, ...]
     notes: tuple[str, ...]
@@ -85,29 +130,29 @@ class OnnxOptions:
 
 
 def read_options(config: Config, device_id: int | None) -> OnnxOptions:
-    """``device_id`` is the instance's GPU, None on the CPU."""
-    parameters = {
-        name: str(value.get("string_value", ""))
-        for name, value in config.get("parameters", {}).items()
-    }
+    """The options in a configuration. ``device_id`` is the instance's GPU, None on the CPU. Raises
+    ConfigError."""
+    parameters = {}
+    for name, value in config.get("parameters", {}).items():
+        parameters[name] = str(value.get("string_value", ""))
     optimization = config.get("optimization", {})
-    notes = [
-        *_parameter_notes(parameters),
-        *_optimization_notes(optimization),
-        *_input_notes(config),
-    ]
     level = _integer("optimization.graph.level", optimization.get("graph", {}).get("level", 0))
     if level not in GRAPH_LEVELS:
         raise ConfigError.of("optimization.graph.level", level, "-1, 0, 1 or 2")
     accelerators = optimization.get("execution_accelerators", {})
     on_gpu = accelerators.get("gpu_execution_accelerator", [])
-    if device_id is None and on_gpu:
-        names = ", ".join(str(entry["name"]) for entry in on_gpu)
-        notes.append(f"gpu_execution_accelerator {names} is for instances on a GPU; this is none")
-    providers = [] if device_id is None else _gpu_providers(on_gpu, parameters, device_id)
-    providers += _cpu_providers(accelerators.get("cpu_execution_accelerator", []))
-    operations = config.get("model_operations", {}).get("op_library_filename", [])
-    shrinkage = "memory.enable_memory_arena_shrinkage"
+    on_cpu = accelerators.get("cpu_execution_accelerator", [])
+    providers: list[Provider] = []
+    if device_id is not None:
+        providers += _gpu_providers(on_gpu, parameters, device_id)
+    providers += _cpu_providers(on_cpu)
+    notes = [
+        *_parameter_notes(parameters),
+        *_optimization_notes(optimization),
+        *_input_notes(config),
+        *_accelerator_notes(on_gpu, device_id),
+    ]
+    op_libraries = config.get("model_operations", {}).get("op_library_filename", [])
     return OnnxOptions(
         graph_level=GRAPH_LEVELS[level],
         intra_op_threads=_count(parameters, "intra_op_thread_count"),
@@ -115,20 +160,34 @@ def read_options(config: Config, device_id: int | None) -> OnnxOptions:
         parallel=_choice(parameters, "execution_mode", ("0", "1"), "0") == "1",
         mem_arena=_flag(parameters, "enable_mem_arena"),
         mem_pattern=_flag(parameters, "enable_mem_pattern"),
-        session_entries={
-            _SPINNING: "0",
-            **{name: value for name, value in parameters.items() if name.startswith("session.")},
-        },
-        run_entries={shrinkage: parameters[shrinkage]} if shrinkage in parameters else {},
+        session_entries=_session_entries(parameters),
+        run_entries=_run_entries(parameters),
         providers=tuple(providers),
-        op_libraries=tuple(operations),
+        op_libraries=tuple(op_libraries),
         notes=tuple(notes),
     )
 
 
+def _session_entries(parameters: Mapping[str, str]) -> dict[str, str]:
+    entries = {_SPINNING: "0"}
+    for name, value in parameters.items():
+        if name.startswith("session."):
+            entries[name] = value
+    return entries
+
+
+def _run_entries(parameters: Mapping[str, str]) -> dict[str, str]:
+    if _SHRINKAGE not in parameters:
+        return {}
+    return {_SHRINKAGE: parameters[_SHRINKAGE]}
+
+
+# ------------------------------------------------------------------------------- notes
+
+
 def _parameter_notes(parameters: Mapping[str, str]) -> list[str]:
     notes = []
-    known = (*_PARAMETERS, *_CUDA_PARAMETERS, *_OF_THE_SERVER)
+    known = (*_PARAMETERS, *_CUDA_PARAMETERS, *_PARAMETERS_OF_SERVER)
     for name in parameters:
         if name == "share_session_between_instances":
             notes.append(f"{name} is ignored: each instance here is a process of its own")
@@ -141,11 +200,12 @@ def _parameter_notes(parameters: Mapping[str, str]) -> list[str]:
 
 
 def _optimization_notes(optimization: Config) -> list[str]:
-    return [
-        f"optimization.{name} is ignored on the embedded server"
-        for name in _IGNORED_OPTIMIZATIONS
-        if optimization.get(name) not in (None, {}, 0, False, "PRIORITY_DEFAULT")
-    ]
+    notes = []
+    for name in _IGNORED_OPTIMIZATIONS:
+        # The server's JSON has a value for each, even if the configuration has none.
+        if optimization.get(name) not in (None, {}, 0, False, "PRIORITY_DEFAULT"):
+            notes.append(f"optimization.{name} is ignored on the embedded server")
+    return notes
 
 
 def _input_notes(config: Config) -> list[str]:
@@ -158,33 +218,56 @@ def _input_notes(config: Config) -> list[str]:
     ]
 
 
+def _accelerator_notes(on_gpu: list[Config], device_id: int | None) -> list[str]:
+    if device_id is not None or not on_gpu:
+        return []
+    names = ", ".join(str(entry["name"]) for entry in on_gpu)
+    return [f"gpu_execution_accelerator {names} is for instances on a GPU; this is none"]
+
+
+# ------------------------------------------------------------------------------- providers
+
+
 def _gpu_providers(
     accelerators: list[Config], parameters: Mapping[str, str], device_id: int
-) -> list[tuple[str, Mapping[str, str]]]:
-    """TensorRT where it is asked for, and CUDA always: it takes what TensorRT leaves."""
-    providers: list[tuple[str, Mapping[str, str]]] = []
+) -> list[Provider]:
+    """TensorRT if it is asked for, and always CUDA: it runs the operators that TensorRT cannot."""
+    device = {"device_id": str(device_id)}
+    providers = []
     cuda: dict[str, str] = {}
     for entry in accelerators:
         name = str(entry["name"])
         given = entry.get("parameters", {})
         if name == "tensorrt":
-            options = {**_tensorrt_options(given), "device_id": str(device_id)}
-            providers.append((TENSORRT, options))
+            providers.append(Provider(TENSORRT, {**_tensorrt_options(given), **device}))
         elif name == "cuda":
-            for key, value in given.items():
-                cuda[key] = _truth(f"cuda {key}", value) if key in _CUDA_BOOLS else str(value)
+            cuda |= _cuda_options(given)
         else:
             raise ConfigError.of("gpu_execution_accelerator", name, "tensorrt or cuda")
+    cuda |= _cuda_options_of_parameters(parameters)
+    return [*providers, Provider(CUDA, {**cuda, **device})]
+
+
+def _cuda_options(given: Mapping[str, Any]) -> dict[str, str]:
+    """The options of the accelerator ``cuda``."""
+    options = {}
+    for key, value in given.items():
+        options[key] = _truth(f"cuda {key}", value) if key in _CUDA_BOOLS else str(value)
+    return options
+
+
+def _cuda_options_of_parameters(parameters: Mapping[str, str]) -> dict[str, str]:
+    """CUDA's options among the model's parameters."""
+    options = {}
     for key in _CUDA_PARAMETERS:
         if key not in parameters:
             continue
-        choices = _CUDA_CHOICES.get(key)
-        if choices is None:
-            cuda[key] = parameters[key]
-        else:
-            numbers = tuple(map(str, range(len(choices))))
-            cuda[key] = choices[int(_choice(parameters, key, numbers, "0"))]
-    return [*providers, (CUDA, {**cuda, "device_id": str(device_id)})]
+        options[key] = parameters[key]
+        if key in _CUDA_CHOICES:
+            names = _CUDA_CHOICES[key]
+            numbers = tuple(str(number) for number in range(len(names)))
+            options[key] = names[int(_choice(parameters, key, numbers, "0"))]
+    return options
 
 
 def _tensorrt_options(given: Mapping[str, Any]) -> dict[str, str]:
@@ -194,7 +277,8 @@ def _tensorrt_options(given: Mapping[str, Any]) -> dict[str, str]:
         if key == "precision_mode":
             if value not in _PRECISIONS:
                 raise ConfigError.of(field, value, f"one of {', '.join(_PRECISIONS)}")
-            if (enable := _PRECISIONS[value]) is not None:
+            enable = _PRECISIONS[value]
+            if enable is not None:
                 options[enable] = "1"
         elif key == "max_workspace_size_bytes":
             options["trt_max_workspace_size"] = str(_integer(field, value))
@@ -209,17 +293,22 @@ def _tensorrt_options(given: Mapping[str, Any]) -> dict[str, str]:
         elif key in _TENSORRT_TEXTS:
             options[key] = str(value)
         else:
-            known = ("precision_mode", "max_workspace_size_bytes", "int8_calibration_table_name")
-            near = nearest(key, (*known, *_TENSORRT_BOOLS, *_TENSORRT_INTS, *_TENSORRT_TEXTS))
-            raise ConfigError(f"tensorrt parameter {key} is unknown{near}")
+            known = (*_TENSORRT_RENAMED, *_TENSORRT_BOOLS, *_TENSORRT_INTS, *_TENSORRT_TEXTS)
+            raise ConfigError(f"tensorrt parameter {key} is unknown{nearest(key, known)}")
     return options
 
 
-def _cpu_providers(accelerators: list[Config]) -> list[tuple[str, Mapping[str, str]]]:
+def _cpu_providers(accelerators: list[Config]) -> list[Provider]:
+    """OpenVINO, if it is asked for."""
+    providers = []
     for entry in accelerators:
         if entry["name"] != "openvino":
             raise ConfigError.of("cpu_execution_accelerator", entry["name"], "openvino")
-    return [(OPENVINO, {"device_type": "CPU"}) for _ in accelerators]
+        providers.append(Provider(OPENVINO, {"device_type": "CPU"}))
+    return providers
+
+
+# ------------------------------------------------------------------------------- values
 
 
 def _integer(field: str, value: object) -> int:
@@ -254,4 +343,7 @@ def _truth(field: str, value: object) -> str:
 
 
 def _flag(parameters: Mapping[str, str], name: str) -> bool | None:
-    return None if name not in parameters else _truth(name, parameters[name]) == "1"
+    """None if it is not given."""
+    if name not in parameters:
+        return None
+    return _truth(name, parameters[name]) == "1"

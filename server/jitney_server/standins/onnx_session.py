@@ -4,9 +4,9 @@ Owned by one instance of ``backend/onnxruntime/model.py``. The only module that 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
@@ -30,6 +30,7 @@ from jitney_server.standins.onnx_options import (
     TENSORRT,
     GraphLevel,
     OnnxOptions,
+    Provider,
 )
 from jitney_server.standins.signature import Signature, TensorInfo, data_type_of
 
@@ -64,24 +65,37 @@ _REPAIR = {
     "leave the openvino accelerator out",
 }
 _PREFIX = re.compile(r"^\[ONNXRuntimeError\] : \d+ : (\w+) : ")
-# A node's name may look like a path (torch names nodes after modules) and is kept.
-_PATH = re.compile(r"(Name:'[^']*')|(?:[A-Za-z]:)?(?:/[\w.+@-]+){2,}(?::\d+)?")
-_ERRORS = 3
+"""The beginning of an error's text. The group is the kind of error."""
+_NODE_OR_PATH = re.compile(r"(Name:'[^']*')|(?:[A-Za-z]:)?(?:/[\w.+@-]+){2,}(?::\d+)?")
+"""A path of this machine or of the one that built ONNX Runtime. Or, as the group, the name of a
+node: that may look like a path, because torch names nodes after modules."""
+_LOG_ERRORS = 3
 """ONNX Runtime's log level: errors and worse. Its warnings concern the exporter of the model."""
 
 
+class Device(NamedTuple):
+    """Where ONNX Runtime is to put an output."""
+
+    kind: str
+    number: int
+
+
+_HOST = Device("cpu", 0)
+
+
 class DeviceTensor:
-    """A tensor that stays in the memory it is in: a request's on a GPU, or an output there."""
+    """A tensor that stays on the GPU: an input that a request has there, or an output."""
 
     def __init__(self, value: Any) -> None:
-        """``value`` is an OrtValue."""
+        """``value`` is ONNX Runtime's, an OrtValue."""
         self.value = value
 
     @classmethod
-    def adopt(cls, source: Any, boolean: bool) -> "DeviceTensor":
-        """Share the memory of what gives a DLPack capsule, which does not tell ``boolean`` from
-        bytes."""
-        return cls(onnxruntime.OrtValue(_OrtValue.from_dlpack(source.to_dlpack(), boolean)))
+    def adopt(cls, source: Any, is_boolean: bool) -> "DeviceTensor":
+        """Share the memory of ``source``, which gives a DLPack capsule. The capsule does not say
+        whether its bytes are booleans."""
+        value = _OrtValue.from_dlpack(source.to_dlpack(), is_boolean)
+        return cls(onnxruntime.OrtValue(value))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,7 +115,7 @@ class DeviceTensor:
 
 
 class OnnxSession:
-    """A loaded model. ``run`` is for one thread at a time, as an instance has only one."""
+    """A loaded model. One thread at a time may call ``run``: an instance has only one."""
 
     def __init__(self, path: Path, options: OnnxOptions, device_id: int | None = None) -> None:
         """``device_id`` is the instance's GPU, None on the CPU.
@@ -109,23 +123,24 @@ class OnnxSession:
         Raises CheckpointError or UnsupportedModelError naming the file and the reason, and
         InstallationError if a required execution provider is missing.
         """
-        required = [name for name, _ in options.providers]
+        required = [provider.name for provider in options.providers]
         _require(required, onnxruntime.get_available_providers())
-        self._session = _load(path, _session_options(options), [*options.providers, (CPU, {})])
+        providers = [*options.providers, Provider(CPU, {})]
+        self._session = _load(path, _session_options(options), providers)
+        # A provider whose libraries are missing is left out without an error.
         _require(required, self._session.get_providers())
         self._session.disable_fallback()
         self._run_options = onnxruntime.RunOptions()
-        self._run_options.log_severity_level = _ERRORS
+        self._run_options.log_severity_level = _LOG_ERRORS
         for key, value in options.run_entries.items():
             self._run_options.add_run_config_entry(key, value)
         self.signature = _signature_of(self._session)
         inputs = (*self.signature.inputs, *self.signature.optional)
-        self._text = {i.name for i in inputs if i.data_type == "TYPE_STRING"}
-        self._scalars = {i.name for i in inputs if not i.dims}
-        self._booleans = {i.name for i in inputs if i.data_type == "TYPE_BOOL"}
-        outputs = self.signature.outputs
-        self._text_outputs = {i.name for i in outputs if i.data_type == "TYPE_STRING"}
-        self._device = ("cpu", 0) if device_id is None else ("cuda", device_id)
+        self._text_inputs = _names_of_type(inputs, "TYPE_STRING")
+        self._boolean_inputs = _names_of_type(inputs, "TYPE_BOOL")
+        self._scalar_inputs = {info.name for info in inputs if not info.dims}
+        self._text_outputs = _names_of_type(self.signature.outputs, "TYPE_STRING")
+        self._device = _HOST if device_id is None else Device("cuda", device_id)
 
     @property
     def providers(self) -> list[str]:
@@ -133,26 +148,33 @@ class OnnxSession:
         return list(self._session.get_providers())
 
     def adopt(self, name: str, tensor: Any) -> DeviceTensor:
-        """An input of the server's that is in this GPU's memory, without a copy."""
-        return DeviceTensor.adopt(tensor, name in self._booleans)
+        """An input in this GPU's memory, from the server's tensor and without a copy."""
+        return DeviceTensor.adopt(tensor, is_boolean=name in self._boolean_inputs)
 
     def run(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
-        """The requested outputs; on the device if an input is. Raises InvalidArgumentError or
-        InternalError with a text for the client: the operator that failed and why, no path of this
-        or the building machine."""
-        feeds = {
-            name: self._prepared(name, array) if isinstance(array, np.ndarray) else array
-            for name, array in inputs.items()
-        }
+        """The requested outputs; on the device if an input is.
+
+        Raises InvalidArgumentError or InternalError with a text for the client: the operator that
+        failed and why, but no path of a file.
+        """
+        feeds: Arrays = {}
+        is_on_host = True
+        for name, array in inputs.items():
+            if isinstance(array, np.ndarray):
+                array = self._prepared(name, array)
+            else:
+                is_on_host = False
+            feeds[name] = array
         try:
-            if all(isinstance(array, np.ndarray) for array in feeds.values()):
-                made: list[Any] = self._session.run(list(outputs), feeds, self._run_options)
-                return made
-            return self._run_bound(feeds, outputs)
-        except Exception as error:  # onnxruntime's share no base but Exception
+            if is_on_host:
+                results: list[Any] = self._session.run(list(outputs), feeds, self._run_options)
+                return results
+            return self._run_on_device(feeds, outputs)
+        except Exception as error:  # onnxruntime's errors share no base but Exception
             raise _run_error(error) from None
 
-    def _run_bound(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
+    def _run_on_device(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
+        """A run whose inputs and outputs are bound to memory: so they are not copied."""
         binding = self._session.io_binding()
         for name, array in inputs.items():
             if isinstance(array, DeviceTensor):
@@ -160,20 +182,24 @@ class OnnxSession:
             else:
                 binding.bind_cpu_input(name, np.ascontiguousarray(array))
         for name in outputs:
-            device, number = ("cpu", 0) if name in self._text_outputs else self._device
-            binding.bind_output(name, device, number)
+            # Texts exist on the host only.
+            device = _HOST if name in self._text_outputs else self._device
+            binding.bind_output(name, device.kind, device.number)
         binding.synchronize_inputs()
         self._session.run_with_iobinding(binding, self._run_options)
         binding.synchronize_outputs()
-        return [
-            value.numpy() if name in self._text_outputs else DeviceTensor(value)
-            for name, value in zip(outputs, binding.get_outputs(), strict=True)
-        ]
+        results: list[np.ndarray | OnDevice] = []
+        for name, value in zip(outputs, binding.get_outputs(), strict=True):
+            is_text = name in self._text_outputs
+            results.append(value.numpy() if is_text else DeviceTensor(value))
+        return results
 
     def _prepared(self, name: str, array: np.ndarray) -> np.ndarray:
-        if name in self._scalars and array.size == 1:
+        """An input as ONNX Runtime takes it. The server has scalars as [1] and texts as bytes.
+        Raises InvalidArgumentError."""
+        if name in self._scalar_inputs and array.size == 1:
             array = array.reshape(())
-        if name not in self._text:
+        if name not in self._text_inputs:
             return array
         try:
             decoded = [text.decode() for text in array.ravel()]
@@ -189,49 +215,51 @@ class OnnxSession:
 def read_signature(path: Path, op_libraries: Sequence[str] = ()) -> Signature:
     """What the model at ``path`` declares, without optimizing it or making threads."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = _ERRORS
+    options.log_severity_level = _LOG_ERRORS
     options.graph_optimization_level = _GRAPH_LEVELS["none"]
     options.intra_op_num_threads = 1
-    _register(options, op_libraries)
-    return _signature_of(_load(path, options, [(CPU, {})]))
+    _register_op_libraries(options, op_libraries)
+    return _signature_of(_load(path, options, [Provider(CPU, {})]))
 
 
 def _session_options(options: OnnxOptions) -> Any:
-    made = onnxruntime.SessionOptions()
-    made.log_severity_level = _ERRORS
-    made.graph_optimization_level = _GRAPH_LEVELS[options.graph_level]
-    made.intra_op_num_threads = options.intra_op_threads
-    made.inter_op_num_threads = options.inter_op_threads
+    """ONNX Runtime's object for our options."""
+    session_options = onnxruntime.SessionOptions()
+    session_options.log_severity_level = _LOG_ERRORS
+    session_options.graph_optimization_level = _GRAPH_LEVELS[options.graph_level]
+    session_options.intra_op_num_threads = options.intra_op_threads
+    session_options.inter_op_num_threads = options.inter_op_threads
     if options.parallel:
-        made.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
+        session_options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
     if options.mem_arena is not None:
-        made.enable_cpu_mem_arena = options.mem_arena
+        session_options.enable_cpu_mem_arena = options.mem_arena
     if options.mem_pattern is not None:
-        made.enable_mem_pattern = options.mem_pattern
+        session_options.enable_mem_pattern = options.mem_pattern
     for key, value in options.session_entries.items():
         try:
-            made.add_session_config_entry(key, value)
-        except Exception as error:  # onnxruntime's share no base but Exception
+            session_options.add_session_config_entry(key, value)
+        except Exception as error:  # onnxruntime's errors share no base but Exception
             raise ConfigError(f"parameter {key}: {_reason(error)}") from None
-    _register(made, options.op_libraries)
-    return made
+    _register_op_libraries(session_options, options.op_libraries)
+    return session_options
 
 
-def _register(options: Any, op_libraries: Sequence[str]) -> None:
+def _register_op_libraries(options: Any, op_libraries: Sequence[str]) -> None:
     for library in op_libraries:
         try:
             options.register_custom_ops_library(library)
-        except Exception as error:  # onnxruntime's share no base but Exception
+        except Exception as error:  # onnxruntime's errors share no base but Exception
             raise LoadError(f"op_library_filename {library}: {_reason(error)}") from None
 
 
-def _load(path: Path, options: Any, providers: list[Any]) -> Any:
+def _load(path: Path, options: Any, providers: list[Provider]) -> Any:
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
-    except Exception as error:  # onnxruntime's share no base but Exception
-        unsupported = _kind(error) in ("NOT_IMPLEMENTED", "INVALID_GRAPH")
-        made = UnsupportedModelError if unsupported else CheckpointError
-        raise made(f"the model file {path} cannot be loaded: {_reason(error)}") from None
+    except Exception as error:  # onnxruntime's errors share no base but Exception
+        text = f"the model file {path} cannot be loaded: {_reason(error)}"
+        if _kind(error) in ("NOT_IMPLEMENTED", "INVALID_GRAPH"):
+            raise UnsupportedModelError(text) from None
+        raise CheckpointError(text) from None
 
 
 def _require(required: Sequence[str], present: Sequence[str]) -> None:
@@ -254,16 +282,21 @@ def _signature_of(session: Any) -> Signature:
 def _info(declared: Any) -> TensorInfo:
     shape = declared.shape
     return TensorInfo(
-        declared.name,
-        data_type_of(declared.name, declared.type, TYPES),
-        tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in shape),
-        tuple(dim if isinstance(dim, str) else None for dim in shape),
+        name=declared.name,
+        data_type=data_type_of(declared.name, declared.type, TYPES),
+        dims=tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in shape),
+        symbols=tuple(dim if isinstance(dim, str) else None for dim in shape),
     )
 
 
-def _kind(error: Exception) -> str:
+def _names_of_type(infos: Iterable[TensorInfo], data_type: str) -> set[str]:
+    return {info.name for info in infos if info.data_type == data_type}
+
+
+def _kind(error: Exception) -> str | None:
+    """Such as ``INVALID_ARGUMENT``; None if the error does not tell."""
     match = _PREFIX.match(str(error))
-    return match[1] if match else ""
+    return None if match is None else match[1]
 
 
 def _reason(error: Exception) -> str:
@@ -271,6 +304,10 @@ def _reason(error: Exception) -> str:
 
 
 def _run_error(error: Exception) -> JitneyError:
-    text = " ".join(_PATH.sub(lambda match: match[1] or "", _reason(error)).split())
-    made = InvalidArgumentError if _kind(error) == "INVALID_ARGUMENT" else InternalError
-    return made(f"the model failed: {text[:500]}")
+    """An error of a run for the client: in one line, and without paths."""
+    without_paths = _NODE_OR_PATH.sub(lambda match: match[1] or "", _reason(error))
+    line = " ".join(without_paths.split())
+    text = f"the model failed: {line[:500]}"
+    if _kind(error) == "INVALID_ARGUMENT":
+        return InvalidArgumentError(text)
+    return InternalError(text)

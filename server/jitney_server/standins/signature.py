@@ -18,6 +18,7 @@ _CONTROL_VALUES = {
     "fp32_false_true": "TYPE_FP32",
     "int32_false_true": "TYPE_INT32",
 }
+"""Key of a sequence control that gives its two values -> their type."""
 
 
 class TensorInfo(NamedTuple):
@@ -27,9 +28,15 @@ class TensorInfo(NamedTuple):
     data_type: str
     """A key of ``batch.NUMPY_TYPES``."""
     dims: tuple[int, ...]
-    """The whole shape, a batch dimension included; -1: any size."""
+    """The whole shape, a batch dimension included. -1 is a variable dimension, of any size."""
     symbols: tuple[str | None, ...] = ()
-    """Names of the variable dimensions, where the file has any: equal names are equal sizes."""
+    """The name of each variable dimension that has one in the file, and None for the others.
+    Dimensions with the same name have the same size. Empty if the file has no names."""
+
+    @property
+    def has_variable_rows(self) -> bool:
+        """Whether the first dimension is variable."""
+        return self.dims[:1] == (-1,)
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,12 @@ class Signature:
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     optional: tuple[TensorInfo, ...] = ()
-    """Inputs that have a value in the file, which a request may replace."""
+    """Inputs with a value in the file. A request may give another one."""
 
     @property
     def can_batch(self) -> bool:
         """Whether every tensor has a variable first dimension, as the server's batcher needs."""
-        return all(info.dims[:1] == (-1,) for info in (*self.inputs, *self.outputs))
+        return all(info.has_variable_rows for info in (*self.inputs, *self.outputs))
 
 
 def data_type_of(tensor: str, native: str, known: dict[str, str]) -> str:
@@ -58,63 +65,78 @@ def data_type_of(tensor: str, native: str, known: dict[str, str]) -> str:
 
 
 def complete_config(config: Config, signature: Signature, max_batch_size: int) -> None:
-    """Fill in ``config``: batch size and scheduler, and the inputs and outputs if there are none.
+    """Fill in what ``config`` leaves open, as the native backends do: the batch size and the
+    scheduler, and the inputs and outputs.
 
-    Like the native backends: a configuration with both inputs and outputs is left as it is, and
-    ``max_batch_size`` is what a model gets that can batch and does not say how far. Beyond them, a
-    listed tensor may leave out its ``dims`` or ``data_type``.
+    The batch size of a configuration that lists both inputs and outputs stays as it is. Otherwise
+    a model that can batch gets ``max_batch_size``, if the configuration does not say another one.
+    Unlike with the native backends, a tensor that is listed may lack its ``dims`` or ``data_type``.
     """
     inputs = config.setdefault("input", [])
     outputs = config.setdefault("output", [])
     if not inputs or not outputs:
         _complete_batching(config, signature, max_batch_size)
-    offset = 1 if config.get("max_batch_size", 0) > 0 else 0
+    batching = config.get("max_batch_size", 0) > 0
     if not inputs and not config.get("batch_input"):
         controls = _controls(config)
-        inputs += [_entry(i, offset) for i in signature.inputs if i.name not in controls]
+        for info in signature.inputs:
+            if info.name not in controls:
+                inputs.append(_entry(info, batching))
     if not outputs:
-        outputs += [_entry(info, offset) for info in signature.outputs]
-    infos = {info.name: info for info in (*signature.inputs, *signature.optional)}
-    for entry in inputs:
-        _fill(entry, infos.get(entry["name"]), offset)
-    infos = {info.name: info for info in signature.outputs}
-    for entry in outputs:
-        _fill(entry, infos.get(entry["name"]), offset)
+        outputs += [_entry(info, batching) for info in signature.outputs]
+    _complete_entries(inputs, (*signature.inputs, *signature.optional), batching)
+    _complete_entries(outputs, signature.outputs, batching)
 
 
 def _complete_batching(config: Config, signature: Signature, max_batch_size: int) -> None:
+    """Fill in the batch size and the scheduler. Raises ConfigError for a batch size above 0 if the
+    model cannot batch."""
+    given = config.get("max_batch_size", 0)
     if not signature.can_batch:
-        if config.get("max_batch_size", 0) > 0:
-            fixed = next(i for i in (*signature.inputs, *signature.outputs) if i.dims[:1] != (-1,))
+        if given > 0:
+            infos = (*signature.inputs, *signature.outputs)
+            fixed = next(info for info in infos if not info.has_variable_rows)
             raise ConfigError(
-                f"max_batch_size is {config['max_batch_size']}, but the model cannot batch: the "
+                f"max_batch_size is {given}, but the model cannot batch: the "
                 f"first dimension of tensor {fixed.name!r} {show_dims(fixed.dims)} is fixed"
             )
         return
-    if config.get("max_batch_size", 0) == 0:
+    if given == 0:
         config["max_batch_size"] = max_batch_size
     schedulers = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
-    if config["max_batch_size"] > 1 and not any(name in config for name in schedulers):
+    has_scheduler = any(name in config for name in schedulers)
+    if config["max_batch_size"] > 1 and not has_scheduler:
         config["dynamic_batching"] = {}
 
 
-def _entry(info: TensorInfo, offset: int) -> Config:
-    """The configuration of one tensor. One without dimensions beside the batch is declared [1]
-    and reshaped by the server."""
-    dims = list(info.dims[offset:])
+def _entry(info: TensorInfo, batching: bool) -> Config:
+    """The configuration of one tensor. It must have a dimension beside the batch: if the model's
+    has none, it is declared as [1], and the server reshapes it."""
+    dims = list(info.dims[1:] if batching else info.dims)
     entry: Config = {"name": info.name, "data_type": info.data_type, "dims": dims or [1]}
-    if not dims and offset:
+    if batching and not dims:
         entry["reshape"] = {"shape": []}
     return entry
 
 
-def _fill(entry: Config, info: TensorInfo | None, offset: int) -> None:
-    if info is None:
-        return  # check_config names it
-    if entry.get("data_type", "TYPE_INVALID") == "TYPE_INVALID":
-        entry["data_type"] = info.data_type
-    if not entry.get("dims"):
-        entry.update({key: v for key, v in _entry(info, offset).items() if key != "data_type"})
+def _complete_entries(entries: list[Config], infos: Iterable[TensorInfo], batching: bool) -> None:
+    """Fill in what the listed tensors lack. Those that the model does not have are left to
+    :func:`check_config`, which names them."""
+    infos_by_name = {info.name: info for info in infos}
+    for entry in entries:
+        info = infos_by_name.get(entry["name"])
+        if info is None:
+            continue
+        complete = _entry(info, batching)
+        if entry.get("data_type", "TYPE_INVALID") == "TYPE_INVALID":
+            entry["data_type"] = complete["data_type"]
+        if not entry.get("dims"):
+            entry["dims"] = complete["dims"]
+            if "reshape" in complete:
+                entry["reshape"] = complete["reshape"]
+
+
+# ------------------------------------------------------------------------------- checks
 
 
 def check_config(config: Config, signature: Signature) -> None:
@@ -123,8 +145,19 @@ def check_config(config: Config, signature: Signature) -> None:
         if config.get(key):
             raise ConfigError(f"{key} is not supported on the embedded server")
     batching = config.get("max_batch_size", 0) > 0
-    known = {info.name: info for info in (*signature.inputs, *signature.optional)}
+    _check_inputs(config, signature, batching)
+    outputs = {info.name: info for info in signature.outputs}
+    for entry in config["output"]:
+        info = _find("output", entry["name"], outputs)
+        _check_tensor(entry, info, batching, is_output=True)
+    if config.get("sequence_batching", {}).get("state"):
+        raise ConfigError("sequence_batching.state is not supported on the embedded server")
+
+
+def _check_inputs(config: Config, signature: Signature, batching: bool) -> None:
+    """Every input of the model must be listed, or be a control of the sequence batcher."""
     needed = {info.name for info in signature.inputs}
+    known = {info.name: info for info in (*signature.inputs, *signature.optional)}
     controls = _controls(config)
     listed = set(controls)
     for entry in config["input"]:
@@ -132,63 +165,80 @@ def check_config(config: Config, signature: Signature) -> None:
         info = _find("input", name, known)
         if entry.get("allow_ragged_batch"):
             raise ConfigError(f"input {name!r}: allow_ragged_batch is not supported here")
-        if entry.get("optional", False) != (name not in needed):
-            raise ConfigError(
-                f"input {name!r} is optional in the configuration, but the model needs it"
-                if name in needed
-                else f"input {name!r} has a default in the model: declare it with optional: true"
-            )
-        _check_tensor(entry, info, batching, exact=False)
+        _check_optional(entry, is_needed=name in needed)
+        _check_tensor(entry, info, batching, is_output=False)
         listed.add(name)
     for name, entry in controls.items():
         _check_control(entry, _find("input", name, known), batching)
-    if needed - listed:
-        names = ", ".join(repr(name) for name in sorted(needed - listed))
+    missing = needed - listed
+    if missing:
+        names = ", ".join(repr(name) for name in sorted(missing))
         raise ConfigError(f"the model's input {names} is missing from the configuration")
-    outputs = {info.name: info for info in signature.outputs}
-    for entry in config["output"]:
-        _check_tensor(entry, _find("output", entry["name"], outputs), batching, exact=True)
-    if config.get("sequence_batching", {}).get("state"):
-        raise ConfigError("sequence_batching.state is not supported on the embedded server")
+
+
+def _check_optional(entry: Config, *, is_needed: bool) -> None:
+    """An input is optional if, and only if, the model has a value for it."""
+    name = entry["name"]
+    is_optional = entry.get("optional", False)
+    if is_optional and is_needed:
+        raise ConfigError(
+            f"input {name!r} is optional in the configuration, but the model needs it"
+        )
+    if not is_optional and not is_needed:
+        raise ConfigError(
+            f"input {name!r} has a default in the model: declare it with optional: true"
+        )
 
 
 def _find(kind: str, name: str, known: dict[str, TensorInfo]) -> TensorInfo:
+    """The model's tensor of that name. ``kind`` is ``input`` or ``output``."""
     if name not in known:
+        listed = ", ".join(map(repr, known)) or "none"
         raise ConfigError(
-            f"the model has no {kind} {name!r}{nearest(name, known)}; it has "
-            f"{', '.join(map(repr, known)) or 'none'}"
+            f"the model has no {kind} {name!r}{nearest(name, known)}; it has {listed}"
         )
     return known[name]
 
 
-def _check_tensor(entry: Config, info: TensorInfo, batching: bool, *, exact: bool) -> None:
-    """``exact``: a variable dimension of the model must be variable in the configuration too."""
+def _check_tensor(entry: Config, info: TensorInfo, batching: bool, *, is_output: bool) -> None:
+    """The type and the dimensions of a listed tensor must be the model's."""
     name = info.name
     if entry["data_type"] != info.data_type:
         raise ConfigError(
             f"tensor {name!r}: the configuration has data_type {entry['data_type']}, "
             f"but the model has {info.data_type}"
         )
-    reshape = entry.get("reshape")
-    dims = _integers(reshape.get("shape", []) if reshape is not None else entry["dims"])
-    if batching and info.dims[:1] != (-1,):
+    if batching and not info.has_variable_rows:
         raise ConfigError(
             f"tensor {name!r}: max_batch_size is above 0, but the first dimension of the model's "
             f"{show_dims(info.dims)} is not variable"
         )
+    # The model gets the shape of `reshape`, if there is one.
+    reshape = entry.get("reshape")
+    given = _integers(entry["dims"] if reshape is None else reshape.get("shape", []))
+    is_scalar = not info.dims and set(given) <= {1}  # declared as [1]
+    if is_scalar:
+        return
     expected = info.dims[1:] if batching else info.dims
-    if not info.dims and set(dims) <= {1}:
-        return  # a scalar, declared as [1]
-    fits = len(dims) == len(expected) and all(
-        there == here or (there == -1 and not exact)
-        for here, there in zip(dims, expected, strict=True)
-    )
-    if not fits:
+    if not _dims_fit(given, expected, is_output=is_output):
         batch = " (its first dimension is the batch)" if batching else ""
         raise ConfigError(
-            f"tensor {name!r}: the configuration has dims {show_dims(dims)}, "
+            f"tensor {name!r}: the configuration has dims {show_dims(given)}, "
             f"but the model has {show_dims(info.dims)}{batch}"
         )
+
+
+def _dims_fit(given: Sequence[int], expected: Sequence[int], *, is_output: bool) -> bool:
+    """Whether the dimensions in a configuration fit those that the model has."""
+    if len(given) != len(expected):
+        return False
+    for given_dim, expected_dim in zip(given, expected, strict=True):
+        # A variable dimension of an input may be restricted to one size. One of an output may not:
+        # the model decides on its size.
+        is_restricted = expected_dim == -1 and not is_output
+        if given_dim != expected_dim and not is_restricted:
+            return False
+    return True
 
 
 def _controls(config: Config) -> dict[str, Config]:
@@ -198,28 +248,32 @@ def _controls(config: Config) -> dict[str, Config]:
 
 
 def _check_control(entry: Config, info: TensorInfo, batching: bool) -> None:
-    """A control has one value for each request, of the type that its values are given in."""
+    """A control is one value for each request, and the type of its values is the model's."""
     name = info.name
-    if (info.dims[1:] if batching else info.dims) != (1,):
-        expected = [-1, 1] if batching else [1]
+    expected = (-1, 1) if batching else (1,)
+    dims_of_request = info.dims[1:] if batching else info.dims
+    if dims_of_request != (1,):
         raise ConfigError(
             f"sequence control {name!r}: the model has {show_dims(info.dims)}, "
             f"but a control is {show_dims(expected)}"
         )
     for control in entry.get("control", []):
-        given = {data_type for key, data_type in _CONTROL_VALUES.items() if control.get(key)}
-        given = given or {control.get("data_type", info.data_type)}
-        if info.data_type not in given:
+        types = {type_ for key, type_ in _CONTROL_VALUES.items() if control.get(key)}
+        if not types:
+            # A control without two values, such as a correlation id, names its type.
+            types = {control.get("data_type", info.data_type)}
+        if info.data_type not in types:
             raise ConfigError(
-                f"sequence control {name!r}: the configuration has {', '.join(sorted(given))}, "
+                f"sequence control {name!r}: the configuration has {', '.join(sorted(types))}, "
                 f"but the model has {info.data_type}"
             )
 
 
 def _integers(dims: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(int(dim) for dim in dims)  # the server's JSON has them as text now and then
+    """Dimensions as numbers: the server's JSON has 64-bit integers as text now and then."""
+    return tuple(int(dim) for dim in dims)
 
 
 def show_dims(dims: Sequence[int]) -> str:
-    """``[-1, 3]``."""
+    """Such as ``[-1, 3]``."""
     return f"[{', '.join(map(str, dims))}]"

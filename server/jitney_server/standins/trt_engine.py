@@ -2,13 +2,13 @@
 
 Owned by one instance of ``backend/tensorrt/model.py``. TensorRT itself comes in as an argument, and
 so does the GPU's memory (:class:`Memory`), because neither exists on a machine without a GPU. The
-run is unproved: no machine with a GPU and TensorRT has seen it (``docs/standins.md``).
+run is unproved: it was never tried on a machine with a GPU and TensorRT (``docs/standins.md``).
 """
 
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jitney.errors import (
@@ -48,7 +48,8 @@ class Memory(Protocol):
         """Where ``buffer`` starts on the GPU."""
 
     def take(self, buffer: Any, array: np.ndarray) -> None:
-        """Copy a buffer into ``array`` and wait for all that was asked for before."""
+        """Copy a buffer into ``array``, after all that was put on the stream before, and wait for
+        it."""
 
 
 class TensorRtEngine:
@@ -70,73 +71,107 @@ class TensorRtEngine:
             raise CheckpointError(f"{path}: no execution context; is the GPU's memory full?")
         if profile:
             self._context.set_optimization_profile_async(profile, memory.stream)
-        self._types = {
-            info.name: NUMPY_TYPES[info.data_type]
-            for info in (*self.signature.inputs, *self.signature.outputs)
-        }
+        self._types = {}
+        for info in (*self.signature.inputs, *self.signature.outputs):
+            self._types[info.name] = np.dtype(NUMPY_TYPES[info.data_type])
 
     @property
     def max_batch_size(self) -> int:
         """The largest first dimension that the profile allows; 0 if the model cannot batch."""
         if not self.signature.can_batch:
             return 0
-        return min(self._bounds(info.name)[1][0] for info in self.signature.inputs)
+        return min(self._bounds(info.name).most[0] for info in self.signature.inputs)
 
     def run(self, inputs: Arrays, outputs: Sequence[str]) -> list[np.ndarray | OnDevice]:
-        """The requested outputs, on the host. Raises InvalidArgumentError if a shape is outside the
-        profile, naming the tensor and the bounds, and InternalError if the run fails."""
-        held = []  # buffers live until the outputs are here
+        """The requested outputs, on the host.
+
+        Raises InvalidArgumentError if a shape is outside the profile, naming the tensor and the
+        bounds, and InternalError if the run fails.
+        """
+        buffers = []  # the engine reads and writes them until the outputs are copied
         for name, array in inputs.items():
-            host: np.ndarray = np.ascontiguousarray(
-                array if isinstance(array, np.ndarray) else array.numpy(), self._types[name]
-            )
-            self._check_shape(name, host.shape)
-            buffer = self._memory.put(host)
-            held.append(buffer)
-            self._context.set_input_shape(name, host.shape)
-            self._context.set_tensor_address(name, self._memory.address(buffer))
-        made = {}
-        for info in self.signature.outputs:  # TensorRT wants an address for each of them
-            shape = tuple(self._context.get_tensor_shape(info.name))
-            if any(dim < 0 for dim in shape):
-                raise InternalError(
-                    f"output {info.name!r} has a shape {show_dims(shape)} that depends on the "
-                    f"data, which the stand-in does not carry"
-                )
-            size = max(1, prod(shape) * np.dtype(self._types[info.name]).itemsize)
-            buffer = self._memory.reserve(size)
-            self._context.set_tensor_address(info.name, self._memory.address(buffer))
-            made[info.name] = (buffer, shape)
+            buffers.append(self._bind_input(name, array))
+        results = {}
+        # TensorRT wants an address for every output, requested or not.
+        for info in self.signature.outputs:
+            results[info.name] = self._bind_output(info.name)
         if not self._context.execute_async_v3(self._memory.stream):
             raise InternalError("the TensorRT engine failed; the server's log says why")
-        answers: list[np.ndarray | OnDevice] = []
+        arrays: list[np.ndarray | OnDevice] = []
         for name in outputs:
-            buffer, shape = made[name]
-            array = np.empty(shape, self._types[name])
-            self._memory.take(buffer, array)
-            answers.append(array)
-        return answers
+            result = results[name]
+            array = np.empty(result.shape, self._types[name])
+            self._memory.take(result.buffer, array)
+            arrays.append(array)
+        return arrays
 
-    def _bounds(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _bind_input(self, name: str, array: np.ndarray | OnDevice) -> Any:
+        """Copy an input to the GPU. Returns its buffer. Raises InvalidArgumentError."""
+        if not isinstance(array, np.ndarray):
+            array = array.numpy()
+        host: np.ndarray = np.ascontiguousarray(array, self._types[name])
+        self._check_shape(name, host.shape)
+        buffer = self._memory.put(host)
+        self._context.set_input_shape(name, host.shape)
+        self._context.set_tensor_address(name, self._memory.address(buffer))
+        return buffer
+
+    def _bind_output(self, name: str) -> "BoundOutput":
+        """Reserve the memory of an output, whose shape is known from those of the inputs. Raises
+        InternalError if it is not."""
+        shape = tuple(self._context.get_tensor_shape(name))
+        if any(dim < 0 for dim in shape):
+            raise InternalError(
+                f"output {name!r} has a shape {show_dims(shape)} that depends on the "
+                f"data, which the stand-in does not carry"
+            )
+        size = max(1, prod(shape) * self._types[name].itemsize)
+        buffer = self._memory.reserve(size)
+        self._context.set_tensor_address(name, self._memory.address(buffer))
+        return BoundOutput(buffer, shape)
+
+    def _bounds(self, name: str) -> "ShapeBounds":
+        """The shapes that the profile allows for an input."""
         least, _, most = self._engine.get_tensor_profile_shape(name, self._profile)
-        return tuple(least), tuple(most)
+        return ShapeBounds(tuple(least), tuple(most))
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        least, most = self._bounds(name)
-        fits = len(shape) == len(least) and all(
-            low <= dim <= high for low, dim, high in zip(least, shape, most, strict=True)
-        )
-        if not fits:
+        bounds = self._bounds(name)
+        if not bounds.allow(shape):
             raise InvalidArgumentError(
                 f"input {name!r} has shape {show_dims(shape)}, but the engine's profile "
-                f"{self._profile} allows {show_dims(least)} to {show_dims(most)}"
+                f"{self._profile} allows {show_dims(bounds.least)} to {show_dims(bounds.most)}"
             )
+
+
+class BoundOutput(NamedTuple):
+    """An output of a run: its buffer on the GPU and its shape."""
+
+    buffer: Any
+    shape: tuple[int, ...]
+
+
+class ShapeBounds(NamedTuple):
+    """The least and the largest size of each dimension."""
+
+    least: tuple[int, ...]
+    most: tuple[int, ...]
+
+    def allow(self, shape: tuple[int, ...]) -> bool:
+        """Whether a shape is inside the bounds."""
+        if len(shape) != len(self.least):
+            return False
+        dims = zip(self.least, shape, self.most, strict=True)
+        return all(least <= dim <= most for least, dim, most in dims)
 
 
 def profile_of(config: Config, instance: str) -> int:
-    """The optimization profile of an instance: the first one its group names, else 0."""
+    """The optimization profile of the instance of that name: the first one that its group names,
+    else 0. Raises ConfigError."""
     for group in config.get("instance_group", []):
-        if group.get("profile") and instance.startswith(str(group.get("name", ""))):
+        # An instance has the name of its group, and numbers behind it.
+        is_of_group = instance.startswith(str(group.get("name", "")))
+        if is_of_group and group.get("profile"):
             value = str(group["profile"][0])
             if not value.isdigit():
                 raise ConfigError.of("instance_group.profile", value, "a number")
@@ -158,15 +193,20 @@ def _deserialize(trt: Any, path: Path) -> Any:
 
 
 def _signature_of(trt: Any, engine: Any) -> Signature:
-    tensors: dict[bool, list[TensorInfo]] = {True: [], False: []}
+    """What the engine declares. Raises UnsupportedModelError."""
+    inputs = []
+    outputs = []
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)
         if engine.is_shape_inference_io(name):
             raise UnsupportedModelError(f"tensor {name!r} is a shape tensor")
         if engine.get_tensor_format(name) != trt.TensorFormat.LINEAR:
             raise UnsupportedModelError(f"tensor {name!r} is not in the linear format")
-        native = str(engine.get_tensor_dtype(name)).rsplit(".", 1)[-1]
+        native = str(engine.get_tensor_dtype(name)).rsplit(".", 1)[-1]  # "DataType.FLOAT"
         shape = tuple(engine.get_tensor_shape(name))
         info = TensorInfo(name, data_type_of(name, native, TYPES), shape)
-        tensors[engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT].append(info)
-    return Signature(tuple(tensors[True]), tuple(tensors[False]))
+        if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT:
+            inputs.append(info)
+        else:
+            outputs.append(info)
+    return Signature(tuple(inputs), tuple(outputs))
