@@ -26,6 +26,9 @@ _LAST_TAG = "</function>"
 _PARAMETER = regex.compile(
     rf"(?s)\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|{_LAST_TAG}))"
 )
+"""A parameter between its tags: its name and its value, without the ends of lines around the value.
+A value may hold ``</parameter>``: the tag that ends it is followed by another parameter or the last
+tag."""
 _QUOTES = {"json": '"', "python": "\"'"}
 """Kind of a body -> the characters that can begin a string in it."""
 _JSON_OUTSIDE_STRINGS = frozenset(":,.+-eEtrufalsn0123456789 \t\r\n")

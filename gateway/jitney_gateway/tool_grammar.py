@@ -1,9 +1,12 @@
 """Grammars of answers that must call a tool or must keep to a constraint after their reasoning.
 
-They are values of the sampling parameter ``structured_outputs``, written in llguidance's dialect of
-Lark. A call is in the model's own syntax, and its arguments follow the tool's JSON schema.
+They are values of the sampling parameter ``structured_outputs``. A call is in the model's own
+syntax, and its arguments follow the tool's JSON schema. ``token_ids`` has the ids of markers that
+are single tokens of the model. Other markers are spelt.
 
-``token_ids`` has the ids of markers that are single tokens of the model. Other markers are spelt.
+A grammar is written in llguidance's dialect of Lark. There ``<[5]>`` is the token 5, ``%json`` is a
+JSON value of a schema, and ``%lark`` is a grammar inside another. A rule with ``[suffix="x"]``
+takes any text up to the first ``x``, and that too.
 """
 
 import contextlib

@@ -152,6 +152,7 @@ def unload_all(admin: Admin, pid: int, grace_s: float) -> StopOutcome:
             is_quiet = unloading.is_quiet()
             extra_s = 0.0
             if is_quiet:
+                # No request is lost by a longer wait.
                 extra_s = _STUCK_S if unloading.is_stuck() else _UNLOAD_S
             if now > began + grace_s + extra_s:
                 problem = f"after {now - began:.1f} s {unloading.describe()}"
@@ -201,7 +202,8 @@ class _Unloading:
         self._with_metrics = set(shown)
 
     def ask_to_unload(self, now: float) -> None:
-        """Ask for each model that was not asked for, or that is ready long after it was."""
+        """Ask the server to unload each model: once, and again while the model is still ready long
+        after that."""
         for name, state in self.live.items():
             if name in self._asked_at:
                 is_late = now > self._asked_at[name] + _ASK_AGAIN_S
