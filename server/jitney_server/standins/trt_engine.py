@@ -71,7 +71,7 @@ class TensorRtEngine:
             raise CheckpointError(f"{path}: no execution context; is the GPU's memory full?")
         if profile:
             self._context.set_optimization_profile_async(profile, memory.stream)
-        self._types = {}
+        self._types: dict[str, np.dtype[Any]] = {}
         for info in (*self.signature.inputs, *self.signature.outputs):
             self._types[info.name] = np.dtype(NUMPY_TYPES[info.data_type])
 
