@@ -4,14 +4,14 @@ Owned by the responder once the request is accepted. Only :meth:`Channel.is_canc
 from another thread at the same time. A send is a round trip of 0.2 to 0.4 ms to the server,
 whatever its size, and never waits for the client.
 
-A send fails although the client is there if the server's shared memory is full. After a final
-response the server takes nothing more, even if that response failed. So little data goes with the
-final flag; larger data goes before it, in a response of its own. If that one fails, an error can
-still be sent.
+The server takes no response after the final one, even if sending the final one has failed. And a
+send may fail although the client is there: if the server's shared memory is full. So large data
+never travels in the final response. It leaves in a response before that, and the final response is
+empty. If sending the data fails, the request is still open, and an error can be sent.
 
-The final response makes the server delete the object that :meth:`Channel.is_cancelled` asks. To ask
-it later, or at the same moment, crashes the whole server (2.51). Hence the lock: before the channel
-sends the final response, it waits until no thread is asking, and marks itself closed.
+The final response makes the server delete the request. A call of the server's ``is_cancelled``
+during or after that crashes the whole server (2.51). So a lock is held during the call, and the
+channel takes the same lock to mark itself closed before it sends the final response.
 """
 
 import logging
@@ -29,9 +29,11 @@ from jitney.errors import CancelledError, InternalError, JitneyError
 _LOG = logging.getLogger(__name__)
 
 NamedArray = tuple[str, np.ndarray]
+"""A tensor's name and its data."""
 
 MAX_FINAL_BYTES = 4096
-"""Data that goes with the final flag: about what the flag alone needs of shared memory."""
+"""Most bytes of data that travel in the final response. An empty final response needs about as much
+shared memory, so data of this size hardly make a failure more likely."""
 
 
 class Channel:
@@ -39,7 +41,9 @@ class Channel:
 
     def __init__(self, sender: Any) -> None:
         self._sender: Any | None = sender
-        self._asking = threading.Lock()  # held while the server is asked, and to close
+        # Held while a thread asks the server whether the client has gone, and to mark the channel
+        # closed.
+        self._asking = threading.Lock()
 
     @property
     def closed(self) -> bool:
@@ -50,16 +54,23 @@ class Channel:
         """Send a response with data.
 
         Raises CancelledError if it failed because the client has gone; the channel is closed then.
-        Raises InternalError if it failed and the client is there; then the request has not ended.
+        Raises InternalError if it failed although the client is there. Then :meth:`fail` can still
+        send an error, unless it was the final response that failed.
         """
-        small = sum(_size(array) for _, array in tensors) <= MAX_FINAL_BYTES
+        size = sum(_size(array) for _, array in tensors)
         try:
             made = [pb_utils.Tensor(name, array) for name, array in tensors]
-            self._send(pb_utils.InferenceResponse(output_tensors=made), final and small)
-            if final and not small:
-                self._send(None, True)
+            response = pb_utils.InferenceResponse(output_tensors=made)
+            if not final:
+                self._send(response)
+            elif size <= MAX_FINAL_BYTES:
+                self._send_final(response)
+            else:
+                self._send(response)
+                self._send_final(None)
         except (pb_utils.TritonModelException, MemoryError) as error:
             if self.is_cancelled():
+                # The server keeps a request until its final response, client or not.
                 self._end(None)
                 raise CancelledError("the client has gone") from error
             _LOG.warning("a response could not be sent: %s", error)
@@ -73,30 +84,36 @@ class Channel:
         self._end(pb_utils.InferenceResponse(error=made))
 
     def is_cancelled(self) -> bool:
-        """Ask the server: a round trip of about 0.2 ms. False once the channel is closed, or if the
-        server does not answer."""
+        """Ask the server whether the client has gone: a round trip of about 0.2 ms. False once the
+        channel is closed, or if the server does not answer."""
         with self._asking:
+            if self._sender is None:
+                return False
             try:
-                return self._sender is not None and bool(self._sender.is_cancelled())
+                return bool(self._sender.is_cancelled())
             except pb_utils.TritonModelException as error:
                 _LOG.debug("the server does not answer whether a client is there: %s", error)
                 return False
 
-    def _send(self, response: Any | None, final: bool) -> None:
+    def _send(self, response: Any) -> None:
+        assert self._sender is not None, "a send after the final response"
+        self._sender.send(response)
+
+    def _send_final(self, response: Any | None) -> None:
+        """None: the final response is empty."""
         sender = self._sender
         assert sender is not None, "a send after the final response"
-        if final:
-            with self._asking:
-                self._sender = None
-            sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        else:
-            sender.send(response)
+        with self._asking:
+            self._sender = None
+        sender.send(response, pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _end(self, response: Any | None) -> None:
-        """The final response, without data."""
+        """Send a final response without data: an error or, for None, nothing. Does nothing once the
+        channel is closed."""
+        if self.closed:
+            return
         try:
-            if not self.closed:
-                self._send(response, True)
+            self._send_final(response)
         except pb_utils.TritonModelException as error:
             _LOG.warning("a final response could not be sent: %s", error)
 
@@ -108,24 +125,25 @@ class Arrival:
     key: int
     channel: Channel
     at: float
-    """Monotonic seconds, as is the deadline."""
+    """When it came, in monotonic seconds."""
     deadline: float | None
+    """In monotonic seconds; None: it has none."""
     size: int = 0
-    """Bytes that count towards what the front may have open."""
+    """Bytes. Those of all open requests together are limited (``service.MAX_OPEN_BYTES``)."""
     request_id: str = ""
     """The client's, for logs and spans."""
     trace: Mapping[str, str] = field(default_factory=dict)
-    """The headers of the trace that it belongs to."""
+    """The headers of the trace that the request belongs to."""
     tier: str = ""
-    """Empty without tiers."""
+    """The name of its tier; empty if the model has no tiers."""
 
 
 def sweep(watched: "queue.SimpleQueue[tuple[int, Channel]]") -> Iterator[int]:
-    """Ask the server once about each request of ``watched``. Yields the keys of those whose client
-    has gone, and puts the others that are open back into ``watched``."""
+    """Ask the server once about each request of ``watched``. Yields the keys of the requests whose
+    client has gone. Of the others, those that are still open stay in ``watched``."""
     for _ in range(watched.qsize()):
-        # Taken out before it is asked: a request whose question raises is dropped, and the next
-        # sweep reaches those behind it.
+        # A request is taken out before the server is asked. If that raises, this request alone is
+        # watched no longer, and the next sweep begins with the request behind it.
         key, channel = watched.get()
         if channel.is_cancelled():
             yield key
@@ -134,4 +152,7 @@ def sweep(watched: "queue.SimpleQueue[tuple[int, Channel]]") -> Iterator[int]:
 
 
 def _size(array: np.ndarray) -> int:
-    return sum(map(len, array)) if array.dtype.kind == "O" else array.nbytes
+    """Bytes of the tensor's data."""
+    if array.dtype == object:  # strings
+        return sum(map(len, array))
+    return array.nbytes
