@@ -66,7 +66,7 @@ def test_a_flush_sends_sums_and_the_next_one_nothing(pb: Any) -> None:
     )  # fmt: skip
     metrics.step(stats)
     metrics.step(stats)
-    counts = module.OpenCounts(encoding=3, replies=4, reports=7)
+    counts = module.OpenCounts(encoding=3, submitted=4, reports=7)
     metrics.note(Health(up=False, replayed_tokens=9), counts)
     metrics.flush()
     assert value(pb, "jitney_generated_tokens_total") == 6

@@ -3,15 +3,18 @@
 Read by :mod:`jitney.frontend.metrics`, which sends them, and by the script that writes their page.
 """
 
+from typing import NamedTuple
+
 from jitney.errors import JitneyError
 
 _SECONDS = (
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
-    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0),
-)
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
+    1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
 _SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
-# Name -> what it is. Gauges show the last step, counters grow.
+# Name -> help text, which is shown alone and must be understood alone. A gauge shows the state
+# after the last step; a counter only grows.
 GAUGES = {
     "jitney_waiting_requests": "Requests that wait to be encoded or to join the batch",
     "jitney_running_requests": "Requests accepted and not waiting",
@@ -26,51 +29,67 @@ GAUGES = {
 COUNTERS = {
     "jitney_prompt_tokens_total": "Prompt tokens of requests, also of those that find a full queue",
     "jitney_generated_tokens_total": "Tokens generated, also those after a stop string",
-    "jitney_structured_output_forced_tokens_total": "Of these, tokens that a grammar forced",
+    "jitney_structured_output_forced_tokens_total": "Generated tokens that a grammar forced",
     "jitney_computed_prompt_tokens_total": "Prompt tokens computed, also again after a preemption",
     "jitney_prefix_query_tokens_total": "Prompt tokens looked up in the prefix cache",
     "jitney_prefix_hit_tokens_total": "Prompt tokens found in the prefix cache",
-    "jitney_preemptions_total": "Sequences that lost their blocks and were computed again",
+    "jitney_preemptions_total": "Times that a sequence lost its blocks and was computed again",
     "jitney_adapter_loads_total": "LoRA adapters read from their files, with success or without",
     "jitney_adapter_hits_total": "Requests whose LoRA adapter was in memory",
-    "jitney_adapter_wait_seconds_total": "Sum over requests that waited for their LoRA adapter",
+    "jitney_adapter_wait_seconds_total": "Seconds that requests waited for their LoRA adapters",
     "jitney_out_of_memory_total": "Steps too large for the device's memory, made again in halves",
-    "jitney_replayed_requests_total": "Requests resumed in an engine that replaced another",
-    "jitney_replayed_tokens_total": "Tokens that these had emitted, computed again, not sent again",
+    "jitney_replayed_requests_total": "Requests resumed in an engine that replaced a dead one",
+    "jitney_replayed_tokens_total": "Emitted tokens that a new engine computed again for its "
+    "replayed requests; clients do not get them twice",
     "jitney_responses_total": "Responses sent; tokens made while one is sent share the next one",
     "jitney_thread_errors_total": "Exceptions in threads of the front; the server's log has them",
     "jitney_send_failures_total": "Responses that failed although their client was there",
 }
 DRAFT_COUNTERS = {
-    "jitney_draft_rows_total": "With option `speculation`, times that a sequence computed drafts",
-    "jitney_draft_tokens_total": "Drafts computed",
-    "jitney_accepted_draft_tokens_total": "Of these, drafts that became output",
+    "jitney_draft_rows_total": "Times that a sequence computed drafts (option `speculation`)",
+    "jitney_draft_tokens_total": "Draft tokens computed",
+    "jitney_accepted_draft_tokens_total": "Draft tokens that became output",
 }
-"""With the label ``drafter``."""
+"""They have the label ``drafter``."""
 TIER_GAUGES = {
-    "jitney_tier_waiting_sequences": "Sequences that wait",
-    "jitney_tier_running_sequences": "Sequences that run",
-    "jitney_tier_oldest_wait_seconds": "Of the sequence that waits longest",
+    "jitney_tier_waiting_sequences": "Sequences of the tier that wait",
+    "jitney_tier_running_sequences": "Sequences of the tier that run",
+    "jitney_tier_oldest_wait_seconds": "How long the tier's longest waiting sequence has waited",
 }
 TIER_COUNTERS = {
-    "jitney_tier_held_back_total": "Times that a running sequence had no row, or less of a prompt "
-    "than the token budget allowed, for the target of another",
-    "jitney_tier_overdue_requests_total": "Requests that were not admitted while they aged, those "
-    "included that wait still or ended in the queue",
+    "jitney_tier_held_back_total": "Times that a running sequence of the tier got no row, or a "
+    "smaller chunk than the token budget allowed, so that the step met a tier's latency target",
+    "jitney_tier_overdue_requests_total": "Requests of the tier that had aged fully and were still "
+    "not admitted, also if they left the queue later",
 }
-HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "jitney_step_seconds": ("Duration of a step", _SECONDS),
-    "jitney_batch_sequences": ("Sequences in a step", _SEQUENCES),
-    "jitney_queue_seconds": ("From arrival until the first step of a finished request", _SECONDS),
-    "jitney_time_to_first_token_seconds": ("From arrival until the first token", _SECONDS),
-    "jitney_inter_token_seconds": ("Between two tokens of a sequence", _SECONDS),
-    "jitney_request_seconds": ("From arrival until the end of a finished request", _SECONDS),
+
+
+class Histogram(NamedTuple):
+    """A family of observations, sent as counters."""
+
+    text: str
+    bounds: tuple[float, ...]
+    """Upper bounds of the buckets; one more bucket has none."""
+
+
+HISTOGRAMS = {
+    "jitney_step_seconds": Histogram("Duration of a step", _SECONDS),
+    "jitney_batch_sequences": Histogram("Sequences in a step", _SEQUENCES),
+    "jitney_queue_seconds": Histogram(
+        "From arrival until the first step of a finished request", _SECONDS
+    ),
+    "jitney_time_to_first_token_seconds": Histogram("From arrival until the first token", _SECONDS),
+    "jitney_inter_token_seconds": Histogram("Between two tokens of a sequence", _SECONDS),
+    "jitney_request_seconds": Histogram(
+        "From arrival until the end of a finished request", _SECONDS
+    ),
 }
 OF_STEPS = ("jitney_step_seconds", "jitney_batch_sequences")
 """These histograms have no label ``tier``."""
 REQUESTS = "jitney_requests_total"
 OUTCOMES = ("stop", "length", "deadline", "cancelled", "refused", "unavailable", "failed")
-"""How a request ended: finished for that reason (of its last sequence), refused at once, …"""
+"""How a request ended. The first three are finish reasons; ``deadline`` also stands for a deadline
+that passed before the first token. Of a request with ``n`` > 1 the last sequence's counts."""
 _OUTCOME_OF_CODE = {
     "INVALID_ARGUMENT": "refused",
     "UNAVAILABLE": "unavailable",
@@ -83,8 +102,8 @@ ORCA = "nv_trt_llm_kv_cache_block_metrics"
 
 
 def edges_of(histogram: str) -> list[str]:
-    """Its values of the label ``le``."""
-    _, bounds = HISTOGRAMS[histogram]
+    """The values of the label ``le`` of its buckets."""
+    bounds = HISTOGRAMS[histogram].bounds
     return [*(f"{bound:g}" for bound in bounds), "+Inf"]
 
 

@@ -1,20 +1,21 @@
 """Figures of one model instance at the server's own metrics endpoint.
 
-Owns the counts, what of them is sent, and the server's metric objects. The responder adds to the
-counts; one thread of the service notes the gauges and flushes a few times a second. Every update of
-a server metric is a round trip of about 0.1 ms through the queue that responses take too, so the
-counts are summed up here and only what changed is sent.
+Owns the server's metric objects, the value that each of them should show, and the value that was
+sent last. The responder adds to the counts; one thread of the service sets the gauges and flushes a
+few times a second. Every update of a server metric is a round trip of about 0.1 ms through the
+queue that responses take too. So counts are summed up here, and only what changed is sent.
 
-The server's own histogram takes one observation per round trip, which thousands of tokens a second
-do not allow. So a histogram is sent as the counters that Prometheus keeps of one: ``NAME_bucket``
-(label ``le``, cumulative), ``NAME_sum`` and ``NAME_count``. ``histogram_quantile`` works on them.
+The server's own histogram takes one observation per round trip, which is too slow for thousands of
+tokens a second. So a histogram is sent as the counters that Prometheus keeps of one:
+``NAME_bucket`` (label ``le``, cumulative), ``NAME_sum`` and ``NAME_count``. ``histogram_quantile``
+works on them.
 """
 
 import bisect
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -39,23 +40,32 @@ from jitney.frontend.families import (
     edges_of,
     outcome_of,
 )
-from jitney.messages import ModelInfo, StepStats, Timing
+from jitney.messages import ModelInfo, StepStats, TierStats, Timing
 
 _LOG = logging.getLogger(__name__)
 
 _EDGES = {name: edges_of(name) for name in HISTOGRAMS}
-_Key = tuple[str, ...]
-"""Which of the server's metrics: the name of its family, then the value of the family's own label
-if it has one, then that of the label ``tier`` if it has that."""
+_NO_LABEL = ("",)
+"""An empty value of a label stands for a metric without that label."""
+
+
+class _Key(NamedTuple):
+    """Names one of the server's metrics."""
+
+    family: str
+    value: str = ""
+    """Of the label that this family has of its own, such as ``le`` or ``outcome``."""
+    tier: str = ""
+    """Of the label ``tier``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ServerMetric:
-    """The server's object."""
+    """The server's objects of one metric."""
 
     metric: Any
     family: Any
-    """Kept, because it takes its metrics along when it is dropped."""
+    """Kept, because the metric is gone once its family is collected."""
     is_counter: bool
 
 
@@ -64,19 +74,15 @@ class OpenCounts(NamedTuple):
 
     encoding: int
     """Requests whose prompt is being encoded."""
-    replies: int
-    """Requests that the engine has."""
+    submitted: int
+    """Requests that the engine has, the waiting ones too."""
     reports: int
     """Reports of the engine that wait to be read."""
 
 
-def _key(*parts: str) -> _Key:
-    return tuple(part for part in parts if part)
-
-
 def _edge_of(histogram: str, value: float) -> str:
-    """The bucket that a value falls into."""
-    _, bounds = HISTOGRAMS[histogram]
+    """The bucket that a value falls into, by its label ``le``."""
+    bounds = HISTOGRAMS[histogram].bounds
     return _EDGES[histogram][bisect.bisect_left(bounds, value)]
 
 
@@ -90,85 +96,98 @@ class ModelMetrics:
         tiers: Sequence[str] = (),
         drafter: str = "",
     ) -> None:
-        """``labels`` go on every metric, the names of ``tiers`` on those of requests, which without
-        any have no such label. Without ``drafter`` there are no metrics of drafts. A server without
-        metrics is fine: nothing is sent then."""
+        """Every metric has ``labels``. If there are ``tiers``, metrics of requests also have the
+        label ``tier``. Without ``drafter`` there are no metrics of drafts. If the server was
+        started without metrics, nothing is sent."""
         self._lock = threading.Lock()
         self._tiers = tuple(tiers)
         self._drafter = drafter
         self._labels = dict(labels)
         self._block_size = info.block_size
         self.stats = StepStats(blocks_total=info.num_blocks)
-        # What every metric should show. A bucket of a histogram has only its own observations here;
-        # flush() makes them cumulative.
+        # What every metric should show. One exception: each bucket of a histogram has only its own
+        # observations here, and flush() adds those of the buckets below it.
         self._totals: defaultdict[_Key, float] = defaultdict(float)
         self._metrics: dict[_Key, _ServerMetric] = {}
-        self._sent: dict[_Key, float] = {}  # what every metric shows
+        self._sent: dict[_Key, float] = {}  # what every metric shows now
         try:
             self._register()
         except pb_utils.TritonModelException as error:
             _LOG.info("the server takes no metrics: %s", error)
             self._metrics.clear()
 
-    def count(self, name: str, amount: float = 1, label: str = "") -> None:
-        """Add to one of ``COUNTERS``, or, by its tier or drafter, of the other counters."""
+    def count(self, name: str, amount: float = 1, *, drafter: str = "", tier: str = "") -> None:
+        """Add to one of ``COUNTERS``; to one of ``DRAFT_COUNTERS`` with its ``drafter``, to one of
+        ``TIER_COUNTERS`` with its ``tier``."""
         with self._lock:
-            self._totals[_key(name, label)] += amount
+            self._totals[_Key(name, drafter, tier)] += amount
 
     def failed(self, error: JitneyError, tier: str = "") -> None:
-        """Count a request that ended with ``error``; without a tier if that was not known yet."""
+        """Count a request that ended with ``error``. ``tier`` is empty if it ended before its tier
+        was known."""
         with self._lock:
-            self._totals[_key(REQUESTS, outcome_of(error), tier)] += 1
+            self._totals[_Key(REQUESTS, outcome_of(error), tier)] += 1
 
     def observe(self, name: str, value: float, times: int = 1, tier: str = "") -> None:
         """Count ``value`` ``times`` times in one of ``HISTOGRAMS``."""
         edge = _edge_of(name, value)
         with self._lock:
-            self._totals[_key(f"{name}_bucket", edge, tier)] += times
-            self._totals[_key(f"{name}_sum", tier)] += value * times
+            self._totals[_Key(f"{name}_bucket", edge, tier)] += times
+            self._totals[_Key(f"{name}_sum", tier=tier)] += value * times
 
     def note(self, health: Health, counts: OpenCounts) -> None:
-        """Set the gauges: of the last step, of the engine's processes, and of what is open."""
+        """Set the gauges: of the last step, of the engine's processes, and of what is open. Set the
+        counters that the engine's supervisor keeps."""
         stats = self.stats
         total = stats.blocks_total
         unused = total - stats.blocks_used
-        values: dict[_Key, float] = {
-            ("jitney_waiting_requests",): stats.waiting + counts.encoding,
-            ("jitney_running_requests",): max(0, counts.replies - stats.waiting),
-            ("jitney_running_sequences",): stats.running,
-            ("jitney_waiting_reports",): counts.reports,
-            ("jitney_kv_used_blocks",): stats.blocks_used,
-            ("jitney_kv_cached_blocks",): stats.blocks_cached,
-            ("jitney_kv_free_blocks",): unused - stats.blocks_cached,
-            ("jitney_resident_adapters",): stats.adapters_resident,
-            ("jitney_engine_up",): int(health.up),
-            ("jitney_replayed_requests_total",): health.replayed_requests,
-            ("jitney_replayed_tokens_total",): health.replayed_tokens,
-            (ORCA, "used"): stats.blocks_used,
-            (ORCA, "free"): unused,
-            (ORCA, "max"): total,
-            (ORCA, "fraction"): stats.blocks_used / total,
-            (ORCA, "tokens_per"): self._block_size,
+        # Not below 0: the counts are of now and the waiting ones of the last step, and a request
+        # with n > 1 may wait as several sequences.
+        running = max(0, counts.submitted - stats.waiting)
+        values = {
+            "jitney_waiting_requests": stats.waiting + counts.encoding,
+            "jitney_running_requests": running,
+            "jitney_running_sequences": stats.running,
+            "jitney_waiting_reports": counts.reports,
+            "jitney_kv_used_blocks": stats.blocks_used,
+            "jitney_kv_cached_blocks": stats.blocks_cached,
+            "jitney_kv_free_blocks": unused - stats.blocks_cached,
+            "jitney_resident_adapters": stats.adapters_resident,
+            "jitney_engine_up": int(health.up),
+            "jitney_replayed_requests_total": health.replayed_requests,
+            "jitney_replayed_tokens_total": health.replayed_tokens,
         }
-        for cause, count in dict(health.restarts).items():
-            values[RESTARTS, cause] = count
-        # Not strict: before the first report there are no stats of tiers.
-        for tier, of_tier in zip(self._tiers, stats.tiers, strict=False):
-            values["jitney_tier_waiting_sequences", tier] = of_tier.waiting
-            values["jitney_tier_running_sequences", tier] = of_tier.running
-            values["jitney_tier_oldest_wait_seconds", tier] = of_tier.oldest_s
+        orca = {
+            "used": stats.blocks_used,
+            "free": unused,
+            "max": total,
+            "fraction": stats.blocks_used / total,
+            "tokens_per": self._block_size,
+        }
+        restarts = dict(health.restarts)  # a copy: the engine's thread may add to it
         with self._lock:
-            self._totals |= values
+            for name, value in values.items():
+                self._totals[_Key(name)] = value
+            for kind, value in orca.items():
+                self._totals[_Key(ORCA, kind)] = value
+            for cause, count in restarts.items():
+                self._totals[_Key(RESTARTS, cause)] = count
+            for tier, of_tier in self._stats_of_tiers(stats):
+                self._totals[_Key("jitney_tier_waiting_sequences", tier=tier)] = of_tier.waiting
+                self._totals[_Key("jitney_tier_running_sequences", tier=tier)] = of_tier.running
+                self._totals[_Key("jitney_tier_oldest_wait_seconds", tier=tier)] = of_tier.oldest_s
 
     def step(self, stats: StepStats) -> None:
-        """Add the counts of a step and keep its gauges for :meth:`note`."""
+        """Add the counts of a step. Its gauges are kept for :meth:`note`."""
         self.stats = stats
         self.count("jitney_generated_tokens_total", stats.generated_tokens)
         self.count("jitney_structured_output_forced_tokens_total", stats.forced_tokens)
         if stats.draft_rows:
-            self.count("jitney_draft_rows_total", stats.draft_rows, self._drafter)
-            self.count("jitney_draft_tokens_total", stats.draft_tokens, self._drafter)
-            self.count("jitney_accepted_draft_tokens_total", stats.accepted_tokens, self._drafter)
+            drafter = self._drafter
+            self.count("jitney_draft_rows_total", stats.draft_rows, drafter=drafter)
+            self.count("jitney_draft_tokens_total", stats.draft_tokens, drafter=drafter)
+            accepted = stats.accepted_tokens
+            self.count("jitney_accepted_draft_tokens_total", accepted, drafter=drafter)
         self.count("jitney_computed_prompt_tokens_total", stats.prefill_tokens)
         self.count("jitney_prefix_query_tokens_total", stats.prefix_query_tokens)
         self.count("jitney_prefix_hit_tokens_total", stats.prefix_hit_tokens)
@@ -177,17 +196,17 @@ class ModelMetrics:
         self.count("jitney_adapter_loads_total", stats.adapter_loads)
         self.count("jitney_adapter_hits_total", stats.adapter_hits)
         self.count("jitney_adapter_wait_seconds_total", stats.adapter_wait_seconds)
-        for tier, of_tier in zip(self._tiers, stats.tiers, strict=False):
-            self.count("jitney_tier_held_back_total", of_tier.held_back, tier)
-            self.count("jitney_tier_overdue_requests_total", of_tier.overdue, tier)
-        if stats.batch_sequences:  # a step of messages alone computes nothing
+        for tier, of_tier in self._stats_of_tiers(stats):
+            self.count("jitney_tier_held_back_total", of_tier.held_back, tier=tier)
+            self.count("jitney_tier_overdue_requests_total", of_tier.overdue, tier=tier)
+        if stats.batch_sequences:  # 0 if the step only took messages and computed nothing
             self.observe("jitney_step_seconds", stats.step_seconds)
             self.observe("jitney_batch_sequences", stats.batch_sequences)
 
     def finished(self, timing: Timing, reason: str, tier: str = "") -> None:
-        """Count a request that ran to its end."""
+        """Count a request that ran to its end, for this finish reason."""
         with self._lock:
-            self._totals[_key(REQUESTS, reason, tier)] += 1
+            self._totals[_Key(REQUESTS, reason, tier)] += 1
         self.observe("jitney_request_seconds", timing.total_s, tier=tier)
         if timing.queue_s is not None:
             self.observe("jitney_queue_seconds", timing.queue_s, tier=tier)
@@ -196,20 +215,20 @@ class ModelMetrics:
         """Send what changed. Called by one thread; blocks for about 0.1 ms a change. Raises the
         server's error; what could not be sent is sent by the next call."""
         with self._lock:
-            values = dict(self._totals)
+            totals = dict(self._totals)
         for name in HISTOGRAMS:
             for tier in self._tiers_of(name):
-                _accumulate(values, name, tier)
-        for key, each in self._metrics.items():
-            value = values.get(key, 0)
+                _accumulate(totals, name, tier)
+        for key, server_metric in self._metrics.items():
+            total = totals.get(key, 0)
             sent = self._sent.get(key, 0)
-            if value == sent:
+            if total == sent:
                 continue
-            if each.is_counter:
-                each.metric.increment(value - sent)
+            if server_metric.is_counter:
+                server_metric.metric.increment(total - sent)
             else:
-                each.metric.set(value)
-            self._sent[key] = value
+                server_metric.metric.set(total)
+            self._sent[key] = total
 
     def close(self) -> None:
         """Flush for the last time and drop the server's objects."""
@@ -219,51 +238,75 @@ class ModelMetrics:
             _LOG.warning("the last metrics could not be sent: %s", error)
         self._metrics.clear()
 
+    def _stats_of_tiers(self, stats: StepStats) -> Iterator[tuple[str, TierStats]]:
+        """Each tier's name and stats. Nothing before the first report, which brings the stats."""
+        return zip(self._tiers, stats.tiers, strict=False)
+
     def _register(self) -> None:
         """Make the server's objects of every metric."""
         for name, text in GAUGES.items():
-            self._add(name, text, counts=False)
+            self._add(name, text, is_counter=False)
         for name, text in COUNTERS.items():
             self._add(name, text)
         if self._drafter:
             for name, text in DRAFT_COUNTERS.items():
-                self._add(name, text, "drafter", [self._drafter])
+                self._add(name, text, label="drafter", values=[self._drafter])
         if self._tiers:
             for name, text in TIER_GAUGES.items():
-                self._add(name, text, counts=False, tiers=self._tiers)
+                self._add(name, text, tiers=self._tiers, is_counter=False)
             for name, text in TIER_COUNTERS.items():
                 self._add(name, text, tiers=self._tiers)
-        of_requests = ("", *self._tiers)
-        self._add(REQUESTS, "Requests by how they ended", "outcome", OUTCOMES, tiers=of_requests)
-        self._add(RESTARTS, "Engines that died, by cause", "cause", CAUSES)
-        for name, (text, _) in HISTOGRAMS.items():
-            tiers = self._tiers_of(name)
-            of_bucket = f"{text}: observations up to le"
-            self._add(f"{name}_bucket", of_bucket, "le", _EDGES[name], tiers=tiers)
-            self._add(f"{name}_sum", f"{text}: sum", tiers=tiers)
-            self._add(f"{name}_count", f"{text}: observations", tiers=tiers)
-        text = "KV blocks, in the form that the server's load headers are made of"
-        kinds = ("used", "free", "max", "fraction", "tokens_per")
-        self._add(ORCA, text, "kv_cache_block_type", kinds, counts=False)
+        self._add(
+            REQUESTS,
+            "Requests by how they ended",
+            label="outcome",
+            values=OUTCOMES,
+            # Without a tier: requests that were refused before theirs was known.
+            tiers=[*_NO_LABEL, *self._tiers],
+        )
+        self._add(RESTARTS, "Engines that died, by cause", label="cause", values=CAUSES)
+        for name in HISTOGRAMS:
+            self._add_histogram(name)
+        self._add(
+            ORCA,
+            "KV blocks, in the form that the server's load headers are made of",
+            label="kv_cache_block_type",
+            values=("used", "free", "max", "fraction", "tokens_per"),
+            is_counter=False,
+        )
+
+    def _add_histogram(self, name: str) -> None:
+        """Register a histogram as counters; see the module's docstring."""
+        text = HISTOGRAMS[name].text
+        tiers = self._tiers_of(name)
+        self._add(
+            f"{name}_bucket",
+            f"{text}: observations up to le",
+            label="le",
+            values=_EDGES[name],
+            tiers=tiers,
+        )
+        self._add(f"{name}_sum", f"{text}: sum", tiers=tiers)
+        self._add(f"{name}_count", f"{text}: observations", tiers=tiers)
 
     def _tiers_of(self, histogram: str) -> Sequence[str]:
-        """The histogram's values of the label ``tier``; an empty text stands for no such label."""
+        """The values that the label ``tier`` has in this histogram."""
         if not self._tiers or histogram in OF_STEPS:
-            return ("",)
+            return _NO_LABEL
         return self._tiers
 
     def _add(
         self,
         name: str,
         text: str,
+        *,
         label: str = "",
-        values: Sequence[str] = ("",),
-        counts: bool = True,
-        tiers: Sequence[str] = ("",),
+        values: Sequence[str] = _NO_LABEL,
+        tiers: Sequence[str] = _NO_LABEL,
+        is_counter: bool = True,
     ) -> None:
-        """Register a family: a metric for each of the ``values`` of its label ``label`` and each
-        of ``tiers``. An empty value or tier stands for no such label."""
-        kind = pb_utils.MetricFamily.COUNTER if counts else pb_utils.MetricFamily.GAUGE
+        """Register a family: one metric for each pair of a value of ``label`` and a tier."""
+        kind = pb_utils.MetricFamily.COUNTER if is_counter else pb_utils.MetricFamily.GAUGE
         family = pb_utils.MetricFamily(name=name, description=text, kind=kind)
         for value, tier in product(values, tiers):
             labels = dict(self._labels)
@@ -272,14 +315,14 @@ class ModelMetrics:
             if tier:
                 labels["tier"] = tier
             metric = family.Metric(labels=labels)
-            self._metrics[_key(name, value, tier)] = _ServerMetric(metric, family, counts)
+            self._metrics[_Key(name, value, tier)] = _ServerMetric(metric, family, is_counter)
 
 
-def _accumulate(values: dict[_Key, float], name: str, tier: str) -> None:
-    """Make a histogram's buckets cumulative, and set its count to their sum."""
-    total = 0.0
+def _accumulate(totals: dict[_Key, float], name: str, tier: str) -> None:
+    """Make a histogram's buckets cumulative, and set its count to the sum of all of them."""
+    count = 0.0
     for edge in _EDGES[name]:
-        key = _key(f"{name}_bucket", edge, tier)
-        total += values.get(key, 0)
-        values[key] = total
-    values[_key(f"{name}_count", tier)] = total
+        bucket = _Key(f"{name}_bucket", edge, tier)
+        count += totals.get(bucket, 0)
+        totals[bucket] = count
+    totals[_Key(f"{name}_count", tier=tier)] = count
