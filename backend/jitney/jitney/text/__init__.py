@@ -1,8 +1,10 @@
 """Text to token ids and back: tokenizer, chats, stop strings, grammars, one request's output.
 
-``intake`` is the way in and ``completion`` the way out. ``grammar`` alone knows llguidance. In
-front each new grammar is checked by a process of its own (``grammar_process``), which is killed if
-it takes too long; what comes back goes into the ``Submit``, and the engine compiles it. Each
-sequence has a ``GrammarState`` of ``messages.py``, which follows from its output alone: so a fork
-begins with a new one, and a resumed sequence has it accept its output again.
+``intake`` is the way in and ``completion`` the way out.
+
+``grammar`` alone knows llguidance. A new grammar is first checked in a process of its own
+(``grammar_process``), which the front kills if that takes too long. What the check returns travels
+in the ``Submit``, and the engine compiles it. Each sequence then has a ``GrammarState`` of
+``messages.py``. The state follows from the sequence's output alone. So a fork begins with a new
+state, and a resumed sequence has a new state accept its output again.
 """

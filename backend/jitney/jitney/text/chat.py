@@ -10,15 +10,20 @@ import msgspec
 
 from jitney.config import EngineConfig
 from jitney.errors import InvalidArgumentError, nearest
+from jitney.text.tokenizer import check_text
 
 _MAX_DEPTH = 32
-"""Of lists and objects within messages (``tool_calls``) and template parameters."""
+"""Most levels of lists and objects within messages (``tool_calls``) and template parameters."""
 
-_KEYS = ("messages", "tools", "chat_template_parameters", "chat_template_kwargs")
+_PARAMETERS_KEYS = ("chat_template_parameters", "chat_template_kwargs")
+"""Two names of the same: ours and vLLM's."""
+_KEYS = ("messages", "tools", *_PARAMETERS_KEYS)
+_INSTEAD_OF_CONTENT = ("tool_calls", "reasoning_content", "reasoning")
+"""A message that has one of these needs no content."""
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """A checked chat. Message contents are strings, or absent."""
+    """A checked chat. The content of a message is a string, or there is none."""
 
     messages: list[dict[str, Any]]
     parameters: dict[str, Any] = {}
@@ -29,7 +34,7 @@ class Chat(msgspec.Struct, frozen=True):
 
 def parse_chat(text: str, config: EngineConfig) -> Chat:
     """Read JSON: a list of messages, or an object with ``messages`` and optionally ``tools`` and
-    ``chat_template_parameters`` (vLLM's name ``chat_template_kwargs`` stands for the same).
+    ``chat_template_parameters``, which may also be called ``chat_template_kwargs``, as in vLLM.
 
     Raises InvalidArgumentError for anything else.
     """
@@ -46,14 +51,16 @@ def parse_chat(text: str, config: EngineConfig) -> Chat:
             )
     if "messages" not in value:
         raise InvalidArgumentError("messages is an object without the key 'messages'")
-    if "chat_template_parameters" in value and "chat_template_kwargs" in value:
+    if all(key in value for key in _PARAMETERS_KEYS):
         raise InvalidArgumentError(
             "messages has both chat_template_parameters and chat_template_kwargs, which are the "
             "same"
         )
-    parameters = value.get("chat_template_parameters", value.get("chat_template_kwargs"))
-    parameters = {} if parameters is None else parameters
-    return make_chat(value["messages"], parameters, config, value.get("tools"))
+    parameters: object = {}
+    for key in _PARAMETERS_KEYS:
+        if value.get(key) is not None:
+            parameters = value[key]
+    return make_chat(value["messages"], parameters, config, tools=value.get("tools"))
 
 
 def make_chat(
@@ -64,12 +71,16 @@ def make_chat(
         raise InvalidArgumentError.of("messages", messages, "a list of messages")
     if not messages:
         raise InvalidArgumentError("messages is empty, but must hold at least one message")
-    checked = [_message(f"messages[{i}]", each) for i, each in enumerate(messages)]
-    return Chat(checked, _parameters(parameters, config), _tools(tools))
+    return Chat(
+        messages=[_message(f"messages[{i}]", each) for i, each in enumerate(messages)],
+        parameters=_parameters(parameters, config),
+        tools=_tools(tools),
+    )
 
 
 def _message(field: str, message: object) -> dict[str, Any]:
-    """One message; parts of type text are joined by line breaks, as in vLLM."""
+    """A checked message. If its content is a list of parts, their texts are joined by line breaks,
+    as in vLLM."""
     if not isinstance(message, dict):
         raise InvalidArgumentError.of(field, message, 'an object such as {"role":…, "content":…}')
     role = message.get("role")
@@ -80,11 +91,10 @@ def _message(field: str, message: object) -> dict[str, Any]:
     if isinstance(content, list):
         parts = [_text_of(f"{field}.content[{n}]", part) for n, part in enumerate(content)]
         return {**message, "content": "\n".join(parts)}
-    if content is None and not any(
-        message.get(key) for key in ("tool_calls", "reasoning_content", "reasoning")
-    ):
-        raise InvalidArgumentError(f"{field}.content is missing")
-    if content is not None and not isinstance(content, str):
+    if content is None:
+        if not any(message.get(key) for key in _INSTEAD_OF_CONTENT):
+            raise InvalidArgumentError(f"{field}.content is missing")
+    elif not isinstance(content, str):
         raise InvalidArgumentError.of(f"{field}.content", content, "a string or a list of parts")
     return message
 
@@ -130,30 +140,21 @@ def _parameters(parameters: object, config: EngineConfig) -> dict[str, Any]:
 
 
 def _check_plain(field: str, value: object) -> None:
-    """Only what JSON has, in strings that are text, and not too deep: a caller's Python object
-    would be within the template's reach. No recursion."""
-    todo = [(value, 1)]
-    while todo:
-        each, depth = todo.pop()
+    """Raise InvalidArgumentError unless ``value`` holds only what JSON has, in strings that are
+    text, and is not nested too deep. A caller may give any Python object, and the template could
+    reach whatever belongs to it."""
+    # No recursion: a value that is nested too deep would exhaust it.
+    unchecked = [(value, 1)]
+    while unchecked:
+        each, depth = unchecked.pop()
         if depth > _MAX_DEPTH:
             raise InvalidArgumentError(f"{field} is nested deeper than {_MAX_DEPTH} levels")
         if isinstance(each, dict):
-            todo.extend((part, depth + 1) for pair in each.items() for part in pair)
+            parts = [*each.keys(), *each.values()]
+            unchecked.extend((part, depth + 1) for part in parts)
         elif isinstance(each, list):
-            todo.extend((part, depth + 1) for part in each)
+            unchecked.extend((part, depth + 1) for part in each)
         elif isinstance(each, str):
             check_text(field, each)
         elif each is not None and not isinstance(each, (bool, int, float)):
             raise InvalidArgumentError.of(field, each, "made of what JSON has")
-
-
-def check_text(field: str, text: str) -> None:
-    """Raise InvalidArgumentError for a NUL character or an unpaired surrogate."""
-    if "\x00" in text:
-        raise InvalidArgumentError(f"{field} has a NUL character at {text.index(chr(0))}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgumentError(
-            f"{field} has an unpaired surrogate at {error.start}, but must be text"
-        ) from None

@@ -1,9 +1,11 @@
 """A checkpoint's chat template: a Jinja program that turns a chat into a prompt's text.
 
-It gets what transformers' ``apply_chat_template`` would give it, so that a template written for
-that renders the same, and runs in Jinja's immutable sandbox, because it comes with the checkpoint:
-it reaches no attribute that begins with an underscore and changes nothing that it is given.
-Importing transformers for this would take a server's front seconds.
+A template gets the variables and functions that transformers' ``apply_chat_template`` gives it, so
+it renders the same here. transformers itself is not imported: that would take a server's front
+seconds.
+
+A template comes with a checkpoint, so it is not trusted. It runs in Jinja's immutable sandbox,
+where it reaches no attribute that begins with an underscore and changes nothing that it is given.
 """
 
 import datetime
@@ -20,11 +22,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jitney.errors import InvalidArgumentError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Under these names a message may carry its reasoning; templates read the first or the second."""
+"""Names under which a message may carry its reasoning. Templates read the first or the second."""
 
 
 class ChatTemplate:
-    """A compiled template. Compiling waits for the first chat; rendering is for any thread."""
+    """A template, which is compiled for the first chat. Any thread may render."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         """``special_tokens`` are variables of the template: ``bos_token`` and the like."""
@@ -38,8 +40,11 @@ class ChatTemplate:
         parameters: Mapping[str, object],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The text of a checked chat. ``parameters`` are variables too; ``add_generation_prompt``
-        is true unless they say otherwise. Raises InvalidArgumentError if the template fails."""
+        """The text of a checked chat. ``parameters`` are further variables of the template, and
+        ``add_generation_prompt`` is true unless they say otherwise. Raises InvalidArgumentError if
+        the template fails."""
+        # Where two have the same name, the later one counts.
+        variables = {**self._special_tokens, "add_generation_prompt": True, **parameters}
         try:
             if self._compiled is None:
                 self._compiled = _environment().from_string(self._source)
@@ -47,7 +52,7 @@ class ChatTemplate:
                 messages=[_with_reasoning(message) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
-                **{**self._special_tokens, "add_generation_prompt": True, **parameters},
+                **variables,
             )
         except Exception as error:  # a template may raise anything on a chat that does not fit it
             raise InvalidArgumentError(
@@ -71,8 +76,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what a model said, for training. Here it is
-    its content and no more."""
+    """``{% generation %}…{% endgeneration %}`` marks a model's own words, for training. Here only
+    what stands between the two is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -82,11 +87,14 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace into which no underscored name is written: those are Python's own."""
+    """A namespace without names that begin with an underscore: those are Python's own."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        for name in (given := dict(*rest, **kwargs)):
+        # As in Jinja's own class, ``self`` is not among the names of arguments, because a template
+        # may set a variable of that name.
+        self, *positional = args
+        given = dict(*positional, **kwargs)
+        for name in given:
             _Namespace._check(name)
         jinja2.utils.Namespace.__init__(self, given)
 
@@ -101,15 +109,18 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message, its reasoning under the names that templates read."""
-    reasoning = next((message[each] for each in _REASONING if message.get(each) is not None), None)
-    if reasoning is None:
-        return dict(message)
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    """The message, with its reasoning under each name that templates read."""
+    for name in _REASONING:
+        reasoning = message.get(name)
+        if reasoning is not None:
+            completed = {"thinking": reasoning, **message}
+            completed["reasoning_content"] = reasoning
+            return completed
+    return dict(message)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter of that name escapes what HTML would mistake."""
+    """The filter ``tojson``. Jinja's own would escape characters that mean something in HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -1,14 +1,15 @@
 """The one place where a prompt becomes a :class:`messages.Submit`: encoded, checked, completed.
 
 Called by the server's front and by the offline class, so that both refuse the same things in the
-same words, before a request joins any queue. Every refusal is an InvalidArgumentError
-that names the field, the value and the bound.
+same words, before a request joins any queue. Every refusal is an InvalidArgumentError that names
+the field, the value and the bound.
 """
 
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,17 +22,31 @@ from jitney.sampling_params import (
     check_sampling_params,
     check_token_ids,
 )
-from jitney.text.chat import Chat, check_text, parse_chat
-from jitney.text.tokenizer import Tokenizer
+from jitney.text.chat import Chat, parse_chat
+from jitney.text.tokenizer import Tokenizer, check_text
 
 _ADAPTER = "adapter_config.json"
+"""A folder with this file is an adapter."""
 _MOST_NAME_BYTES = 255  # of a folder
 _LEAST_PROMPT_BYTES = 65_536
 _BYTES_PER_TOKEN = 32
+"""More than ordinary tokens have on average."""
+_MOST_BYTES_PER_CHARACTER = 4
+_FEW_IDS = 8
+"""More than a tokenizer puts around a prompt."""
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt that is ready for :func:`make_submit`."""
+
+    ids: list[int]
+    text: str | None
+    """What was given as ``text_input``; None if the prompt was given otherwise."""
 
 
 def max_prompt_bytes(config: EngineConfig, info: ModelInfo) -> int:
-    """The option, or what no context's worth of ordinary tokens exceeds."""
+    """Most bytes of a prompt. Without the option: more than an ordinary text has that fits into the
+    context."""
     if config.max_prompt_bytes is not None:
         return config.max_prompt_bytes
     return max(_LEAST_PROMPT_BYTES, _BYTES_PER_TOKEN * info.max_model_len)
@@ -40,7 +55,7 @@ def max_prompt_bytes(config: EngineConfig, info: ModelInfo) -> int:
 def decode_prompt_text(
     data: bytes, config: EngineConfig, info: ModelInfo, field: str = "text_input"
 ) -> str:
-    """A client's bytes as text. Its size is checked before anything reads it."""
+    """A client's bytes as text. Their number is checked before anything reads them."""
     check_prompt_size(field, len(data), config, info)
     try:
         text = data.decode("utf-8", "strict")
@@ -54,32 +69,37 @@ def decode_prompt_text(
 
 def encode_input(
     field: str, data: bytes, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
-) -> tuple[list[int], str | None]:
-    """Ids of what a client gave as ``text_input`` or ``messages``, and the text of the former."""
+) -> EncodedPrompt:
+    """Encode what a client gave as ``field``: ``text_input`` or ``messages``."""
     text = decode_prompt_text(data, config, info, field)
     if field == "text_input":
-        return encode_prompt(text, tokenizer, config, info), text
-    return encode_chat(parse_chat(text, config), tokenizer, config, info), None
+        return EncodedPrompt(encode_prompt(text, tokenizer, config, info), text)
+    chat = parse_chat(text, config)
+    return EncodedPrompt(encode_chat(chat, tokenizer, config, info), None)
 
 
 def encode_prompt(
     text: str, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> list[int]:
     """Ids of a completion prompt, with the special tokens that the tokenizer puts around it."""
-    if 4 * len(text) > max_prompt_bytes(config, info):  # else it cannot be too large
-        check_prompt_size("text_input", len(text.encode("utf-8", "surrogatepass")), config, info)
+    # Its bytes are counted only if they may be too many.
+    if _MOST_BYTES_PER_CHARACTER * len(text) > max_prompt_bytes(config, info):
+        size = len(text.encode("utf-8", "surrogatepass"))
+        check_prompt_size("text_input", size, config, info)
     check_text("text_input", text)
     ids = tokenizer.encode(text)
-    # A prompt that holds only what the tokenizer adds is empty too.
-    if len(ids) < 8 and not tokenizer.encode(text, add_special_tokens=False):
-        raise InvalidArgumentError.of("text_input", text, "a text of at least one token")
+    if len(ids) < _FEW_IDS:
+        # They may all be special tokens that the tokenizer has added: then the prompt is empty.
+        own_ids = tokenizer.encode(text, add_special_tokens=False)
+        if not own_ids:
+            raise InvalidArgumentError.of("text_input", text, "a text of at least one token")
     return ids
 
 
 def encode_chat(
     chat: Chat, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> list[int]:
-    """Ids of a checked chat. The rendered text must keep the prompt's size limit."""
+    """Ids of a checked chat. The limit of a prompt's size holds for the rendered text too."""
     rendered = tokenizer.render_chat(chat.messages, chat.parameters, chat.tools)
     check_prompt_size("messages", len(rendered.encode()), config, info)
     return tokenizer.encode(rendered, add_special_tokens=False)
@@ -98,19 +118,20 @@ def make_submit(
     stream: bool = True,
     request_id: str = "",
 ) -> Submit:
-    """Check a request against its model and complete it. Without ``stream`` the server holds the
-    answer until it is whole, and so its size is bounded.
+    """Check a request against its model, and complete its parameters:
 
-    Draws a missing seed, gathers the ids that end a sequence, encodes bad words, puts what
-    ``check_grammar`` makes of ``structured_outputs`` in their place, and turns ``deadline_ms`` into
-    a time of the monotonic clock, whose present is ``now``. ``max_tokens`` -1 becomes what context,
-    cache and that bound leave.
+    - a missing seed is drawn;
+    - a ``max_tokens`` of -1 becomes as many as fit;
+    - what ``check_grammar`` returns takes the place of ``structured_outputs``;
+    - the ids that end a sequence are gathered, and bad words are encoded;
+    - ``deadline_ms`` becomes a time of the monotonic clock, which shows ``now``.
+
+    Without ``stream`` the server holds the answer until it is complete, so its size is limited
+    (``max_answer_entries``).
     """
     if params.max_tokens == -1:
-        room = min(info.max_model_len, info.num_blocks * info.block_size) - len(prompt_ids)
-        if not stream:
-            room = min(room, config.max_answer_entries // (params.n * (1 + (params.logprobs or 0))))
-        params = msgspec.structs.replace(params, max_tokens=max(1, room))
+        most = _most_tokens(params, len(prompt_ids), config, info, stream=stream)
+        params = msgspec.structs.replace(params, max_tokens=most)
     check_sampling_params(params, config, vocab_size=info.vocab_size)
     if params.lora_name is not None:
         check_adapter(params.lora_name, config)
@@ -120,16 +141,13 @@ def make_submit(
     _check_length(len(prompt_ids), params.max_tokens, info.max_model_len)
     if not stream:
         _check_answer(len(prompt_ids), params, config.max_answer_entries)
-    ends = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        ends |= info.eos_ids | tokenizer.eos_ids
-    stop_ids = frozenset(each for each in ends if each < info.vocab_size)
+    stop_ids = _stop_ids(params, tokenizer, info)
     _check_satisfiable(params, stop_ids)
-    if params.seed is None or params.seed == -1:  # vLLM's clients send -1 for none
+    if params.seed in (None, -1):  # vLLM's clients send -1 for none
         params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-    structured, grammar = params.structured_outputs, ""
-    if structured is not None:
-        grammar = check_grammar(structured)
+    grammar = ""
+    if params.structured_outputs is not None:
+        grammar = check_grammar(params.structured_outputs)
         params = msgspec.structs.replace(params, structured_outputs=None)
     return Submit(
         key=key,
@@ -144,6 +162,33 @@ def make_submit(
     )
 
 
+def _most_tokens(
+    params: SamplingParams, num_prompt: int, config: EngineConfig, info: ModelInfo, *, stream: bool
+) -> int:
+    """What ``max_tokens`` -1 stands for: as many as context, cache and the limit of an answer that
+    is not streamed leave."""
+    cache_tokens = info.num_blocks * info.block_size
+    most = min(info.max_model_len, cache_tokens) - num_prompt
+    if not stream:
+        entries_per_step = params.n * _entries_per_token(params)
+        most = min(most, config.max_answer_entries // entries_per_step)
+    return max(1, most)  # of a prompt that is too long, _check_length says so
+
+
+def _entries_per_token(params: SamplingParams) -> int:
+    """Entries of an answer for each token of its output: the token, and its logprobs."""
+    return 1 + (params.logprobs or 0)
+
+
+def _stop_ids(params: SamplingParams, tokenizer: Tokenizer, info: ModelInfo) -> frozenset[int]:
+    """The ids that end a sequence of this request."""
+    stop_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids |= info.eos_ids | tokenizer.eos_ids
+    # The model cannot sample others, which a tokenizer or a configuration may name.
+    return frozenset(token_id for token_id in stop_ids if token_id < info.vocab_size)
+
+
 def deadline_of(params: SamplingParams, arrival: float) -> float | None:
     """When a request that came at ``arrival`` is to end, in seconds of the same clock."""
     if params.deadline_ms is None:
@@ -152,24 +197,33 @@ def deadline_of(params: SamplingParams, arrival: float) -> float | None:
 
 
 def adapter_names(config: EngineConfig) -> list[str]:
-    """What ``lora_name`` may be: folders below that of option ``adapters``, as of now."""
+    """What ``lora_name`` may be: the adapters that are now in the folder of option ``adapters``."""
     if config.adapters is None:
         return []
-    found = Path(config.adapters).glob(f"*/{_ADAPTER}")
-    return sorted(each.parent.name for each in found if each.parent.name[0] != ".")
+    files = Path(config.adapters).glob(f"*/{_ADAPTER}")
+    names = [file.parent.name for file in files]
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def check_adapter(name: str, config: EngineConfig) -> None:
     """Raise InvalidArgumentError if the model has no adapter of that name."""
     if len(name.encode("utf-8", "surrogatepass")) > _MOST_NAME_BYTES:
         raise InvalidArgumentError.of("lora_name", name, f"of at most {_MOST_NAME_BYTES} bytes")
-    plain = Path(name).name == name and name[:1] not in ("", ".") and "\0" not in name
+    bound = "the name of an adapter of this model"
+    if not _is_folder_name(name):
+        raise InvalidArgumentError.of("lora_name", name, bound)
     root = config.adapters
-    # Path.is_file would raise for what may not be read.
-    if not plain or root is None or not os.path.isfile(Path(root, name, _ADAPTER)):
-        near = nearest(name, adapter_names(config)) if plain else ""
-        bound = "the name of an adapter of this model"
-        raise InvalidArgumentError.of("lora_name", name, f"{bound}{near}")
+    # Not Path.is_file, which would raise for what may not be read.
+    if root is None or not os.path.isfile(Path(root, name, _ADAPTER)):
+        known = nearest(name, adapter_names(config))
+        raise InvalidArgumentError.of("lora_name", name, f"{bound}{known}")
+
+
+def _is_folder_name(name: str) -> bool:
+    """Whether it is the plain name of a folder: no path that leads elsewhere, and not hidden."""
+    if not name or name.startswith(".") or "\0" in name:
+        return False
+    return Path(name).name == name
 
 
 def check_prompt_size(field: str, size: int, config: EngineConfig, info: ModelInfo) -> None:
@@ -189,25 +243,30 @@ def _check_length(prompt: int, max_tokens: int, context: int) -> None:
         )
 
 
-def _check_answer(prompt: int, params: SamplingParams, limit: int) -> None:
+def _check_answer(num_prompt: int, params: SamplingParams, limit: int) -> None:
     """Raise InvalidArgumentError if an answer that is not streamed could have too many entries."""
-    entries = params.n * params.max_tokens * (1 + (params.logprobs or 0))
-    asked = (
+    entries = params.n * params.max_tokens * _entries_per_token(params)
+    formula = (
         f"n {params.n} × max_tokens {params.max_tokens:,} × (logprobs {params.logprobs or 0} + 1)"
     )
     if params.prompt_logprobs is not None:
-        entries += prompt * (1 + params.prompt_logprobs)
-        asked += f" + {prompt:,} prompt tokens × (prompt_logprobs {params.prompt_logprobs} + 1)"
+        entries += num_prompt * (1 + params.prompt_logprobs)
+        formula += (
+            f" + {num_prompt:,} prompt tokens × (prompt_logprobs {params.prompt_logprobs} + 1)"
+        )
     if entries > limit:
         raise InvalidArgumentError(
-            f"{asked} is {entries:,}, but an answer that is not streamed may have at most "
+            f"{formula} is {entries:,}, but an answer that is not streamed may have at most "
             f"{limit:,} entries (max_answer_entries); set stream, or ask for less"
         )
 
 
 def _check_satisfiable(params: SamplingParams, stop_ids: frozenset[int]) -> None:
+    """Raise InvalidArgumentError if no token may be sampled first."""
     allowed = params.allowed_token_ids
-    if allowed is not None and params.min_tokens > 0 and stop_ids.issuperset(allowed):
+    if allowed is None or params.min_tokens == 0:
+        return
+    if stop_ids.issuperset(allowed):
         raise InvalidArgumentError(
             f"allowed_token_ids holds only ids that end the sequence, but min_tokens is "
             f"{params.min_tokens}: no first token is left"
@@ -217,8 +276,9 @@ def _check_satisfiable(params: SamplingParams, stop_ids: frozenset[int]) -> None
 def _encode_bad_words(
     words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int
 ) -> list[list[int]]:
-    """Each word as encoded at the start of a text and, if that has as many tokens and begins with
-    another one, as encoded after a space (vLLM's rule)."""
+    """The ids of each word, as vLLM finds them. A word has other ids at the start of a text than
+    after a space. Those after a space are taken too if they are as many and the first one differs.
+    """
     encoded: list[list[int]] = []
     for word in words:
         check_text("bad_words", word)
@@ -226,9 +286,9 @@ def _encode_bad_words(
         if not at_start:
             raise InvalidArgumentError.of("bad_words", word, "of words of at least one token")
         encoded.append(at_start)
-        inside = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        if len(inside) == len(at_start) and inside[0] != at_start[0]:
-            encoded.append(inside)
+        after_space = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        if len(after_space) == len(at_start) and after_space[0] != at_start[0]:
+            encoded.append(after_space)
     for ids in encoded:
         check_token_ids("bad_words", ids, vocab_size)
     return encoded

@@ -1,10 +1,13 @@
 """A checkpoint's tokenizer: text to ids, chats to text, and decoders from ids to text.
 
-Made once a model, then read by any thread; nothing in it changes. transformers reads it, from local
-files only and without remote code, and gives a :class:`TokenizerData`: a server's engine does so in
-its process, and its front, which imports no transformers, gets the data. Only tokenizers backed by
-the `tokenizers` library are taken, because its byte-exact decoding is what the incremental decoders
-build on.
+Made once for each model, then used by any thread; nothing in it changes.
+
+transformers reads a checkpoint's tokenizer, from local files only and without remote code, and
+:class:`TokenizerData` holds what we need of it. In a server the engine's process does this. The
+front imports no transformers: it gets the data and makes its :class:`Tokenizer` from them.
+
+Only tokenizers backed by the `tokenizers` library are taken, because the incremental decoders build
+on its byte-exact decoding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,23 +28,24 @@ class TokenizerData(msgspec.Struct, frozen=True):
     """All that is used of a checkpoint's tokenizer."""
 
     backend: str
-    """In the form of a ``tokenizer.json``."""
+    """The tokenizer of the `tokenizers` library, as the text of a ``tokenizer.json``."""
     eos_id: int | None
     chat_template: str | None
     special_tokens: dict[str, Any]
-    """Variables of the template, such as ``bos_token``."""
+    """Variables of the chat template, such as ``bos_token``."""
 
 
 def read_tokenizer(checkpoint: Path) -> TokenizerData:
-    """Read the tokenizer of the checkpoint in a folder, or that of a GGUF file: the one beside it
-    (``tokenizer.json``), or else its own.
+    """Read the tokenizer of a checkpoint, which is a folder or a GGUF file. A GGUF file has a
+    tokenizer inside, but a ``tokenizer.json`` beside the file goes before it.
 
     Raises CheckpointError if its files are missing or broken, UnsupportedModelError if it has no
     fast form.
     """
     from transformers import AutoTokenizer  # slow to import
 
-    folder, options = checkpoint, dict[str, Any]()
+    folder = checkpoint
+    options: dict[str, Any] = {}
     if checkpoint.is_file():
         folder = checkpoint.parent
         if not (folder / "tokenizer.json").exists():
@@ -69,23 +73,29 @@ def describe_tokenizer(pretrained: Any) -> TokenizerData:
     if isinstance(template, dict):  # several, by name
         template = template.get("default")
     return TokenizerData(
-        backend.to_str(), pretrained.eos_token_id, template, dict(pretrained.special_tokens_map)
+        backend=backend.to_str(),
+        eos_id=pretrained.eos_token_id,
+        chat_template=template,
+        special_tokens=dict(pretrained.special_tokens_map),
     )
 
 
 class Tokenizer:
-    """See the module's docstring. Ids may exceed the model's vocabulary: ``intake`` checks them."""
+    """See the module's docstring. It may have more ids than the model: ``intake`` checks them."""
 
     def __init__(self, data: TokenizerData) -> None:
         self.data = data
         self._backend = tokenizers.Tokenizer.from_str(data.backend)
-        self._backend.no_truncation()  # which a checkpoint may have saved, as padding
+        # A checkpoint may have saved a truncation or a padding.
+        self._backend.no_truncation()
         self._backend.no_padding()
         self._rules = DecodingRules(self._backend)
-        self.eos_ids: frozenset[int] = frozenset([] if data.eos_id is None else [data.eos_id])
-        self._template = (
-            ChatTemplate(data.chat_template, data.special_tokens) if data.chat_template else None
-        )
+        self.eos_ids: frozenset[int] = frozenset()
+        if data.eos_id is not None:
+            self.eos_ids = frozenset([data.eos_id])
+        self._template: ChatTemplate | None = None
+        if data.chat_template:
+            self._template = ChatTemplate(data.chat_template, data.special_tokens)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -99,15 +109,16 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """Those that text is never split into, special ones among them, and their ids."""
-        return {t.content: id_ for id_, t in self._backend.get_added_tokens_decoder().items()}
+        """Tokens that were added to the vocabulary, special ones among them, and their ids. Where
+        one stands in a text, it is never split."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``, by default with what the tokenizer puts around a prompt.
-
-        As a batch of one, because that call releases the GIL: a plain ``encode`` of a megabyte
-        would stop every stream of the process for seconds.
-        """
+        """Ids of ``text``, by default with the special tokens that the tokenizer puts around a
+        prompt."""
+        # A batch of one, because this call releases the GIL. A plain ``encode`` of a megabyte would
+        # stop every stream of the process for seconds.
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
@@ -115,7 +126,7 @@ class Tokenizer:
         self, messages: Messages, parameters: Mapping[str, object], tools: Messages = ()
     ) -> str:
         """The text that the model's chat template makes of a chat; see :class:`ChatTemplate`.
-        Raises InvalidArgumentError if there is no template or if it refuses or fails."""
+        Raises InvalidArgumentError if there is no template, or if it refuses the chat or fails."""
         if self._template is None:
             raise InvalidArgumentError("messages cannot be used: this model has no chat template")
         return self._template.render(messages, parameters, tools)
@@ -131,3 +142,16 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """One token on its own, as listed with its log-probability; special ones are shown."""
         return self._backend.decode([token_id], skip_special_tokens=False)
+
+
+def check_text(field: str, text: str) -> None:
+    """Raise InvalidArgumentError for a NUL character or an unpaired surrogate: a string with one is
+    no text that a tokenizer can encode."""
+    if "\x00" in text:
+        raise InvalidArgumentError(f"{field} has a NUL character at {text.index(chr(0))}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"{field} has an unpaired surrogate at {error.start}, but must be text"
+        ) from None
