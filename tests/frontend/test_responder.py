@@ -11,10 +11,11 @@ import pytest
 from jitney.errors import JitneyError, UnavailableError
 from jitney.frontend import protocol
 from jitney.frontend import responder as module
-from jitney.frontend.channel import Channel
+from jitney.frontend.channel import Arrival, Channel
 from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter
-from jitney.frontend.responder import Arrival, Reply, Responder
+from jitney.frontend.replies import Reply
+from jitney.frontend.responder import Responder
 from jitney.messages import (
     Event,
     Finished,
@@ -284,3 +285,24 @@ def test_a_request_that_the_engine_does_not_take_is_answered(
     desk.responder.turn()
     (response,) = desk.senders[0].sent
     assert response.error.text == "UNAVAILABLE: the model is being unloaded"
+
+
+def test_an_answer_whose_send_raises_ends_its_request(
+    make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What needed no engine, such as a description of the model, is guarded like all else."""
+    desk = make_desk()
+    sender = desk.pb.Sender()
+    arrival = Arrival(0, Channel(sender), time.monotonic(), None, size=7)
+
+    def fail(channel: Channel, tensors: Any, *, final: bool) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Channel, "send", fail)
+    desk.responder.post(desk.responder.add, arrival)
+    desk.responder.post(desk.responder.answer, arrival, [("text_output", protocol.strings(["a"]))])
+    desk.turn_until(lambda: sender.final)
+    (response,) = sender.sent
+    assert response.error.text == "INTERNAL: the request could not be answered"
+    assert desk.responder.counts.encoding == 0
+    assert desk.responder.ended_bytes == 7

@@ -369,9 +369,9 @@ def test_an_exception_in_a_thread_is_counted_and_the_thread_goes_on(
 def test_sending_has_its_share_on_a_cpu_and_no_bound_on_a_gpu(
     make_house: Callable[..., House],
 ) -> None:
-    assert make_house().service._responder._send_share == 0.2
-    assert make_house(send_share=0.5).service._responder._send_share == 0.5
-    assert make_house(info_device="cuda:0").service._responder._send_share == 1.0
+    assert make_house().service._responder._send_queue.share == 0.2
+    assert make_house(send_share=0.5).service._responder._send_queue.share == 0.5
+    assert make_house(info_device="cuda:0").service._responder._send_queue.share == 1.0
 
 
 def test_draining_lets_short_requests_end_and_then_ends_the_rest(

@@ -9,22 +9,22 @@ journal, which is under the supervisor's lock. An exception in one of them is co
 thread             owns                              may block on
 =================  ================================  =========================================
 the stub's         parsing of new requests           nothing of ours
-encoders           two for short prompts, one for    nothing of ours
-                   long ones
+encoders           two for short prompts, one for    the process that checks grammars
+                   long ones, one for new grammars
 engine             the supervisor: the engine's      the engine's socket; the responder, while
                    process, its journal              64 reports wait
 engine's writer    what goes to the engine           the engine's socket
 responder          open requests, their              the server, one send at a time
                    completions, sends
-sweeper            the requests whose client may     the server
-                   have left
+sweeper            the list of open requests, to     the server
+                   ask which clients have gone
 metrics            the counts, written a few times   the server
                    a second
 SIGTERM            the drain: ``drain_s`` seconds    a signal
                    for what is open
 =================  ================================  =========================================
 
-A request's time counts from its arrival. A send is a round trip to the server; while it lasts, new
-tokens gather and leave together. Errors come from the tree in ``errors.py``, are translated to the
-server's codes in one place, and never show a path or a traceback to a client.
+A request's times count from its arrival. A send is a round trip to the server; while it lasts, new
+tokens gather and leave together. Errors come from the tree in ``errors.py``. They are translated to
+the server's codes in one place, and never show a path or a traceback to a client.
 """

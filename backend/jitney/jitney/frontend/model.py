@@ -8,6 +8,7 @@ after every response has been sent.
 import gc
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +46,11 @@ class TritonPythonModel:
         quiet_imports()
         version_folder = Path(args["model_repository"]) / args["model_version"]
         try:
-            options = load_config(version_folder / "model.json", parameters(args))
+            options = load_config(version_folder / "model.json", options_of(args))
             config = assign_device(options, args)
-            self._service = _start(config, args)
-            service = self._service
-            on_sigterm(lambda: service.drain(config.drain_s), service.count_error)
+            service = _start(config, args)
+            self._service = service
+            on_sigterm(partial(service.drain, config.drain_s), service.count_error)
         except JitneyError as error:
             raise pb_utils.TritonModelException(error.client_message) from None
         except MemoryError:
@@ -61,7 +62,7 @@ class TritonPythonModel:
             self._service.accept(request)
 
     def is_ready(self) -> bool:
-        """Whether requests are served now; newer servers than 2.51 ask."""
+        """Whether requests are served now. Servers newer than 2.51 call this."""
         return self._service.is_ready
 
     def finalize(self) -> None:
@@ -70,32 +71,35 @@ class TritonPythonModel:
         gc.collect()
 
 
-def parameters(args: dict[str, str]) -> dict[str, str]:
-    """The ``parameters`` of ``config.pbtxt``: options in place of those in model.json.
+def options_of(args: dict[str, str]) -> dict[str, str]:
+    """Options that ``config.pbtxt`` gives as ``parameters``. They replace those in model.json.
 
-    Names in capitals (``EXECUTION_ENV_PATH``, …) are the server's own.
+    Parameters with a name in capitals (``EXECUTION_ENV_PATH``, …) are the server's own.
     """
-    given = json.loads(args["model_config"]).get("parameters", {})
-    return {name: value["string_value"] for name, value in given.items() if not name.isupper()}
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    return {name: value["string_value"] for name, value in parameters.items() if not name.isupper()}
 
 
 def assign_device(config: EngineConfig, args: dict[str, str]) -> EngineConfig:
     """Fill in what the server decides: this instance's device and how many instances share it."""
     groups = json.loads(args["model_config"]).get("instance_group", [])
-    device = int(args["model_instance_device_id"])
+    index = int(args["model_instance_device_id"])
     on_gpu = args["model_instance_kind"] == "GPU"
-    num_instances = 0  # on this device
+    num_instances = 0  # of this model, on this instance's device
     for group in groups:
         if on_gpu:
-            is_here = group.get("kind") == "KIND_GPU" and device in group.get("gpus", [])
+            is_here = group.get("kind") == "KIND_GPU" and index in group.get("gpus", [])
         else:
             is_here = group.get("kind") != "KIND_GPU"
         if is_here:
             num_instances += int(group.get("count", 1))
-    changes: dict[str, object] = {"instances": max(config.instances, num_instances, 1)}
-    if on_gpu and config.device == "auto":
-        changes["device"] = f"cuda:{device}"
-    return msgspec.structs.replace(config, **changes)
+    # The option may name more instances, if other models share the device. And if config.pbtxt
+    # names no group, there is this instance all the same.
+    num_instances = max(config.instances, num_instances, 1)
+    device = config.device
+    if on_gpu and device == "auto":
+        device = f"cuda:{index}"
+    return msgspec.structs.replace(config, instances=num_instances, device=device)
 
 
 def _start(config: EngineConfig, args: dict[str, str]) -> "Service":

@@ -31,18 +31,22 @@ from jitney.tracing import HEADERS
 MAX_REQUEST_ID = 64
 """Characters that are kept of a client's request id."""
 MAX_CANDIDATES = 8192
-"""Most logprobs in one part of a response, or tokens if none are asked for: some 10 ms of work."""
+"""Most candidates that are encoded in one go, some 10 ms of work. A token has one, and one more for
+each log-probability that is asked for beside its own."""
 
-_NUMPY_KINDS = {
-    "TYPE_STRING": ("O", "BYTES"),
-    "TYPE_BOOL": ("b", "BOOL"),
-    "TYPE_INT32": ("i", "INT32"),
+_DTYPES = {
+    "TYPE_STRING": np.dtype(object),
+    "TYPE_BOOL": np.dtype(bool),
+    "TYPE_INT32": np.dtype(np.int32),
 }
+_SHOWN_TYPES = {"TYPE_STRING": "BYTES", "TYPE_BOOL": "BOOL", "TYPE_INT32": "INT32"}
+"""As clients of the server know them."""
 _RESERVED = frozenset(
     {"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
 )
-"""Request parameters that are the server's own, as those that begin with ``triton_`` are."""
+"""Request parameters that are the server's own. So are all that begin with ``triton_``."""
 _HEADERS = (*HEADERS, LIMITS_HEADER)
+"""Request parameters that were headers of a client's or gateway's call, in small letters."""
 _Arrays = dict[str, np.ndarray]
 
 
@@ -57,38 +61,41 @@ class StreamWithInputError(InvalidArgumentError):
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """What a client asked for; the prompt not encoded, the parameters' ranges not checked yet."""
+    """What a client asked for. The prompt is not encoded yet, and the values of ``params`` have the
+    right types but may be out of range."""
 
     prompt_input: str
-    """Which of ``PROMPT_INPUTS`` was given; empty if none is needed."""
+    """Which of ``PROMPT_INPUTS`` was given; empty if the task needs none."""
     prompt: bytes | np.ndarray
-    """UTF-8 text or JSON as it came, or INT32 ids of shape [number of tokens]."""
+    """The bytes of a text or of JSON as they came, or INT32 ids of shape [number of tokens]."""
     params: SamplingParams
     stream: bool
     echo: bool
-    """Put the prompt before the output's text."""
+    """Whether the prompt's text goes before the output's."""
     returns: frozenset[str]
     """Names of the optional outputs that were asked for."""
     request_id: str
-    """The client's; the log shows it, and nothing else."""
+    """The client's, for logs and spans."""
     task: str = "generate"
     """One of ``TASKS``."""
     trace: Mapping[str, str] = field(default_factory=dict)
-    """The headers of the trace that it belongs to."""
+    """The headers of the trace that the request belongs to."""
     limits: Limits = field(default_factory=Limits)
-    """Of its client's API key."""
+    """What the client's API key allows."""
 
     @property
     def prompt_bytes(self) -> int:
         """Size of the prompt as it came."""
-        return len(self.prompt) if isinstance(self.prompt, bytes) else self.prompt.nbytes
+        if isinstance(self.prompt, bytes):
+            return len(self.prompt)
+        return self.prompt.nbytes
 
 
 def parse_request(request: Any) -> ClientRequest:
     """Read the tensors and parameters of the server's ``InferenceRequest``.
 
-    Raises InvalidArgumentError for a wrong dtype, shape or count, for anything but exactly one
-    prompt, for parameters that are not known, and for combinations that cannot be served.
+    Raises InvalidArgumentError for a tensor of a wrong name, dtype or shape, for no prompt or more
+    than one, for unknown parameters, and for combinations that cannot be served.
     """
     arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
     for name, array in arrays.items():
@@ -136,30 +143,33 @@ def _prompt_input_of(arrays: _Arrays, task: str) -> str:
     """The input that holds the prompt; empty if the task needs none."""
     allowed = TASKS[task]
     given = [name for name in PROMPT_INPUTS if name in arrays]
-    if not given and not allowed:
-        return ""
-    if len(given) == 1 and given[0] in allowed:
-        return given[0]
-    exactly_one = "exactly one of " if allowed else ""
-    raise InvalidArgumentError(
-        f"the prompt is given by {' and '.join(given) or 'no input'}, but must be given by "
-        f"{exactly_one}{', '.join(allowed) or 'no input'}"
-    )
+    if not allowed:
+        if not given:
+            return ""
+        bound = "no input"
+    else:
+        if len(given) == 1 and given[0] in allowed:
+            return given[0]
+        bound = f"exactly one of {', '.join(allowed)}"
+    found = " and ".join(given) or "no input"
+    raise InvalidArgumentError(f"the prompt is given by {found}, but must be given by {bound}")
 
 
 def _prompt_of(arrays: _Arrays, prompt_input: str) -> bytes | np.ndarray:
     if not prompt_input:
         return b""
     array = arrays[prompt_input]
-    return array if prompt_input == "input_ids" else _bytes(array[0])
+    if prompt_input == "input_ids":
+        return array
+    return _bytes(array[0])
 
 
 def _split_parameters(text: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Split the request's parameters (JSON) into the client's own and the headers. The server hands
-    headers on as parameters: those of a trace, and the limits that a gateway sets. A client of HTTP
-    may write a header in capitals; the names returned are in small letters."""
-    # The limits bind the client. If the name is there twice, one of them may be the client's own,
-    # and JSON keeps only one of two equal names.
+    """Split the request's parameters (JSON) into the client's own and headers. The server hands
+    headers of a call on as parameters: those of a trace, and the limits that a gateway sets. Their
+    names are returned in small letters, because a client of HTTP may send capitals."""
+    # A client must not replace the limits that bind it. If the name stood there twice, JSON would
+    # keep one of the two, and that could be the client's.
     if text.lower().count(f'"{LIMITS_HEADER}"') > 1:
         raise InvalidArgumentError(f"{LIMITS_HEADER} is given twice, but is no request's parameter")
     given = decode_sampling_json(text)
@@ -173,25 +183,32 @@ def _split_parameters(text: str) -> tuple[dict[str, Any], dict[str, str]]:
 def _check_array(name: str, array: np.ndarray) -> None:
     if name not in INPUTS:
         raise InvalidArgumentError(f"input {name!r} is not one of {', '.join(INPUTS)}")
-    data_type, dims = INPUTS[name]
-    kind, shown = _NUMPY_KINDS[data_type]
-    if array.dtype.kind != kind or (kind == "i" and array.dtype.itemsize != 4):
+    data_type = INPUTS[name].data_type
+    if array.dtype != _DTYPES[data_type]:
+        shown = _SHOWN_TYPES[data_type]
         raise InvalidArgumentError(f"input {name} has type {array.dtype}, but must be {shown}")
-    if array.ndim != 1 or (dims >= 0 and array.shape[0] != dims):
+    length = INPUTS[name].length
+    if array.ndim != 1 or length not in (-1, array.shape[0]):
         shape = list(array.shape)
-        raise InvalidArgumentError(f"input {name} has shape {shape}, but must be {[dims]}")
+        raise InvalidArgumentError(f"input {name} has shape {shape}, but must be {[length]}")
 
 
 def _flag(arrays: _Arrays, name: str, default: bool) -> bool:
-    return bool(arrays[name][0]) if name in arrays else default
+    if name not in arrays:
+        return default
+    return bool(arrays[name][0])
 
 
 def _bytes(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+    if isinstance(value, bytes):
+        return value
+    # Invalid text is refused later, by name: it must survive until then.
+    return str(value).encode("utf-8", "surrogatepass")
 
 
 def _parse_params(arrays: _Arrays, given: dict[str, Any]) -> SamplingParams:
-    """The tensor if there is one, else the request's parameters (JSON too)."""
+    """The sampling parameters, of the tensor if there is one, else among the request's parameters
+    ``given``."""
     if "sampling_parameters" in arrays:
         text = _bytes(arrays["sampling_parameters"][0])
         return parse_sampling_params(decode_sampling_json(text))
@@ -215,35 +232,38 @@ class ResponseWriter:
         self, request: ClientRequest, echo_text: str, prompt_tokens: int, encoder: LogprobsEncoder
     ) -> None:
         """``echo_text`` goes before each sequence's first text. ``encoder`` is for the prompt's
-        logprobs; those of the output arrive encoded."""
+        logprobs; those of the output come encoded."""
         params = request.params
         self._returns = request.returns
-        self._echo = [echo_text] * params.n  # empty texts after the first response
+        self._echo_text = echo_text  # empty once it has been written
         self.num_prompt_tokens = prompt_tokens
         self._encode = encoder.encode
         self._no_logprobs = b"null" if params.logprobs is None else b"[]"
-        self._prompt_logprobs: list[bytes] = []  # encoded so far, for the first response
-        self._prompt_is_sent = False
-        self.most = max(1, MAX_CANDIDATES // (1 + (params.logprobs or 0)))
-        """Most tokens of one response of a stream, those of all sequences together."""
-        self._most_prompt = max(1, MAX_CANDIDATES // (1 + (params.prompt_logprobs or 0)))
+        # The prompt's logprobs that are encoded and not written yet; the first response has them.
+        self._prompt_logprobs: list[bytes] = []
+        self._prompt_is_written = False
+        self.max_tokens = max(1, MAX_CANDIDATES // (1 + (params.logprobs or 0)))
+        """Most tokens in one response of a stream, those of all sequences together."""
+        self._max_positions = max(1, MAX_CANDIDATES // (1 + (params.prompt_logprobs or 0)))
 
-    def add_prompt(self, positions: Sequence[list[Logprob] | None]) -> bool:
-        """Encode the next part of the prompt's logprobs, for the first response. Returns True once
-        nothing is left to encode; until then it is to be called again before :meth:`write`."""
-        done = len(self._prompt_logprobs)
-        if self._prompt_is_sent or done == len(positions):
-            return True
-        part = positions[done : done + self._most_prompt]
-        self._prompt_logprobs += [self._encode(each) for each in part]
-        return False
+    def encode_prompt_part(self, positions: Sequence[list[Logprob] | None]) -> bool:
+        """Encode the next part of the prompt's logprobs, of which ``positions`` are all. Returns
+        whether there was one. To be called before each :meth:`write` until there is none; parts,
+        because a long prompt takes long and other requests are to have their turns between."""
+        num_encoded = len(self._prompt_logprobs)
+        if self._prompt_is_written or num_encoded == len(positions):
+            return False
+        part = positions[num_encoded : num_encoded + self._max_positions]
+        self._prompt_logprobs += [self._encode(candidates) for candidates in part]
+        return True
 
     def write(self, deltas: Sequence[SequenceDelta], timing: Timing | None) -> list[NamedArray]:
-        """The arrays of one response. ``timing`` is None but for the last one."""
-        texts = [echo + delta.text for echo, delta in zip(self._echo, deltas, strict=True)]
-        self._echo = [""] * len(deltas)
+        """The arrays of one response, of which ``deltas`` are the news. ``timing`` is given for the
+        last response only."""
+        texts = [self._echo_text + delta.text for delta in deltas]
+        self._echo_text = ""
         tensors = [("text_output", strings(texts))]
-        for name, make in _MADE_OF_DELTAS.items():
+        for name, make in _FROM_DELTAS.items():
             if name in self._returns:
                 tensors.append((name, make(deltas)))
         if "logprobs" in self._returns:
@@ -255,7 +275,7 @@ class ResponseWriter:
         if self._prompt_logprobs:
             tensors.append(("prompt_logprobs", strings([join(self._prompt_logprobs)])))
             self._prompt_logprobs = []
-            self._prompt_is_sent = True
+            self._prompt_is_written = True
         return tensors
 
     def _logprobs(self, deltas: Sequence[SequenceDelta]) -> np.ndarray:
@@ -266,6 +286,22 @@ class ResponseWriter:
         return strings(texts)
 
 
+def _finish_reasons(deltas: Sequence[SequenceDelta]) -> np.ndarray:
+    return strings(str(delta.finish_reason) for delta in deltas)
+
+
+def _stop_strings(deltas: Sequence[SequenceDelta]) -> np.ndarray:
+    return strings(delta.stop_string or "" for delta in deltas)
+
+
+def _cumulative_logprobs(deltas: Sequence[SequenceDelta]) -> np.ndarray:
+    return np.array([delta.cumulative_logprob or 0 for delta in deltas], np.float32)
+
+
+def _num_output_tokens(deltas: Sequence[SequenceDelta]) -> np.ndarray:
+    return np.array([len(delta.ids) for delta in deltas], np.uint32)
+
+
 def _output_ids(deltas: Sequence[SequenceDelta]) -> np.ndarray:
     ids: list[int] = []
     for delta in deltas:
@@ -273,16 +309,14 @@ def _output_ids(deltas: Sequence[SequenceDelta]) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-_MADE_OF_DELTAS: dict[str, Callable[[Sequence[SequenceDelta]], np.ndarray]] = {
-    "finish_reason": lambda deltas: strings(str(delta.finish_reason) for delta in deltas),
-    "stop_string": lambda deltas: strings(delta.stop_string or "" for delta in deltas),
-    "cumulative_logprob": lambda deltas: np.array(
-        [delta.cumulative_logprob or 0 for delta in deltas], np.float32
-    ),
-    "num_output_tokens": lambda deltas: np.array([len(delta.ids) for delta in deltas], np.uint32),
+_FROM_DELTAS: dict[str, Callable[[Sequence[SequenceDelta]], np.ndarray]] = {
+    "finish_reason": _finish_reasons,
+    "stop_string": _stop_strings,
+    "cumulative_logprob": _cumulative_logprobs,
+    "num_output_tokens": _num_output_tokens,
     "output_ids": _output_ids,
 }
-"""The optional outputs that are made of the sequences' new tokens and texts alone: name -> how."""
+"""Optional outputs whose array needs nothing but the deltas -> what makes it."""
 
 
 def strings(values: Iterable[str | bytes]) -> np.ndarray:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,7 +29,8 @@ from jitney.errors import InternalError, InvalidArgumentError, JitneyError, Unav
 from jitney.frontend.channel import Arrival, Channel, sweep
 from jitney.frontend.metrics import ModelMetrics
 from jitney.frontend.protocol import ClientRequest, ResponseWriter, parse_request
-from jitney.frontend.responder import Reply, Responder
+from jitney.frontend.replies import Reply
+from jitney.frontend.responder import Responder
 from jitney.frontend.spans import RequestSpans
 from jitney.frontend.tasks import perform
 from jitney.frontend.worker import Worker
@@ -38,7 +38,13 @@ from jitney.messages import Submit
 from jitney.sampling_params import check_sampling_params
 from jitney.text.completion import Completion
 from jitney.text.grammar_process import CHECKER, setup
-from jitney.text.intake import check_prompt_size, deadline_of, encode_input, make_submit
+from jitney.text.intake import (
+    EncodedPrompt,
+    check_prompt_size,
+    deadline_of,
+    encode_input,
+    make_submit,
+)
 from jitney.text.logprobs import LogprobsEncoder
 from jitney.text.tokenizer import Tokenizer
 from jitney.tracing import Tracing
@@ -46,18 +52,19 @@ from jitney.tracing import Tracing
 _LOG = logging.getLogger(__name__)
 
 SHORT_PROMPT = 16_384
-"""Bytes, or ids, of a prompt that takes milliseconds to encode. Longer ones have a thread of their
-own, so that they delay one another alone."""
+"""Most bytes, or ids, of a prompt that takes milliseconds to encode. Longer prompts have a thread
+of their own, where they delay no short one."""
 MAX_OPEN_BYTES = 1 << 30
-"""Of the prompts of all open requests, as they came."""
+"""Most bytes of all open requests together: those of their prompts as they came, and
+``REQUEST_BYTES`` for each request."""
 REQUEST_BYTES = 16_384
-"""What a request takes in the front beside its prompt; counted like bytes of the prompt."""
+"""What a request takes in the front beside its prompt."""
 CPU_SEND_SHARE = 0.2
 """Default of option ``send_share`` on a CPU, where a response costs the engine's cores as much as a
 token or two. Elsewhere it is 1."""
 _SWEEP_SHARE = 0.25
-"""Largest share of the time for asking the server which clients have gone. Questions and responses
-go through one queue to the server, so with very many requests there are fewer sweeps."""
+"""Largest share of the time that sweeps may take. A sweep asks the server about every open request,
+through the queue that responses take too. So with very many requests there are fewer sweeps."""
 _JOIN_S = 5.0
 """Seconds for which :meth:`Service.close` waits for each thread."""
 
@@ -81,14 +88,15 @@ class Service:
         self._tokenizer = tokenizer
         self._tracing = tracing
         self._keys = itertools.count()
-        self._closed: str | None = None  # why no request is accepted any more
-        # Bytes of all requests that were ever accepted. Those that are open now: this less
-        # Responder.ended_bytes. So each of the two counts has one thread that writes it.
+        self._refusal: str | None = None  # set once no request is accepted any more: why
+        # Bytes of all requests that were ever accepted, the ended ones too. The responder counts
+        # the bytes of the ended ones. So one thread writes each of the two counts.
         self._accepted_bytes = 0
         self._logprobs = LogprobsEncoder(tokenizer.token_text)
         self._short = ThreadPoolExecutor(2, "jitney-encode")
         self._long = ThreadPoolExecutor(1, "jitney-encode-long")
-        # One grammar's check can take seconds: it holds up other new grammars alone.
+        # The check of a new grammar can take seconds. In this thread it delays only requests that
+        # have a new grammar too.
         self._new_grammars = ThreadPoolExecutor(1, "jitney-encode-grammar")
         first_line = setup(tokenizer.data, info, config)
         self._grammars = GrammarChecker(config, CHECKER, first_line)
@@ -96,8 +104,7 @@ class Service:
         drafter = "" if config.speculation is None else config.speculation.drafter
         self._metrics = ModelMetrics(labels, info, tiers=self._tier_names, drafter=drafter)
         self._responder = self._make_responder(labels["model"])
-        # Called with what Responder.abort takes, from any thread.
-        self._abort = partial(self._responder.post, self._responder.abort)
+        # Requests whose clients may have gone: all that are open, and some that ended lately.
         self._watched: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
         self._workers = self._start_workers()
 
@@ -115,7 +122,6 @@ class Service:
         )
 
     def _start_workers(self) -> dict[str, Worker]:
-        """In the order in which they are to end."""
         turns: dict[str, Callable[[], float | None]] = {
             "engine": self._run_engine,
             "responder": self._responder.turn,
@@ -125,19 +131,20 @@ class Service:
         return {name: Worker(name, turn, self.count_error) for name, turn in turns.items()}
 
     def count_error(self) -> None:
-        """To be called where a thread of the front has failed."""
+        """Count an exception in a thread of the front."""
         self._metrics.count("jitney_thread_errors_total")
 
     # ------------------------------------------------------------------ the server's thread
 
     def accept(self, request: Any) -> None:
-        """Take over one of the server's requests. A refusal is sent at once; never raises, because
-        that would end every request of the same call."""
+        """Take over one of the server's requests. If it is refused, its client is told at once.
+        Never raises, because that would end all requests that the server has handed over with this
+        one."""
         now = time.monotonic()
         channel = Channel(request.get_response_sender())
         try:
-            if self._closed is not None:
-                raise UnavailableError(self._closed)
+            if self._refusal is not None:
+                raise UnavailableError(self._refusal)
             self._admit(parse_request(request), channel, now)
         except Exception as error:
             refusal = self._as_refusal(error)
@@ -145,7 +152,8 @@ class Service:
             channel.fail(refusal)
 
     def _as_refusal(self, error: Exception) -> JitneyError:
-        """What a client is told of ``error``: all of one that was raised on purpose."""
+        """The error that a client gets. One of ours is raised for clients and passed on. Of any
+        other, which is a bug, the client learns nothing: it is logged."""
         if isinstance(error, JitneyError):
             return error
         _LOG.error("a request could not be taken in", exc_info=error)
@@ -153,7 +161,8 @@ class Service:
         return InternalError("the request could not be taken in")
 
     def _admit(self, request: ClientRequest, channel: Channel, now: float) -> None:
-        """Refuse what can be refused without encoding the prompt; else have it encoded."""
+        """Check all that can be checked before the prompt is encoded, then have it encoded. Raises
+        the reason for a refusal."""
         params = request.limits.apply(request.params, self._config)
         request = replace(request, params=params)
         check_sampling_params(params, self._config, vocab_size=self._info.vocab_size)
@@ -162,7 +171,8 @@ class Service:
         self._check_open_bytes(size)
         tier = ""
         if self._tier_names:
-            tier = self._tier_names[self._config.tier_of(params.tier)]
+            index = self._config.tier_of(params.tier)
+            tier = self._tier_names[index]
         arrival = Arrival(
             key=next(self._keys),
             channel=channel,
@@ -179,19 +189,20 @@ class Service:
         self._encoders_for(request).submit(self._encode, request, arrival)
 
     def _check_size(self, request: ClientRequest) -> None:
-        """Raise InvalidArgumentError for a prompt that is too long whatever its encoding gives."""
+        """Raise InvalidArgumentError for a prompt of so many bytes, or ids, that it need not be
+        encoded to know that it is too long."""
         size = len(request.prompt)
         if isinstance(request.prompt, bytes):
             check_prompt_size(request.prompt_input, size, self._config, self._info)
-            return
-        most = self._info.max_model_len
-        if size > most:
+        elif size > self._info.max_model_len:
             raise InvalidArgumentError(
-                f"input_ids has {size:,} ids, but the model's context holds {most:,}"
+                f"input_ids has {size:,} ids, but the model's context holds "
+                f"{self._info.max_model_len:,}"
             )
 
     def _check_open_bytes(self, size: int) -> None:
-        """Raise UnavailableError if this is more than the front's memory is meant for."""
+        """Raise UnavailableError if the open requests and another one of ``size`` bytes are more
+        than the front's memory is meant for."""
         open_bytes = self._accepted_bytes - self._responder.ended_bytes
         if open_bytes + size > MAX_OPEN_BYTES:
             raise UnavailableError(
@@ -200,7 +211,8 @@ class Service:
             )
 
     def _encoders_for(self, request: ClientRequest) -> ThreadPoolExecutor:
-        """The threads that encode this request: slow ones delay only their like."""
+        """The threads that are to encode this request. Slow requests have threads of their own, so
+        that they delay no quick one."""
         structured = request.params.structured_outputs
         if structured is not None and not self._grammars.knows(structured):
             return self._new_grammars
@@ -213,7 +225,7 @@ class Service:
     def _encode(self, request: ClientRequest, arrival: Arrival) -> None:
         try:
             if arrival.channel.closed:
-                return  # it was cancelled, or its deadline has passed
+                return  # its client has gone, or its deadline has passed
             if request.task == "generate":
                 reply, submit = self._make_reply(request, arrival)
                 self._responder.post(self._responder.begin, reply, submit)
@@ -224,22 +236,46 @@ class Service:
             self._abort(self._as_refusal(error), arrival.key)
 
     def _make_reply(self, request: ClientRequest, arrival: Arrival) -> tuple[Reply, Submit]:
-        """What the client gets, and what the engine gets. Raises InvalidArgumentError."""
-        if isinstance(request.prompt, bytes):
-            ids, text = encode_input(
-                field=request.prompt_input,
-                data=request.prompt,
-                tokenizer=self._tokenizer,
-                config=self._config,
-                info=self._info,
-            )
-        else:
-            ids = request.prompt.tolist()
-            text = None
+        """What the responder keeps of a request, and what the engine gets. Raises
+        InvalidArgumentError."""
+        prompt = self._encode_prompt(request)
+        submit = self._make_submit(request, arrival, prompt.ids)
+        self._metrics.count("jitney_prompt_tokens_total", len(prompt.ids))
+        echo_text = ""
+        if request.echo:
+            echo_text = prompt.text
+            if echo_text is None:
+                echo_text = self._tokenizer.decode(prompt.ids)
+        writer = ResponseWriter(
+            request,
+            echo_text=echo_text,
+            prompt_tokens=len(prompt.ids),
+            encoder=self._logprobs,
+        )
+        # Not ``submit.params``: the engine may return logprobs that the client has not asked for.
+        wants_logprobs = "logprobs" in request.returns and request.params.logprobs is not None
+        encoder = self._logprobs if wants_logprobs else None
+        completion = Completion(submit, self._tokenizer, encoder)
+        reply = Reply(arrival, streamed=request.stream, completion=completion, writer=writer)
+        return reply, submit
+
+    def _encode_prompt(self, request: ClientRequest) -> EncodedPrompt:
+        if not isinstance(request.prompt, bytes):
+            return EncodedPrompt(request.prompt.tolist(), text=None)
+        return encode_input(
+            field=request.prompt_input,
+            data=request.prompt,
+            tokenizer=self._tokenizer,
+            config=self._config,
+            info=self._info,
+        )
+
+    def _make_submit(self, request: ClientRequest, arrival: Arrival, ids: list[int]) -> Submit:
         params = request.params
         if "cumulative_logprob" in request.returns and params.logprobs is None:
-            params = msgspec.structs.replace(params, logprobs=0)  # the chosen token's is needed
-        submit = make_submit(
+            # It is the sum of the chosen tokens' logprobs, so the engine must return those.
+            params = msgspec.structs.replace(params, logprobs=0)
+        return make_submit(
             key=arrival.key,
             prompt_ids=ids,
             params=params,
@@ -251,40 +287,32 @@ class Service:
             stream=request.stream,
             request_id=request.request_id,
         )
-        self._metrics.count("jitney_prompt_tokens_total", len(ids))
-        echo = ""
-        if request.echo:
-            echo = self._tokenizer.decode(ids) if text is None else text
-        writer = ResponseWriter(
-            request, echo_text=echo, prompt_tokens=len(ids), encoder=self._logprobs
-        )
-        wants_logprobs = "logprobs" in request.returns and request.params.logprobs is not None
-        encoder = self._logprobs if wants_logprobs else None
-        completion = Completion(submit, self._tokenizer, encoder)
-        reply = Reply(arrival, streamed=request.stream, completion=completion, writer=writer)
-        return reply, submit
 
     # ------------------------------------------------------------------ life
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken, and there is an engine for them."""
-        return self._closed is None and self._engine.health.up
+        return self._refusal is None and self._engine.health.up
+
+    def _abort(self, error: JitneyError, key: int | None = None) -> None:
+        """Have the responder end a request, or without a key all of them. From any thread."""
+        self._responder.post(self._responder.abort, error, key)
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new requests from now on, and end what still runs in ``grace_s`` seconds."""
-        self._closed = "the server is shutting down"
-        timer = threading.Timer(grace_s, self._abort, (UnavailableError(self._closed),))
+        """Refuse new requests from now on, and end after ``grace_s`` seconds what is still open."""
+        self._refusal = "the server is shutting down"
+        timer = threading.Timer(grace_s, self._abort, (UnavailableError(self._refusal),))
         timer.daemon = True
         timer.start()
 
     def close(self) -> None:
-        """End every thread in bounded time. Requests that are still open end with an error."""
-        self._closed = "the model is being unloaded"
+        """End every thread, in bounded time. Requests that are still open end with an error."""
+        self._refusal = "the model is being unloaded"
         for encoders in (self._short, self._long, self._new_grammars):
             encoders.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
-        # In this order: the engine's last report is still answered.
+        # The engine ends before the responder, so that what its last report ends is still answered.
         self._engine.stop()
         self._workers["engine"].join(_JOIN_S)
         self._responder.post(self._responder.stop)
@@ -303,21 +331,22 @@ class Service:
             self._engine.run(self._responder)
         except BaseException:
             _LOG.exception("the engine has died")
-            self._closed = "the engine has stopped; the model must be loaded again"
+            self._refusal = "the engine has stopped; the model must be loaded again"
             self._abort(InternalError("the engine has stopped"))
 
     def _sweep(self) -> float:
-        """Find the requests whose clients have gone, queued ones included, and those whose deadline
-        passes while their prompt is encoded. In a thread of its own, because each question is a
-        round trip to the server."""
+        """Find the requests whose clients have gone, also those that wait, and end those whose
+        deadline has passed while their prompt is encoded. In a thread of its own, because the
+        server is asked about each request in a round trip."""
         if self._responder.counts.encoding:
             self._responder.post(self._responder.expire)
         began = time.monotonic()
         for key in sweep(self._watched):
             self._responder.post(self._responder.cancel, key)
-        took = time.monotonic() - began
-        least_pause = took / _SWEEP_SHARE - took
-        return max(self._config.cancel_sweep_s - took, least_pause)
+        seconds = time.monotonic() - began
+        # Seconds from one sweep's begin to the next one's.
+        period = max(self._config.cancel_sweep_s, seconds / _SWEEP_SHARE)
+        return period - seconds
 
     def _flush_metrics(self) -> float:
         self._metrics.note(self._engine.health, self._responder.counts)

@@ -1,5 +1,6 @@
-"""The spans of requests that have ended, made from the times that the front has in any case: so
-tracing costs the engine nothing. Called by the responder.
+"""The spans of requests that have ended. Called by the responder.
+
+They are made from times that the front knows in any case, so tracing costs the engine nothing.
 """
 
 import time
@@ -22,12 +23,13 @@ class RequestSpans:
     def finished(
         self, arrival: Arrival, timing: Timing, reasons: list[str], num_prompt: int, num_tokens: int
     ) -> None:
-        """A request ran to its end, one of ``reasons`` for each sequence."""
+        """Export the spans of a request that ran to its end. ``reasons`` has the finish reason of
+        each sequence."""
         span = self._begin(arrival)
         began = arrival.at
         ended = began + timing.total_s
-        for after in timing.preempted_s:
-            span.event("preemption", began + after)
+        for seconds in timing.preempted_s:
+            span.event("preemption", began + seconds)
         if timing.queue_s is not None:
             scheduled = began + timing.queue_s
             first_token = ended
@@ -51,13 +53,13 @@ class RequestSpans:
         )
 
     def failed(self, arrival: Arrival, error: JitneyError) -> None:
-        """A request ended with ``error``."""
+        """Export the span of a request that ended with ``error``."""
         span = self._begin(arrival)
         span.end(time.monotonic(), self._attributes(arrival), error=error.client_message)
 
     def _begin(self, arrival: Arrival) -> Span:
         span = self._tracing.begin(f"generate {self._model}", arrival.trace, arrival.at)
-        for at, cause in self._health.deaths.copy():
+        for at, cause in self._health.deaths.copy():  # the engine's thread may add to it
             if at >= arrival.at:
                 span.event("engine restart", at, {"jitney.cause": cause})
         return span

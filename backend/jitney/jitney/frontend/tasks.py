@@ -1,4 +1,4 @@
-"""What a client may ask of a model besides generating: its tokenizer, and what it can do.
+"""The tasks besides generating: to tokenize, to detokenize, to describe the model.
 
 Called by the service, in the threads that encode. Meant for clients that do not have the model's
 tokenizer, such as the gateway.
@@ -21,22 +21,31 @@ from jitney.text.tokenizer import Tokenizer
 def perform(
     request: ClientRequest, tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo
 ) -> Sequence[NamedArray]:
-    """The arrays of the only response. tokenize: output_ids [number of tokens]; detokenize and
-    describe: text_output [1]. Raises InvalidArgumentError for a prompt that "generate" would refuse
-    too."""
+    """Do ``request.task`` and return the arrays of its only response. Their shapes: output_ids
+    [number of tokens] for "tokenize", text_output [1] for "detokenize" and "describe".
+
+    Raises InvalidArgumentError for a prompt that "generate" would refuse too.
+    """
     if request.task == "describe":
         return [("text_output", strings([_describe(tokenizer, config, info)]))]
-    if isinstance(request.prompt, bytes):  # tokenize: a text or a chat
-        ids, _ = encode_input(request.prompt_input, request.prompt, tokenizer, config, info)
-        return [("output_ids", np.array(ids, np.int32))]
-    ids = request.prompt.tolist()  # detokenize
+    if isinstance(request.prompt, bytes):
+        assert request.task == "tokenize"  # a text or a chat
+        prompt = encode_input(
+            field=request.prompt_input,
+            data=request.prompt,
+            tokenizer=tokenizer,
+            config=config,
+            info=info,
+        )
+        return [("output_ids", np.array(prompt.ids, np.int32))]
+    assert request.task == "detokenize"
+    ids = request.prompt.tolist()
     check_token_ids("input_ids", ids, info.vocab_size)
     return [("text_output", strings([tokenizer.decode(ids, skip_special_tokens=False)]))]
 
 
 def _describe(tokenizer: Tokenizer, config: EngineConfig, info: ModelInfo) -> bytes:
-    """JSON: limits, the sampling parameters and template parameters that are taken, the chat
-    template, adapters, tiers, added tokens, the names of the formats of what it writes."""
+    """JSON of what a client may ask of this model, and of how to read what it writes."""
     description: dict[str, object] = {
         "max_model_len": info.max_model_len,
         "vocab_size": info.vocab_size,

@@ -17,12 +17,13 @@ ERROR_PAUSE_S = 0.1
 
 
 class Worker:
-    """Calls ``turn`` in a daemon thread, which cannot delay the server's exit. A turn returns the
-    seconds until the next one, or None to end the thread."""
+    """Calls ``turn`` again and again, in a daemon thread, which cannot delay the server's exit."""
 
     def __init__(
         self, name: str, turn: Callable[[], float | None], count_error: Callable[[], None]
     ) -> None:
+        """``turn`` returns the seconds until the next turn, or None to end the thread.
+        ``count_error`` is called when a turn has raised."""
         self._turn = turn
         self._count_error = count_error
         self._stopped = threading.Event()
@@ -56,32 +57,36 @@ class Worker:
 
 
 def on_sigterm(callback: Callable[[], None], count_error: Callable[[], None]) -> None:
-    """Run ``callback`` in a thread of its own at the first SIGTERM; the process goes on. If it
-    fails, that is counted and logged, and a second SIGTERM runs it again. Must be called from the
-    main thread; elsewhere it does nothing but log a warning.
+    """Run ``callback`` in a thread of its own at the first SIGTERM; the process goes on. Later ones
+    do nothing, unless ``callback`` has raised: that is counted and logged, and the next SIGTERM
+    runs it again. Must be called from the main thread; elsewhere it only logs a warning.
 
-    Nothing else announces that the server is about to exit: it calls ``finalize`` only when every
-    response has been sent, and gives up after its exit timeout, so a long stream would be cut
-    without an error. Who stops the server (our launcher, systemd, ``docker stop`` with an init that
-    forwards to the group) signals the stubs too. The stub's main thread is in C++ and runs no
-    Python handler, hence the wake-up descriptor, which the C-level handler writes to at once.
+    Nothing else tells us that the server is about to exit. It calls ``finalize`` only once every
+    response has been sent, and it exits after its timeout in any case, so a long stream would be
+    cut without an error. Whoever stops the server signals its stubs too: our launcher, systemd, or
+    ``docker stop`` with an init that forwards signals to the group.
+
+    The stub's main thread is in C++, where Python never runs a signal handler. But Python's handler
+    in C writes the signal's number to the wake-up descriptor at once, and a thread reads it there.
     """
     if threading.current_thread() is not threading.main_thread():
         _LOG.warning("not in the main thread: SIGTERM will not be caught")
         return
     reader, writer = socket.socketpair()
     writer.setblocking(False)  # a signal handler must not wait
+    # Without a handler of Python's, SIGTERM would end the process.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    called = False
+    was_called = False
 
     def wait() -> float:
-        nonlocal called
+        nonlocal was_called
         # This line also keeps the writer alive: once it was collected, no signal could come.
         assert writer.fileno() >= 0
-        if reader.recv(1) == bytes([signal.SIGTERM]) and not called:
+        number = reader.recv(1)[0]
+        if number == signal.SIGTERM and not was_called:
             callback()
-            called = True
+            was_called = True
         return 0.0
 
     Worker("sigterm", wait, count_error)
