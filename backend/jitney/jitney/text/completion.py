@@ -1,9 +1,9 @@
 """From the engine's events of one request to the text that its client sees.
 
-Owned by the server's responder or the offline class, one thread each. It is fed every event of its
-request and returns what to send to the engine; at any time it gives what is new since the last
-call. What it gave is final: text that may still become a stop string or part of a character is held
-back.
+A :class:`Completion` is owned by the server's responder or by the offline class, and one thread
+calls it. :meth:`Completion.feed` takes every event of its request and returns what to send to the
+engine. :meth:`Completion.take` returns what is new since its last call. What it has returned is
+final: text that may still become a stop string, or that ends within a character, is held back.
 """
 
 import sys
@@ -33,35 +33,47 @@ class SequenceDelta:
     index: int
     text: str
     ids: list[int]
-    """Every token made, those of a stop string and a stop token too."""
+    """Of all new tokens. Those of a stop string and the stop token are among them, although their
+    text may be left out of ``text``."""
     logprobs: list[list[Logprob]] | None
-    """Per id: the chosen token first, then the best. None if none were asked for, or if they are
-    encoded."""
+    """Per id: the candidates, the chosen token first, then the best. None if none were asked for,
+    or if the completion has an encoder."""
     encoded_logprobs: list[bytes]
-    """Per id, if the completion has an encoder."""
+    """Per id: the candidates in the encoder's form. Empty if the completion has no encoder."""
     cumulative_logprob: float | None
     """Of the sequence so far."""
     finish_reason: FinishReason | None
-    """Once the sequence has ended, in every later delta too."""
+    """Set in the delta that has the sequence's last text and tokens, and in all later ones."""
     stop_string: str | None
-    """That which ended it; likewise."""
+    """The stop string that ended the sequence, if one did. Set in the same deltas."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """Of one sequence, since the last take."""
+    """What was fed of one sequence and not taken yet."""
 
     text: list[str] = field(default_factory=list)
+    """Pieces. A token adds one at most, and the end of the sequence up to two more."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[list[Logprob]] = field(default_factory=list)
     encoded: list[bytes] = field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to take. Each of the logprobs has an id."""
+        return not self.ids and not self.text
+
     def split(self, size: int) -> "_Pending":
-        """Take out the first ``size`` tokens and as many pieces of text."""
+        """Take out the first ``size`` tokens, and as many pieces of text. So a text may be taken
+        before its tokens, but never after them, unless the sequence has ended."""
         first = _Pending(
-            self.text[:size], self.ids[:size], self.logprobs[:size], self.encoded[:size]
+            text=self.text[:size],
+            ids=self.ids[:size],
+            logprobs=self.logprobs[:size],
+            encoded=self.encoded[:size],
         )
-        del self.text[:size], self.ids[:size], self.logprobs[:size], self.encoded[:size]
+        for rest in (self.text, self.ids, self.logprobs, self.encoded):
+            del rest[:size]
         return first
 
 
@@ -88,43 +100,53 @@ class _Sequence:
 
     @property
     def stop_string(self) -> str | None:
-        """That which ended it."""
+        """The stop string that ended the sequence, if one did."""
         return self._scanner.match
 
     def feed(self, event: Tokens) -> None:
-        """Take new tokens, up to the one that completes a stop string."""
-        kept = 0
+        """Take new tokens. Those after one that completes a stop string are dropped."""
+        num_kept = 0
         for token_id in event.ids:
-            kept += 1
+            num_kept += 1
             self._num_tokens += 1
-            ends = event.stop_id is not None and kept == len(event.ids)
-            if not ends or self._include_stop:
+            is_stop_token = event.stop_id is not None and num_kept == len(event.ids)
+            # The text of a stop token is left out, unless the client wants it.
+            if not is_stop_token or self._include_stop:
                 self._scan(self._decoder.feed(token_id))
             if self._scanner.stopped:
                 break
-        self.pending.ids.extend(event.ids[:kept])
-        self._keep_logprobs(event, kept)
-        if event.finish_reason is not None and not self._scanner.stopped:
+        self.pending.ids.extend(event.ids[:num_kept])
+        self._keep_logprobs(event, num_kept)
+        if self._scanner.stopped:
+            self.finish_reason = "stop"
+            return
+        if event.finish_reason is not None:
+            # The last characters that were held back: by the decoder, then by the scanner. The
+            # decoder's may complete a stop string.
             self._scan(self._decoder.flush())
             self.pending.text.append(self._scanner.flush())
-        self.finish_reason = "stop" if self._scanner.stopped else event.finish_reason
+            self.finish_reason = "stop" if self._scanner.stopped else event.finish_reason
 
     def _scan(self, text: str) -> None:
+        """Look for a stop string in new text, and keep the text up to there."""
         if text:
             armed = self._num_tokens > self._min_tokens
             self.pending.text.append(self._scanner.feed(text, armed))
 
-    def _keep_logprobs(self, event: Tokens, kept: int) -> None:
-        """Those of the kept tokens; the dropped ones are taken out of the sum again."""
+    def _keep_logprobs(self, event: Tokens, num_kept: int) -> None:
+        """Keep the logprobs of the event's first ``num_kept`` tokens."""
         if event.logprobs is None or not event.ids:
             return
+        kept = event.logprobs[:num_kept]
         if self._encoder is None:
-            self.pending.logprobs.extend(event.logprobs[:kept])
+            self.pending.logprobs.extend(kept)
         else:
-            self.pending.encoded.extend(map(self._encoder.encode, event.logprobs[:kept]))
+            self.pending.encoded.extend(map(self._encoder.encode, kept))
         assert event.cumulative_logprob is not None, "it comes with the logprobs"
-        dropped = sum(candidates[0].logprob for candidates in event.logprobs[kept:])
-        self.cumulative_logprob = event.cumulative_logprob - dropped
+        # The engine's sum has the dropped tokens too. A token's own candidate is the first.
+        dropped = event.logprobs[num_kept:]
+        sum_dropped = sum(candidates[0].logprob for candidates in dropped)
+        self.cumulative_logprob = event.cumulative_logprob - sum_dropped
 
 
 class Completion:
@@ -133,22 +155,24 @@ class Completion:
     def __init__(
         self, submit: Submit, tokenizer: Tokenizer, encoder: LogprobsEncoder | None = None
     ) -> None:
-        """With an ``encoder``, logprobs are encoded as they are fed, not all in the end."""
+        """With an ``encoder``, logprobs are encoded as they are fed, so that a long answer needs no
+        long time at its end."""
         params = submit.params
         strings = StopStrings(params.stop) if params.stop else None
         self.key = submit.key
         self.terminal: Finished | Cancelled | Failed | None = None
         self.prompt_logprobs: list[list[Logprob] | None] | None = None
         self.pending_tokens = 0
-        """Tokens that the next take gives."""
-        self._gives_logprobs = params.logprobs is not None and encoder is None
+        """Tokens that were fed and not taken yet, of all sequences together."""
+        self._returns_logprobs = params.logprobs is not None and encoder is None
         self._sequences = [_Sequence(submit, tokenizer, strings, encoder) for _ in range(params.n)]
-        self._news = False
+        self._has_pending = False
 
     @property
     def has_pending(self) -> bool:
-        """Whether :meth:`take` would give something new: text, ids, a finish reason or the end."""
-        return self._news
+        """Whether something was fed that the caller does not know: text, ids, a finish reason, the
+        prompt's logprobs or the terminal event."""
+        return self._has_pending
 
     @property
     def all_ended(self) -> bool:
@@ -156,8 +180,8 @@ class Completion:
         return all(each.finish_reason is not None for each in self._sequences)
 
     def feed(self, event: Event) -> list[Finish]:
-        """Take one event of this request. Returns messages for the engine: which sequence
-        ended at a stop string. Tokens made after that are dropped."""
+        """Take one event of this request. Returns the message for the engine that a sequence has
+        ended at a stop string, if one has. Tokens that the engine made after it are dropped."""
         assert event.key == self.key
         assert self.terminal is None, "a request ends once"
         match event:
@@ -168,42 +192,49 @@ class Completion:
             case _:
                 assert not isinstance(event, Finished) or self.all_ended
                 self.terminal = event
-        self._news = True
+        self._has_pending = True
         return []
 
     def _feed_tokens(self, event: Tokens) -> list[Finish]:
         sequence = self._sequences[event.index]
         if sequence.finish_reason is not None:
-            return []
-        before = len(sequence.pending.ids)
+            return []  # they were made after a stop string, before the engine knew of it
+        num_before = len(sequence.pending.ids)
         sequence.feed(event)
-        self.pending_tokens += len(sequence.pending.ids) - before
-        self._news = True
+        self.pending_tokens += len(sequence.pending.ids) - num_before
+        self._has_pending = True
         if sequence.finish_reason is not None and event.finish_reason is None:
+            # It has ended here, and goes on in the engine.
             return [Finish(self.key, event.index)]
         return []
 
     def take(self, most: int = sys.maxsize) -> list[SequenceDelta]:
-        """What is new since the last call, one delta per sequence, in order; at most so many tokens
-        of all together, but one of each. A finish reason comes with a sequence's last."""
+        """What is new since the last call: a delta of each sequence, in order.
+
+        The deltas have ``most`` tokens together, or one each if that is more. What is left is
+        pending. A finish reason comes when nothing of its sequence is left.
+        """
+        most_of_each = max(1, most // len(self._sequences))
+        self.pending_tokens = 0
+        self._has_pending = False
         deltas = []
-        most = max(1, most // len(self._sequences))
-        self.pending_tokens, self._news = 0, False
         for index, sequence in enumerate(self._sequences):
-            pending = sequence.pending.split(most)
-            left = bool(sequence.pending.ids or sequence.pending.text)
+            taken = sequence.pending.split(most_of_each)
             self.pending_tokens += len(sequence.pending.ids)
-            self._news |= left
-            deltas.append(
-                SequenceDelta(
-                    index=index,
-                    text="".join(pending.text),
-                    ids=pending.ids,
-                    logprobs=pending.logprobs if self._gives_logprobs else None,
-                    encoded_logprobs=pending.encoded,
-                    cumulative_logprob=sequence.cumulative_logprob,
-                    finish_reason=None if left else sequence.finish_reason,
-                    stop_string=None if left else sequence.stop_string,
-                )
+            delta = SequenceDelta(
+                index=index,
+                text="".join(taken.text),
+                ids=taken.ids,
+                logprobs=taken.logprobs if self._returns_logprobs else None,
+                encoded_logprobs=taken.encoded,
+                cumulative_logprob=sequence.cumulative_logprob,
+                finish_reason=None,
+                stop_string=None,
             )
+            if sequence.pending.is_empty:
+                delta.finish_reason = sequence.finish_reason
+                delta.stop_string = sequence.stop_string
+            else:
+                self._has_pending = True
+            deltas.append(delta)
         return deltas

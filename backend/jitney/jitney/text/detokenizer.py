@@ -1,19 +1,23 @@
-"""Token ids to text, one at a time: what a stream sends adds up to the whole decode, exactly.
+"""Token ids to text, one at a time: the pieces add up to the whole decode, exactly.
 
-Owned by :class:`tokenizer.Tokenizer`, which makes one decoder per sequence. The whole decode of an
-output is what the tokenizer's own ``decode`` gives for prompt and output together, without what it
-gives for the prompt, as in vLLM: so the space before the first word of an answer is kept. Special
-tokens are left out if asked for, and ids that the tokenizer does not know decode to nothing.
+Owned by :class:`tokenizer.Tokenizer`, which makes one decoder for each sequence. The whole decode
+of an output is defined as in vLLM: decode prompt and output together, and take away what the prompt
+alone decodes to. So the space before the first word of an answer is kept. Special tokens are left
+out if asked for, and ids that the tokenizer does not know decode to nothing.
 
-Two decoders, because tokenizers come in two kinds:
+There are two decoders, because tokenizers come in two kinds.
 
-- byte-level ones (as GPT-2 has) map each token to bytes and the bytes to text, so a UTF-8
-  decoder that keeps an incomplete character for the next token is exact, at a table look-up each;
-- for all others (SentencePiece-style, WordPiece, …) the tokenizer decodes a short window, the last
-  visible token and the new ones, and the text beyond the window's old text is new. A token's text
-  depends on whether it is the first, and bytes that stand for a character that has no token
-  (``<0xE4>``) depend on each other: a run of them is either UTF-8 as a whole or all replacement
-  characters, hence it is held back until it ends.
+Byte-level tokenizers (as GPT-2 has) map each token to bytes. Joined, the bytes are UTF-8. A UTF-8
+decoder that keeps an incomplete character for the next token is exact, and needs one table look-up
+for each token.
+
+With all others (SentencePiece-style, WordPiece, …) the text of a token depends on its neighbours:
+
+- It depends on whether the token is the first one. So the tokenizer decodes a short window: some
+  old tokens with a text, then the new ones. What comes after the old tokens' text is new.
+- A character without a token of its own is a run of byte tokens (``<0xE4>``). A run decodes to text
+  if it is UTF-8 as a whole, and else to nothing but replacement characters. So it is held back
+  until it ends.
 """
 
 import codecs
@@ -25,15 +29,18 @@ from typing import Protocol
 import tokenizers
 
 _REPLACEMENT = "\ufffd"
-# Longest run of byte tokens that is held back. A longer one is decoded in pieces; only if it is
-# partly UTF-8 and partly not can its text differ from the whole decode.
 RUN_LIMIT = 64
-# Other tokenizers' texts that end in U+FFFD may be incomplete characters: tokens to wait for more.
+"""Longest run of byte tokens that is held back. A longer one is decoded in pieces. Then its text
+differs from the whole decode if it is partly UTF-8 and partly not."""
 _HOLD_LIMIT = 8
+"""Most tokens that are held back because their text ends in U+FFFD: that may be the beginning of a
+character, where a tokenizer has no byte tokens that we know."""
+_PROMPT_TOKENS = 32
+"""Most tokens of a prompt's end that a decoder looks at. One that has a text is enough."""
 
 
 class IncrementalDecoder(Protocol):
-    """The text of one sequence, in order. Held back: what a later token may still change."""
+    """The text of one sequence, in order. Text that a later token may change is held back."""
 
     def feed(self, token_id: int) -> str:
         """Text that this token completes; often empty."""
@@ -53,15 +60,19 @@ class DecodingRules:
             if token.special
         )
         kinds = _decoder_kinds(tokenizer)
-        self.byte_level = "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}
+        self.byte_level = kinds in ({"ByteLevel"}, {"ByteLevel", "Fuse"})
         self.byte_values: dict[int, int] = {}
-        """Byte tokens by id, if the tokenizer decodes them as bytes."""
+        """Byte tokens: id -> byte. Empty if the tokenizer does not decode them as bytes."""
         if "ByteFallback" in kinds:
             for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-                if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
+                match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
+                if match:
                     self.byte_values[token_id] = int(match[1], 16)
-        self.word = self._find_word() if self.byte_values else []
-        """One token that stands for a text before the output, which bytes cannot continue."""
+        self.word: list[int] = []
+        """One token with a text that bytes cannot continue. It may stand for a prompt of bytes
+        alone. Empty if there is none, or no need of one."""
+        if self.byte_values:
+            self.word = self._find_word()
         self._bytes: dict[int, bytes] = {}
 
     def decoder(self, prompt: Sequence[int], skip_special_tokens: bool) -> IncrementalDecoder:
@@ -82,22 +93,26 @@ class DecodingRules:
     def _find_word(self) -> list[int]:
         """The first ordinary token with a text and no space in it. Empty if there is none."""
         for token_id in range(self.tokenizer.get_vocab_size(with_added_tokens=False)):
-            if token_id not in self.special_ids and token_id not in self.byte_values:
-                text = self.decode([token_id])
-                if text and not any(map(str.isspace, text)):
-                    return [token_id]
+            if token_id in self.special_ids or token_id in self.byte_values:
+                continue
+            text = self.decode([token_id])
+            has_space = any(character.isspace() for character in text)
+            if text and not has_space:
+                return [token_id]
         return []
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token of a byte-level tokenizer; none for an id that it does not know."""
         data = self._bytes.get(token_id)
         if data is None:
-            data = self._bytes[token_id] = _to_bytes(self.tokenizer.id_to_token(token_id) or "")
+            token = self.tokenizer.id_to_token(token_id) or ""
+            data = _to_bytes(token)
+            self._bytes[token_id] = data
         return data
 
 
 class ByteLevelDecoder:
-    """For byte-level tokenizers: bytes by table, then UTF-8, an incomplete character held back."""
+    """For byte-level tokenizers. An incomplete character is held back."""
 
     def __init__(self, rules: DecodingRules, skipped: frozenset[int]) -> None:
         self._rules = rules
@@ -116,10 +131,11 @@ class ByteLevelDecoder:
 
 
 class WindowDecoder:
-    """For all other tokenizers: decodes ``context + pending`` and sends what is new.
+    """For all other tokenizers. It decodes context and pending tokens together and sends the text
+    that comes after the context's.
 
-    The context is the shortest run of last tokens that has a text, so that no pending token is
-    taken for the first of its sequence.
+    The context is the shortest end of the tokens sent so far that has a text. With it no pending
+    token is decoded as the first one of a sequence.
     """
 
     def __init__(
@@ -128,28 +144,30 @@ class WindowDecoder:
         self._rules = rules
         self._skipped = skipped
         self._run: list[int] = []
-        """Byte tokens at the end of ``_pending`` that nothing has ended yet."""
+        """The run of byte tokens with which ``_pending`` ends."""
         self._pending: list[int] = []
         self._context: list[int] = []
         self._context_text = ""
-        self._rebase(self._end_of(prompt))
+        self._begin_after(self._end_of(prompt))
 
-    def _end_of(self, prompt: Sequence[int], limit: int = 32) -> list[int]:
-        """The last visible tokens of the prompt. Byte tokens at its very end are left out: a
-        character is never completed across the border. Where nothing else has a text, a word
-        stands for them, so that the output does not lose a space as the first of its text."""
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's last visible tokens, without byte tokens at its very end: no character
+        begins in the prompt and ends in the output."""
         tokens: list[int] = []
         ends_in_bytes = False
         for token_id in reversed(prompt):
-            if len(tokens) == limit:
+            if len(tokens) == _PROMPT_TOKENS:
                 break
             if not tokens and token_id in self._rules.byte_values:
                 ends_in_bytes = True
-                continue
-            if token_id not in self._skipped and self._rules.knows(token_id):
+            elif token_id not in self._skipped and self._rules.knows(token_id):
                 tokens.append(token_id)
         tokens.reverse()
-        return self._rules.word if ends_in_bytes and not self._rules.decode(tokens) else tokens
+        if ends_in_bytes and not self._rules.decode(tokens):
+            # The prompt's text is in the bytes that were left out. A word stands for them: else the
+            # output would be decoded as the first text and lose a space at its beginning.
+            return self._rules.word
+        return tokens
 
     def feed(self, token_id: int) -> str:
         """Text that this token completes."""
@@ -158,18 +176,23 @@ class WindowDecoder:
         self._pending.append(token_id)
         if token_id in self._rules.byte_values:
             self._run.append(token_id)
-            return "" if len(self._run) < RUN_LIMIT else self._cut_run()
+            if len(self._run) < RUN_LIMIT:
+                return ""
+            return self._cut_run()
         self._run.clear()
         text = self._rules.decode(self._context + self._pending)
-        incomplete = not self._rules.byte_values and text.endswith(_REPLACEMENT)
-        if incomplete and len(self._pending) < _HOLD_LIMIT:
+        # With byte tokens, every incomplete character is in a run, and so U+FFFD is final here.
+        may_be_incomplete = not self._rules.byte_values and text.endswith(_REPLACEMENT)
+        if may_be_incomplete and len(self._pending) < _HOLD_LIMIT:
             return ""
-        new = text[len(self._context_text) :]
-        if new:
-            self._rebase(self._context + self._pending)
+        new_text = text[len(self._context_text) :]
+        if new_text:
+            self._begin_after(self._context + self._pending)
         elif self._context_text:
-            self._pending.clear()  # invisible, and not the first: it changes nothing
-        return new
+            # The tokens have no text, and there is a context that has one: nothing later depends on
+            # them.
+            self._pending.clear()
+        return new_text
 
     def flush(self) -> str:
         """What was held back, as the tokenizer decodes it at the end of a sequence."""
@@ -177,35 +200,45 @@ class WindowDecoder:
         self._pending.clear()
         return text[len(self._context_text) :]
 
-    def _rebase(self, tokens: list[int]) -> None:
-        """Everything is sent: keep the shortest end of ``tokens`` that has a text as context."""
+    def _begin_after(self, tokens: list[int]) -> None:
+        """Begin a new window, because the text of all ``tokens`` is sent: their shortest end that
+        has a text becomes the context. Its size is found by doubling."""
         size = 1
         while True:
-            context = tokens[-size:]
-            text = self._rules.decode(context)
+            end = tokens[-size:]
+            text = self._rules.decode(end)
             if text or size >= len(tokens):
                 break
             size *= 2
-        self._context, self._context_text = (context, text) if text else ([], "")
-        self._pending = [] if text else context
+        if text:
+            self._context = end
+            self._pending = []
+        else:
+            # No token has a text, so the next one with a text is the first of the sequence.
+            self._context = []
+            self._pending = end
+        self._context_text = text
 
     def _cut_run(self) -> str:
-        """Send a run that grew too long to wait for its end, but for an incomplete character."""
+        """Send a run that has become too long to wait for its end. An incomplete character at its
+        end is still held back."""
         utf8 = codecs.getincrementaldecoder("utf-8")("strict")
         try:
-            utf8.decode(bytes(self._rules.byte_values[token] for token in self._run))
-            left = len(utf8.getstate()[0])
+            utf8.decode(bytes(self._rules.byte_values[token_id] for token_id in self._run))
+            incomplete, _ = utf8.getstate()
+            num_held = len(incomplete)
         except UnicodeDecodeError:
-            left = 0
-        cut = len(self._pending) - left
+            num_held = 0
+        cut = len(self._pending) - num_held
         text = self._rules.decode(self._context + self._pending[:cut])
+        # The context stays: what follows is decoded as if it came right after it.
         self._pending = self._pending[cut:]
         self._run = self._pending.copy()
         return text[len(self._context_text) :]
 
 
 def _decoder_kinds(tokenizer: tokenizers.Tokenizer) -> set[str]:
-    """Types of the decoder and, if it is a sequence, of its parts."""
+    """The types of the tokenizer's decoder, or of the parts of which it is a sequence."""
     decoder = json.loads(tokenizer.to_str())["decoder"]
     if decoder is None:
         return set()
@@ -215,20 +248,28 @@ def _decoder_kinds(tokenizer: tokenizers.Tokenizer) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 characters that stand for bytes in a byte-level vocabulary (GPT-2): printable Latin-1
-    characters stand for themselves, the other bytes, in order, for U+0100 and on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    """The 256 characters that stand for bytes in a byte-level vocabulary (GPT-2), and their bytes.
+    A printable character of Latin-1 stands for its own byte. For all other bytes, in their order,
+    stand the characters from U+0100 on."""
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    for index, byte in enumerate(others):
+        alphabet[chr(0x100 + index)] = byte
     return alphabet
 
 
 _BYTE_OF = _byte_alphabet()
+"""Character -> the byte that it stands for."""
 
 
 def _to_bytes(token: str) -> bytes:
-    """A token with any other character (an added one) stands for its own UTF-8."""
+    """The bytes of a byte-level token. An added token may have characters that stand for no byte;
+    its bytes are its UTF-8."""
     try:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:

@@ -1,7 +1,7 @@
-"""Log-probabilities as the JSON that clients get, in pieces.
+"""Log-probabilities as the JSON that clients get, position by position.
 
-An answer may hold megabytes of it: whoever encodes a position at a time may do other work between
-two. Used by the server's front.
+An answer may hold megabytes of it. Whoever encodes one position at a time can do other work between
+two of them. Used by the server's front.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,28 +16,27 @@ MAX_TEXTS = 65_536
 
 
 class LogprobsEncoder:
-    """Encodes candidates; keeps the texts of tokens. One for all requests of a model."""
+    """Encodes candidates. It keeps the texts of tokens, so all requests of a model share one."""
 
     def __init__(self, token_text: Callable[[int], str]) -> None:
-        """``token_text`` decodes one id, which takes longer than all else here."""
+        """``token_text`` decodes one id. That takes longer than all else here, so it is cached."""
         self._text = lru_cache(MAX_TEXTS)(token_text)
 
     def encode(self, candidates: Sequence[Logprob] | None) -> bytes:
-        """One position: {token id: {logprob, rank, decoded_token}}; null if nothing is known."""
+        """The candidates at one position: {token id: {logprob, rank, decoded_token}}; null for
+        None."""
         if candidates is None:
             return b"null"
-        return msgspec.json.encode(
-            {
-                one.token_id: {
-                    "logprob": one.logprob,
-                    "rank": one.rank,
-                    "decoded_token": self._text(one.token_id),
-                }
-                for one in candidates
+        encoded: dict[int, dict[str, object]] = {}
+        for candidate in candidates:
+            encoded[candidate.token_id] = {
+                "logprob": candidate.logprob,
+                "rank": candidate.rank,
+                "decoded_token": self._text(candidate.token_id),
             }
-        )
+        return msgspec.json.encode(encoded)
 
 
 def join(positions: Sequence[bytes]) -> bytes:
-    """The list of what :meth:`LogprobsEncoder.encode` gave."""
+    """A JSON list of positions that :meth:`LogprobsEncoder.encode` has encoded."""
     return b"[" + b",".join(positions) + b"]"

@@ -1,11 +1,13 @@
 """Find stop strings in text that comes in pieces, and hold back no more than necessary.
 
-Aho and Corasick's automaton ("Efficient string matching: an aid to bibliographic search", 1975):
-its state after each character is the longest end of the text that begins some stop string, which
-is exactly what may not be sent yet. One step a character, whatever the number of strings.
+Aho and Corasick's automaton ("Efficient string matching: an aid to bibliographic search", 1975).
+Each state stands for a beginning of a stop string. After each character the automaton is in the
+state of the longest such beginning with which the text ends. Those characters may not be sent yet,
+and all before them may. It makes one step for each character, whatever the number of strings.
 
-The match that *ends* first wins, as if characters were made one at a time; of several that end
-together, the longest. So the result does not depend on how the text was cut into tokens.
+The match that *ends* first wins, as if characters were made one at a time. Of several that end at
+the same character, the longest wins. So the result does not depend on how the text was cut into
+tokens.
 """
 
 from collections import deque
@@ -13,20 +15,26 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The automaton of one request; read-only, shared by its sequences. State 0 is the start."""
+    """The automaton of one request; read-only, shared by its sequences.
+
+    A state is a number: an index into each of the lists. State 0 stands for the empty beginning.
+    """
 
     def __init__(self, strings: Sequence[str]) -> None:
+        # State -> the longer beginnings of stop strings, by their last character.
         self._next: list[dict[str, int]] = [{}]
+        # State -> the longest beginning of a stop string with which this one ends, itself left out.
         self._fail = [0]
         self.depth = [0]
-        """Characters of the state: so many at the end of the text may begin a stop string."""
+        """State -> its length in characters: so many at the end of the text are held back."""
         self.match_length = [0]
-        """Length of the longest stop string that ends in this state; 0 if none does."""
+        """State -> the length of the longest stop string with which it ends; 0: there is none."""
         for string in strings:
             self._add(string)
         self._link()
 
     def _add(self, string: str) -> None:
+        """Add the states of a stop string's beginnings."""
         state = 0
         for character in string:
             following = self._next[state].get(character)
@@ -41,7 +49,7 @@ class StopStrings:
         self.match_length[state] = len(string)
 
     def _link(self) -> None:
-        """Failure links, breadth first: the longest proper end of a state that is a state."""
+        """Fill ``_fail``, the shorter states first, since those of longer ones follow from it."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
@@ -62,8 +70,9 @@ class StopStrings:
             state = self._fail[state]
 
     def beyond(self, state: int) -> int:
-        """The same text with a completed match set aside: the longest *proper* beginning of a stop
-        string that it ends with."""
+        """The state after a match that is ignored. It stands for the longest beginning with which
+        ``state`` ends and that further characters can complete. A stop string that begins no longer
+        one is none, so its text is not held back."""
         while state and not self._next[state]:
             state = self._fail[state]
         return state
@@ -77,7 +86,7 @@ class StopScanner:
         self._strings = strings
         self._include = include
         self._state = 0
-        self._held = ""
+        self._held = ""  # the end of the text that may not be sent yet
         self.stopped = False
         self.match: str | None = None
         """The stop string that was found."""
@@ -85,14 +94,16 @@ class StopScanner:
     def feed(self, text: str, armed: bool = True) -> str:
         """Take new text and return what may be sent.
 
-        Sets ``stopped`` at a match; text after it is dropped. While not ``armed`` (before
-        ``min_tokens``) a match is ignored, though a later one may begin in this text.
+        Sets ``stopped`` at a match and drops the text after it. If not ``armed``, because the
+        sequence has less than ``min_tokens``, matches are ignored. A later match may still begin in
+        this text.
         """
         strings = self._strings
         if strings is None:
             return text
         state = self._state
         whole = self._held + text
+        # ``end``: characters of ``whole`` up to this one.
         for end, character in enumerate(text, start=len(self._held) + 1):
             state = strings.step(state, character)
             length = strings.match_length[state]
@@ -102,14 +113,17 @@ class StopScanner:
                 self.stopped = True
                 self.match = whole[end - length : end]
                 self._held = ""
-                return whole[: end if self._include else end - length]
+                if self._include:
+                    return whole[:end]
+                return whole[: end - length]
             state = strings.beyond(state)
         self._state = state
-        sent = len(whole) - strings.depth[state]
-        self._held = whole[sent:]
-        return whole[:sent]
+        num_sent = len(whole) - strings.depth[state]
+        self._held = whole[num_sent:]
+        return whole[:num_sent]
 
     def flush(self) -> str:
-        """At the end of the sequence: what was held back, since it begins no stop string."""
-        text, self._held = self._held, ""
+        """At the end of the sequence: the text that was held back. No stop string can follow."""
+        text = self._held
+        self._held = ""
         return text
