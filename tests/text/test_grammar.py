@@ -59,6 +59,7 @@ def prove(**given: object) -> str:
         ({"grammar": "start: word"}, 'unknown name: "word"'),
         ({"grammar": 'word: "a"'}, "no start rule"),
         ({"grammar": 'start: "a" start'}, "no finite text fits the rule start"),
+        ({"grammar": 'start: "a" start "b"*'}, "no finite text fits the rule start"),
         ({"grammar": 'start: "a" b\nb: "b" [start] b+'}, "no finite text fits the rule start"),
         ({"grammar": 'start: ("a" | "b") (start)  // | "c"'}, "no finite text fits"),
         ({"grammar": 'start: %json {"items": {"not": {}}}'}, "#/items/not is not supported"),

@@ -1,7 +1,9 @@
-"""Structured output by llguidance: what a request asks for, as a grammar; and a sequence's state.
+"""Structured output by llguidance: a request's grammar, and where each sequence is in it.
 
-:func:`prove_grammar` runs in the process that checks grammars, because it can take any time or
-memory; what it returns is compiled once more by :class:`GrammarCompiler`, in the engine's process.
+:func:`prove_grammar` makes a grammar of what a request asks for. It runs in the process that checks
+grammars, because it can take any time or memory. :class:`GrammarCompiler` then compiles the grammar
+again in the engine's process.
+
 JSON is written on one line, as Python's ``json.dumps`` does, its properties in the schema's order.
 """
 
@@ -23,21 +25,31 @@ from jitney.text.lark import has_finite_sentence
 from jitney.text.tokenizer import TokenizerData
 
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""Of memory and of the time that a mask takes: an unusual grammar needs some 10 ms."""
+"""They limit a matcher's memory and the time that a mask takes. A mask of an unusual grammar takes
+some 10 ms."""
 _PROOF_STEPS = 128
-"""Random tokens by which a grammar is tried: a limit or dead end shows soon, if it shows."""
+"""How many random tokens try a grammar out. If these meet no limit and no dead end, more of them
+would hardly meet one."""
+_BRACKETS = re.compile(
+    r"""
+    "(?:\\.|[^"\\])*"      # a string, whose brackets do not count
+    | (?P<opening> [\[({] )
+    | (?P<closing> [\])}] )
+    """,
+    re.S | re.X,
+)
 
 
 def prove_grammar(
     structured: StructuredOutputs, compiler: "GrammarCompiler", max_bytes: int, max_depth: int
 ) -> str:
-    """What ``compiler`` is to compile for ``structured``.
+    """The grammar for ``structured``, which :class:`GrammarCompiler` takes.
 
     Raises InvalidArgumentError, naming field and reason, for what is too large, cannot be enforced,
     allows no text, or has no finite sentence.
     """
     given = {k: v for k, v in msgspec.structs.asdict(structured).items() if v is not None}
-    ((name, value),) = given.items()
+    ((name, value),) = given.items()  # parsing has made sure that exactly one is given
     field = f"structured_outputs.{name}"
     text = value if isinstance(value, str) else json.dumps(value)
     if len(text.encode("utf-8", "replace")) > max_bytes:
@@ -55,25 +67,12 @@ def prove_grammar(
 
 
 def _grammar(name: str, value: Any, field: str) -> str:
+    """In llguidance's form."""
     match name:
-        case "json" | "json_object":
-            schema = {"type": "object"} if name == "json_object" else value
-            if isinstance(schema, str):
-                try:
-                    schema = json.loads(schema)
-                except ValueError as error:
-                    raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
-            if not isinstance(schema, dict):
-                raise InvalidArgumentError.of(field, value, "a JSON schema that is an object")
-            check_schema(schema)
-            return LLMatcher.grammar_from_json_schema(
-                schema,
-                overrides={
-                    "whitespace_flexible": False,
-                    "item_separator": ", ",
-                    "key_separator": ": ",
-                },
-            )
+        case "json":
+            return _json_grammar(value, field)
+        case "json_object":
+            return _json_grammar({"type": "object"}, field)
         case "regex":
             return LLMatcher.grammar_from_regex(value)
         case "choice":
@@ -82,51 +81,84 @@ def _grammar(name: str, value: Any, field: str) -> str:
     return LLMatcher.grammar_from_lark(_with_checked_schemas(value))
 
 
-def _with_checked_schemas(rules: str) -> str:
-    """Lark with its ``%json`` schemas checked as others are; their ``x-guidance`` stays."""
-    first, *others = re.split(r"(?<=%json)\s*(?=\{)", rules)
-    parts = [first]
-    for each in others:
+def _json_grammar(value: Any, field: str) -> str:
+    """``value`` is a JSON schema, as an object or as text."""
+    schema = value
+    if isinstance(value, str):
         try:
-            schema, end = json.JSONDecoder().raw_decode(each)
+            schema = json.loads(value)
+        except ValueError as error:
+            raise InvalidArgumentError(f"{field} is not JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise InvalidArgumentError.of(field, value, "a JSON schema that is an object")
+    check_schema(schema)
+    overrides = {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+    }
+    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+
+
+def _with_checked_schemas(rules: str) -> str:
+    """Lark with its ``%json`` schemas checked like the others. Their ``x-guidance`` is kept."""
+    # Every part but the first begins with the schema after a ``%json``.
+    before, *others = re.split(r"(?<=%json)\s*(?=\{)", rules)
+    parts = [before]
+    for part in others:
+        try:
+            schema, end = json.JSONDecoder().raw_decode(part)
         except ValueError as error:
             raise InvalidArgumentError(f"structured_outputs.grammar: %json: {error}") from None
-        style = {"x-guidance": schema.pop("x-guidance")} if "x-guidance" in schema else {}
+        style: dict[str, Any] = {}
+        if "x-guidance" in schema:
+            style["x-guidance"] = schema.pop("x-guidance")
         check_schema(schema)
-        parts.append(f" {json.dumps(style | schema)}{each[end:]}")
+        checked = json.dumps(style | schema)
+        parts.append(f" {checked}{part[end:]}")
     return "".join(parts)
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested, those of strings left out."""
-    depth = deepest = 0
-    for part in re.finditer(r'"(?:\\.|[^"\\])*"|([\[({])|([\])}])', text, re.S):
-        depth += bool(part[1]) - bool(part[2])
-        deepest = max(deepest, depth)
+    """How deep brackets are nested, those within strings left out."""
+    depth = 0
+    deepest = 0
+    for part in _BRACKETS.finditer(text):
+        if part["opening"]:
+            depth += 1
+            deepest = max(deepest, depth)
+        elif part["closing"]:
+            depth -= 1
     return deepest
 
 
 def _try_out(matcher: LLMatcher, compiler: "GrammarCompiler", field: str) -> None:
-    """Follow the grammar by random tokens. Raises InvalidArgumentError for a dead end."""
+    """Follow the grammar by random tokens. Raises InvalidArgumentError for a limit or dead end."""
     chance = random.Random(0)
     made: list[int] = []
-    while len(made) < _PROOF_STEPS:
+    for _ in range(_PROOF_STEPS):
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.setdiff1d(np.unpackbits(mask, bitorder="little").nonzero(), compiler.ends)
+        bits = np.unpackbits(mask, bitorder="little")
+        allowed = np.setdiff1d(bits.nonzero(), compiler.end_ids)
         error = matcher.get_error()
+        # "NoExtension" says only that no token may follow. That is looked at below.
         if error and "NoExtension" not in error:
-            raise InvalidArgumentError(f"{field} is too complex: {_first_lines(matcher)}")
-        if not len(allowed) and not (made and matcher.is_accepting()):
-            text = compiler.tokenizer.decode_str(made)
-            where = f"nothing after {show(text)}" if made else "no text"
-            raise InvalidArgumentError(f"{field} allows {where}")
+            raise InvalidArgumentError(f"{field} is too complex: {_error_of(matcher)}")
         if not len(allowed):
-            return
-        made.append(int(chance.choice(allowed)))
-        matcher.consume_token(made[-1])
+            if made and matcher.is_accepting():
+                return  # the text is complete
+            where = "no text"
+            if made:
+                text = compiler.tokenizer.decode_str(made)
+                where = f"nothing after {show(text)}"
+            raise InvalidArgumentError(f"{field} allows {where}")
+        token = int(chance.choice(allowed))
+        made.append(token)
+        matcher.consume_token(token)
 
 
-def _first_lines(matcher: LLMatcher) -> str:
+def _error_of(matcher: LLMatcher) -> str:
+    """llguidance's message on one line, shortened."""
     return " ".join(matcher.get_error().split())[:300]
 
 
@@ -134,54 +166,64 @@ class GrammarCompiler:
     """Compiles grammars for one model's tokens."""
 
     def __init__(self, data: TokenizerData, info: ModelInfo) -> None:
-        """Takes 10 µs a token, and as long no other thread of Python runs. Raises ValueError for a
-        tokenizer that llguidance cannot read."""
-        ends = info.eos_ids if data.eos_id is None else info.eos_ids | {data.eos_id}
-        self.ends, size = sorted(ends), info.vocab_size
-        self._vocab_size = size
+        """Takes 10 µs for each token of the vocabulary, and meanwhile no other thread of Python
+        runs. Raises ValueError for a tokenizer that llguidance cannot read."""
+        self._vocab_size = info.vocab_size
+        end_ids = set(info.eos_ids)
+        if data.eos_id is not None:
+            end_ids.add(data.eos_id)
+        self.end_ids = sorted(end_ids)
+        """Ids of tokens that end a sequence."""
         try:
-            self.tokenizer = LLTokenizer(data.backend, n_vocab=size, eos_token=self.ends or None)
-        except ValueError:  # model and tokenizer have other ids, perhaps
-            known = LLTokenizer(data.backend).vocab_size
-            self.ends = [each for each in self.ends if each < known]
             self.tokenizer = LLTokenizer(
-                data.backend, n_vocab=max(size, known), eos_token=self.ends or None
+                data.backend, n_vocab=info.vocab_size, eos_token=self.end_ids or None
+            )
+        except ValueError:
+            # Perhaps the tokenizer has more ids than the model, or fewer than the ends of sequence
+            # that the model names.
+            num_known = LLTokenizer(data.backend).vocab_size
+            self.end_ids = [token_id for token_id in self.end_ids if token_id < num_known]
+            self.tokenizer = LLTokenizer(
+                data.backend,
+                n_vocab=max(info.vocab_size, num_known),
+                eos_token=self.end_ids or None,
             )
 
     def __call__(self, grammar: str) -> "CompiledGrammar":
         """Compile what :func:`prove_grammar` has returned. Raises InvalidArgumentError."""
         matcher = self.match(grammar, "structured_outputs")
-        return CompiledGrammar(matcher, self.ends, self._vocab_size)
+        return CompiledGrammar(matcher, self.end_ids, self._vocab_size)
 
     def match(self, grammar: str, field: str) -> LLMatcher:
-        """llguidance's own state of an empty output. Raises InvalidArgumentError."""
+        """llguidance's state of an empty output. Raises InvalidArgumentError."""
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InvalidArgumentError(f"{field}: {_first_lines(matcher)}")
+            raise InvalidArgumentError(f"{field}: {_error_of(matcher)}")
         return matcher
 
 
 class CompiledGrammar:
     """See ``messages.Grammar``."""
 
-    def __init__(self, matcher: LLMatcher, ends: list[int], vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, end_ids: list[int], vocab_size: int) -> None:
         self._matcher = matcher
-        self._ends = ends
+        self._end_ids = end_ids
         self._vocab_size = vocab_size
 
     def begin(self, may_end: bool) -> "MatcherState":
-        barred = [] if may_end else self._ends
-        return MatcherState(self._matcher.deep_copy(), barred, self._vocab_size)
+        forbidden = [] if may_end else self._end_ids
+        return MatcherState(self._matcher.deep_copy(), forbidden, self._vocab_size)
 
 
 class MatcherState:
     """See ``messages.GrammarState``."""
 
-    def __init__(self, matcher: LLMatcher, barred: list[int], vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, forbidden: list[int], vocab_size: int) -> None:
+        """No mask allows the ids of ``forbidden``."""
         self._matcher = matcher
-        self._barred = barred
+        self._forbidden = forbidden
         self._vocab_size = vocab_size
-        self._mask: bytes | None = None
+        self._mask: bytes | None = None  # None: it has to be computed
         self.error: str | None = None
 
     @property
@@ -194,17 +236,17 @@ class MatcherState:
         self._note_error()
 
     def forced(self) -> list[int]:
-        tokens: list[int] = self._matcher.compute_ff_tokens()
+        token_ids: list[int] = self._matcher.compute_ff_tokens()
         self._note_error()
-        known = self._vocab_size  # the tokenizer may have more
-        return list(itertools.takewhile(lambda token: token < known, tokens))
+        return self._known(token_ids)
 
     def num_allowed(self, token_ids: list[int]) -> int:
-        known = itertools.takewhile(lambda token: token < self._vocab_size, token_ids)
-        return 0 if self.error else self._matcher.validate_tokens(list(known))
+        if self.error is not None:
+            return 0
+        return self._matcher.validate_tokens(self._known(token_ids))
 
     def after(self, token_ids: list[int]) -> "MatcherState":
-        state = MatcherState(self._matcher.deep_copy(), self._barred, self._vocab_size)
+        state = MatcherState(self._matcher.deep_copy(), self._forbidden, self._vocab_size)
         state.accept(token_ids)
         return state
 
@@ -214,13 +256,25 @@ class MatcherState:
             self._note_error()
             if self.error is not None:
                 self._mask = bytes(len(self._mask))
-            elif self._barred:
-                bits = bytearray(self._mask)
-                for token in self._barred:
-                    bits[token >> 3] &= ~(1 << (token & 7)) & 255
-                self._mask = bytes(bits)
+            elif self._forbidden:
+                self._mask = _without(self._mask, self._forbidden)
         return self._mask
+
+    def _known(self, token_ids: list[int]) -> list[int]:
+        """The ids before the first one that the model does not have. The tokenizer may have more
+        ids than the model."""
+        size = self._vocab_size
+        return list(itertools.takewhile(lambda token_id: token_id < size, token_ids))
 
     def _note_error(self) -> None:
         if self._matcher.is_error():
-            self.error = _first_lines(self._matcher)
+            self.error = _error_of(self._matcher)
+
+
+def _without(mask: bytes, token_ids: list[int]) -> bytes:
+    """The mask with the bits of these ids cleared. The lowest bit of a byte comes first."""
+    cleared = bytearray(mask)
+    for token_id in token_ids:
+        bit = 1 << (token_id % 8)
+        cleared[token_id // 8] &= 0xFF - bit
+    return bytes(cleared)

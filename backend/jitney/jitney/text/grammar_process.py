@@ -1,12 +1,14 @@
-"""The process that checks grammars: one line of JSON in, one out, until its input ends.
+"""The process that checks grammars: it answers each line of JSON by a line, until its input ends.
 
-``engine.grammar_check`` starts ``python -m jitney.text.grammar_process``, sends what :func:`setup`
-gives, and kills it if a check takes too long: nothing else ends a native call. So it may also run
-out of memory or crash, and only the grammar at hand is refused.
+``engine.grammar_check`` starts ``python -m jitney.text.grammar_process`` and sends what
+:func:`setup` returns. If a check takes too long, it kills the process, because nothing else ends a
+native call. The process may also run out of memory or crash. In each case only the grammar at hand
+is refused.
 """
 
 import resource
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,13 +18,20 @@ from jitney.messages import ModelInfo
 from jitney.sampling_params import StructuredOutputs
 from jitney.text.tokenizer import TokenizerData
 
+if TYPE_CHECKING:
+    from jitney.text.grammar import GrammarCompiler
+
 CHECKER = "jitney.text.grammar_process"
 """This module, for whoever starts it."""
 _MEMORY_BYTES = 2 << 30
+"""Most address space of the process."""
+_EXTRA_CPU_S = 2
+"""The kernel ends the process when a check has taken so many seconds of processor time more than
+``grammar_timeout_s``. That matters only if the front, which kills it earlier, is gone."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """One of both is empty."""
+    """An answer: a grammar, or why what was asked for is refused. The other one is empty."""
 
     grammar: str = ""
     refusal: str = ""
@@ -41,32 +50,45 @@ def setup(data: TokenizerData, info: ModelInfo, config: EngineConfig) -> bytes:
 
 def main() -> None:
     """Answer until nobody asks any more, or one answer has taken too much processor time."""
-    from jitney.text.grammar import GrammarCompiler, prove_grammar  # not in the front's process
+    from jitney.text.grammar import GrammarCompiler  # not in the front's process
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Setup)
-    config = given.config
     try:
         compiler = GrammarCompiler(given.data, given.info)
     except ValueError:
         compiler = None
     _answer(Verdict())  # ready
     for line in sys.stdin.buffer:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = int(used.ru_utime + used.ru_stime + config.grammar_timeout_s) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
-        limits = (config.max_grammar_bytes, config.max_grammar_depth)
-        try:
-            if compiler is None:
-                unknown = "structured_outputs is not supported for this model's tokenizer"
-                raise InvalidArgumentError(unknown)
-            structured = msgspec.json.decode(line, type=StructuredOutputs)
-            _answer(Verdict(grammar=prove_grammar(structured, compiler, *limits)))
-        except InvalidArgumentError as error:
-            _answer(Verdict(refusal=str(error)))
-        except Exception:
-            _answer(Verdict(refusal="structured_outputs is malformed"))
+        _limit_processor_time(given.config.grammar_timeout_s)
+        _answer(_check(line, compiler, given.config))
+
+
+def _limit_processor_time(seconds: float) -> None:
+    """Have the kernel end the process after so many seconds more of processor time."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used = usage.ru_utime + usage.ru_stime
+    limit = int(used + seconds) + _EXTRA_CPU_S  # counts from the process's begin
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+
+
+def _check(line: bytes, compiler: "GrammarCompiler | None", config: EngineConfig) -> Verdict:
+    from jitney.text.grammar import prove_grammar
+
+    if compiler is None:
+        unknown = "structured_outputs is not supported for this model's tokenizer"
+        return Verdict(refusal=unknown)
+    try:
+        structured = msgspec.json.decode(line, type=StructuredOutputs)
+        grammar = prove_grammar(
+            structured, compiler, config.max_grammar_bytes, config.max_grammar_depth
+        )
+    except InvalidArgumentError as error:
+        return Verdict(refusal=str(error))
+    except Exception:  # of a value of a type that nobody has checked, deep within a schema
+        return Verdict(refusal="structured_outputs is malformed")
+    return Verdict(grammar=grammar)
 
 
 def _answer(verdict: Verdict) -> None:

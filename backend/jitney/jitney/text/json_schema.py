@@ -1,19 +1,22 @@
-"""Which JSON schemas can be kept exactly: what is refused, by keyword and path, before one is
+"""Refuses JSON schemas that cannot be enforced exactly, naming keyword and path, before they are
 compiled.
 
-Called by ``grammar``, in the process that checks grammars. What this lets through, llguidance
-either enforces or refuses itself.
+Called by ``grammar``, in the process that checks grammars. A schema that passes is either enforced
+by llguidance or refused by it.
 """
 
+from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
 from jitney.errors import InvalidArgumentError, nearest
 
-_OF_ONE = ("items", "additionalProperties")
-_OF_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-_WITHOUT = (
+# Supported keywords, by what their value is: a schema, a list of schemas, an object of schemas, or
+# none of these.
+_WITH_SCHEMA = ("items", "additionalProperties")
+_WITH_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
+_WITH_OBJECT = ("properties", "patternProperties", "$defs", "definitions")
+_WITHOUT_SCHEMAS = (
     "$ref", "const", "enum", "type", "format", "minItems", "maxItems", "required",
     "minProperties", "maxProperties", "minLength", "maxLength", "pattern", "minimum", "maximum",
     "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
@@ -22,12 +25,15 @@ _ANNOTATIONS = (
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
     "$comment", "contentMediaType", "contentEncoding", "discriminator",
 )  # fmt: skip
-_KEYWORDS = (*_OF_ONE, *_OF_SEVERAL, *_OF_NAMES, *_WITHOUT, *_ANNOTATIONS)
+_KEYWORDS = (*_WITH_SCHEMA, *_WITH_LIST, *_WITH_OBJECT, *_WITHOUT_SCHEMAS, *_ANNOTATIONS)
+_ROOT_KEYWORDS = ("$schema", "$id")
 _FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
 _TYPE_NAMES = {"list": "a list", "dict": "an object", "str": "a string"}
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_MAX_REFERENCES = 8
+"""References in a row that are followed. They may form a circle."""
 
 
 def check_schema(schema: Any) -> None:
@@ -35,14 +41,17 @@ def check_schema(schema: Any) -> None:
     instance. A ``oneOf`` whose branches exclude each other becomes an ``anyOf``, in place."""
     checker = _Checker(schema)
     checker.check(schema, "#")
-    if not checker.ends(schema, frozenset()):
+    if not checker.is_finite(schema, frozenset()):
         raise InvalidArgumentError("structured_outputs.json: no finite JSON fits the schema")
 
 
 class _Checker:
+    """Checks one schema. ``path`` is the JSON pointer of what is checked, for refusals."""
+
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._ending: set[int] = set()  # by identity: schemas that some finite instance fits
+        # Schemas that are known to be finite, by their identity.
+        self._finite: set[int] = set()
 
     def check(self, schema: Any, path: str) -> None:
         """Check a schema and all below it."""
@@ -52,112 +61,157 @@ class _Checker:
             raise _refusal(path, "is no schema: it must be an object or a boolean")
         for keyword, value in list(schema.items()):
             at = f"{path}/{_escaped(keyword)}"
-            if keyword in _OF_ONE:
+            if keyword in _WITH_SCHEMA:
                 self.check(value, at)
-            elif keyword in _OF_SEVERAL:
+            elif keyword in _WITH_LIST:
                 for index, each in enumerate(_typed(list, value, at)):
                     self.check(each, f"{at}/{index}")
-            elif keyword in _OF_NAMES:
+            elif keyword in _WITH_OBJECT:
                 for name, each in _typed(dict, value, at).items():
                     self.check(each, f"{at}/{_escaped(name)}")
+            elif path == "#" and keyword in _ROOT_KEYWORDS:
+                continue
             else:
                 self._check_keyword(schema, keyword, value, at)
         self._settle_one_of(schema)
 
     def _check_keyword(self, schema: dict[str, Any], keyword: str, value: Any, at: str) -> None:
-        at_root = at.count("/") == 1 and keyword in ("$schema", "$id")
-        annotation = keyword.startswith("x-") and keyword != "x-guidance"
-        if not (keyword in _KEYWORDS or annotation or at_root):
+        """Check a keyword that has no schemas in its value."""
+        # x-guidance would change how llguidance reads the schema.
+        is_annotation = keyword.startswith("x-") and keyword != "x-guidance"
+        if keyword not in _KEYWORDS and not is_annotation:
             raise _refusal(at, f"is not supported{nearest(keyword, _KEYWORDS)}")
         if keyword == "$ref":
             self._target(value, at)
         if keyword == "format" and value not in _FORMATS:
             raise _refusal(at, f"is {value!r}, but must be one of {', '.join(_FORMATS)}")
-        if keyword == "minProperties" and value > max(1, len(schema.get("required", ()))):
-            raise _refusal(at, "above 1 is not supported, unless as many names are required")
+        if keyword == "minProperties":
+            # Properties are not counted. But an object has at least those that it must have.
+            num_required = len(schema.get("required", ()))
+            if value > max(1, num_required):
+                raise _refusal(at, "above 1 is not supported, unless as many names are required")
 
     def _target(self, reference: Any, at: str = "$ref") -> Any:
-        """What a reference points to."""
+        """What a reference points to. Raises InvalidArgumentError if that is nothing in here."""
+        start, *parts = _typed(str, reference, at).split("/")
         found = self._root
-        for part in _typed(str, reference, at).split("/")[1:]:
-            part = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list):
-                found = dict(enumerate(found)).get(int(part) if part.isdigit() else -1)
-            else:
-                found = found.get(part) if isinstance(found, dict) else None
-        if reference.split("/")[0] != "#" or found is None:
+        for part in parts:
+            found = _part_of(found, unquote(part).replace("~1", "/").replace("~0", "~"))
+        if start != "#" or found is None:
             raise _refusal(at, f"is {reference[:64]!r}, but must point into the schema: #/…")
         return found
 
-    def ends(self, schema: Any, following: frozenset[str]) -> bool:
-        """Whether some finite instance may fit, as far as references go. ``following``: references
-        on the way here, which lead nowhere if they come again."""
+    def is_finite(self, schema: Any, references: frozenset[str]) -> bool:
+        """Whether some finite instance may fit. False if references lead in circles, or to the
+        schema ``false``; other reasons why nothing fits are not looked for.
+
+        ``references`` are those that led from the root to here. One that comes again leads to no
+        finite instance.
+        """
         if not isinstance(schema, dict):
             return schema is not False
-        if id(schema) in self._ending:
+        if id(schema) in self._finite:
             return True
-        reference = schema.get("$ref")
-        if reference is not None:
-            further = following | {reference}
-            if reference in following or not self.ends(self._target(reference), further):
-                return False
-        types = schema.get("type", _TYPES)
-        ends = (
-            all(self.ends(each, following) for each in schema.get("allOf", ()))
-            and all(
-                any(self.ends(each, following) for each in schema[name])
-                for name in ("anyOf", "oneOf")
-                if name in schema
-            )
-            and any(
-                all(self.ends(part, following) for part in _needed(schema, kind))
-                for kind in ([types] if isinstance(types, str) else types)
-            )
+        finite = (
+            self._reference_is_finite(schema, references)
+            and self._branches_are_finite(schema, references)
+            and self._some_type_is_finite(schema, references)
         )
-        if ends:
-            self._ending.add(id(schema))
-        return ends
+        if finite:
+            self._finite.add(id(schema))
+        return finite
+
+    def _reference_is_finite(self, schema: dict[str, Any], references: frozenset[str]) -> bool:
+        reference = schema.get("$ref")
+        if reference is None:
+            return True
+        if reference in references:
+            return False
+        return self.is_finite(self._target(reference), references | {reference})
+
+    def _branches_are_finite(self, schema: dict[str, Any], references: frozenset[str]) -> bool:
+        """Whether all branches of ``allOf`` are finite, and one of ``anyOf`` and of ``oneOf``."""
+        if not all(self.is_finite(branch, references) for branch in schema.get("allOf", ())):
+            return False
+        for name in ("anyOf", "oneOf"):
+            if name not in schema:
+                continue
+            if not any(self.is_finite(branch, references) for branch in schema[name]):
+                return False
+        return True
+
+    def _some_type_is_finite(self, schema: dict[str, Any], references: frozenset[str]) -> bool:
+        """Whether one of the schema's types has a finite instance."""
+        types = schema.get("type", _TYPES)
+        if isinstance(types, str):
+            types = [types]
+        for kind in types:
+            if all(self.is_finite(part, references) for part in _needed_parts(schema, kind)):
+                return True
+        return False
 
     def _settle_one_of(self, schema: dict[str, Any]) -> None:
-        """``oneOf`` means ``anyOf`` where each two branches require a property of other values."""
-        branches = [self._properties(each) for each in schema.get("oneOf", ())]
-        if (
-            branches
-            and "anyOf" not in schema
-            and all(
-                any(one[name].isdisjoint(other[name]) for name in one.keys() & other.keys())
-                for index, one in enumerate(branches)
-                for other in branches[:index]
-            )
-        ):
+        """Replace ``oneOf`` by ``anyOf`` where that means the same: no instance fits two branches,
+        because each two of them require a property with different values."""
+        if "oneOf" not in schema or "anyOf" in schema:
+            return
+        branches = [self._listed_values(branch) for branch in schema["oneOf"]]
+        if branches and all(_exclude_each_other(*pair) for pair in combinations(branches, 2)):
             schema["anyOf"] = schema.pop("oneOf")
 
-    def _properties(self, schema: Any) -> dict[str, set[str]]:
-        """The values of each required property for which the schema lists them, as JSON."""
-        for _ in range(8):
+    def _listed_values(self, schema: Any) -> dict[str, set[str]]:
+        """Required property -> the values that the schema lists for it, if they are strings."""
+        for _ in range(_MAX_REFERENCES):
             if isinstance(schema, dict) and list(schema) == ["$ref"]:
                 schema = self._target(schema["$ref"])
         if not isinstance(schema, dict) or schema.get("type") != "object":
             return {}
-        found = {}
+        listed: dict[str, set[str]] = {}
         for name in schema.get("required", ()):
-            each = schema.get("properties", {}).get(name)
-            if isinstance(each, dict) and ("const" in each or "enum" in each):
-                values = each["enum"] if "enum" in each else [each["const"]]
-                if all(isinstance(value, str) for value in values):
-                    found[name] = set(values)
-        return found
+            values = _values_of(schema.get("properties", {}).get(name))
+            if values and all(isinstance(value, str) for value in values):
+                listed[name] = set(values)
+        return listed
 
 
-def _needed(schema: dict[str, Any], kind: str) -> list[Any]:
-    """Schemas of the parts that every instance of type ``kind`` has."""
+def _part_of(value: Any, name: str) -> Any:
+    """A value of an object by its name, or of a list by its index. None: there is none."""
+    if isinstance(value, dict):
+        return value.get(name)
+    if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+        return value[int(name)]
+    return None
+
+
+def _values_of(schema: Any) -> list[Any]:
+    """The values that a schema lists; empty if it lists none."""
+    if not isinstance(schema, dict):
+        return []
+    if "enum" in schema:
+        return schema["enum"]
+    if "const" in schema:
+        return [schema["const"]]
+    return []
+
+
+def _exclude_each_other(one: dict[str, set[str]], other: dict[str, set[str]]) -> bool:
+    """Whether a property that both require has no value in common."""
+    return any(one[name].isdisjoint(other[name]) for name in one.keys() & other.keys())
+
+
+def _needed_parts(schema: dict[str, Any], kind: str) -> list[Any]:
+    """The schemas of the parts that every instance of type ``kind`` has."""
     if kind == "object":
         named = schema.get("properties", {})
-        others = "patternProperties" in schema or schema.get("additionalProperties", True)
-        return [named.get(name, others) for name in schema.get("required", ())]
-    if kind == "array" and (least := schema.get("minItems", 0)):
-        first = schema.get("prefixItems", [])[:least]
-        return [*first, schema.get("items", True)] if least > len(first) else first
+        # Of a name that is not among the properties.
+        other = "patternProperties" in schema or schema.get("additionalProperties", True)
+        return [named.get(name, other) for name in schema.get("required", ())]
+    if kind == "array":
+        least = schema.get("minItems", 0)
+        parts = schema.get("prefixItems", [])[:least]
+        if least > len(parts):
+            parts = [*parts, schema.get("items", True)]
+        return parts
     return []
 
 
