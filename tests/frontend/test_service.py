@@ -127,8 +127,10 @@ def test_streams_take_turns(pb: Any, make_house: Callable[..., House]) -> None:
     wait_until(lambda: ended(*requests))
     turns = order[8:]  # all four are under way
     assert len(turns) >= 8
-    for start in range(len(turns) - 3):
-        assert len(set(turns[start : start + 4])) == 4, order
+    # Where the machine is busy, a turn of the worker may send four responses before it reads the
+    # next report. That report then lines the streams up anew, so the last one may come first next.
+    for start in range(len(turns) - 6):
+        assert len(set(turns[start : start + 7])) == 4, order
 
 
 def test_sending_keeps_to_its_share_and_tokens_gather(

@@ -144,7 +144,7 @@ class ModelMetrics:
         # Not below 0: the counts are of now and the waiting ones of the last step, and a request
         # with n > 1 may wait as several sequences.
         running = max(0, counts.submitted - stats.waiting)
-        values = {
+        values: dict[str, float] = {
             "jitney_waiting_requests": stats.waiting + counts.encoding,
             "jitney_running_requests": running,
             "jitney_running_sequences": stats.running,
@@ -157,7 +157,7 @@ class ModelMetrics:
             "jitney_replayed_requests_total": health.replayed_requests,
             "jitney_replayed_tokens_total": health.replayed_tokens,
         }
-        orca = {
+        orca: dict[str, float] = {
             "used": stats.blocks_used,
             "free": unused,
             "max": total,

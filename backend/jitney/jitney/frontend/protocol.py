@@ -143,15 +143,12 @@ def _prompt_input_of(arrays: _Arrays, task: str) -> str:
     """The input that holds the prompt; empty if the task needs none."""
     allowed = TASKS[task]
     given = [name for name in PROMPT_INPUTS if name in arrays]
-    if not allowed:
-        if not given:
-            return ""
-        bound = "no input"
-    else:
-        if len(given) == 1 and given[0] in allowed:
-            return given[0]
-        bound = f"exactly one of {', '.join(allowed)}"
+    if not given and not allowed:
+        return ""
+    if len(given) == 1 and given[0] in allowed:
+        return given[0]
     found = " and ".join(given) or "no input"
+    bound = f"exactly one of {', '.join(allowed)}" if allowed else "no input"
     raise InvalidArgumentError(f"the prompt is given by {found}, but must be given by {bound}")
 
 
@@ -247,9 +244,9 @@ class ResponseWriter:
         self._max_positions = max(1, MAX_CANDIDATES // (1 + (params.prompt_logprobs or 0)))
 
     def encode_prompt_part(self, positions: Sequence[list[Logprob] | None]) -> bool:
-        """Encode the next part of the prompt's logprobs, of which ``positions`` are all. Returns
-        whether there was one. To be called before each :meth:`write` until there is none; parts,
-        because a long prompt takes long and other requests are to have their turns between."""
+        """Encode the next part of the prompt's logprobs; ``positions`` has all of them. Returns
+        whether there was another part. To be called until there is none, and then :meth:`write`. In
+        parts, because all of them at once would delay other requests."""
         num_encoded = len(self._prompt_logprobs)
         if self._prompt_is_written or num_encoded == len(positions):
             return False

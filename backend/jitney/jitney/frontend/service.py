@@ -243,9 +243,7 @@ class Service:
         self._metrics.count("jitney_prompt_tokens_total", len(prompt.ids))
         echo_text = ""
         if request.echo:
-            echo_text = prompt.text
-            if echo_text is None:
-                echo_text = self._tokenizer.decode(prompt.ids)
+            echo_text = prompt.text or self._tokenizer.decode(prompt.ids)
         writer = ResponseWriter(
             request,
             echo_text=echo_text,

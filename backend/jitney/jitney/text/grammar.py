@@ -92,12 +92,14 @@ def _json_grammar(value: Any, field: str) -> str:
     if not isinstance(schema, dict):
         raise InvalidArgumentError.of(field, value, "a JSON schema that is an object")
     check_schema(schema)
-    overrides = {
-        "whitespace_flexible": False,
-        "item_separator": ", ",
-        "key_separator": ": ",
-    }
-    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+    return LLMatcher.grammar_from_json_schema(
+        schema,
+        overrides={
+            "whitespace_flexible": False,
+            "item_separator": ", ",
+            "key_separator": ": ",
+        },
+    )
 
 
 def _with_checked_schemas(rules: str) -> str:
