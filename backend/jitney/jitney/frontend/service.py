@@ -152,8 +152,8 @@ class Service:
             channel.fail(refusal)
 
     def _as_refusal(self, error: Exception) -> JitneyError:
-        """The error that a client gets. One of ours is raised for clients and passed on. Of any
-        other, which is a bug, the client learns nothing: it is logged."""
+        """The error that a client gets. Our own errors are made for clients. Any other error is a
+        bug: it is logged, and the client learns nothing of it."""
         if isinstance(error, JitneyError):
             return error
         _LOG.error("a request could not be taken in", exc_info=error)
@@ -189,8 +189,8 @@ class Service:
         self._encoders_for(request).submit(self._encode, request, arrival)
 
     def _check_size(self, request: ClientRequest) -> None:
-        """Raise InvalidArgumentError for a prompt of so many bytes, or ids, that it need not be
-        encoded to know that it is too long."""
+        """Raise InvalidArgumentError if the number of a prompt's bytes, or ids, shows already that
+        it is too long."""
         size = len(request.prompt)
         if isinstance(request.prompt, bytes):
             check_prompt_size(request.prompt_input, size, self._config, self._info)

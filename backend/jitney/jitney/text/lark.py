@@ -80,9 +80,8 @@ def _is_finite(tokens: Iterator[re.Match[str]], endless: set[str]) -> bool:
         elif text == "(":
             last_item = _is_finite(tokens, endless)
         elif text == "[":
-            _is_finite(
-                tokens, endless
-            )  # reads up to the closing bracket: what is in it is optional
+            # Reads up to the closing bracket. What is in it is optional.
+            _is_finite(tokens, endless)
         elif text == "|":
             alternatives.append(True)
         elif text in (")", "]"):

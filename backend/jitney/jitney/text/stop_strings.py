@@ -70,9 +70,9 @@ class StopStrings:
             state = self._fail[state]
 
     def beyond(self, state: int) -> int:
-        """The state after a match that is ignored. It stands for the longest beginning with which
-        ``state`` ends and that further characters can complete. A stop string that begins no longer
-        one is none, so its text is not held back."""
+        """The state after a match that is ignored: that of the longest beginning with which
+        ``state`` ends and that further characters can complete. So the ignored stop string is not
+        held back, unless a longer one begins with it."""
         while state and not self._next[state]:
             state = self._fail[state]
         return state
