@@ -31,11 +31,12 @@ def test_a_second_run_names_what_ran_again(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (tmp_path / "test_some.py").write_text(TESTS, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    words = (sys.executable, "-m", "pytest", "-q", "-n1")
+    words = (sys.executable, "-m", "pytest", "-p", "xdist", "-q", "-n1")
 
     # As in a shell: this test itself may run in one of several processes.
     environment = {name: text for name, text in os.environ.items() if "XDIST" not in name}
     environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # most of them take seconds to import
 
     def run(*more: str) -> list[str]:
         done = subprocess.run(

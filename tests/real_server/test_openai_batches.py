@@ -80,6 +80,7 @@ def read(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
     return {one["custom_id"]: one for one in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 def test_a_batch_outlives_its_gateway(gateways: Gateways, server: TritonServer) -> None:
     """It is killed once some lines are done, and others under way."""
     client = gateways.start()
